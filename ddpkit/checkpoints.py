@@ -606,11 +606,11 @@ class Checkpointer:
         """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
 
         Returns:
-            What saves each, by name.
+            The save hook of each, by name.
 
         Raises:
-            CheckpointError: one cannot.
-            ConfigError: the name of one cannot be a file name.
+            CheckpointError: a recoverable cannot be saved or loaded.
+            ConfigError: the name of a recoverable cannot be a file name.
 
         Ranks: local.
         """

@@ -259,7 +259,7 @@ def _read_top_level(param_file: str) -> dict[str, Node]:
 
 
 def _pairs(mapping: MappingNode) -> Iterator[tuple[str, Node]]:
-    """Yield the keys of a mapping with their values, those merged by ``<<`` first."""
+    """Yield the keys of a mapping with their values; keys merged by ``<<`` come first."""
     for key, value in mapping.value:
         if key.tag == f"{_YAML_TAG}merge":
             for part in value.value if isinstance(value, SequenceNode) else [value]:

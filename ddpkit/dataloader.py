@@ -931,7 +931,7 @@ def _batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
 
 
 def _batches_from(loader: Any, done: list[Any] | None, batches: int, mark: int) -> tuple[int, int]:
-    """Say which batch a mark is before, and how many come from there to what is done, both of the size they have now.
+    """Convert a saved mark to the current batch size: the batch after it, and the batches to the resume position.
 
     Args:
         loader: a stream, or a source of batches.

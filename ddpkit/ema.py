@@ -121,7 +121,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Look again which weights there are and which are trained; one that was frozen has its value as average.
+        """Update the list of trained weights; a newly unfrozen weight starts with its value as average.
 
         The Brain calls it when an epoch begins.
         """
@@ -240,7 +240,7 @@ class WeightAverage:
         return [weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight)]
 
     def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
-        """Return the average of a weight, or None for one that is frozen and whose average is its value."""
+        """Return the average of a weight; None for a frozen weight, whose average is its value."""
         wide = torch.promote_types(now.dtype, torch.float32)
         value, known = now.detach().to(wide), self._averages.get(weight.names[0])
         trained = now.requires_grad or not isinstance(now, nn.Parameter)
@@ -260,7 +260,7 @@ def _can_be_averaged(weight: _Weight) -> bool:
 
 @torch.no_grad()
 def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    """Copy tensors over others in place; casts of them that autocast remembers are forgotten."""
+    """Copy tensors into targets in place; clear autocast's cached casts of them."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
     torch.clear_autocast_cache()

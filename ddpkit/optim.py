@@ -320,7 +320,7 @@ class Schedule:
         before, now = state["total_steps"], self.total_steps
         if before != now:
             made = f"{type(self.scheduler).__name__} of the checkpoint was made for {before} {self.every}s"
-            logger.warning("The %s, and this run has %s: it goes on as it was made.", made, now)
+            logger.warning("The %s; this run has %s. The schedule keeps its original length.", made, now)
         self.scheduler.load_state_dict(state["scheduler"])
         self.total_steps, self.stepped_at = before, state["stepped_at"]
 

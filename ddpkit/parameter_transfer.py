@@ -63,7 +63,7 @@ class Pretrainer:
         self.collect_in = None if path is None else Path(path)
 
     def is_loadable(self, name: str) -> bool:
-        """Say whether the condition of an object holds; it does where there is none.
+        """Return whether the condition of an object holds, or it has none.
 
         Args:
             name: of the object.
@@ -72,7 +72,7 @@ class Pretrainer:
         return bool(condition() if callable(condition) else condition)
 
     def collect_files(self, default_source: str | Path | None = None) -> dict[str, Path]:
-        """Find the file of each object, so that one that is missing is told before anything is loaded.
+        """Find the file of each object; a missing file is an error before anything is loaded.
 
         Args:
             default_source: a folder with ``<name>.ckpt`` for objects without a path; kept for :meth:`load_collected`.

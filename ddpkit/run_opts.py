@@ -168,7 +168,7 @@ def parse_duration(text: str) -> float:
         Seconds.
 
     Raises:
-        ConfigError: it is none, or not above 0.
+        ConfigError: the text is not a length of time, or not above 0.
 
     Ranks: local.
 
@@ -606,7 +606,7 @@ def _warn_of_misspelt(names: Iterable[str]) -> None:
 
 
 def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
-    """Bring the sources together, and find out what nobody gave."""
+    """Merge the sources, and choose the values that none of them gives."""
     from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
     given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
     for source in (from_yaml, given):
@@ -744,8 +744,8 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
     """Become torch's launcher, which starts the script again as several ranks."""
     if arg_list is not None and list(arg_list) != sys.argv[1:]:
         raise ConfigError(
-            f"nproc={nproc!r} starts the running script again with its own command line, and the one that was given to "
-            "parse_arguments is another. Leave --nproc out, and start the script with torchrun."
+            f"nproc={nproc!r} restarts the script with sys.argv, but parse_arguments was given other arguments. Leave "
+            "--nproc out, and start the script with torchrun."
         )
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 

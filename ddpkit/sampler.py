@@ -172,7 +172,7 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
                 "for each part of the dataset."
             )
         for size in batch_sizes:
-            require_positive("batch_sizes", size, "every part gives some samples to a batch")
+            require_positive("batch_sizes", size, "each part needs at least one sample per batch")
         self.samplers = samplers
         self.batch_sizes = batch_sizes
         drawn_from = [getattr(one, "data_source", getattr(one, "weights", one)) for one in samplers]
@@ -489,7 +489,7 @@ def _upper_boundaries(
             "DynamicBatchSampler was given neither num_buckets nor bucket_boundaries. Give one of them: more buckets "
             "mean less padding, and less chance in what meets in a batch."
         )
-    require_positive("num_buckets", num_buckets, "one bucket is the least")
+    require_positive("num_buckets", num_buckets, "at least one bucket is needed")
     levels = torch.arange(1, num_buckets + 1, dtype=torch.float64) / (num_buckets + 1)
     quantiles = torch.special.ndtri(levels).exp().numpy()
     scaled: NDArray[np.float64] = quantiles * (max_batch_length / quantiles[-1])

@@ -280,7 +280,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
             _ACCELERATORS[kind].set_rng_state(one.cpu(), device)
         if len(present) < len(states):
             logger.warning_once(
-                "The saved random state covers %d %s devices, here are %d; the others are left out.",
+                "The saved random state covers %d %s devices, here are %d; the rest is left out.",
                 *(len(states), kind.upper(), len(present)),
             )
 

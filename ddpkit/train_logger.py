@@ -120,7 +120,7 @@ class Current:
 
 
 def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
-    """Say where the events of this run go from now on.
+    """Set the file that the events of this run are written to.
 
     Args:
         path: the file, usually ``metrics.jsonl`` in the experiment's folder; ``None`` for nowhere.

@@ -1,4 +1,4 @@
-"""This rank: which one it is, where it stands, and what the ranks tell each other: who lives, who failed first and why.
+"""Rank number, position in the run and failure report of this process, shared with the other ranks.
 
 Which rank this process is: by torch's process group, else by the launcher's variables alone. That imports no torch and
 raises nothing, so messages can name the rank whatever is wrong. What the variables mean in full, and whether they
@@ -274,7 +274,7 @@ def has_ended(pid: int, started: int) -> bool:
 
 @contextlib.contextmanager
 def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Return a context in which some attributes of an object have other values; afterwards they have those of before.
+    """Set attributes of an object inside a ``with`` block; restore them afterwards.
 
     Args:
         owner: the object, or a class.
@@ -377,7 +377,7 @@ class Position:
         sessions: calls of ``fit`` and ``evaluate`` since the process group was made: equal on all its ranks.
         session: number of the running call, the innermost if nested; 0 outside.
         excused: running calls without a time limit: work of the main process alone, and waiting for it.
-        moves: how often a rank without steps of its own has learnt that others make steps.
+        moves: number of times this rank, without steps of its own, saw progress on other ranks.
         call: the running call, such as ``"fit"``, until its first stage begins; then empty.
         part: what of it is done, where that has a name.
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
@@ -413,7 +413,7 @@ class Position:
         return self.progress is None or bool(self.excused)
 
     def join_group(self) -> None:
-        """Count anew: what a process did by itself, before its group was made, the other ranks have not done."""
+        """Reset the counters when the process group is made, so that they agree on all ranks."""
         self.sessions = self.session = int(self.progress is not None)
 
     def inside(self, progress: Any, call: str = "") -> contextlib.AbstractContextManager[None]:
@@ -554,7 +554,7 @@ def is_library(file: str) -> bool:
 
 
 def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the user's own code in a traceback, or at all.
+    """Return the innermost traceback line in user code; without one, the innermost line.
 
     Args:
         frames: of a traceback, the innermost last.
@@ -727,7 +727,7 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
 
 
 class FailureReport:
-    """What the ranks of a process group tell each other when they end; kept in its store.
+    """Failures and normal exits of the ranks of a process group, kept in its store.
 
     Args:
         store: of the process group.
@@ -739,7 +739,7 @@ class FailureReport:
             attempt to reach it at length.
         process: the rank's own; one that it forks inherits the report, and must not use it.
         awaited: the rank that this one waits for, outside of collectives; None: none.
-        find_reason: looks for the rank behind a lost connection, if none has told of itself; may wait a little.
+        find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little.
 
     Ranks: local; only :meth:`await_departures` waits for others.
 
@@ -782,7 +782,7 @@ class FailureReport:
         return self._asked(note, otherwise=False)
 
     def first_failure(self) -> Reason | None:
-        """Return what another rank has noted, in this call of ``fit`` or ``evaluate`` or for good; or None."""
+        """Return the first failure of another rank, in this call of ``fit`` or ``evaluate`` or final; or None."""
 
         def find(store: Store) -> Reason | None:
             for session in (None, POSITION.session):
@@ -800,12 +800,12 @@ class FailureReport:
         return self._asked(lambda store: store.add(f"ddpkit/first/{what}", 1) == 1, otherwise=False)
 
     def depart(self, rank: int | None = None) -> None:
-        """Note that nothing more will come from this rank, or from one that can not say so itself."""
+        """Mark this rank as departed, or another one that cannot do so itself."""
         key = _departed_key(self.rank if rank is None else rank)
         self._asked(lambda store: store.set(key, "1"), otherwise=None)
 
     def has_departed(self, rank: int) -> bool:
-        """Say whether nothing more will come from a rank; raise if the store has gone."""
+        """Return whether a rank has departed; raise if the store is gone."""
         return bool(self.store.check([_departed_key(rank)]))
 
     def departed(self) -> list[int]:
@@ -849,7 +849,7 @@ PROCESS = _Process()
 
 
 def is_second_hand(error: BaseException) -> bool:
-    """Say whether an exception only tells that another rank has failed.
+    """Return whether an exception only reports another rank's failure.
 
     Ranks: local.
 

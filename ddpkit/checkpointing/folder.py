@@ -777,7 +777,7 @@ class CheckpointFolder:
             for checkpoint in checkpoints:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
-        logger.warning("Checkpoints of before are not of this run: they are in %s now.", shown_path(aside))
+        logger.warning("Checkpoints that this run does not continue were moved to %s.", shown_path(aside))
 
     def delete(self, retention: Retention, verbosity: int) -> None:
         """Delete what the retention does not keep. What is damaged neither counts nor is deleted.

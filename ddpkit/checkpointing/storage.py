@@ -440,7 +440,7 @@ def save_error(final: Path, error: BaseException, bytes_needed: int = 0, what: s
     elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
         text = f"{text}, because of {type(cause).__name__}: {cause}."
     text = text.removesuffix(".")
-    return CheckpointError(f"{what or f'cannot save {final}'}: {text}. No checkpoint of before was touched.")
+    return CheckpointError(f"{what or f'cannot save {final}'}: {text}. Existing checkpoints are unchanged.")
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -616,8 +616,9 @@ class _Hold:
             is_own = self.path.read_bytes() == self.record
         if not is_own:
             raise FolderInUseError(
-                f"The folder {self.path.parent} is no longer this run's: its lock is gone, or of {_owner(self.path)}. "
-                "Nothing more is saved or deleted there. End this run, or give it a folder of its own."
+                f"The folder {self.path.parent} is no longer locked by this run: the lock file is missing or belongs "
+                f"to {_owner(self.path)}. Nothing more is saved or deleted there. End this run, or give it a folder of "
+                "its own."
             )
 
     def give_back(self) -> None:
@@ -673,7 +674,7 @@ def _owner(path: Path) -> str:
     words = ""
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         words = file.readline(300).strip()
-    return words if words.isprintable() and words else "a process that cannot be told"
+    return words if words.isprintable() and words else "an unknown process"
 
 
 _HELD: dict[Path, _Hold] = {}

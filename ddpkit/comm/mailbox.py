@@ -14,7 +14,7 @@ Source: torch's libuv ``TCPStore`` backend limits a payload to 8 MiB (measured w
 break the connection); larger values are cut into pieces.
 
 Mailbox, store and watchdog of a process group are kept by its :class:`Runtime`, made on first use. The watchdog
-comes from the control plane, which asking for a rank does not import.
+comes from ``ddpkit.control``, which asking for a rank does not import.
 """
 
 from __future__ import annotations

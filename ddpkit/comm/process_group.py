@@ -125,7 +125,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
 
 
 def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
-    """Tell the others of an error of this rank's own; of one that only shows a lost rank, find that one's reason."""
+    """Report this rank's error to the others; if it is only a lost connection, look up the failure behind it."""
     if is_second_hand(error):
         return report.find_reason()
     report.tell(Reason.of(report.rank, error, is_final=True))
@@ -220,9 +220,8 @@ def check_backend(backend: str | None, device: str) -> str:
 def shorten_timeout(seconds: float) -> None:
     """Set how long the collectives of the default process group wait from now on.
 
-    A start may take long: compiling, reading data, ranks that come late. A step does not; after the first one a rank
-    that does not come is better missed soon. Nothing happens without a process group, nor where this torch or the
-    backend cannot do it (``mpi``).
+    Startup may be slow (compiling, reading data). After the first step a missing rank should be detected quickly.
+    Nothing happens without a process group, nor where this torch or the backend cannot do it (``mpi``).
 
     Args:
         seconds: the new limit.
@@ -266,7 +265,7 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
 
 
 def _leave(kept: Callable[[], Runtime | None], *, destroy: bool) -> None:
-    """Depart at exit, also where the script has destroyed the group itself: else this rank would be missed, and sought.
+    """Announce a normal exit, even if the script destroyed the group; otherwise others report this rank as lost.
 
     Args:
         kept: returns the group's runtime, if that is still there.
@@ -302,10 +301,10 @@ def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
 def _let_launcher_see(reason: Reason | None) -> None:
     """Wait until torchrun has seen the end of the process behind this one's failure: it blames who ends first.
 
-    While this one waits, so do ranks that are in a collective with it: gloo closes no connection before its end.
+    Ranks that are in a collective with this one wait too: gloo closes no connection before the process ends.
 
     Args:
-        reason: which process that is; one that is not known, or not of this machine, is given a while.
+        reason: the failed process; if it is unknown or on another machine, wait a fixed time.
     """
     end = time.monotonic() + LAST_WORDS_SECONDS
     pid = reason.pid if reason is not None and reason.host == host_name() else os.getpid()

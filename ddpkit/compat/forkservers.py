@@ -21,7 +21,7 @@ _SERVERS: dict[int, Any] = {}  # by process: a forked one has none
 
 @contextlib.contextmanager
 def own_forkserver() -> Iterator[None]:
-    """Have processes that start meanwhile come from another forkserver than the script's; otherwise from that, started.
+    """Start processes from a forkserver separate from the script's; if that is impossible, from the script's own.
 
     Ranks: local.
 

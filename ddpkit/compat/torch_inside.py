@@ -173,7 +173,7 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_weak_references(module: torch.nn.Module) -> Iterator[None]:
-    """Have a recurrent layer hold no weak references to its weights meanwhile, as torch's own ``_apply`` does.
+    """Drop a recurrent layer's weak references to its weights inside the block, as torch's own ``_apply`` does.
 
     Of a layer without such, nothing is changed: torch's own error tells what cannot be swapped.
 
@@ -309,7 +309,7 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
 
 
 def waits_for_gradients(module: Any) -> bool:
-    """Say whether DDP still waits for a gradient, so that those present are averages on no rank.
+    """Return whether DDP still waits for a gradient, so that the gradients present are not averaged yet.
 
     DDP says so by itself in its next forward pass, after an optimizer step with such gradients: so it goes where it
     cannot be asked.

@@ -91,9 +91,9 @@ def is_shown_without_traceback(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Have what is raised over options and the launcher's variables told as a command line's errors are.
+    """Report errors about options and launcher variables as command-line errors: one sentence, exit code 2.
 
-    A caller may still catch them. If uncaught, the process prints ``train.py: error: ...`` and exits with 2.
+    A caller may still catch them. If uncaught, the process prints ``train.py: error: ...``.
 
     Ranks: local.
 
@@ -115,7 +115,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _end_plainly(error: BaseException) -> NoReturn:
-    """Say the words of an exception, unless the first rank of this machine does, and end the process."""
+    """Print the message, unless the first rank of this machine prints it; then exit."""
     PROCESS.failed = error
     report, reason = PROCESS.report, None
     own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
@@ -138,7 +138,7 @@ def _end_plainly(error: BaseException) -> NoReturn:
 
 
 def _await_first(report: FailureReport | None, launcher_reads: bool) -> None:
-    """Wait a little to be ended by the launcher, or for another rank to tell: all may be about to say the same."""
+    """Wait briefly for SIGTERM or another rank's report, so that the same error is not printed by every rank."""
     end = time.monotonic() + FIRST_WORD_SECONDS
     if launcher_reads:  # what ends with another code than 0 it lists as a failure of its own, without a reason
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

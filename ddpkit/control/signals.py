@@ -68,7 +68,7 @@ class _Listeners:
 
 
 def _forget() -> None:
-    """Let signals do to a process that was forked what they would have done to this one without ddpkit."""
+    """Restore the original signal handlers in a forked child."""
     if _Listeners.pipe >= 0:
         _Listeners.pipe = -1
         signal.set_wakeup_fd(-1)
@@ -107,7 +107,7 @@ def _end_at_second(reader: int) -> None:
 
 
 def _is_second(number: int) -> bool:
-    """Say whether a signal that ends a process, and is not the script's own, is not the first, nor its echo."""
+    """Return whether this is a second stop signal: handled by ddpkit, more than REPEAT_SECONDS after the first."""
     is_heard = number in _Listeners.before and any(number in one.stopping for one in _Listeners.active)
     if not is_heard or signal.Signals(number).name not in _ENDING:
         return False
@@ -174,7 +174,7 @@ class SignalListener:
         unlike = [one.name for one in self.stopping if one.name not in CAUSES]
         if unlike:
             possible = ", ".join(CAUSES[:-1])
-            raise ConfigError(f"stop_signals names {unlike}. A run can be stopped by {possible}; name some of those.")
+            raise ConfigError(f"stop_signals names {unlike}. A run can be stopped by {possible}; choose from these.")
         self.stop_signal = 0
         self.save_wanted = False
 
@@ -413,20 +413,20 @@ def ignored_signals() -> set[signal.Signals]:
 
 
 def _kill_workers_at_exit() -> None:
-    """Have workers killed that are still there when this process ends: Python would wait for them without end."""
+    """Kill leftover workers at exit; Python would wait for them forever."""
     if _Here.process != os.getpid():
         _Here.process = os.getpid()
         at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear
 
 
 def at_exit(call: Callable[[], object]) -> None:
-    """Have something done when this process ends, and before ``multiprocessing`` waits for its children.
+    """Register a function to run at exit, before ``multiprocessing`` waits for its children.
 
     A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned waits for its
     children before that.
 
     Args:
-        call: must bear to be called twice.
+        call: must be idempotent; it may be called twice.
 
     Ranks: local.
 
@@ -524,13 +524,13 @@ def _do_nothing(*_signal_and_frame: Any) -> None:
 
 
 def _restore_signals() -> None:
-    """Have a process that a worker forks for itself be ended as any other."""
+    """Restore default signal handling in a process that a worker forks."""
     for number in ignored_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
 def _dump_signal() -> set[int]:
-    """Return the signal at which a worker writes where it is; none outside of Linux."""
+    """Return the signal that makes a worker write its stack; none outside of Linux."""
     return set() if sys.platform != "linux" else {int(signal.SIGRTMIN) + 5}
 
 
@@ -541,7 +541,7 @@ def _own_workers() -> list[Any]:
 
 
 def show_workers() -> None:
-    """Have the workers of this process's loaders write to stderr where they are, and wait a moment for it.
+    """Make this process's loader workers write their stacks to stderr; wait briefly for them.
 
     Ranks: local.
 

@@ -1,4 +1,4 @@
-"""The watchdog of a process: it tells where this rank is, learns of others' failures, and ends what would hang.
+"""The watchdog of a process: it reports where this rank is, reads failures of other ranks, and ends a run that hangs.
 
 It has two threads and uses the launcher's store. The heartbeat thread calls the store about once a second, and may
 block there if the network is cut. The watchdog thread never blocks: it checks the clock, the parent process, and the
@@ -61,7 +61,7 @@ START_SECONDS = 30.0  # without a beat, while the group is made: nothing then ke
 
 
 def beat_key(rank: int) -> str:
-    """Return the key under which a rank tells where it is.
+    """Return the store key of a rank's heartbeat.
 
     Ranks: local.
 
@@ -100,7 +100,7 @@ EXIT_DELAY = ExitDelay()
 
 
 class Heartbeat:
-    """Tells the other ranks where this one is, and learns who has failed, or disappeared, or fallen silent.
+    """Reports this rank's position to the other ranks, and reads which ranks failed, disappeared or fell silent.
 
     Args:
         watch: the watchdog of this process.
@@ -162,7 +162,7 @@ class Heartbeat:
                 if not self._answers(store):
                     self.store_lost = None if over.is_set() else (str(error).splitlines() or [""])[0][:200]
                     return
-                self.log_once("tell where it is and hear of the others", error)
+                self.log_once("exchanging heartbeats", error)
             self.answered = time.monotonic()
 
     def _own_connection(self) -> Store:
@@ -177,7 +177,7 @@ class Heartbeat:
             return False
 
     def beat(self, store: Store) -> None:
-        """Tell where this rank is, then learn how the others are.
+        """Post this rank's status, then read those of the others.
 
         Args:
             store: a connection of this thread's own.
@@ -195,7 +195,7 @@ class Heartbeat:
         kind = type(error).__name__
         if (what, kind) not in self._logged:  # not the text, which may have a number in it
             self._logged.add((what, kind))
-            text = "The watchdog of rank %d cannot %s, which ends nothing and is tried again: %s: %s"
+            text = "Watchdog of rank %d: %s failed and will be retried; training continues: %s: %s"
             logger.warning(text, self.rank, what, kind, error, main_process_only=False)
 
     def silent(self) -> dict[int, float]:
@@ -208,7 +208,7 @@ class Heartbeat:
         return all(rank in silent for rank in range(self.rank))
 
     def concerns(self, reason: Reason) -> bool:
-        """Say whether this process cannot go on after another rank's failure."""
+        """Return whether this process cannot go on after another rank's failure."""
         inside = self.position.progress is not None
         return inside and (reason.is_final or reason.session == self.position.session)
 
@@ -266,7 +266,7 @@ class Heartbeat:
         report.depart(rank)
 
     def _read_others(self, store: Store) -> None:
-        """Read where ranks are that this one may be waiting for: an awaited rank; in trouble, all."""
+        """Read the heartbeat of an awaited rank; near a limit, of all ranks."""
         awaited = self.report.awaited
         if self.is_searching or self.is_starting:
             self._search(store)
@@ -283,7 +283,7 @@ class Heartbeat:
             self._read(store, rank)
 
     def _search(self, store: Store) -> None:
-        """Tell of the ranks that are silent; only the first rank that asks looks for them, and tells the others."""
+        """Report silent ranks; only the first rank that asks looks for them, and reports to the others."""
         report = FailureReport(store, self.rank, self.world_size)
         others = [rank for rank in range(self.world_size) if rank != self.rank and not report.has_departed(rank)]
         for rank in others:
@@ -295,20 +295,20 @@ class Heartbeat:
             silent = [rank for rank in quiet if not self._is_at_work(rank)]
         if silent:
             first, *more = silent
-            likewise = f" (nor has rank {spans(more)})" if more else ""
-            how = f"has told nothing for {self.silence[first]:.0f} s{likewise}: it was killed, or its machine is gone"
+            likewise = f" (nor did rank {spans(more)})" if more else ""
+            how = f"sent no heartbeat for {self.silence[first]:.0f} s{likewise}: it was killed, or its machine is down"
             self._tell_gone(report, first, f"{how}, or the network to it is cut")
 
     def _miss(self, store: Store, rank: int) -> None:
         """Report an awaited rank as gone once it has been silent for the limit, unless its process is seen to run."""
         limit, silence = self.watch.hang_timeout, self.silence[rank]
         if 0 < limit <= silence and not self._is_at_work(rank):
-            how = f"has told nothing for {silence:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or its"
-            cause = "machine is gone, or the network to it is cut, or a call of its code keeps the interpreter lock"
+            how = f"sent no heartbeat for {silence:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or"
+            cause = "its machine is down, or the network to it is cut, or a call of its code keeps the interpreter lock"
             self._tell_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
 
     def _is_at_work(self, rank: int) -> bool:
-        """Say whether a rank's process is on this machine, and neither gone nor stopped."""
+        """Return whether a rank's process is on this machine and running, not stopped."""
         known = self.latest.get(rank)
         if known is None or known.machine != self.machine:  # there its number means another process
             return False
@@ -320,7 +320,7 @@ class Heartbeat:
         self._take(RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank))
 
     def _take(self, one: RankStatus) -> None:
-        """Note what a rank has told; one without beats has told nothing yet."""
+        """Store a rank's status; without beats it has sent none yet."""
         now, known = time.monotonic(), self.latest.get(one.rank)
         since = min(now - self._read_at.get(one.rank, now), SILENT_SECONDS)
         self._read_at[one.rank] = now
@@ -331,7 +331,7 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Watches over this process and those it works with, from when its group is made until it departs.
+    """Watches this process and the ranks of its group, from the start of the group until this rank departs.
 
     Args:
         report: of the process group.
@@ -399,11 +399,11 @@ class Watchdog:
         return temporarily(self, hang_warning=warning, hang_timeout=timeout)
 
     def seconds_here(self) -> float:
-        """Return the seconds since this rank's last step, or since it has left ``fit`` or ``evaluate``."""
+        """Return the seconds since this rank's last step, or since ``fit`` or ``evaluate`` ended."""
         return time.monotonic() - self._changed
 
     def is_in_trouble(self) -> bool:
-        """Say whether this rank has made no step for half of a limit, or until a silent one may be known at its end."""
+        """Return whether to read the heartbeats of all ranks: without a step for so long that a limit is near."""
         limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
         begins = [min(limit / 2, limit - SILENT_SECONDS - 2 * BEAT_SECONDS) for limit in limits]
         return bool(limits) and time.monotonic() - self._moved >= min(begins)
@@ -432,7 +432,7 @@ class Watchdog:
                 self.look()
             except Exception as error:  # noqa: BLE001 -- who watches must go on
                 self._moved = time.monotonic()  # an error here must not count as a hang
-                self.heartbeat.log_once("look at the clock", error)
+                self.heartbeat.log_once("checking the clock", error)
 
     def look(self) -> None:
         """Look at everything once."""

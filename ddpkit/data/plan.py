@@ -246,12 +246,12 @@ def require_positive(name: str, value: Any, reason: str) -> None:
         reason: why, for the message.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a whole number, or is below 1.
 
     Ranks: local.
 
     Example:
-        >>> require_positive("num_buckets", 3, "one bucket is the least")
+        >>> require_positive("num_buckets", 3, "at least one bucket is needed")
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a positive whole number: {reason}. Set {name} to 1 or more.")
@@ -646,7 +646,7 @@ def count_repeats(indices: Iterable[Any], seen: dict[int, int]) -> list[int]:
 
 
 def index_number(index: Any) -> int:
-    """Return an index as a number; one that is none, such as a tuple, by its ``repr``.
+    """Return an index as a number; any other value, such as a tuple, by its ``repr``.
 
     Args:
         index: what a sampler yields for one sample.
@@ -682,7 +682,7 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
         )
     if not drawn:
         raise DataError(
-            f"{name} yields nothing in epoch {epoch}: there is no data to train on. What can be iterated once only, as "
-            "a generator, must be an object whose __iter__ begins anew."
+            f"{name} yields nothing in epoch {epoch}: there is no data to train on. A generator can be iterated only "
+            "once; pass an object whose `__iter__` starts again."
         )
     return drawn

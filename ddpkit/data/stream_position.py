@@ -149,7 +149,7 @@ class Reading:
         self._torch = state["torch"]
 
     def _swap(self) -> None:
-        """Exchange the process's states and those kept here; numpy loses the normal number that it has in store."""
+        """Swap the process's random states with the stored ones; numpy loses its cached normal number."""
         python, legacy, generator = random.getstate(), cast("Any", np.random), torch.default_generator
         numbers, state = legacy.get_bit_generator(), generator.get_state()
         random.setstate(self._python)
@@ -187,7 +187,7 @@ class Source:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on from a state."""
+        """Make the next iteration continue from a state."""
         self._given = state
 
     def _open(self, part: Any, reading: Reading) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class StreamPosition:
         return None if self._source is None else copy.deepcopy(self._source.whole.state_dict())
 
     def go_on(self, number: int, state: Any) -> None:
-        """Have the next iteration begin with batch ``number``.
+        """Make the next iteration begin with batch ``number``.
 
         Args:
             number: from 0.
@@ -368,7 +368,7 @@ class StreamPosition:
 
 
 def _not_storable(state: Any) -> str:
-    """Say what in a state could not be loaded again without running code; empty if all can."""
+    """Name the parts of a state that cannot be loaded without running code; empty if there are none."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)

@@ -295,7 +295,7 @@ class StreamLoader(DataLoader[Any]):
         return {name: digest} if digest else {}
 
     def size_of(self, batch: Any) -> int | None:
-        """Return the number of items of the batch that was yielded last; None if it is one that another rank has.
+        """Return the number of items in the batch just yielded; None for another rank's batch.
 
         Of virtual ranks all go on to the end of a block, and another shard's batch has 0.
         """
@@ -397,8 +397,8 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     number = sharding.world_size * max(workers, 1)
     if number > 1 and not shard.divides_itself:
         logger.info(
-            "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
-            "shard(num_shards, index), and so many num_shards, would let each read its own part.",
+            "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. Give the stream "
+            "shard() and at least that many num_shards, so that each process reads only its part.",
             *(name, number),
         )
     return StreamLoader(shard, worker_key(sharding), **options)
@@ -446,7 +446,7 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
 
 
 def _has_shards(dataset: Any, number: int) -> bool:
-    """Say whether a stream can cut itself into so many shards."""
+    """Return whether a stream can cut itself into that many shards."""
     available = getattr(dataset, "num_shards", 0)
     return isinstance(available, int) and 1 < number <= available and callable(getattr(dataset, "shard", None))
 

@@ -294,6 +294,6 @@ BATCH_DEPENDENT = (
     "the number of processes, whatever the library. Compute each sample by itself."
 )
 UNKNOWN = (
-    "The cause is not known. Does the result for a sample depend on the others of its batch? Do the model or "
+    "The cause is not known. Does the result for a sample depend on the other samples of its batch? Do the model or "
     "fit_batch keep state? Does the script do something else under a launcher?"
 )

@@ -1,4 +1,4 @@
-"""What is told of a stage: the progress bar, and the values of ``self.log``."""
+"""Reports of a stage: the progress bar, and the values of ``self.log``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a stage: the progress bar, and means of the values that a recipe logs with ``self.log``.
+"""Reports of a stage: the progress bar, and means of the values that a recipe logs with ``self.log``.
 
 The bar is the main process's only, on stderr, refreshed by time; without a terminal it is a log line now and then. The
 only module that imports tqdm. Values are averaged over batches and over the ranks, without a wait at any step.

@@ -187,7 +187,7 @@ class Preflight:
 
     @staticmethod
     def on_all_ranks(make: Callable[..., T], *inputs: Any) -> T:
-        """Return what is made on every rank by itself; if that fails on one, it fails on all.
+        """Call a function on every rank; if it fails on one rank, raise on all.
 
         Args:
             make: makes it.

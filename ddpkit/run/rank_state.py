@@ -106,7 +106,7 @@ class RankStates:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks, None for one that is not known.
+        """Return the states of all ranks; None for an unknown state.
 
         Ranks: local; the main process saves it.
         """
@@ -117,7 +117,7 @@ class RankStates:
         return {"format": FORMAT, "world_size": len(ranks), "ranks": list(ranks)}
 
     def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
-        """Take this rank's state from those of all ranks; of another number of ranks, only what is the same on all.
+        """Load this rank's state from all states; with a different number of ranks, only the parts that all share.
 
         Args:
             state_dict: as :meth:`state_dict` returns it.
@@ -198,7 +198,7 @@ class RankState:
         self._seed(epoch, self.progress.began_at)
 
     def end_streams(self) -> None:
-        """Leave the random streams as any run leaves them at this step, whether it was stopped before or not."""
+        """Set the random streams to fixed values at the end of ``fit``, equal in a resumed and an uninterrupted run."""
         self._seed(0, self.progress.optimizer_step)
 
     def _seed_anew(self) -> None:
@@ -249,7 +249,7 @@ class RankState:
         return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
 
     def _load_metrics(self, saved: Any) -> None:
-        """Have metrics of the recipe go on in the middle of an epoch; of another number of ranks, all on rank 0."""
+        """Restore the recipe's metrics in mid-epoch; with a different number of ranks, all counts on rank 0."""
         states, missing = saved if isinstance(saved, list) else [saved or {}], []
         for name, metric in self.metrics.items():
             totals = [state[name] for state in states if name in state]
@@ -292,7 +292,7 @@ class RankState:
     # ------------------------------------------------------------------ what a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of this rank by itself."""
+        """Return this rank's own part of a checkpoint."""
         loader, step = self.progress.loader, self.progress.step
         return {
             "random": rng_state(),
@@ -325,7 +325,7 @@ class RankState:
 
 
 def _source_of(loader: Any) -> Any:
-    """Return what in a loader keeps its place from one epoch to the next, or None."""
+    """Return the part of a loader that keeps its position between epochs, or None."""
     if loader is None or isinstance(loader, LoopedLoader):
         return loader
     position = getattr(loader, "position", None)

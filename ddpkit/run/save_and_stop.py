@@ -1,4 +1,4 @@
-"""When a run saves, what it goes on from, and when and why it stops: on all ranks, between two optimizer steps.
+"""When a run saves, what it resumes from, and when and why it stops: on all ranks, between two optimizer steps.
 
 The part of a run that registers with the Checkpointer and saves. A run that stops leaves a checkpoint and a note:
 torchrun turns every exit code into 1, so a script that decides whether to start the run again reads the note.
@@ -52,7 +52,7 @@ APART = (
     "its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, which wait for the next average, or save in "
     "on_stage_end."
 )
-OTHER_ROWS = " A batch norm now takes its statistics over other samples at a time: the numbers are others{}."
+OTHER_ROWS = " BatchNorm statistics are now computed over batches of another size, so the results differ{}."
 NOTHING_SAVED = (
     "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
     "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
@@ -112,8 +112,8 @@ class CheckpointPolicy:
             checkpointer.checkpoints_dir = Path(folder)
             if not get_rank():
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
-        self._require_free("brain", "the place of the training")
-        self._require_free(RANKS, "what the Brain saves of every rank")
+        self._require_free("brain", "the training position")
+        self._require_free(RANKS, "the state of each rank")
         if scaler.is_enabled():
             self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}")
             checkpointer.add_recoverable("scaler", scaler, optional_load=True)
@@ -129,12 +129,12 @@ class CheckpointPolicy:
         self._hand_on_options(checkpointer)
 
     def add(self, name: str, recoverable: Any) -> None:
-        """Have something of the run saved, if there is a checkpointer."""
+        """Register an object of the run with the checkpointer, if there is one."""
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable(name, recoverable)
 
     def add_schedule(self, schedule: Any, before: Any) -> None:
-        """Have the schedule of ``scheduler_class`` saved.
+        """Register the schedule of ``scheduler_class`` with the checkpointer.
 
         Args:
             schedule: the schedule.
@@ -156,7 +156,7 @@ class CheckpointPolicy:
                 "each Brain its own Checkpointer. To evaluate what another trained, give it one on the same folder."
             )
         raise ConfigError(
-            f"a recoverable of the recipe ({type(other).__name__}) is named {name!r}, as {what} is: rename it."
+            f"the recoverable name {name!r} is reserved for {what}; rename your {type(other).__name__}."
         )
 
     def _recoverables(self) -> Mapping[str, Any]:
@@ -196,7 +196,7 @@ class CheckpointPolicy:
                 self._release()
 
     def _end_call(self) -> None:
-        """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
+        """End a call of ``fit``: random streams and counts are equal in a resumed and an uninterrupted run."""
         self.rank_state.end_streams()
         calls = self.run_state.calls
         calls.finished[calls.number] = self.progress.optimizer_step
@@ -301,7 +301,7 @@ class CheckpointPolicy:
             self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, calls.later[0]))
 
     def is_done_before(self, train_loader: Any) -> bool:
-        """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
+        """Return whether this call of ``fit`` is done, because the checkpoint is from a later call.
 
         Args:
             train_loader: of this call.
@@ -540,7 +540,7 @@ class StopControl:
         return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
 
     def cause(self) -> str:
-        """Return what has asked this rank to stop, one of :data:`ddpkit.control.signals.CAUSES`, or nothing."""
+        """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`; empty if it was not."""
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed

@@ -219,7 +219,7 @@ class StageRunner:
             return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar, samples_before)
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
-        """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
+        """Make the feed of a training pass. For a stream the ranks exchange the sizes of their batches."""
         options, strategy = self.options, self.train_step.strategy
         length, batches = length_of(loader), self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
@@ -414,7 +414,7 @@ class StageRunner:
         self.progress.train_meter = meter
 
     def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar, before: int = 0) -> float:
-        """Compute the mean loss over all ranks, report it, and return it; ``before``: samples of before a restart."""
+        """Compute the mean loss over all ranks, report and return it; ``before``: samples trained before a restart."""
         progress, copies = self.progress, 1
         meter, seen = progress.meter, progress.seen
         if seen is not None:
@@ -547,7 +547,7 @@ class _IntraEpochSaves:
             self._start_anew()
 
     def _is_pending(self) -> bool:
-        """Say whether a checkpoint would lack something: gradients not used yet, or weights that differ by rank."""
+        """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ between ranks."""
         return self.progress.window.pending(self.progress.step) > 0 or self.train_step.strategy.is_apart
 
     def _start_anew(self) -> None:

@@ -187,7 +187,7 @@ class StepPlan:
         return -(-step // (before.grad_accumulation_factor or 1)) * factor, None  # it stood at the end of a step
 
     def _deals_others(self, before: StepPlan) -> bool:
-        """Say whether whole batches are dealt out, and another number of them makes a step."""
+        """Return whether whole batches are dealt out, and the number of them in a step has changed."""
         is_counted = self.per_step is None or before.per_step is None
         return is_counted and None not in {_dealt(self), _dealt(before)} and _dealt(self) != _dealt(before)
 
@@ -205,7 +205,7 @@ class StepPlan:
         )
 
     def changes(self, before: StepPlan) -> list[str]:
-        """Say whether a step is made of something else than it was.
+        """Name the differences between the samples of a step now and in the checkpoint.
 
         Args:
             before: the step plan of the run that saved the checkpoint.
@@ -289,7 +289,7 @@ def _names(samplers: Iterable[Any]) -> str:
 
 
 def read_brain_file(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds of the Brain; empty if it has no such file, or nothing that a Brain has saved.
+    """Return the contents of a checkpoint's ``brain.ckpt``; empty without that file, or if no Brain saved it.
 
     Args:
         checkpoint: its directory.
@@ -318,7 +318,7 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
 
 
 def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:
-    """Return what :func:`read_brain_file` does, and nothing of a file that cannot be read: who loads it says why.
+    """Return :func:`read_brain_file`, or nothing for an unreadable file; loading it raises the error.
 
     Args:
         checkpoint: its directory.
@@ -498,7 +498,7 @@ def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Map
 
 
 def _parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield recoverables, their attributes, and what is in the containers among those."""
+    """Yield recoverables, their attributes, and the items of attributes that are containers."""
     for one in recoverables.values():
         yield one
         for value in getattr(one, "__dict__", {}).values():
@@ -691,7 +691,7 @@ class RunState:
         return [one * get_world_size() for one in self.rank_state.own_sums()]  # its own share stands for all
 
     def _as_evaluated(self) -> dict[str, Any]:
-        """Return what a save says otherwise where nothing was trained: all is as in what was recovered."""
+        """Return the entries of a save without training: they are those of the recovered checkpoint."""
         progress = self.progress
         if progress.is_fitting or self.calls.number or self.train_step.optimizers or progress.optimizer_step:
             return {}

@@ -37,7 +37,7 @@ UNSET = 0xA5  # in every byte: nothing that anybody sets all numbers of a tensor
 
 
 class WholeState(NamedTuple):
-    """Stands in a save for what is divided over the ranks.
+    """Placeholder that is saved instead of a sharded object: its full state.
 
     Ranks: local.
     """
@@ -45,7 +45,7 @@ class WholeState(NamedTuple):
     state: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what its own would be, had it not been divided."""
+        """Return the full, unsharded state."""
         return self.state
 
 
@@ -94,7 +94,7 @@ class Strategy:
         """Prepare optimizers before a checkpoint is loaded into them; refuse those that the strategy cannot step."""
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
-        """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
+        """Wrap the batches of a training pass, so that the strategy sees each of them."""
         return feed
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
@@ -133,7 +133,7 @@ class Strategy:
         return {"strategy": "single: one process"}
 
     def diverged_entries(self, modules: nn.Module) -> list[str]:
-        """Return the trained entries whose weights are others on some ranks."""
+        """Return the trained entries whose weights differ between ranks."""
         return []
 
     def gradient_orders(self) -> dict[str, list[int]]:
@@ -141,10 +141,10 @@ class Strategy:
         return {}
 
     def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Have gradients added up in the order of the run that wrote a checkpoint."""
+        """Restore the order of gradient sums of the run that wrote a checkpoint."""
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
-        """Return what the averaging of gradients keeps on this rank from step to step, by entry."""
+        """Return the state that gradient averaging keeps on this rank between steps, by entry."""
         return {}
 
     def load_hook_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -334,7 +334,7 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
 
 
 def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor]) -> None:
-    """Give the empty tensors of one part their values, in place: those that are tied to others stay so."""
+    """Initialise the empty tensors of one part in place; tied tensors stay tied."""
     kind = type(part).__name__
     reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
     if reset is None:

@@ -23,7 +23,7 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
     "ddp_comm_hook=powersgd": {
         **_ROUNDED,
         "find_unused_parameters": "it compresses every gradient in every step",
-        "static_graph": "DDP makes its buckets anew too late",
+        "static_graph": "DDP rebuilds its buckets too late",
         "precision=fp16": "what is left over of a step would have its scale",
         "skip_nonfinite_grads": "what is not finite would stay in what is left over",
     },
@@ -34,9 +34,9 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
         "data_parallel_backend": "it is for several processes",
         "check_parity": "the answer depends on the number of processes",
         "precision=fp16": "each process would have a scale of its own",
-        "ema_decay": "the averages would be others on each process",
-        "skip_nonfinite_grads": "each process would drop other gradients",
-        "find_unused_parameters": "each process would use other parameters",
+        "ema_decay": "the averages would differ between processes",
+        "skip_nonfinite_grads": "each process would drop different gradients",
+        "find_unused_parameters": "each process would use different parameters",
         "static_graph": "DDP would go on averaging gradients",
         "local_sgd_period=None": "it needs the optimizer steps between two averages, such as --local_sgd_period=8",
     },
@@ -59,7 +59,7 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
         "precision=fp16": "the range of fp16 needs a scale (use bf16)",
     },
     "strategy=fsdp fsdp_param_dtype=bf16": _ROUNDED,
-    "sync_batchnorm=False": {"evaluate_ema": "the averages of batch statistics would be others on each process"},
+    "sync_batchnorm=False": {"evaluate_ema": "the averages of batch statistics would differ between processes"},
     "evaluate_ema": {"ema_decay=None": "it evaluates averaged weights"},
     "static_graph": {"find_unused_parameters": "in a static graph every step uses the same parameters"},
 }
@@ -129,7 +129,7 @@ def make_strategy(device: str) -> Strategy:
 
 
 def _warn_of_unused(options: RunOptions) -> None:
-    """Warn of options that were given without the one that they need. In the YAML they may wait for it."""
+    """Warn of options without effect because a required option is missing. In the YAML they may stand unused."""
     for needed in dict.fromkeys(filter(None, (row.needs for row in RUN_OPTIONS.values()))):
         own = [name for name, row in RUN_OPTIONS.items() if row.needs == needed and options[name] != row.default]
         if not (any(is_given(options, word) for word in needed.split()) or options.overridden_args.isdisjoint(own)):

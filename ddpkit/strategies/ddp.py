@@ -410,7 +410,7 @@ class DDP(Strategy):
         return {name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete}
 
     def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Have gradients added up in the order of the run that wrote a checkpoint.
+        """Restore the order of gradient sums of the run that wrote a checkpoint.
 
         Args:
             modules: wrapped, and not trained yet.
@@ -478,7 +478,7 @@ class DDP(Strategy):
 
 
 def _hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None:
-    """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
+    """Return the hook that averages a module's buckets; None if gradients are sent unchanged."""
     if options.ddp_comm_hook in {None, "post_local_sgd"}:
         trained = [one for one in module.parameters() if one.requires_grad]
         # Ranks that use different parameters have their buckets in another order: they must not wait for each.

@@ -203,13 +203,13 @@ class FSDP(Strategy):
             self._called.add(number)
 
     def _require_same_order(self, orders: Collection[Any]) -> None:
-        """Raise an error, on all ranks, if they have not used the same blocks in the same order.
+        """Raise an error on all ranks if they used different blocks, or another order.
 
         Args:
             orders: of all ranks.
 
         Raises:
-            RankMismatchError: so it is.
+            RankMismatchError: two ranks differ in a block or in the order.
         """
         if len(set(orders)) > 1:
             raise RankMismatchError(OTHER_BLOCKS)
@@ -218,7 +218,7 @@ class FSDP(Strategy):
         """Compare, at the end of a training pass, the blocks that the ranks have used.
 
         Raises:
-            RankMismatchError: they are others.
+            RankMismatchError: two ranks used different blocks, or another order.
         """
         self._require_same_order(exchange(self._order, site="blocks"))
 
@@ -226,7 +226,7 @@ class FSDP(Strategy):
         """Refuse optimizers with parameters that are not divided, and optimizers that need whole parameters.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: an optimizer has undivided parameters, or needs whole ones.
 
         Source: each optimizer of torch 2.13 was compared with one process. ``Muon`` steps otherwise without an error;
         the others fail.

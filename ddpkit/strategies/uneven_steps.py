@@ -78,7 +78,7 @@ UNEVEN = (
 
 
 def require_equal_groups(refusal: str, name: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose groups hold other numbers on other ranks, as if it noted some over its parameters.
+    """Raise if an optimizer's parameter groups hold different numbers on different ranks.
 
     Args:
         refusal: words with three places: for the name, the class and the reason.
@@ -86,7 +86,7 @@ def require_equal_groups(refusal: str, name: str, optimizer: Optimizer) -> None:
         optimizer: has made a step on every rank.
 
     Raises:
-        ConfigError: so it is. On every rank.
+        ConfigError: the numbers of two ranks differ. On every rank.
 
     Ranks: collective.
     """
@@ -137,7 +137,7 @@ class DividedOptimizer:
         return self._owners.get(parameter, self._rank) == self._rank
 
     def _deal(self, parameters: list[torch.Tensor]) -> None:
-        """Give parameters that nobody owns yet to ranks, the largest first, each to the rank that has the least."""
+        """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest total."""
         new = [one for one in parameters if one not in self._owners]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
             owner = self._loads.index(min(self._loads))
@@ -207,7 +207,7 @@ class DividedOptimizer:
     # ------------------------------------------------------------------ checkpoints
 
     def _own_part(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Leave of a state that is loaded what this rank owns, before it takes any memory of the device."""
+        """Keep only this rank's part of a loaded state, before it is copied to the device."""
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         by_number = dict(zip(numbers, self._parameters(), strict=False))
         own = {key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))}
@@ -266,7 +266,7 @@ class Zero1(DDP):
         """Divide the state of optimizers over the ranks.
 
         Raises:
-            ConfigError: one of them works on all its parameters together, or keeps its state in its own way.
+            ConfigError: an optimizer updates all its parameters together, or keeps its state in its own way.
         """
         for name, one in optimizers.items():
             kind = type(one)
@@ -328,7 +328,7 @@ class LocalSGD(DDP):
         """Note what to average.
 
         Raises:
-            ConfigError: one of them is not torch's, so that its state cannot be known.
+            ConfigError: an optimizer is not torch's, so its state is unknown.
         """
         for name, one in optimizers.items():
             if not isinstance(one, Optimizer):
@@ -345,7 +345,7 @@ class LocalSGD(DDP):
         return super().feed(feed, progress, seed)
 
     def _choose_phase(self) -> None:
-        """Have DDP average the gradients of the next step, or not."""
+        """Switch DDP's averaging of the next step's gradients on or off."""
         self.steps_alone = self._progress.optimizer_step >= self.start
         for module in self.wrapped:
             module.require_backward_grad_sync = not self.steps_alone

@@ -140,7 +140,7 @@ class VirtualRanks(Strategy):
         """Refuse optimizers with parameters that are in no module.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: a parameter of an optimizer is in no module.
         """
         known = {id(one) for one in self._parameters}
         for name, optimizer in optimizers.items():
@@ -298,7 +298,7 @@ class VirtualRanks(Strategy):
         return found
 
     def _moves(self) -> list[torch.Tensor | None]:
-        """Return by how much this shard has moved each buffer; None of one that is seen not to have moved."""
+        """Return how far this shard moved each buffer; None for a buffer that did not move."""
         pairs = [(self._buffer(name), before) for name, before in self._before.items()]
         return [None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs]
 

@@ -4,10 +4,9 @@
 the samples of one optimizer step over all processes, so that the number of processes changes nothing;
 ``micro_batch_size`` says how many of them fit on a process at once, and the accumulation follows.
 
-Of a stream the number of batches and their sizes are unknown. The ranks tell each other, one or two batches ahead of
-the one that is worked on, how many samples the coming one has. So they end together; a rank whose batches are used up
-works on one that weighs nothing (one of the others', where it has read that too, else its own last one); and every
-sample weighs the same there, too.
+Streams have unknown lengths, so each rank announces the size of its next batch one or two batches ahead. All ranks end
+together; a rank without batches repeats one with weight 0 (another rank's, if it has read that too, else its own last).
+Every sample weighs the same there, too.
 
 Whether all ranks read the same data is compared before, and batches move to the device one ahead, if that is asked for.
 """
@@ -537,7 +536,7 @@ class Feed:
             )
 
     def _weight_of_all(self) -> Callable[[int], float]:
-        """Return what tells the weight of a batch over all ranks."""
+        """Return a function that gives the weight of a batch over all ranks."""
         if self.counts is None:
             return lambda _: self.world_size
         return self.counts.total if self.weighting == "samples" else self.counts.parts
@@ -587,7 +586,7 @@ def _nothing(**_: bool) -> AbstractContextManager[None]:
 
 @dataclass
 class StreamFeed:
-    """What a pass of training takes its batches from if their number is not known.
+    """Batches of a training pass over a stream, whose length is unknown.
 
     The weights of a window's later batches are not known when the first one is worked on. So each is weighed as if the
     window were full and all its batches had as many samples as the first; the error is corrected at its end.
@@ -607,7 +606,7 @@ class StreamFeed:
         left_out: how many of those the loader yields again; they are skipped.
         ready: called once, after the batches left out have been read, and as many ahead as this feed always reads.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
-        size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
+        size_of: counts the samples of a batch; None for another rank's batch, which does not count here.
         uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
         length: None: unknown.
 
@@ -700,11 +699,11 @@ class StreamFeed:
 
 
 class _Told(NamedTuple):
-    """What all ranks have told each other of a batch."""
+    """Sums over all ranks for one batch."""
 
-    ranks: float  # that have a batch which is not a repeated one
+    ranks: float  # number of ranks with a batch that is not repeated
     samples: float  # of all ranks
-    able: float  # ranks that have a batch, if only one to repeat
+    able: float  # number of ranks with a batch, repeated or not
 
 
 @dataclass
@@ -721,7 +720,7 @@ class _Turn:
 
 
 def counts_of(loader: Any) -> Counts | None:
-    """Return what knows the number of samples of a loader's batches, or None.
+    """Return the plan or loader that counts the samples of each batch, or None.
 
     Ranks: local.
 
@@ -752,7 +751,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def size_of(loader: Any) -> Callable[[Any], int | None]:
-    """Return what tells the number of samples of a batch that was just read; None of one that another rank has.
+    """Return a function that counts the samples of the batch just read; it gives None for another rank's batch.
 
     Ranks: local.
     """
@@ -760,7 +759,7 @@ def size_of(loader: Any) -> Callable[[Any], int | None]:
 
 
 def counting(loader: Any) -> Callable[[int, Any], int]:
-    """Return what tells a batch's number of samples: the plan, or where there is none the loader or the batch.
+    """Return a function that counts a batch's samples: from the plan, otherwise from the loader or the batch.
 
     Ranks: local.
     """
@@ -917,7 +916,7 @@ def cuda_graph_steps(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def move_ahead(loader: Any, device: str) -> None:
-    """Have a loader's batches moved to a device one batch ahead of the batch that is worked on.
+    """Move a loader's batches to a device one batch ahead of the current one.
 
     Args:
         loader: of this rank. A stream, a loader of another kind, or one without workers is left as it is, with a

@@ -43,7 +43,7 @@ MOVED = (
 
 
 def checkpoint_blocks(modules: nn.ModuleDict, options: RunOptions) -> None:
-    """Have blocks computed again in the backward pass, so that only their inputs stay in memory.
+    """Recompute blocks in the backward pass, so that only their inputs stay in memory.
 
     Classes, attributes and state-dict keys stay as they are, and so does every bit of the losses: random numbers of
     torch are drawn again as they were, batch statistics move once. A second call changes nothing.
@@ -81,7 +81,7 @@ def checkpoint_blocks(modules: nn.ModuleDict, options: RunOptions) -> None:
 
 
 def recomputed(module: nn.Module) -> Recomputed | None:
-    """Return what runs a checkpointed block; None for another module.
+    """Return the :class:`Recomputed` of a checkpointed block; None for other modules.
 
     Ranks: local.
 

@@ -353,7 +353,7 @@ def test_with_warn_training_goes_on(checkpointer, gate, caplog, asynchronous):
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 1
     assert "CKPT+bad: No space left on device: no space left" in warned[0]
-    assert warned[0].endswith("No checkpoint of before was touched. Training goes on.")
+    assert warned[0].endswith("Existing checkpoints are unchanged. Training goes on.")
     gate.error = None
     assert checkpointer.save_checkpoint(name="after").path.name == "CKPT+after"
     checkpointer.wait()

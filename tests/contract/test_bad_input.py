@@ -588,7 +588,7 @@ def test_the_classes_are_what_a_caller_catches():
 
 # ------------------------------------------------------------------------------------- the real thing
 
-# Either by the main thread, which has lost a connection, or by the watch, which ends it where it still waits.
+# Either by the main thread, which has lost a connection, or by the watchdog, which ends it where it still waits.
 SECOND_HAND = (
     r"(\[rank0\]: ddpkit.errors.RankFailedError|\[ddpkit\] rank 0 ends): rank 1 \(.*, pid \d+\) failed first, "
     r"in TRAIN of epoch 1 at step \d+, at train.py:\d+ in boom: OverflowError: boom in forward"

@@ -278,7 +278,7 @@ def test_checkpoints_of_before_are_moved_at_the_first_call_only(tmp_path, caplog
     brain, fit = rated(tmp_path, 0.0, resume="never")
     with caplog.at_level(logging.WARNING):
         fit()
-        assert "Checkpoints of before are not of this run" in caplog.text
+        assert "Checkpoints that this run does not continue were moved to" in caplog.text
         caplog.clear()
         brain.fit(EpochCounter(1), points(6))
     assert "of before" not in caplog.text

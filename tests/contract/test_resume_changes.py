@@ -184,5 +184,5 @@ def test_fewer_processes_tell_that_a_batch_norm_has_other_samples(tmp_path, capl
     caplog.set_level("INFO")
     start()
     [told] = [text for text in caplog.messages if "go on with what 2 saved" in text]
-    said = "A batch norm now takes its statistics over other samples at a time: the numbers are others; "
+    said = "BatchNorm statistics are now computed over batches of another size, so the results differ; "
     assert (f"{said}--global_batch_size=4 alone keeps them." in told) != keeps

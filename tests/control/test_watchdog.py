@@ -1,4 +1,4 @@
-"""The watch and its heartbeat, with a clock that the test moves and a store in memory: who is named, and who ends."""
+"""The watchdog and its heartbeat, with a simulated clock and a store in memory: who is named, and who ends."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, nea
     clock.sleep = lambda seconds: (setattr(clock, "now", clock.now + seconds), one.beat())
     reason = one.await_reason()
     assert (reason.rank, reason.pid, reason.is_final) == (1, os.getpid(), True)
-    assert reason.text.startswith("disappeared in TRAIN of epoch 1 at step 0: it has told nothing for 2 s")
+    assert reason.text.startswith("disappeared in TRAIN of epoch 1 at step 0: it sent no heartbeat for 2 s")
     assert clock.now - began < 2.5
     assert not one.heartbeat.is_searching
 
@@ -216,7 +216,7 @@ def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, st
     search(clock, 0.5, *ranks, near=ranks[1:2])
     reason = ranks[1].report.first_failure()
     assert reason.rank == 2
-    assert "(nor has rank 3)" in reason.text
+    assert "(nor did rank 3)" in reason.text
     assert "rank 4" not in reason.text, "it has departed"
     assert ranks[0].report.departed() == [2, 4], "nobody waits for one that is gone"
 
@@ -312,7 +312,7 @@ def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s
     assert one.ended == other.ended == []
     assert other.heartbeat.silent() == {}
     assert other.heartbeat.latest[0].pid == os.getpid()
-    assert len(warnings_in(caplog, "cannot tell where it is and hear of the others")) == 1
+    assert len(warnings_in(caplog, "exchanging heartbeats failed")) == 1
 
 
 def test_numbers_of_any_kind_are_told(clock, store):
@@ -479,7 +479,7 @@ def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_t
     if when is None:
         assert reason is None
     else:
-        assert f"it has told nothing for 10 s (--hang_timeout={limit:.0f})" in reason.summary()
+        assert f"it sent no heartbeat for 10 s (--hang_timeout={limit:.0f})" in reason.summary()
         assert reason.is_final
 
 
@@ -616,7 +616,7 @@ def test_what_the_watch_cannot_see_is_not_taken_for_a_standstill(clock, store, c
     one._over = Over()
     one._look()
     assert one.ended == ends == []
-    assert len(warnings_in(caplog, "cannot look at the clock")) == 1
+    assert len(warnings_in(caplog, "checking the clock failed")) == 1
 
 
 # ------------------------------------------------------------------------------------------ failures of others

@@ -526,7 +526,7 @@ def test_batches_of_any_kind():
     once = DealtBatchSampler((batch for batch in [[1], [2]]), 0, 1)
     assert list(once) == [[1], [2]]
     once.set_epoch(2)
-    with pytest.raises(DataError, match="generator yields nothing in epoch 2: .* can be iterated once only"):
+    with pytest.raises(DataError, match="generator yields nothing in epoch 2: .* can be iterated only once"):
         list(once)
 
 

@@ -62,7 +62,7 @@ SHOWN = {
     ),
     "F13": Shown(
         "another number of batches on each rank", "no steps of different epochs together; all end together",
-        ("tests/ranks/test_streams.py", "tests/ranks/test_brain.py", "tests/training/test_stream_feed.py", CONTRACT),
+        ("tests/ranks/test_streams.py", "tests/ranks/test_brain.py", "tests/training/test_feed_streams.py", CONTRACT),
         "d4 or different_batch_counts or smaller_than_the_world or empty_on_one_rank",
     ),
     "F14": Shown(

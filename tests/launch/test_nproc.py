@@ -85,7 +85,7 @@ def test_nproc_needs_a_value(yaml):
 
 
 def test_nproc_of_another_command_line_than_the_scripts(yaml):
-    with pytest.raises(ConfigError, match="the one that was given to parse_arguments is another"):
+    with pytest.raises(ConfigError, match="sys.argv, but parse_arguments was given other arguments"):
         parse_arguments([yaml, "--nproc=2"])
 
 

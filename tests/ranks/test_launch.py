@@ -162,8 +162,8 @@ def limit_by_default():
     return control_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def test_collectives_wait_longer_than_the_watch_does(ranks):
-    """So that it is the watch that says why; NCCL ends a process without a word of where the others are."""
+def test_collectives_wait_longer_than_the_watchdog_does(ranks):
+    """So that it is the watchdog that says why; NCCL ends a process without a word of where the others are."""
     assert ranks.run(limit_by_default, init=False) == [1830.0, 1830.0]
 
 

@@ -235,7 +235,7 @@ def test_what_is_registered(tmp_path):
 
 
 def test_a_recoverable_of_the_recipe_is_not_replaced(tmp_path):
-    with pytest.raises(ConfigError, match="named 'ranks'"):
+    with pytest.raises(ConfigError, match="'ranks' is reserved"):
         Brain(Checkpointer(tmp_path, {"ranks": nn.Linear(1, 1)}))
 
 

@@ -663,6 +663,6 @@ def test_a_loaded_state_shares_nothing_with_its_source_and_can_be_saved_at_once(
 
 
 def test_a_recipes_own_recoverable_of_this_name_is_not_replaced_without_a_word(tmp_path):
-    with pytest.raises(ConfigError, match=r"recipe \(Linear\) is named 'ema', as the average"):
+    with pytest.raises(ConfigError, match=r"'ema' is reserved for the average of the weights .*; rename your Linear"):
         make(folder=tmp_path, recoverables={"ema": nn.Linear(1, 1)}, ema_decay=DECAY)
     make(folder=tmp_path, recoverables={"ema": nn.Linear(1, 1)})

@@ -218,7 +218,7 @@ def test_m4_without_a_group_the_other_gpus_follow_for_data_parallel(monkeypatch,
     fewer = Devices(monkeypatch, 2, 0)
     restore_rng_state(state)
     assert fewer.numbers == [7, 100]
-    assert "covers 3 CUDA devices, here are 2; the others are left out" in caplog.text
+    assert "covers 3 CUDA devices, here are 2; the rest is left out" in caplog.text
 
 
 def test_m4_a_run_that_goes_on_without_gpus_says_so(monkeypatch, caplog):

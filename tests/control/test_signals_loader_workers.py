@@ -75,7 +75,7 @@ def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     while "in __getitem__" not in stderr.read_text() and time.monotonic() < end:
         show_workers()
     assert f"A worker of the loader (pid {process.pid}) is here:" in capfd.readouterr().err
-    assert 'test_loader_workers.py", line' in stderr.read_text()
+    assert 'test_signals_loader_workers.py", line' in stderr.read_text()
     kill_workers()
     process.join(60)
     assert process.exitcode in {-signal.SIGKILL, 255}

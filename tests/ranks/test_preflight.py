@@ -83,7 +83,7 @@ def two_paths(odd):
 def test_f14_another_path_to_the_same_line(ranks):
     outcomes = ranks.outcomes(two_paths, 1, world_size=2, timeout=LIMIT_SECONDS)
     first = two_paths.__code__.co_firstlineno
-    paths = [f"fit at test_start_report.py:{first + 4} in go, from test_start_report.py:{first + n} in" for n in (9, 7)]
+    paths = [f"fit at test_preflight.py:{first + 4} in go, from test_preflight.py:{first + n} in" for n in (9, 7)]
     assert_told(outcomes, *paths)
 
 
@@ -149,7 +149,7 @@ def test_f14_another_path_through_the_script(ranks, world, odd):
     """All that follows in fit is called from another line, and would wait for the others for ever."""
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_path, odd, world_size=world, timeout=LIMIT_SECONDS)
-    assert_told(outcomes, "  call: fit at test_start_report.py:", "in other_path", f"on {most}", f"on {one}")
+    assert_told(outcomes, "  call: fit at test_preflight.py:", "in other_path", f"on {most}", f"on {one}")
 
 
 def other_data(odd, where):

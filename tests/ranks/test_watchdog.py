@@ -1,4 +1,4 @@
-"""Real ranks under the watch: it sees who stands still, ends with the group, and keeps out of how a training ends."""
+"""Real ranks under the watchdog: it sees who stands still, ends with the group and leaves a normal end alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rank_that_stands_still_is_named(ranks):
         assert before == WATCHING
         assert steps == 4
         told += lines
-    guilty = r" s\. .*Where the ranks are:\nrank 1 \(.*\): in TRAIN of epoch 1 at step 2, for .*test_watch\.py.*"
+    guilty = r" s\. .*Where the ranks are:\nrank 1 \(.*\): in TRAIN of epoch 1 at step 2, for .*test_watchdog\.py.*"
     waiting = r"\nrank 0: in TRAIN of epoch 1.* waiting for other ranks"
     assert any(re.search(guilty + waiting, text) for text in told), told
 
@@ -90,7 +90,7 @@ def fail_alone():
 def test_who_fails_in_a_group_that_others_started_is_named_to_who_waits(ranks):
     waited, failed = ranks.run(fail_alone)
     assert failed == "boom"
-    assert "failed first, in TRAIN of epoch 1 at step 2, at test_watch.py:" in waited
+    assert "failed first, in TRAIN of epoch 1 at step 2, at test_watchdog.py:" in waited
     assert waited.endswith(" in on_fit_batch_end: ValueError: boom")
 
 
@@ -120,7 +120,7 @@ def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_o
     found = ranks.run(stand_still, kind, init=False)
     told = "\n".join(text for _, lines, _ in found for text in lines)
     assert "outside of fit" not in told
-    place = rf"^rank {guilty} \(.*\): in fit, before the first stage: {re.escape(part)}, for .*test_watch\.py"
+    place = rf"^rank {guilty} \(.*\): in fit, before the first stage: {re.escape(part)}, for .*test_watchdog\.py"
     assert re.search(place, told, re.MULTILINE), told
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_o
 
 @contextlib.contextmanager
 def busy_watch():
-    """Have the watch do in a blink what takes it seconds."""
+    """Have the watchdog do in a blink what takes it seconds."""
     before = watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
     watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
     try:
@@ -207,7 +207,7 @@ class Failing(Regression):
 
 
 class Late(Regression):
-    """Keeps rank 0 waiting in an epoch, for longer than the watch lets a rank wait for one that has failed."""
+    """Keeps rank 0 waiting in an epoch, for longer than the watchdog lets a rank wait for one that has failed."""
 
     epoch = 1
 
@@ -301,12 +301,12 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     ("near", "what", "limit", "says"),
     [
         ("2", KILL, 1800.0, "disappeared: it was killed, or has crashed"),
-        ("1", KILL, 1800.0, r"disappeared: it has told nothing for \d+ s: it was killed, or its machine is gone"),
+        ("1", KILL, 1800.0, r"disappeared: it sent no heartbeat for \d+ s: it was killed, or its machine is down"),
         pytest.param(
             "1",
             STOP,
             3.0,
-            r"has told nothing for \d+ s \(--hang_timeout=3\): it was killed or stopped",
+            r"sent no heartbeat for \d+ s \(--hang_timeout=3\): it was killed or stopped",
             marks=pytest.mark.slow,
         ),
     ],
@@ -337,7 +337,7 @@ def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, cal
     main.wait(30)
     assert soon(began, 6)
     assert (main.code, other.code) == (1, -9), other.err
-    assert re.search(r"rank 1\b.* disappeared: it has told nothing for \d s: it was killed", main.tail(1)), main.err
+    assert re.search(r"rank 1\b.* disappeared: it sent no heartbeat for \d s: it was killed", main.tail(1)), main.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

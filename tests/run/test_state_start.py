@@ -63,7 +63,7 @@ def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     assert {one.path for one in checkpointer.list_checkpoints()} == {old.path, path}
     [moved] = tmp_path.glob("earlier-*/*")
     assert moved.name == newer.path.name
-    assert f"Checkpoints of before are not of this run: they are in {moved.parent} now" in caplog.text
+    assert f"Checkpoints that this run does not continue were moved to {moved.parent}." in caplog.text
     elsewhere = Checkpointer(tmp_path / "elsewhere")
     assert choose_start(elsewhere, str(moved)).step_plan.per_step == 32
     never = choose_start(checkpointer, "never")

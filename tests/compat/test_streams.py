@@ -1,11 +1,13 @@
-"""What is seen of the shuffling inside a stream of Hugging Face's datasets, and what is taken for granted otherwise."""
+"""Shuffling inside streams of Hugging Face's datasets, as far as it shows, and the loader worker shown to a stream."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from torch.utils.data import get_worker_info
 
-from ddpkit.compat import loses_items, shuffle_digest
+from ddpkit.compat import loses_items, shuffle_digest, streams
+from ddpkit.compat.streams import show_worker
 from ddpkit.data import is_stateful
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.run.state import order_of
@@ -99,3 +101,23 @@ def test_ranks_compare_the_shuffle_of_a_stream_that_is_divided_and_of_no_other()
     assert digest == shuffle_digest(Stream(buffer(1, Stage())))
     assert words(Sharding()) == words(Sharding(1, 2), is_sharded=True) == {}
     assert shard(Stream(Stage()), Sharding(1, 2), batch_size=2).drawn_words() == {}
+
+
+def test_a_worker_is_shown_and_hidden():
+    info = object()
+    show_worker(info)
+    try:
+        assert get_worker_info() is info
+    finally:
+        show_worker(None)
+    assert get_worker_info() is None
+
+
+def test_a_torch_that_keeps_it_elsewhere_is_told_of(monkeypatch):
+    monkeypatch.setattr(streams, "get_worker_info", lambda: None)
+    try:
+        with pytest.raises(RuntimeError, match=r"cannot be dealt out to loader workers.*Set num_workers=0\."):
+            show_worker(object())
+    finally:
+        monkeypatch.undo()
+        show_worker(None)

@@ -45,7 +45,7 @@ def test_f11_every_batch_of_predict_counts_as_a_step():
     brain = make(Noting)
     brain.step = 7
     brain.predict(points(8), loader_kwargs={"batch_size": 2})
-    assert len(set(brain.marks)) == 4, "or the watch would take a long prediction for a hang"
+    assert len(set(brain.marks)) == 4, "or the watchdog would take a long prediction for a hang"
     assert brain.places == [f"in TEST at step {step}" for step in (1, 2, 3, 4)]
     assert brain.step == 7
 

@@ -130,9 +130,9 @@ def test_a_file_that_a_killed_run_has_left_is_in_nobodys_way(tmp_path, lock, con
     ("content", "words"),
     [
         (b"process 7 on elsewhere, since 2026 UTC\n12\n", "process 7 on elsewhere, since 2026 UTC"),
-        (b"\x1b[31mred\n", "a process that cannot be told"),
-        (b"\xff\0" * 1000, "a process that cannot be told"),
-        (b"", "a process that cannot be told"),
+        (b"\x1b[31mred\n", "an unknown process"),
+        (b"\xff\0" * 1000, "an unknown process"),
+        (b"", "an unknown process"),
     ],
 )
 def test_who_has_it_is_named(tmp_path, lock, content, words):
@@ -163,10 +163,10 @@ def lose(folder, how):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("removed", "its lock is gone"),
-        ("folder", "its lock is gone"),
-        ("taken", "its lock is gone, or of process 7 on elsewhere"),
-        ("made anew", "its lock is gone, or of process 7 on elsewhere"),
+        ("removed", "the lock file is missing"),
+        ("folder", "the lock file is missing"),
+        ("taken", "the lock file is missing or belongs to process 7 on elsewhere"),
+        ("made anew", "the lock file is missing or belongs to process 7 on elsewhere"),
     ],
 )
 def test_a_lost_lock_is_noticed_before_anything_is_touched(tmp_path, how, words):
@@ -216,7 +216,7 @@ def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_f
     assert caplog.messages == [f"{tmp_path} cannot be locked here: nothing stops a second run."]
     lock.acquire()
     lose(tmp_path, "taken")
-    with pytest.raises(FolderInUseError, match="its lock is gone, or of process 7"):
+    with pytest.raises(FolderInUseError, match="the lock file is missing or belongs to process 7"):
         lock.require()
 
 

@@ -48,7 +48,7 @@ from ddpkit.checkpointing import (
     BackgroundSave,
     Checkpoint,
     CheckpointFolder,
-    DamageLedger,
+    DamageLog,
     FolderLock,
     ImportanceKey,
     LoadMode,
@@ -220,7 +220,7 @@ class Checkpointer:
         self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         self.tell_epoch: Callable[[], int | None] = lambda: None
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-        self._ledger = DamageLedger()
+        self._damage_log = DamageLog()
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
         weakref.finalize(self, self._background.close)
@@ -516,7 +516,7 @@ class Checkpointer:
         """
         if self.asynchronous:
             self.wait()
-        return self._ledger.scan(self.checkpoints_dir)
+        return self._damage_log.scan(self.checkpoints_dir)
 
     def delete_checkpoints(
         self,
@@ -674,7 +674,7 @@ class Checkpointer:
 
     def _folder(self) -> CheckpointFolder:
         return CheckpointFolder(
-            self._ledger,
+            self._damage_log,
             self._lock,
             self.verify_mode,
             self.on_error,
@@ -714,8 +714,8 @@ class Checkpointer:
     # ------------------------------------------------------------------------------------ loading
 
     def _require_whole(self, checkpoint: Checkpoint) -> None:
-        if not self._ledger.is_whole(checkpoint, self.verify_mode):
-            reason = self._ledger.reasons[checkpoint.path]
+        if not self._damage_log.is_whole(checkpoint, self.verify_mode):
+            reason = self._damage_log.reasons[checkpoint.path]
             raise CheckpointError(f"{checkpoint.path} is damaged: {reason}. Load another checkpoint.")
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -28,8 +28,8 @@ from ddpkit.data import (
     layers,
     one_by_one,
     set_epoch_inside,
-    sketch,
     stream_loader,
+    summarize,
     worker_key,
 )
 from ddpkit.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.data import Sketch, StreamPosition
+    from ddpkit.data import StreamPosition, Summary
 
 logger = get_logger(__name__)
 
@@ -599,8 +599,8 @@ def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBat
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
-def first_samples(loader: Any, number: int = 1, readings: int = 1) -> list[Sketch] | None:
-    """Sketch the first samples of a sharded dataset, for a comparison with the other ranks.
+def first_samples(loader: Any, number: int = 1, readings: int = 1) -> list[Summary] | None:
+    """Summarize the first samples of a sharded dataset, for a comparison with the other ranks.
 
     Args:
         loader: any.
@@ -624,7 +624,7 @@ def first_samples(loader: Any, number: int = 1, readings: int = 1) -> list[Sketc
         return None
     try:
         indices = sorted({place * len(dataset) // number for place in range(number)})
-        return load_keyed(loader, indices * readings, sketch, plan.seed)
+        return load_keyed(loader, indices * readings, summarize, plan.seed)
     except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
         logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
         return None

@@ -184,7 +184,7 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
 # --------------------------------------------------------------------------------------- whose folder it is
 
 
-def _claim(folder: Path) -> None:
+def _lock_folder(folder: Path) -> None:
     """Make a folder this run's."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(folder, LOCK_NAME)
@@ -249,7 +249,7 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
 def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path, *, keep: bool) -> None:
     """Write the files into a folder that is this run's; with ``keep`` only missing ones, into anybody's."""
     if not keep:
-        _claim(folder)
+        _lock_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         target = folder / name

@@ -610,7 +610,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
     from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
     given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
     for source in (from_yaml, given):
-        _heed_old_options(source)
+        _apply_old_options(source)
         for name in _FOUND_OUT:
             if source.get(name, "") is None:
                 del source[name]
@@ -750,7 +750,7 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 
 
-def _heed_old_options(source: dict[str, Any]) -> None:
+def _apply_old_options(source: dict[str, Any]) -> None:
     """Turn the old switches of one source into its ``precision``; say which have no effect."""
     if source.get("jit") or source.get("jit_module_keys"):
         words = "--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use --compile."

@@ -376,8 +376,8 @@ class Position:
         progress: of the Brain whose ``fit`` or ``evaluate`` is running; None outside.
         sessions: calls of ``fit`` and ``evaluate`` since the process group was made: equal on all its ranks.
         session: number of the running call, the innermost if nested; 0 outside.
-        excused: running calls without a time limit: work of the main process alone, and waiting for it.
-        moves: number of times this rank, without steps of its own, saw progress on other ranks.
+        unlimited_calls: running calls without a time limit: work of the main process alone, and waiting for it.
+        moves_seen: number of times this rank, without steps of its own, saw progress on other ranks.
         call: the running call, such as ``"fit"``, until its first stage begins; then empty.
         part: what of it is done, where that has a name.
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
@@ -393,8 +393,8 @@ class Position:
     progress: Any = None
     sessions: int = 0
     session: int = 0
-    excused: int = 0
-    moves: int = 0
+    unlimited_calls: int = 0
+    moves_seen: int = 0
     call: str = ""
     part: str = ""
     waits_for_device: bool = False
@@ -403,14 +403,14 @@ class Position:
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
         progress = self.progress
-        calls = (self.sessions, self.session, self.moves)
+        calls = (self.sessions, self.session, self.moves_seen)
         if progress is None:
             return calls
         return (*calls, id(progress), stage_of(progress), progress.epoch, progress.step, progress.optimizer_step)
 
     def has_no_limit(self) -> bool:
         """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where :meth:`no_limit` says so."""
-        return self.progress is None or bool(self.excused)
+        return self.progress is None or bool(self.unlimited_calls)
 
     def join_group(self) -> None:
         """Reset the counters when the process group is made, so that they agree on all ranks."""
@@ -433,11 +433,11 @@ class Position:
     @contextlib.contextmanager
     def no_limit(self) -> Iterator[None]:
         """Return a context in which time does not count; threads may be in one each."""
-        self.excused += 1
+        self.unlimited_calls += 1
         try:
             yield
         finally:
-            self.excused -= 1
+            self.unlimited_calls -= 1
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self.main_thread)

@@ -7,7 +7,7 @@ from ddpkit.checkpointing.folder import (
     SUFFIX as SUFFIX,
     Checkpoint as Checkpoint,
     CheckpointFolder as CheckpointFolder,
-    DamageLedger as DamageLedger,
+    DamageLog as DamageLog,
     ImportanceKey as ImportanceKey,
     LoadMode as LoadMode,
     Predicate as Predicate,

@@ -367,7 +367,7 @@ def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
     return checkpoint
 
 
-class DamageLedger:
+class DamageLog:
     """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
 
     Attributes:
@@ -383,8 +383,8 @@ class DamageLedger:
         >>> folder = Path(tempfile.mkdtemp())
         >>> (folder / "CKPT+a").mkdir()
         >>> _ = (folder / "CKPT+a" / "CKPT.yaml").write_text("")
-        >>> ledger = DamageLedger()
-        >>> ledger.scan(folder), [path.name for path in ledger.reasons]
+        >>> damage_log = DamageLog()
+        >>> damage_log.scan(folder), [path.name for path in damage_log.reasons]
         ([], ['CKPT+a'])
     """
 
@@ -584,7 +584,7 @@ class CheckpointFolder:
     """A folder of checkpoints, and how it is treated.
 
     Attributes:
-        ledger: finds checkpoints, and remembers which are damaged.
+        damage_log: finds checkpoints, and remembers which are damaged.
         verify_mode: how a checkpoint is verified before it is used.
         on_error: "stop", or "warn": a save that fails is warned of, and training goes on.
         lock: of the folder, which it names; held while anything is saved or deleted.
@@ -600,13 +600,13 @@ class CheckpointFolder:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp())
-        >>> folder = CheckpointFolder(DamageLedger(), FolderLock(path))
+        >>> folder = CheckpointFolder(DamageLog(), FolderLock(path))
         >>> save = SaveRequest({"loss": 1.0}, True, "one", logging.INFO, {}, {})
         >>> folder.save(save).meta["loss"]
         1.0
     """
 
-    ledger: DamageLedger
+    damage_log: DamageLog
     lock: FolderLock
     verify_mode: VerifyMode = "full"
     on_error: Literal["stop", "warn"] = "stop"
@@ -680,7 +680,7 @@ class CheckpointFolder:
         """
         from ddpkit.base import dump_plain_yaml
 
-        meta = save.all_meta(self.ledger.latest)
+        meta = save.all_meta(self.damage_log.latest)
         text = (META_HEAD + META_MARK + dump_plain_yaml(meta)).encode()
         if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
             raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
@@ -716,8 +716,8 @@ class CheckpointFolder:
                 with _saving(name):
                     digests[path] = write_state(state, path)
             commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require)
-        self.ledger.reasons.pop(final, None)
-        self.ledger.note_time(checkpoint)
+        self.damage_log.reasons.pop(final, None)
+        self.damage_log.note_time(checkpoint)
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
@@ -753,12 +753,12 @@ class CheckpointFolder:
         if any(self.lock.folder.glob(f"{REPLACED_PREFIX}*")):  # by a run that died
             with contextlib.suppress(CheckpointError), self.lock.hold():
                 self.lock.clean()
-        readable = self.ledger.scan(self.lock.folder, self.verify_mode)
+        readable = self.damage_log.scan(self.lock.folder, self.verify_mode)
         order = ranked(readable, selection)
-        whole = (checkpoint for checkpoint in order if self.ledger.is_whole(checkpoint, self.verify_mode))
+        whole = (checkpoint for checkpoint in order if self.damage_log.is_whole(checkpoint, self.verify_mode))
         found = list(itertools.islice(whole, limit))
-        if not found and limit != 0 and (order or (self.ledger.reasons and not readable)):
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in sorted(self.ledger.reasons.items()))
+        if not found and limit != 0 and (order or (self.damage_log.reasons and not readable)):
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in sorted(self.damage_log.reasons.items()))
             raise CheckpointError(
                 f"no checkpoint in {self.lock.folder} is whole: {reasons}. Repair one, or move them away "
                 "to start from scratch."
@@ -785,9 +785,9 @@ class CheckpointFolder:
         Raises:
             CheckpointError: one cannot be deleted.
         """
-        ledger = self.ledger
-        readable = ledger.scan(self.lock.folder, self.verify_mode)
-        counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, "size")]
+        log = self.damage_log
+        readable = log.scan(self.lock.folder, self.verify_mode)
+        counted = [each for each in readable if each.path not in log.reasons and log.is_whole(each, "size")]
         for checkpoint in deletable(counted, retention):
             self.lock.require()
             remove_directory(checkpoint.path)

@@ -367,7 +367,7 @@ class Runtime:
         control_group: gives the gloo group for small CPU tensors, if it is still there.
         machine: number of this process's machine, and the ranks on it; None unless they had to tell each other, for
             want of a launcher.
-        is_attended: whether the group's end and its failures are told to the other ranks.
+        is_guarded: whether the group's end and its failures are told to the other ranks.
         hosts_store: whether this process keeps the store.
         is_over: whether another group has taken its place.
         has_left: whether this process has departed at its end.
@@ -387,7 +387,7 @@ class Runtime:
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.timeout = timeout_of(dist.group.WORLD)
         self.machine: tuple[int, tuple[int, ...]] | None = None
-        self.is_attended = self.hosts_store = self.is_over = self.has_left = False
+        self.is_guarded = self.hosts_store = self.is_over = self.has_left = False
         self.watchdog: Watchdog | None = None
 
     def check_connection(self, rank: int) -> None:

@@ -43,7 +43,7 @@ from ddpkit.base import (
 from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
 from ddpkit.comm.mailbox import Runtime, control_group, get_runtime
 from ddpkit.compat import all_groups
-from ddpkit.control import LAST_WORDS_SECONDS, Watchdog, at_exit, kill_workers, watch_uncaught
+from ddpkit.control import FINAL_REPORT_SECONDS, Watchdog, at_exit, kill_workers, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch import LOOPBACK, find_launch
@@ -87,7 +87,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
         >>> init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
     if is_distributed_initialized():
-        _attend(hosts_store=False, destroy=False)
+        _guard_group(hosts_store=False, destroy=False)
         return
     info = find_launch()
     if not info.is_distributed:
@@ -110,7 +110,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)
             runtime.timeout, runtime.watchdog = timeout, watchdog
-            _attend(hosts_store=hosts, destroy=True)
+            _guard_group(hosts_store=hosts, destroy=True)
             dist.barrier(group=control_group())  # a rank that ended now would fail those still connecting to it
             watchdog.heartbeat.is_starting = False
     except BaseException as error:  # told here: nobody can go on, whatever becomes of the exception
@@ -246,7 +246,7 @@ def shorten_timeout(seconds: float) -> None:
             set_timeout(timedelta(seconds=seconds))
 
 
-def _attend(*, hosts_store: bool, destroy: bool) -> None:
+def _guard_group(*, hosts_store: bool, destroy: bool) -> None:
     """Make sure, once per group, that its end and its failures are told to the other ranks.
 
     Args:
@@ -254,9 +254,9 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
         destroy: whether the group ends with it.
     """
     runtime = get_runtime()
-    if runtime.is_attended:
+    if runtime.is_guarded:
         return
-    runtime.is_attended, runtime.hosts_store = True, hosts_store
+    runtime.is_guarded, runtime.hosts_store = True, hosts_store
     watch_uncaught(runtime.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
     # Groups before the current one are over: their connections close, but for a store that others may still ask.
@@ -291,7 +291,7 @@ def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
     if destroy:
         _destroy_groups(failed=has_failed)
     if runtime.hosts_store:  # the others may still look something up: who failed, or who has left
-        report.await_departures(LAST_WORDS_SECONDS if has_failed else DEPARTURE_SECONDS)
+        report.await_departures(FINAL_REPORT_SECONDS if has_failed else DEPARTURE_SECONDS)
     if failed is not None and is_second_hand(failed) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _let_launcher_see(report.first_failure())
     if runtime.watchdog is not None:
@@ -306,7 +306,7 @@ def _let_launcher_see(reason: Reason | None) -> None:
     Args:
         reason: the failed process; if it is unknown or on another machine, wait a fixed time.
     """
-    end = time.monotonic() + LAST_WORDS_SECONDS
+    end = time.monotonic() + FINAL_REPORT_SECONDS
     pid = reason.pid if reason is not None and reason.host == host_name() else os.getpid()
     while time.monotonic() < end and state_and_start(pid)[0] not in {"", "Z", "X"}:
         time.sleep(NAP_SECONDS)
@@ -397,8 +397,8 @@ def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
     """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
     for _ in poll_until(end):
         store = _connect(info.address, info.port, end, timeout)
-        is_full = bool(info.run_id) and store.check([f"ddpkit/met/{info.run_id}"])
-        # it has met there itself where it joins again
+        is_full = bool(info.run_id) and store.check([f"ddpkit/rendezvous/done/{info.run_id}"])
+        # this rank completed that rendezvous itself, and joins again
         if not is_full or store.get(f"ddpkit/here/{info.rank}").decode() == _me():
             break
     return store
@@ -439,7 +439,7 @@ def _await_listener(address: str, port: int, end: float) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------- meeting
+# ---------------------------------------------------------------------------------------------- rendezvous
 
 
 def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
@@ -469,17 +469,17 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
     """
     token = os.urandom(8).hex()
     if once:
-        _claim(store, info)
+        _take_rank_slot(store, info)
     if info.rank == 0:
         _await_all(store, info, token, end)
-        store.set(f"ddpkit/met/{info.run_id}", "1")
+        store.set(f"ddpkit/rendezvous/done/{info.run_id}", "1")
         return f"ddpkit/{token}"
     store.set(_place(info.rank), token)
     answer = f"{_place(info.rank)}/{token}"
     for _ in poll_until(end):
         if store.check([answer]):
             name = store.get(answer).decode()
-            store.set(f"ddpkit/met/{name}/{info.rank}", "1")
+            store.set(f"ddpkit/rendezvous/joined/{name}/{info.rank}", "1")
             return f"ddpkit/{name}"
     raise LaunchError(
         f"rank {info.rank} of {info.world_size} has waited at {info.address}:{info.port} for rank 0, which did not "
@@ -498,7 +498,7 @@ def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> No
                 if answered.get(rank) != token:
                     store.set(f"{_place(rank)}/{token}", name)
                     answered[rank] = token
-            if store.check([f"ddpkit/met/{name}/{rank}"]):
+            if store.check([f"ddpkit/rendezvous/joined/{name}/{rank}"]):
                 missing.discard(rank)
         if not missing:
             return
@@ -512,7 +512,7 @@ def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> No
     )
 
 
-def _claim(store: dist.Store, info: LaunchInfo) -> None:
+def _take_rank_slot(store: dist.Store, info: LaunchInfo) -> None:
     """Take this rank's place in the store, if it is the store of this run, and the place is free."""
     owner = store.compare_set("ddpkit/run", "", info.run_id).decode() if info.run_id else ""
     if owner != info.run_id:
@@ -534,7 +534,7 @@ def _me() -> str:
 
 
 def _place(rank: int) -> str:
-    return f"ddpkit/meet/{rank}"
+    return f"ddpkit/rendezvous/token/{rank}"
 
 
 def _named(ranks: set[int]) -> str:

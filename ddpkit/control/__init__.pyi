@@ -7,7 +7,7 @@ from ddpkit.control.failure import (
 )
 from ddpkit.control.signals import (
     CAUSES as CAUSES,
-    LAST_WORDS_SECONDS as LAST_WORDS_SECONDS,
+    FINAL_REPORT_SECONDS as FINAL_REPORT_SECONDS,
     REPEAT_SECONDS as REPEAT_SECONDS,
     TIME_LIMIT as TIME_LIMIT,
     PeriodicSync as PeriodicSync,

@@ -40,7 +40,7 @@ from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LAST_WORDS_SECONDS = 2.0  # for a process that has lost another rank to say so, once it is asked to end
+FINAL_REPORT_SECONDS = 2.0  # for a process that has lost another rank to say so, once it is asked to end
 REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
 _ENDING = ("SIGINT", "SIGTERM")
 
@@ -245,7 +245,7 @@ def _hear(number: int, _frame: Any) -> None:
 
 
 def _end_soon(number: int, _frame: Any) -> None:
-    last = threading.Timer(LAST_WORDS_SECONDS, os._exit, [128 + number])
+    last = threading.Timer(FINAL_REPORT_SECONDS, os._exit, [128 + number])
     last.daemon = True
     last.start()
 

@@ -186,7 +186,7 @@ class Heartbeat:
             RuntimeError: the store does not answer.
         """
         self.beats += 1
-        store.set(beat_key(self.rank), self._told())
+        store.set(beat_key(self.rank), self._payload())
         self._learn_failure(store)
         self._read_others(store)
 
@@ -202,12 +202,12 @@ class Heartbeat:
         """Return, by rank, the seconds since the last heartbeat, for the ranks that are overdue."""
         return {rank: gap for rank, gap in list(self.silence.items()) if gap > SILENT_SECONDS and rank in self.latest}
 
-    def leads(self) -> bool:
+    def is_lowest_alive(self) -> bool:
         """Return whether this is the lowest rank that still sends heartbeats."""
         silent = self.silent()
         return all(rank in silent for rank in range(self.rank))
 
-    def concerns(self, reason: Reason) -> bool:
+    def is_affected_by(self, reason: Reason) -> bool:
         """Return whether this process cannot go on after another rank's failure."""
         inside = self.position.progress is not None
         return inside and (reason.is_final or reason.session == self.position.session)
@@ -226,12 +226,12 @@ class Heartbeat:
         text = f"disappeared{' ' if place else ''}{place}: it {how}."
         return Reason(rank, text, one.host, one.pid, session=one.session, is_final=True)
 
-    def _told(self) -> str:
+    def _payload(self) -> str:
         seconds = self.watch.seconds_here()
         is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
         here = self.position.own_status(self.rank, seconds, look=is_away or self.watch.is_in_trouble())
         here.beats, here.started, here.machine = self.beats, self._started, self.machine
-        self._take(here)
+        self._store_status(here)
         return here.to_json()
 
     def _learn_failure(self, store: Store) -> None:
@@ -245,7 +245,7 @@ class Heartbeat:
         reason = report.first_failure()
         if report.store_is_lost:
             store.check([beat_key(self.rank)])  # raises
-        if reason is not None and self.concerns(reason):
+        if reason is not None and self.is_affected_by(reason):
             self.failure = reason
 
     def _note_gone_neighbours(self, store: Store, report: FailureReport) -> None:
@@ -257,10 +257,10 @@ class Heartbeat:
                 self._read(store, rank)  # where it was last
                 if not report.has_departed(rank):
                     how = "was killed, or has crashed, or has ended itself at --hang_timeout"
-                    self._tell_gone(report, rank, f"{how} (out of memory? a signal?)")
+                    self._report_gone(report, rank, f"{how} (out of memory? a signal?)")
                 self.neighbours.remove(rank)
 
-    def _tell_gone(self, report: FailureReport, rank: int, how: str) -> None:
+    def _report_gone(self, report: FailureReport, rank: int, how: str) -> None:
         """Report that a rank has disappeared: as the first failure, unless there is one, and as departed."""
         report.tell(self.gone(rank, how))
         report.depart(rank)
@@ -297,7 +297,7 @@ class Heartbeat:
             first, *more = silent
             likewise = f" (nor did rank {spans(more)})" if more else ""
             how = f"sent no heartbeat for {self.silence[first]:.0f} s{likewise}: it was killed, or its machine is down"
-            self._tell_gone(report, first, f"{how}, or the network to it is cut")
+            self._report_gone(report, first, f"{how}, or the network to it is cut")
 
     def _miss(self, store: Store, rank: int) -> None:
         """Report an awaited rank as gone once it has been silent for the limit, unless its process is seen to run."""
@@ -305,7 +305,7 @@ class Heartbeat:
         if 0 < limit <= silence and not self._is_at_work(rank):
             how = f"sent no heartbeat for {silence:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or"
             cause = "its machine is down, or the network to it is cut, or a call of its code keeps the interpreter lock"
-            self._tell_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
+            self._report_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
 
     def _is_at_work(self, rank: int) -> bool:
         """Return whether a rank's process is on this machine and running, not stopped."""
@@ -317,9 +317,9 @@ class Heartbeat:
 
     def _read(self, store: Store, rank: int) -> None:
         key = beat_key(rank)
-        self._take(RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank))
+        self._store_status(RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank))
 
-    def _take(self, one: RankStatus) -> None:
+    def _store_status(self, one: RankStatus) -> None:
         """Store a rank's status; without beats it has sent none yet."""
         now, known = time.monotonic(), self.latest.get(one.rank)
         since = min(now - self._read_at.get(one.rank, now), SILENT_SECONDS)
@@ -466,7 +466,7 @@ class Watchdog:
                 self._end(None)
             return
         reason = self.heartbeat.failure
-        if reason is None or not self.heartbeat.concerns(reason):
+        if reason is None or not self.heartbeat.is_affected_by(reason):
             self.heartbeat.failure, self._failure_since = None, 0.0
             return
         if not reason.is_final and not self.position.is_waiting():
@@ -482,7 +482,8 @@ class Watchdog:
             self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
         silent = time.monotonic() - self.heartbeat.answered
-        works_alone = bool(self.position.excused) and not self.position.is_waiting()  # the others wait at the store
+        # While this rank works alone, the others wait at the store.
+        works_alone = bool(self.position.unlimited_calls) and not self.position.is_waiting()
         if inside and 0 < self.hang_timeout < silent and not works_alone:
             keeper = "the launcher" if _launcher_keeps_store() else self.heartbeat.latest.get(0, RankStatus()).name()
             self._dump_stacks()
@@ -509,7 +510,7 @@ class Watchdog:
             self._end(text)
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
-            if self.heartbeat.leads():
+            if self.heartbeat.is_lowest_alive():
                 end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
                 words = "No step for %.0f s.%s Where the ranks are:\n%s"
                 logger.warning(words, still, end, self._table(), main_process_only=False)
@@ -518,7 +519,7 @@ class Watchdog:
     def _table(self) -> str:
         """Say where this rank is; the first rank that still tells says where all are."""
         latest = self.heartbeat.latest
-        ranks = sorted(latest) if self.heartbeat.leads() else [self.rank]
+        ranks = sorted(latest) if self.heartbeat.is_lowest_alive() else [self.rank]
         return table([latest[rank] for rank in ranks], self.heartbeat.silent())
 
     def _dump_stacks(self) -> None:

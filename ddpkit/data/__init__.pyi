@@ -1,8 +1,8 @@
 from ddpkit.data.likeness import (
     MOST_ITEMS as MOST_ITEMS,
-    Sketch as Sketch,
+    Summary as Summary,
     require_alike as require_alike,
-    sketch as sketch,
+    summarize as summarize,
 )
 from ddpkit.data.plan import (
     DealtBatchSampler as DealtBatchSampler,

@@ -1,7 +1,7 @@
 """Do all ranks read the same data? The first items tell, as far as they can.
 
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
-silence. So the ranks compare sketches of the first items. Numbers, texts and shapes must be equal. Noise from a
+silence. So the ranks compare summaries of the first items. Numbers, texts and shapes must be equal. Noise from a
 generator that nobody has seeded is harmless: each rank reads its items twice, and what differs between the two is not
 compared. In a stream, which is not read again, floats may differ where something else tells the items apart, and is the
 same on all ranks. Both are warned of.
@@ -34,11 +34,11 @@ _MOST_VALUES = 16  # of an array of floats
 _LONGEST_SHOWN = 60
 _CLOSE = 1e-3  # of the mean size of an array: other processors round in other ways
 
-Sketch = dict[str, Any]
-FirstItems = tuple[tuple[int, ...], list[Sketch]]  # where they are, as epoch and block; ranks elsewhere do not compare
+Summary = dict[str, Any]
+FirstItems = tuple[tuple[int, ...], list[Summary]]  # where they are, as epoch and block; ranks elsewhere do not compare
 
 
-def sketch(item: Any) -> Sketch:
+def summarize(item: Any) -> Summary:
     """Describe an item by what can be compared of it between processes.
 
     Args:
@@ -51,7 +51,7 @@ def sketch(item: Any) -> Sketch:
     Ranks: local.
 
     Example:
-        >>> sketch({"x": [1, 2.5], "id": "a"})
+        >>> summarize({"x": [1, 2.5], "id": "a"})
         {'id': 'a', 'x.0': '1', 'x.1': [2.5]}
     """
     return dict(itertools.islice(_leaves(item, "", 0), _MOST_LEAVES))
@@ -90,7 +90,7 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------------- what they say
 
 
-def judge(ranks: Sequence[Sequence[Sketch]], noise: AbstractSet[str] | None = None) -> tuple[str, bool]:
+def compare_summaries(ranks: Sequence[Sequence[Summary]], noise: AbstractSet[str] | None = None) -> tuple[str, bool]:
     """Say whether the ranks read the same.
 
     Args:
@@ -103,7 +103,7 @@ def judge(ranks: Sequence[Sequence[Sketch]], noise: AbstractSet[str] | None = No
     Ranks: local; alike on every rank.
 
     Example:
-        >>> judge([[sketch(1)], [sketch(2)]])
+        >>> compare_summaries([[summarize(1)], [summarize(2)]])
         ('an item: 1 on rank 0, 2 on rank 1', True)
     """
     if len({len(items) for items in ranks}) > 1:
@@ -134,7 +134,7 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(np.allclose(values[0], values[1], rtol=0.0, atol=close, equal_nan=True))
 
 
-def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | None], words: str, site: str) -> None:
+def require_alike(first: FirstItems | None, read: Callable[[], list[Summary] | None], words: str, site: str) -> None:
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
     Args:
@@ -150,7 +150,7 @@ def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | No
     Ranks: collective (over the store).
 
     Example:
-        >>> require_alike(((1, 0), [sketch(3)]), lambda: [sketch(3)] * 2, "the data", "example")
+        >>> require_alike(((1, 0), [summarize(3)]), lambda: [summarize(3)] * 2, "the data", "example")
     """
     digest = None if first is None else hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()
     digests = exchange(digest, site)
@@ -163,7 +163,8 @@ def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | No
     places, firsts, more, noises = zip(*exchange((*first, both and own, noise), f"{site}, in detail"), strict=True)
     if len(set(places)) > 1:
         return
-    difference, is_certain = judge(firsts) if None in more else judge(more, set().union(*noises))
+    compared = (firsts,) if None in more else (more, set().union(*noises))
+    difference, is_certain = compare_summaries(*compared)
     if difference and is_certain:
         raise RankMismatchError(f"{words} ({difference}).")
     if difference:

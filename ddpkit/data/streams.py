@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
-from ddpkit.data.likeness import MOST_ITEMS, sketch
+from ddpkit.data.likeness import MOST_ITEMS, summarize
 from ddpkit.data.plan import SamplingPlan, part, require_positive
 from ddpkit.data.stream_position import (
     READ,
@@ -39,7 +39,7 @@ from ddpkit.seed import mix, mix_key, own_randomness
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpkit.data.likeness import FirstItems, Sketch
+    from ddpkit.data.likeness import FirstItems, Summary
     from ddpkit.dataloader import Sharding
 
 logger = get_logger(__name__)
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     Attributes:
         items: of each of its shards that has any; under ``-1`` an item of another process, only to keep step.
         key: what the randomness of collating is keyed on, with the shard; None: it draws from the process's streams.
-        first: epoch, block, and sketches of the first items of the undivided stream, sent along with its first block.
+        first: epoch, block, and summaries of the first items of the undivided stream, sent along with its first block.
 
     Ranks: local.
 
@@ -97,7 +97,7 @@ class StreamShard(IterableDataset[Any], Source):
         whole: the user's own stream or loader.
         divides_itself: whether the stream's own ``shard`` divides it over the ranks and their workers.
         keep_step: whether a rank without an item of the last block is given one that counts nothing.
-        shows_first: whether the first thing that is read comes with a sketch of the undivided stream's first items.
+        shows_first: whether the first thing that is read comes with a summary of the undivided stream's first items.
 
     Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
 
@@ -183,14 +183,14 @@ class StreamShard(IterableDataset[Any], Source):
         for block in itertools.count(begin):
             self._block = block
             is_mine = block % workers == worker
-            sketches: list[Sketch] | None = [] if self.shows_first and is_mine and block == begin else None
+            summaries: list[Summary] | None = [] if self.shows_first and is_mine and block == begin else None
             with reading:
-                own, read = self._read_block(items, sketches, is_mine=is_mine)
+                own, read = self._read_block(items, summaries, is_mine=is_mine)
             self._block = block + 1
             if read < self.block_size and self.drop_last:
                 own = {}
-            shown = sketches or (sketches is not None and not self.may_be_used_up)
-            first = ((int(self.epoch), block), sketches or []) if shown else None
+            shown = summaries or (summaries is not None and not self.may_be_used_up)
+            first = ((int(self.epoch), block), summaries or []) if shown else None
             if own or shown:
                 yield Block(own, self._key(block), first)
             if read < self.block_size:
@@ -201,14 +201,14 @@ class StreamShard(IterableDataset[Any], Source):
         return mix_key(self.seed, int(self.epoch), _SHARDS, block) if self.is_virtual else None
 
     def _read_block(
-        self, items: Iterator[Any], sketches: list[Sketch] | None, *, is_mine: bool
+        self, items: Iterator[Any], summaries: list[Summary] | None, *, is_mine: bool
     ) -> tuple[dict[int, list[Any]], int]:
         """Read one block; return this rank's items of it by shard, and how many it had for all."""
         own: dict[int, list[Any]] = {}
         read, item = 0, None
         for item in itertools.islice(items, self.block_size):
-            if sketches is not None and read < MOST_ITEMS:
-                sketches.append(sketch(item))
+            if summaries is not None and read < MOST_ITEMS:
+                summaries.append(summarize(item))
             if is_mine and read % self.number in self.mine:
                 own.setdefault(read % self.number, []).append(item)
             read += 1

@@ -160,9 +160,9 @@ class LoggedValues:
             append = (meter.append_sum, number, total) if kind.is_sum else (meter.append, number, weight)
             self._fresh.append((step, *append))
         if self._stage != _TRAIN:
-            self._settle()
+            self._flush()
 
-    def _settle(self, step: float = math.inf) -> None:
+    def _flush(self, step: float = math.inf) -> None:
         """Add up what was logged up to a step; a checkpoint holds no more."""
         fresh, self._fresh = self._fresh, [one for one in self._fresh if one[0] > step]
         for at, append, number, count in fresh:
@@ -178,7 +178,7 @@ class LoggedValues:
         Ranks: local.
         """
         self._fresh = [one for one in self._fresh if one[0] <= step]
-        self._settle()
+        self._flush()
 
     def _hold(self, name: str, kind: _Kind) -> _Held:
         """Return new sums for a name that this stage has not logged yet."""
@@ -217,7 +217,7 @@ class LoggedValues:
 
         Ranks: collective.
         """
-        self._settle()
+        self._flush()
         size, known = len(numbers), self._known.setdefault(self._stage, {})
         news = self._held[self._stage].keys() - known.keys()
         add_up = self._add_totals if at_end else sum_over_ranks
@@ -295,7 +295,7 @@ class LoggedValues:
 
         Ranks: local.
         """
-        self._settle(step)
+        self._flush(step)
         held = self._held.get(_TRAIN, {})
         return {name: {"kind": list(one.kind), "total": one.total.state_dict()} for name, one in held.items()}
 

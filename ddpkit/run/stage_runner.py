@@ -490,7 +490,7 @@ class StopsOfEvaluation:
     def await_others(self) -> None:
         """Take part in the agreements of ranks that still have batches."""
         while self._sync_ranks(self.sync.due, has_more=False):
-            POSITION.moves += 1  # no hang: the others move
+            POSITION.moves_seen += 1  # no hang: the others move
 
     def _sync_ranks(self, step: int, *, has_more: bool) -> int:
         """Return how many ranks have more batches; if none has, there is nothing to be stopped."""

@@ -95,7 +95,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id)
     """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank 0 may end late."""
     port = derived_port(run_id)
     earlier = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)
-    for key, value in {"run": run_id, "here/1": "process 1 of that command", f"met/{run_id}": "1"}.items():
+    for key, value in {"run": run_id, "here/1": "process 1 of that command", f"rendezvous/done/{run_id}": "1"}.items():
         earlier.set(f"ddpkit/{key}", value)
     late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
     connect = process_group._connect
@@ -130,7 +130,7 @@ def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
 
     thread = threading.Thread(target=come)
     thread.start()
-    store.get("ddpkit/meet/1")  # waits for it
+    store.get("ddpkit/rendezvous/token/1")  # waits for it
     del store
     thread.join(20)
     assert isinstance(failed[0].__cause__, dist.DistNetworkError)
@@ -166,7 +166,7 @@ def test_nobody_listens():
     assert soon(began, 5)
 
 
-# ------------------------------------------------------------------------------------------------ meeting
+# ------------------------------------------------------------------------------------------------ rendezvous
 
 
 def test_all_agree_on_one_name_and_attempts_on_different_ones():
@@ -189,9 +189,9 @@ def test_a_world_that_shrinks_and_grows_on_one_store():
         seen |= names
 
 
-def test_a_rank_that_died_while_meeting_is_replaced():
+def test_a_rank_that_died_in_the_rendezvous_is_replaced():
     store = dist.HashStore()
-    store.set("ddpkit/meet/1", "the token of a dead process")
+    store.set("ddpkit/rendezvous/token/1", "the token of a dead process")
     names = all_of(2, lambda rank: join_attempt(store, info(rank), time.monotonic() + 20, once=False))
     assert len(set(names)) == 1
 

@@ -169,11 +169,11 @@ def test_the_first_rank_that_still_tells_leads(clock, store):
         one.is_in_trouble = lambda: True
     for one in ranks * 2:
         one.beat()
-    assert [one.heartbeat.leads() for one in ranks] == [True, False, False]
+    assert [one.heartbeat.is_lowest_alive() for one in ranks] == [True, False, False]
     pass_time(clock, 6, beating=ranks[1:])
-    assert [one.heartbeat.leads() for one in ranks[1:]] == [True, False]
+    assert [one.heartbeat.is_lowest_alive() for one in ranks[1:]] == [True, False]
     pass_time(clock, 6, beating=ranks[2:])
-    assert ranks[2].heartbeat.leads()
+    assert ranks[2].heartbeat.is_lowest_alive()
 
 
 def search(clock, seconds, *ranks, near=()):
@@ -368,7 +368,7 @@ def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock
 
 def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(clock, store):
     one = Watched(store)
-    one.position.excused, one.hang_timeout = 1, 20.0
+    one.position.unlimited_calls, one.hang_timeout = 1, 20.0
     pass_time(clock, 19, one)
     assert one.ended == []
     pass_time(clock, 2, one)
@@ -588,10 +588,10 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock, store, capl
     assert "has made no step for 6" in one.ended[0]
 
 
-@pytest.mark.parametrize("how", ["excused", "outside"])
+@pytest.mark.parametrize("how", ["unlimited_calls", "outside"])
 def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(clock, store, caplog, how):
     one = Watched(store, where=position(inside=how != "outside"))
-    one.position.excused, one.position.waiting = int(how == "excused"), False
+    one.position.unlimited_calls, one.position.waiting = int(how == "unlimited_calls"), False
     pass_time(clock, 2000, one, beating=[one])
     assert one.ended == []
     assert not warnings_in(caplog, "No step")

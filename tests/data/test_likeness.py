@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.data.likeness import judge, sketch
+from ddpkit.data.likeness import compare_summaries, summarize
 
 
 def read(items):
-    return [sketch(item) for item in items]
+    return [summarize(item) for item in items]
 
 
 SAME, DIFFERENT, OPEN = "the same", "different", "nobody can tell"
 
 
 def verdict(*ranks):
-    difference, is_certain = judge([read(items) for items in ranks])
+    difference, is_certain = compare_summaries([read(items) for items in ranks])
     return (DIFFERENT if is_certain else OPEN) if difference else SAME
 
 
@@ -151,12 +151,12 @@ def test_what_is_the_same(ranks, answer):
 
 def test_what_differs_each_time_it_is_read_is_not_compared():
     """Images in bytes, cut at random by a generator of their own: nothing tells the items apart."""
-    ranks = [[sketch(torch.randint(9, (20,)).byte()) for _ in range(3)] for _ in range(2)]
-    assert judge(ranks)[1]
-    assert not judge(ranks, noise={""})[1]
+    ranks = [[summarize(torch.randint(9, (20,)).byte()) for _ in range(3)] for _ in range(2)]
+    assert compare_summaries(ranks)[1]
+    assert not compare_summaries(ranks, noise={""})[1]
 
 
 def test_floats_that_are_the_same_each_time_are_no_noise():
-    ranks = [[sketch((torch.full((3,), 5.0 * rank), k)) for k in range(3)] for rank in range(2)]
-    assert not judge(ranks)[1]
-    assert judge(ranks, noise=set())[1]
+    ranks = [[summarize((torch.full((3,), 5.0 * rank), k)) for k in range(3)] for rank in range(2)]
+    assert not compare_summaries(ranks)[1]
+    assert compare_summaries(ranks, noise=set())[1]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import checkpoints
-from ddpkit.checkpointing import DamageLedger
+from ddpkit.checkpointing import DamageLog
 from ddpkit.checkpoints import (
     Checkpointer,
     mark_as_loader,
@@ -149,14 +149,14 @@ def different_views(folder):
         value.value = n
         checkpointer.save_checkpoint(meta={"n": n, "unixtime": n})
     value.value = 0
-    real = DamageLedger.scan
+    real = DamageLog.scan
     if dist.get_rank() == 1:
-        DamageLedger.scan = lambda self, folder, *mode: real(self, folder, *mode)[:1]
+        DamageLog.scan = lambda self, folder, *mode: real(self, folder, *mode)[:1]
     try:
         loaded = checkpointer.recover_if_possible()
         checkpointer.delete_checkpoints(num_to_keep=2)
     finally:
-        DamageLedger.scan = real
+        DamageLog.scan = real
     return loaded.meta["n"], value.value
 
 

@@ -454,7 +454,7 @@ class Asked(Host):
 def stop_an_evaluation(sizes, who, after=40):
     data = points(sum(sizes))
     host, began = Asked(who, min(after, sizes[who])), time.monotonic()
-    stage_runner.sum_over_ranks, moves = host.counted, POSITION.moves
+    stage_runner.sum_over_ranks, moves = host.counted, POSITION.moves_seen
     try:
         loader = DataLoader(Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes))
         loss = evaluate(host, loader, Stage.VALID, 1)
@@ -462,7 +462,7 @@ def stop_an_evaluation(sizes, who, after=40):
         return stopped.cause, host.progress.step, host.sums, None
     finally:
         stage_runner.sum_over_ranks = sum_over_ranks
-    return "", host.progress.step, host.sums, (loss, POSITION.moves - moves, time.monotonic() - began)
+    return "", host.progress.step, host.sums, (loss, POSITION.moves_seen - moves, time.monotonic() - began)
 
 
 @pytest.mark.parametrize(

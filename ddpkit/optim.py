@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+WITH_FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+GPUS = ("cuda",)  # kinds of devices where fused kernels are used unasked
 # Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
 _scalings: weakref.WeakKeyDictionary[Optimizer, LrScaling] = weakref.WeakKeyDictionary()
 # Of optimizers inside of a step, or after one that failed: the recipe's rates.
@@ -207,6 +209,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Call a recipe's ``opt_class`` with all parameters; one that is frozen may be unfrozen later.
 
+    torch's Adam and AdamW, and SGD without momentum, are called with ``fused=True`` if all parameters are on a GPU.
+
     Args:
         opt_class: returns an optimizer.
         modules: whose parameters are optimized.
@@ -231,12 +235,30 @@ def make_optimizer(
             "leave opt_class out."
         )
     groups: Any = rm_vector_weight_decay(modules) if split_vectors else parameters
+    how: dict[str, Any] = {"fused": True} if _may_be_fused(opt_class, modules) else {}
     try:
-        optimizer = opt_class(groups)
+        optimizer = opt_class(groups, **how)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"opt_class cannot make an optimizer: {type(error).__name__}: {error}") from error
     _require(optimizer, "opt_class must return an optimizer", "param_groups", "step", "zero_grad")
     return optimizer
+
+
+def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
+    """Say whether torch's fused kernel does what its others do; not if the recipe has chosen one of them.
+
+    With momentum, SGD's raises an error for a parameter whose first gradient comes later than another's (torch 2.13).
+    """
+    kind, given = getattr(opt_class, "func", opt_class), getattr(opt_class, "keywords", {})
+    if kind not in WITH_FUSED or given.keys() & {"fused", "foreach", "capturable", "differentiable", "momentum"}:
+        return False
+    if any(getattr(part, "sparse", False) is True for part in modules.modules()):
+        return False
+    wide = {torch.float32, torch.float64}
+    return all(
+        type(one) is torch.nn.Parameter and one.device.type in GPUS and one.dtype in wide
+        for one in modules.parameters()
+    )
 
 
 def _require(made: Any, words: str, *names: str) -> None:

@@ -203,6 +203,7 @@ class StageRunner:
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
 
             def on_sync(report: SyncReport) -> None:
+                progress.settle()
                 self.stop.tighten_timeouts()
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
@@ -215,6 +216,7 @@ class StageRunner:
                 train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
+            progress.settle()
             progress.window.stepped()
             self.train_step.strategy.end_pass(self.modules)
             saves.on_average()

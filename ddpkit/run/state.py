@@ -720,6 +720,7 @@ class RunState:
         state = read_brain_file(folder) if known is None else known
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
+        self.progress.look()
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")

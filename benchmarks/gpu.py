@@ -12,7 +12,7 @@ different length. `peak` is what a pass allocates above what was there before. `
 same weights.
 
 By hand, the norm is read in every step, but under fp16, where the fused optimizer skips on the GPU. It does so in the
-rows `norm not read`, too: their ratio is the most that ddpkit's one read per step can cost. In the rows `moved ahead`
+rows `norm not read`, too. ddpkit reads it one step later, but under fp16 before the step. In the rows `moved ahead`
 ddpkit moves batches with --prefetch_to_device, in the rows before them not; the loop by hand moves them when it uses
 them. In the row `checkpoint` a step of the loop by hand is a copy of the state to the CPU, and ddpkit's the stall of
 a save in the background. Some kernels of a GPU, as the backward pass of attention, may give other bits each time, in

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -28,7 +29,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ddpkit.base import is_sharded, local_part
 from ddpkit.compat import multiply_all, norm_of_all
 from ddpkit.device import widest_float
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, DdpkitError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+WITH_FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+WIDE = (torch.float32, torch.float64)
+GPUS = ("cuda",)  # kinds of devices that fused kernels are used on unasked, and that are not waited for
 # Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
 _scalings: weakref.WeakKeyDictionary[Optimizer, LrScaling] = weakref.WeakKeyDictionary()
 # Of optimizers inside of a step, or after one that failed: the recipe's rates.
@@ -65,6 +69,111 @@ class StepResult(NamedTuple):
     stepped: bool
     norm: float
     clipped: bool = False
+
+
+class LateStep:
+    """An optimizer step of which the GPU has found out by itself whether to skip it; the host has not looked yet.
+
+    Args:
+        norm: of the gradients, shape ``()``, on their device; as in :class:`StepResult`.
+        max_norm: to which they are scaled down; None or <= 0: not at all.
+
+    Ranks: local; equal on every rank when the gradients are.
+
+    Example:
+        >>> LateStep(torch.tensor(3.0), 1.0).result()
+        StepResult(stepped=True, norm=3.0, clipped=True)
+    """
+
+    def __init__(self, norm: torch.Tensor, max_norm: float | None) -> None:
+        self._max_norm, self._norm, self._event = max_norm, norm.to("cpu", non_blocking=True), None
+        if norm.is_cuda:  # then the copy is on its way to pinned memory
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(norm.device))
+
+    def result(self) -> StepResult:
+        """Wait until the norm has come, which was sent before the optimizers' kernels, and say what became of it."""
+        if self._event is not None:
+            self._event.synchronize()
+        norm = self._norm.item()
+        finite = math.isfinite(norm) and norm >= 0.0
+        return StepResult(finite, norm, clipped=finite and self._max_norm is not None and 0.0 < self._max_norm < norm)
+
+
+@dataclass
+class StepCounters:
+    """Counts optimizer steps, of which the last may not have been looked at yet.
+
+    Nobody finds a counter that is behind: while a step is open its counters are not there, and whoever reads one looks
+    at the step first. So nothing is waited for in a step that nobody asks about.
+
+    Attributes:
+        optimizer_step: updates since the run began.
+        nonfinite: steps skipped in the current epoch because a gradient was not finite.
+        clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``; equal on all ranks.
+        follow: does what follows the last step, once it is looked at; None: that is done.
+        error: what that has raised.
+
+    Ranks: local.
+
+    Example:
+        >>> counters = StepCounters()
+        >>> def follow(): counters.optimizer_step += 1
+        >>> counters.leave_open(follow); "optimizer_step" in vars(counters), counters.optimizer_step
+        (False, 1)
+    """
+
+    # Without a default in the class, so that a counter can be taken away.
+    optimizer_step: int = field(default_factory=int)
+    nonfinite: int = field(default_factory=int)
+    clipped: int = field(default_factory=int)
+    follow: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    error: DdpkitError | None = field(default=None, init=False, repr=False)
+    _aside: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def leave_open(self, follow: Callable[[], None]) -> None:
+        """Leave a step open.
+
+        Args:
+            follow: called once, before a counter is read: counts the step, or counts it as skipped.
+        """
+        self.follow = follow
+        for name in ("optimizer_step", "nonfinite", "clipped"):
+            self._aside[name] = self.__dict__.pop(name)
+
+    def look(self) -> None:
+        """Look at the step that is open, if one is. An error waits for :meth:`settle`: this rank may look alone."""
+        follow, self.follow = self.follow, None
+        if follow is None:
+            return
+        self.__dict__.update(self._aside)
+        self._aside.clear()
+        try:
+            follow()
+        except DdpkitError as error:
+            self.error = error
+
+    def settle(self) -> None:
+        """Look at the step that is open, where all ranks do.
+
+        Raises:
+            DdpkitError: what followed that step has raised.
+
+        Ranks: all, at the same step.
+        """
+        self.look()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    if not TYPE_CHECKING:  # else mypy would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Look first at the step that is open, whose counters are not there."""
+            if name not in self.__dict__.get("_aside", ()):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self.look()
+            return getattr(self, name)
 
 
 def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -153,6 +262,74 @@ def take_step(
     return StepResult(stepped=stepped, norm=norm, clipped=clips and norm > cast("float", max_norm))
 
 
+def take_late_step(
+    optimizers: Sequence[Optimizer], max_norm: float | None, multiplier: float | torch.Tensor = 1.0
+) -> LateStep | None:
+    """Step as :func:`take_step` does, bit for bit, where the GPU can decide on skipping and nobody waits for it.
+
+    Args:
+        optimizers: the optimizers that step.
+        max_norm: as for :func:`take_step`.
+        multiplier: likewise.
+
+    Returns:
+        What knows later what became of the step; None: nothing was done, and :func:`take_step` has to.
+
+    Ranks: local; gradients must have been averaged over the ranks before.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1)); (3 * weight).sum().backward()
+        >>> take_late_step([torch.optim.SGD([weight], lr=1.0, fused=True)], None).result(), weight.item()
+        (StepResult(stepped=True, norm=3.0, clipped=False), -3.0)
+    """
+    found = gradients(optimizers)
+    if not _skip_by_themselves(optimizers, found):
+        return None
+    norm, factor = norm_of_all(found), multiplier
+    is_plain = isinstance(multiplier, float) and multiplier == 1.0
+    if not is_plain:
+        norm = norm * multiplier
+    late, skip = LateStep(norm, max_norm), 1.0 - (norm.isfinite() & (norm >= 0.0)).float()
+    clips = max_norm is not None and max_norm > 0.0
+    if clips:
+        clip = torch.clamp((norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)  # 1 where nothing is clipped
+        factor = clip if is_plain else multiplier * clip
+    if clips or not is_plain:
+        multiply_all(found, factor)
+    for one in cast("Any", optimizers):
+        one.grad_scale, one.found_inf = None, skip  # as torch's GradScaler hands it over
+        try:
+            one.step()
+        finally:
+            del one.grad_scale, one.found_inf
+    zero_gradients(optimizers, set_to_none=True)
+    return late
+
+
+def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tensor]) -> bool:
+    """Say whether fused kernels of torch can skip this step with nothing left behind.
+
+    No hook and no wrapper may see the step. Every parameter must have its state: a step that is skipped makes none,
+    and SGD's kernel begins with uninitialised momentum where it skips its first step (torch 2.13).
+    """
+    kinds = {(one.__class__, one.dtype, one.device, one.layout) for one in found}
+    kind, dtype, _, layout = kinds.pop() if len(kinds) == 1 else (None, None, None, None)
+    if kind is not torch.Tensor or dtype not in WIDE or layout is not torch.strided:
+        return False
+    for optimizer in optimizers:
+        parts = vars(optimizer)
+        hooks = [parts.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+        is_wrapped = "step" in parts and not hasattr(parts["step"], "_wrapped_by_lr_sched")  # torch's schedulers do
+        if type(optimizer) not in WITH_FUSED or is_wrapped or any(hooks):
+            return False
+        for group in optimizer.param_groups:
+            kept = "exp_avg" if "betas" in group else "momentum_buffer" if group["momentum"] else ""
+            stepping = [one for one in group["params"] if kept and one.grad is not None]
+            if not group["fused"] or any(optimizer.state.get(one, {}).get(kept) is None for one in stepping):
+                return False
+    return True
+
+
 def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool:
     """Fill all gradients with zeros; not if the multiplier, the same on all ranks, is why they are not finite."""
     if not 0.0 < multiplier < math.inf:
@@ -207,6 +384,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Call a recipe's ``opt_class`` with all parameters; one that is frozen may be unfrozen later.
 
+    torch's Adam and AdamW, and SGD without momentum, are called with ``fused=True`` if all parameters are on a GPU.
+
     Args:
         opt_class: returns an optimizer.
         modules: whose parameters are optimized.
@@ -231,12 +410,29 @@ def make_optimizer(
             "leave opt_class out."
         )
     groups: Any = rm_vector_weight_decay(modules) if split_vectors else parameters
+    how: dict[str, Any] = {"fused": True} if _may_be_fused(opt_class, modules) else {}
     try:
-        optimizer = opt_class(groups)
+        optimizer = opt_class(groups, **how)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"opt_class cannot make an optimizer: {type(error).__name__}: {error}") from error
     _require(optimizer, "opt_class must return an optimizer", "param_groups", "step", "zero_grad")
     return optimizer
+
+
+def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
+    """Say whether torch's fused kernel does what its others do; not if the recipe has chosen one of them.
+
+    With momentum, SGD's raises an error for a parameter whose first gradient comes later than another's (torch 2.13).
+    """
+    kind, given = getattr(opt_class, "func", opt_class), getattr(opt_class, "keywords", {})
+    if kind not in WITH_FUSED or given.keys() & {"fused", "foreach", "capturable", "differentiable", "momentum"}:
+        return False
+    if any(getattr(part, "sparse", False) is True for part in modules.modules()):
+        return False
+    return all(
+        type(one) is torch.nn.Parameter and one.device.type in GPUS and one.dtype in WIDE
+        for one in modules.parameters()
+    )
 
 
 def _require(made: Any, words: str, *names: str) -> None:

@@ -406,7 +406,8 @@ class Position:
         calls = (self.sessions, self.session, self.moves_seen)
         if progress is None:
             return calls
-        return (*calls, id(progress), stage_of(progress), progress.epoch, progress.step, progress.optimizer_step)
+        made = vars(progress).get("optimizer_step")  # not there while a step is open: only the main thread looks at it
+        return (*calls, id(progress), stage_of(progress), progress.epoch, progress.step, made)
 
     def has_no_limit(self) -> bool:
         """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where :meth:`no_limit` says so."""

@@ -605,7 +605,11 @@ def _for_module(inner: nn.Module, state: Any) -> Any:
 
 
 def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
-    """Divide what the state has of each parameter as the parameter is divided."""
+    """Divide what the state has of each parameter as the parameter is divided; which kernel steps is this run's own."""
+    known, saved = optimizer.param_groups, state["param_groups"]
+    if len(known) == len(saved) and "fused" in optimizer.defaults:
+        kernels = [{**old, "fused": new["fused"]} for old, new in zip(saved, known, strict=True)]
+        state = {**state, "param_groups": kernels}
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state

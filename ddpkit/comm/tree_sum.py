@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddpkit.comm.mailbox import control_group
 from ddpkit.compat import add_all
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ class OrderedSum:
             return found
         own, sums = [one.total for one in tree.subtrees], list[Any]([None] * len(self._like))
         is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
-        present = torch.tensor(is_there).to(self._like[0].device, torch.uint8)
-        dist.all_reduce(present, dist.ReduceOp.MAX)
+        present = torch.tensor(is_there, dtype=torch.uint8)  # in host memory: a GPU would be waited for
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group())
         for bucket in self._buckets(tuple(present.tolist())):
             added = self._add([[total[place] for place in bucket.places] for total in own], bucket)
             for place, size, padded in zip(bucket.places, bucket.sizes, added, strict=True):

@@ -376,6 +376,7 @@ class CheckpointPolicy:
         """Save after a batch; only the newest such checkpoint is kept."""
         if self.checkpointer is None:
             return
+        self.progress.settle()
         sums = self.progress.add_totals(self.rank_state.own_sums())
         self.rank_state.end_pass()
         with self._with_sums(sums):

@@ -21,7 +21,7 @@ from ddpkit.distributed import (
     start_sum_over_ranks,
     sum_over_ranks,
 )
-from ddpkit.errors import BatchError, RunStopped
+from ddpkit.errors import BatchError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
@@ -68,6 +68,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BAR_SECONDS = 1.0
+NOT_DETERMINISTIC = (
+    "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for an operation of this "
+    'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave --virtual_ranks out.'
+)
 
 
 class StageHooks(LoopHooks, StepHooks, Protocol):
@@ -165,7 +169,8 @@ class StageRunner:
             if not progress.step:
                 progress.nonfinite = 0
             one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
-            found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
+            with self._naming_virtual_ranks():
+                found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
             progress.avg_train_loss = progress.train_loss = found
             brain.zero_grad(set_to_none=True)
             if train_step.schedule is not None:
@@ -198,6 +203,7 @@ class StageRunner:
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
 
             def on_sync(report: SyncReport) -> None:
+                progress.settle()
                 self.stop.tighten_timeouts()
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
@@ -210,6 +216,7 @@ class StageRunner:
                 train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
+            progress.settle()
             progress.window.stepped()
             self.train_step.strategy.end_pass(self.modules)
             saves.on_average()
@@ -269,7 +276,12 @@ class StageRunner:
             brain.on_stage_start(stage, epoch)
             self.modules.eval()
             progress.step = 0
-            with self._stoppable(), self._averaged_weights(stage), self._evaluating(loader):
+            with (
+                self._naming_virtual_ranks(),
+                self._stoppable(),
+                self._averaged_weights(stage),
+                self._evaluating(loader),
+            ):
                 loss = self._evaluate(brain, loader, stage, epoch, enable_bar=enable_bar)
             if stage is Stage.VALID:
                 progress.step, progress.valid_loss = 0, loss
@@ -405,6 +417,16 @@ class StageRunner:
             yield
         except RunStopped as stopped:
             self.stop.stop_evaluation(stopped)
+
+    @contextlib.contextmanager
+    def _naming_virtual_ranks(self) -> Iterator[None]:
+        """Return a context in which torch's error about kernels that are not deterministic says what asked for such."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.train_step.strategy.same_bits and "deterministic" in str(error):
+                raise ConfigError(NOT_DETERMINISTIC.format(self.options.virtual_ranks, error)) from error
+            raise
 
     @contextlib.contextmanager
     def _unsaved(self) -> Iterator[None]:

@@ -592,7 +592,7 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
         kinds = [(one.keys(), one.get("decoupled_weight_decay")) for one in (old, new)]
         if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
             raise CheckpointUsageError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
-    keys = [(key, old, new) for old, new in pairs for key in new if key in old and key != "class"]
+    keys = [(key, old, new) for old, new in pairs for key in new if key in old and key not in {"class", "fused"}]
     return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
 
 
@@ -720,6 +720,7 @@ class RunState:
         state = read_brain_file(folder) if known is None else known
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
+        self.progress.look()
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit import optim
+from ddpkit.base import temporarily
 from ddpkit.control import Requests, start_loading
 from ddpkit.device import widest_float
 from ddpkit.distributed import sum_exactly, sum_over_ranks
@@ -134,13 +135,12 @@ class Window:
 
 
 @dataclass
-class Progress:
-    """How far the run has come.
+class Progress(optim.StepCounters):
+    """How far the run has come; with the counters of :class:`~ddpkit.optim.StepCounters`.
 
     Attributes:
         epoch: of the current or last stage.
         step: batches of the current stage, on this rank.
-        optimizer_step: updates since the run began.
         began_at: updates before the current epoch.
         is_in_pass: whether a training stage is reading its batches.
         window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped.
@@ -148,8 +148,6 @@ class Progress:
         train_sums: their sum over all ranks, its weight, and the samples; None until that stage is over.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
-        nonfinite: steps skipped in the current epoch because a gradient was not finite.
-        clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``; equal on all ranks.
         has_told_clipping: whether a line has said that gradients are clipped.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
@@ -173,14 +171,11 @@ class Progress:
 
     epoch: int = 0
     step: int = 0
-    optimizer_step: int = 0
     began_at: int = 0
     is_in_pass: bool = False
     window_end: int = 0
     avg_train_loss: float = 0.0
     is_fitting: bool = False
-    nonfinite: int = 0
-    clipped: int = 0
     has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
@@ -210,6 +205,8 @@ class Progress:
 
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
+        self.look()
+        self.error = None
         self.step, self.window, self.meter = 0, Window(), self.new_meter()
         self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
         self.is_in_pass = False
@@ -328,7 +325,7 @@ def train_epoch(
                 on_window()
             if progress.step >= sync.due:
                 on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()))
-            if progress.optimizer_step >= stop_at:
+            if stop_at < math.inf and progress.optimizer_step >= stop_at:
                 return
 
 
@@ -631,6 +628,7 @@ class TrainStep:
         self.sum_divisor: float | None = None
         self.agree: Callable[[], None] | None = None
         self._gc_interval = options.gc_interval
+        self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
 
@@ -748,6 +746,9 @@ class TrainStep:
             BatchError: the counts of the window add up to less than 0.
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
+        progress = self.progress
+        if progress.follow is not None or progress.error is not None:
+            progress.settle()
         multiplier, optimizers = self.close_window(), self.note_optimizers_to_step(brain)
         if not optimizers:
             return
@@ -756,6 +757,8 @@ class TrainStep:
         if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
             optim.own_gradients(optimizers)
             brain.check_gradients()
+        elif scaler is None and self._is_on_gpu and self._step_late(optimizers, multiplier):
+            return
         updates = scaler is None or self._note_unscaled(optimizers)
         result = optim.take_step(
             optimizers,
@@ -765,22 +768,25 @@ class TrainStep:
             updates=updates,
             alone=self.strategy.steps_alone,
         )
-        if self.progress.window.closes:
-            self.progress.window_end = self.progress.step
-        if result.stepped:
-            self._follow_step(optimizers, result)
-        elif result.norm < 0:  # by the multiplier's sign
-            raise BatchError(
-                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
-                "count must be >= 0."
-            )
-        elif math.isinf(multiplier):
-            logger.warning_once(
-                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
-            )
-        elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more the scale is to blame, and has been lowered
-            self.strategy.forget_errors()
-            self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
+        if progress.window.closes:
+            progress.window_end = progress.step
+        follow = self._follow_step if result.stepped else self._follow_skipped
+        follow(optimizers, multiplier, result)
+
+    def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
+        """Step without a wait for the GPU, if that can be; look at it at once where something follows each step."""
+        if self.strategy.steps_alone:
+            return False
+        progress, late = self.progress, optim.take_late_step(optimizers, self.options["max_grad_norm"], multiplier)
+        if late is None:
+            return False
+        if progress.window.closes:
+            progress.window_end = progress.step
+        progress.leave_open(functools.partial(self._follow_late, optimizers, multiplier, late, progress.step))
+        by_step = self.schedule is not None and self.schedule.every == "step"
+        if self.ema is not None or by_step or self.options["ddp_comm_hook"] is not None:
+            progress.settle()
+        return True
 
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
@@ -853,7 +859,32 @@ class TrainStep:
             window.multiplier = window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
         return window.stepped()
 
-    def _follow_step(self, stepped: list[torch.optim.Optimizer], result: optim.StepResult) -> None:
+    def _follow_late(
+        self, optimizers: list[torch.optim.Optimizer], multiplier: Any, late: optim.LateStep, step: int
+    ) -> None:
+        """Do what follows a step, in a later batch than that of the step."""
+        result = late.result()
+        follow = self._follow_step if result.stepped else self._follow_skipped
+        with temporarily(self.progress, step=step):
+            follow(optimizers, multiplier, result)
+
+    def _follow_skipped(self, _: list[torch.optim.Optimizer], multiplier: Any, result: optim.StepResult) -> None:
+        """Say why a step was skipped; count it, if that is the gradients' fault."""
+        scaler = self._active_scaler
+        if result.norm < 0:  # by the multiplier's sign
+            raise BatchError(
+                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
+                "count must be >= 0."
+            )
+        if math.isinf(multiplier):
+            logger.warning_once(
+                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
+            )
+        elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more the scale is to blame, and has been lowered
+            self.strategy.forget_errors()
+            self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
+
+    def _follow_step(self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult) -> None:
         """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
         self.progress.clipped += result.clipped
         if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import OrderedSum, TreeSum, add_tensors
+from ddpkit.comm import OrderedSum, TreeSum, add_tensors, control_group
 
 SHAPES = [((3, 5), torch.float32), ((7,), torch.float64), ((1,), torch.bfloat16), ((), torch.float32)]
 
@@ -24,14 +24,21 @@ def part(number):
 LIKE = [*(torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES), torch.zeros(2), torch.zeros(3)]
 
 
-def add_up(parts, bucket_bytes=40):
+class Elsewhere(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cpu = False
+
+
+def add_up(parts, bucket_bytes=40, *, elsewhere=False):
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tree = TreeSum(add_tensors)
     for number in range(rank * parts // world_size, (rank + 1) * parts // world_size):
         tree.push(number, part(number))
+    like = [one.as_subclass(Elsewhere) for one in LIKE] if elsewhere else LIKE
     return [
         None if one is None else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
-        for one in OrderedSum(LIKE, parts, bucket_bytes).over_ranks(tree)
+        for one in OrderedSum(like, parts, bucket_bytes).over_ranks(tree)
     ]
 
 
@@ -42,6 +49,20 @@ def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size):
     assert alone[-1] is None, "no part has that tensor"
     for found in ranks.run(add_up, parts, world_size=world_size):
         assert found == alone
+
+
+def add_up_on_gpus(parts):
+    groups, reduce = [], dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *args, group=None: (groups.append(group), reduce(*args, group=group)))
+        found = add_up(parts, elsewhere=True)
+    return found, groups == [control_group()]
+
+
+def test_what_is_there_is_agreed_on_without_a_gpu(ranks):
+    for found, is_on_the_cpu in ranks.run(add_up_on_gpus, 8, world_size=2):
+        assert found == add_up(8)
+        assert is_on_the_cpu
 
 
 def test_the_order_matters_for_these_numbers():

@@ -76,9 +76,11 @@ def test_an_overflow_on_one_rank_is_skipped_and_scaled_down_on_all(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_with_shared_statistics_waits_for_the_gpu_once(processes, tmp_path):
+def test_a_step_with_shared_statistics_waits_for_the_gpu_once_and_a_fused_one_never(processes, tmp_path):
     for one in results(tmp_path, processes, "--count_syncs"):
         assert one["syncs"][4:] == [1] * (STEPS - 4)
+    for one in results(tmp_path, processes, "--count_syncs", "--fused", name="fused"):
+        assert one["syncs"][4:] == [0] * (STEPS - 4), "torch does not count the wait for a norm that has been sent"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])

@@ -55,6 +55,7 @@ def words():
     parser.add_argument("--folder", help="of checkpoints")
     parser.add_argument("--fault", nargs=3, default=("", 0, 0), metavar=("KIND", "RANK", "AFTER"))
     parser.add_argument("--count_syncs", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="kernels of the optimizer")
     parser.add_argument("--options", type=json.loads, default={}, help="run options")
     return parser.parse_args()
 
@@ -67,7 +68,7 @@ def train(asked):
     counter = EpochCounter(3)
     brain = (Counting if asked.count_syncs else Faulty)(
         {"net": net},
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=asked.fused or None),
         run_opts={"noprogressbar": True, **asked.options},
         checkpointer=None if asked.folder is None else Checkpointer(asked.folder, {"net": net, "counter": counter}),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import pytest
@@ -411,6 +412,35 @@ def refused(**options):
     with pytest.raises(ConfigError) as caught:
         train(**options)
     return str(caught.value)
+
+
+class Unpooled(nn.Linear):
+    """Has an operation for which torch has no deterministic kernel, on a CPU either; can leave it out in training."""
+
+    def __init__(self, *, always):
+        super().__init__(CLASSES, CLASSES)
+        self.always = always
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        if self.training and not self.always:
+            return outputs
+        return nn.functional.max_unpool1d(outputs[:, None], torch.arange(CLASSES).expand(len(outputs), 1, -1), 1)[:, 0]
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["in training", "in validation"])
+def test_torchs_error_about_a_kernel_that_is_not_deterministic_names_the_option(always):
+    head = functools.partial(Unpooled, always=always)
+    torch.use_deterministic_algorithms(True)  # as on a GPU
+    try:
+        words = refused(head=head)
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            train(head=head, virtual_ranks=None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "virtual_ranks=6: bits are the same only with deterministic kernels" in words
+    assert "does not have a deterministic implementation" in words
+    assert "leave --virtual_ranks out" in words
 
 
 def test_another_number_of_processes_is_refused_with_those_that_work(ranks):

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from ddpkit.errors import ConfigError
+from ddpkit import optim
+from ddpkit.checkpointing import torch_recovery, torch_save
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.optim import (
     StepResult,
     drop_nonfinite,
@@ -271,6 +273,61 @@ def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
     assert (vectors["weight_decay"], others["weight_decay"]) == (0.0, 0.5)
     assert [one.ndim for one in vectors["params"]] == [1, 1, 1]
     assert [one.ndim for one in others["params"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "fused"),
+    [
+        (torch.optim.Adam, {}, True),
+        (torch.optim.AdamW, {"weight_decay": 0.1}, True),
+        (torch.optim.SGD, {"lr": 0.1}, True),
+        (torch.optim.SGD, {"momentum": 0.9}, None),
+        (torch.optim.Adam, {"fused": False}, False),
+        (torch.optim.Adam, {"foreach": True}, None),
+        (torch.optim.AdamW, {"capturable": True}, None),
+        (torch.optim.RAdam, {}, None),
+        (Recorder, {}, None),
+    ],
+)
+def test_torchs_own_optimizers_are_fused_on_a_gpu(monkeypatch, kind, given, fused):
+    net, opt_class = nn.Linear(2, 2), functools.partial(kind, **given) if given else kind
+    assert not make_optimizer(opt_class, net).defaults.get("fused"), "on a CPU nothing changes"
+    monkeypatch.setattr(optim, "GPUS", ("cpu",))
+    made = make_optimizer(opt_class, net, split_vectors=True)
+    assert made.defaults.get("fused") is fused
+    assert {group.get("fused") for group in made.param_groups} == {fused}
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        nn.Embedding(2, 2, sparse=True),
+        nn.Linear(2, 2).bfloat16(),
+        nn.Linear(2, 2, device="meta"),
+        nn.ParameterList([nn.Parameter(torch.ones(1, dtype=torch.complex64))]),
+    ],
+)
+def test_other_parameters_are_not_fused(monkeypatch, net):
+    monkeypatch.setattr(optim, "GPUS", ("cpu",))
+    both = nn.ModuleList([net, nn.Linear(1, 1)])
+    assert make_optimizer(torch.optim.Adam, both).defaults["fused"] is None
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, None), (None, True)])
+def test_which_kernel_steps_is_not_read_from_a_checkpoint(tmp_path, before, now):
+    """Saved on a GPU, resumed on a CPU, and the other way round."""
+    saved = torch.optim.Adam(parameters(0), fused=before)
+    saved.step()
+    torch_save(saved, tmp_path / "optimizer.ckpt")
+    loaded = torch.optim.Adam(parameters(0), fused=now, lr=0.5)
+    torch_recovery(loaded, tmp_path / "optimizer.ckpt", end_of_epoch=True)
+    [group] = loaded.param_groups
+    assert (group["fused"], group["lr"]) == (now, 1e-3)
+    assert [one["step"].item() for one in loaded.state.values()] == [1.0] * 4
+    loaded.step()
+    two = [{"params": one} for one in parameters(0)]
+    with pytest.raises(CheckpointError, match="different number of parameter groups"):
+        torch_recovery(torch.optim.Adam(two), tmp_path / "optimizer.ckpt", end_of_epoch=True)
 
 
 def test_vectors_first_then_the_rest():

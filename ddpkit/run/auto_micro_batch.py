@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpkit.base import temporarily
 from ddpkit.data import PlannedBatchSampler
 from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
@@ -41,8 +41,10 @@ class StepTooLargeError(Exception):
 class AutoMicroBatch:
     """Repeats what is left of a pass with micro-batches of half the size where a step does not fit into memory.
 
-    The ranks communicate only after the backward passes of a step, when they have agreed that each had enough memory:
-    DDP then averages the gradients in one piece, not while they are computed.
+    The ranks send each other nothing of a step before they have agreed that each had enough memory so far: after the
+    backward passes, and before each exchange of batch statistics. A rank that has run out of memory answers the next
+    of these questions, whichever it is, and all leave the step there. DDP averages the gradients after the last of
+    them, in one piece, not while they are computed.
 
     Args:
         train_step: of the run.
@@ -69,11 +71,8 @@ class AutoMicroBatch:
         Raises:
             ConfigError: there is such a thing.
         """
-        from ddpkit.syncbn import SyncBatchNorm  # which few runs need
-
         step, options = self.train_step, self.train_step.options
-        waiting = (SyncBatchNorm, nn.SyncBatchNorm) if options.sync_batchnorm is False else _BatchNorm
-        waits = get_world_size() > 1 and any(isinstance(one, waiting) for one in step.modules.modules())
+        waits = get_world_size() > 1 and any(isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules())
         refused = {
             "without global_batch_size, which it divides: give --global_batch_size": options.global_batch_size is None,
             f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
@@ -81,7 +80,8 @@ class AutoMicroBatch:
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),
             f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,
-            "with synchronised BatchNorm, which waits for all processes (--sync_batchnorm=off does not)": waits,
+            "with torch.nn.SyncBatchNorm, where a process that has run out of memory leaves the others waiting: give "
+            "the model BatchNorm, which ddpkit synchronises": waits,
             f"with a {type(loader).__name__}, whose batches it cannot divide: give a dataset with a length": not (
                 isinstance(plan_of(loader), PlannedBatchSampler) and getattr(loader, "batch_sampler", None)
             ),
@@ -114,7 +114,7 @@ class AutoMicroBatch:
                         raise
                     error = f" ({str(found).partition(chr(10))[0]})"
                     logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
-                    self._one_has_failed(failed=True)
+                    self._ask(failed=True)
                 self._divide(loader.batch_sampler, error)  # here what was computed is freed
 
     def ready(self, otherwise: Callable[[], object]) -> Callable[[], object]:
@@ -154,18 +154,25 @@ class AutoMicroBatch:
         Raises:
             StepTooLargeError: one had not.
         """
-        if self._one_has_failed(failed=False):
-            raise StepTooLargeError
+        self._ask()
+        self._is_open = False
         for buffer in self._sent:
             torch.distributed.broadcast(buffer, src=0)
 
-    def _one_has_failed(self, *, failed: bool) -> bool:
-        self._is_open = False
-        return bool(sum_over_ranks([float(failed)])[0])
+    def _before_statistics(self) -> None:
+        if self._is_open:
+            self._ask()
+
+    def _ask(self, *, failed: bool = False) -> None:
+        """Tell the other ranks whether this one has run out of memory, which then raises nothing, and ask them."""
+        if sum_over_ranks([float(failed)], "auto_micro_batch")[0] and not failed:
+            raise StepTooLargeError
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
         """Return a context in which nothing of a step is sent before the ranks have agreed on it."""
+        from ddpkit.syncbn import SyncBatchNorm  # which few runs need
+
         step = self.train_step
         saved = step.modules.state_dict(keep_vars=True)
         owners = dict(step.modules.named_modules())
@@ -177,7 +184,7 @@ class AutoMicroBatch:
             module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
         self._random, step.agree = None, self.agree
         try:
-            with step.strategy.no_sync():
+            with step.strategy.no_sync(), temporarily(SyncBatchNorm, before_sending=self._before_statistics):
                 yield
         finally:
             step.agree, self._is_open, self._buffers = None, False, []
@@ -185,7 +192,7 @@ class AutoMicroBatch:
     def _divide(self, sampler: PlannedBatchSampler, error: str) -> None:
         """Go back to the end of the last step, and make micro-batches of half the size."""
         step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, sampler.plan
-        size = plan.batch_size // 2
+        self._is_open, size = False, plan.batch_size // 2
         if not size:
             raise ConfigError(
                 f"auto_micro_batch: one sample at a time is too much for the memory of a process{error}, in epoch "

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.distributed import get_rank
+from ddpkit.distributed import get_rank, sum_over_ranks
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import Sum
@@ -19,11 +19,10 @@ from tests.contract.recipes import QUIET, Killed, points
 class Small(nn.Module):
     """A model whose memory, on one rank, is enough for so many rows; it runs out forwards or backwards."""
 
-    def __init__(self, most, on_rank=0, backward=False, norm=False, noise=0.0, after=0):
+    def __init__(self, most, on_rank=0, backward=False, norm=nn.Identity, noise=0.0, after=0):
         super().__init__()
         torch.manual_seed(7)
-        middle = nn.BatchNorm1d(4) if norm else nn.Identity()
-        self.net = nn.Sequential(nn.Linear(3, 4), middle, nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)).double()
+        self.net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)).double()
         self.register_buffer("scale", torch.ones(1, dtype=torch.float64))  # DDP sends it, as it may move
         self.most, self.on_rank, self.backward, self.after, self.steps = most, on_rank, backward, after, 0
 
@@ -69,7 +68,8 @@ SAMPLES, GLOBAL = 50, 12
 
 
 def make(kind=Regression, folder=None, most=100, model=None, **options):
-    modules = {"model": Small(most, **(model or {}))}
+    model = model or {}
+    modules = {"model": Normalised(most, **model) if "places" in model else Small(most, **model)}
     given = {**QUIET, "global_batch_size": GLOBAL, "auto_micro_batch": True, **options}
     checkpointer = None if folder is None else Checkpointer(folder, modules)
     return kind(modules, lambda of: torch.optim.AdamW(of, lr=0.05), run_opts=given, checkpointer=checkpointer)
@@ -92,6 +92,8 @@ def train(kind=Regression, most=100, loading=None, **options):
     return told(brain, result), sizes(brain), brain.seen
 
 
+OWN_NORM = {"norm": nn.BatchNorm1d}
+
 # What is given, and the micro-batch that then fits on two processes.
 IN_THE_FIRST_STEP = {
     "zero1": ({"most": 2, "strategy": "zero1", "model": {"on_rank": 1, "backward": True}}, 1),
@@ -102,7 +104,7 @@ IN_THE_FIRST_STEP = {
     "noise": ({"most": 3, "model": {"noise": 0.4}}, 3),
     "workers": ({"most": 3, "loading": {"num_workers": 1, "persistent_workers": True, "shuffle": True}}, 3),
     "bf16": ({"most": 3, "precision": "bf16"}, 3),
-    "BatchNorm": ({"most": 3, "sync_batchnorm": False, "model": {"norm": True}, "loading": {"drop_last": True}}, 3),
+    "BatchNorm": ({"most": 3, "sync_batchnorm": False, "model": OWN_NORM, "loading": {"drop_last": True}}, 3),
     "unused parameters": ({"most": 3, "find_unused_parameters": True}, 3),
 }
 LATER = {
@@ -170,7 +172,7 @@ def test_zero1_has_the_bits_of_ddp(ranks):
 
 
 def test_on_one_process_batch_statistics_move_once():
-    found, size, expected, begun, _ = both({"most": 3, "model": {"norm": True}})
+    found, size, expected, begun, _ = both({"most": 3, "model": OWN_NORM})
     assert found == expected
     assert size == begun == (3, 4)
 
@@ -185,6 +187,93 @@ def test_without_a_lack_of_memory_the_answer_is_that_of_ddp(ranks):
 
 def train_plainly():
     return train(auto_micro_batch=False)
+
+
+# ---------------------------------------------------------------------------------------- synchronised BatchNorm
+
+
+class Lacks(nn.Module):
+    """Passes rows on; on some ranks there is memory for so many only, and it runs out forwards or backwards."""
+
+    def __init__(self, most, on_ranks, backward, after):
+        super().__init__()
+        self.most, self.on_ranks, self.backward, self.after, self.passes = most, on_ranks, backward, after, 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.training and len(x) > self.most and get_rank() in self.on_ranks and self.passes > self.after:
+            if not self.backward:
+                fail(None)
+            x.register_hook(fail)
+        return x
+
+
+class Normalised(nn.Module):
+    """Three layers of BatchNorm; memory lacks before the first, between two, or after the last, each on some ranks."""
+
+    def __init__(self, most, places, backward=False, after=0):
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(3, 4))
+        for place in range(4):
+            self.net.append(Lacks(most, places.get(place, ()), backward, after))
+            self.net.append(nn.BatchNorm1d(4) if place < 3 else nn.Tanh())
+            self.net.append(nn.Linear(4, 4 if place < 3 else 1))
+        self.double()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+ALL = (0, 1, 2)
+NORMALISED = {
+    "between two, backwards": {"places": {1: [1]}, "backward": True},
+    "between two": {"places": {2: [1]}},
+    "on two ranks in two places": {"places": {0: [1], 2: [0]}},
+    "before the first": {"places": {0: [0]}},
+    "after the last": {"places": {3: [0]}},
+    "before the last, backwards": {"places": {3: [0]}, "backward": True},
+    "after the first, backwards": {"places": {0: [1]}, "backward": True},
+    "on all ranks": {"places": {1: ALL}},
+    "on all ranks, backwards": {"places": {2: ALL}, "backward": True},
+    "on two ranks in two places, backwards": {"places": {0: [1], 2: [0]}, "backward": True},
+}
+SITUATIONS = {  # after so many passes; and options
+    "in the first step": (0, {}),
+    "in a later step": (7, {}),
+    "in a later batch of a later step": (3, {"global_batch_size": 24, "micro_batch_size": 6}),
+    "in a block that is computed again": (8, {"activation_checkpointing": ["Sequential"]}),
+}
+
+
+def lack(model, options):
+    """Train, once with the given lack of memory, once where all ranks lack it before anything is sent of a batch."""
+    before = {"places": {0: ALL}, "after": model["after"]}
+    return [train(most=3, model=one, **options)[:2] for one in (model, before)]
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", quick(NORMALISED, 2))
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(ranks, case, situation, number):
+    after, options = SITUATIONS[situation]
+    for found, expected in ranks.run(lack, {**NORMALISED[case], "after": after}, options, world_size=number):
+        assert found == expected
+        assert found[1][0] == (3 if number == 2 else 2)
+
+
+def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ranks):
+    given = {"places": {0: [1], 2: [0]}, "after": 7}  # of the passes every other is in a backward pass
+    for found, expected in ranks.run(lack, given, {"activation_checkpointing": ["Sequential"]}, world_size=2):
+        assert found == expected
+        assert found[1][0] == 3
+
+
+@pytest.mark.parametrize("case", quick(NORMALISED, 1))
+def test_synchronised_batch_norm_has_the_bits_of_the_size_that_fits(ranks, case):
+    for found, size, expected, begun, _ in ranks.run(both, {"most": 3, "model": NORMALISED[case]}, world_size=2):
+        assert found == expected
+        assert size == begun == (3, 2)
 
 
 # ---------------------------------------------------------------------------------------- killed, and gone on with
@@ -261,13 +350,28 @@ def test_what_cannot_be_repeated_or_divided_is_refused():
     assert "StepsByItself.optimizers_step does not call super().optimizers_step()" in refused(StepsByItself)
 
 
-def test_synchronised_batch_norm_is_refused(ranks):
-    for outcome in ranks.outcomes(train_normalised, world_size=2):
-        assert "with synchronised BatchNorm" in outcome.error
+def test_torchs_own_synchronised_batch_norm_is_refused(ranks):
+    for message in ranks.run(refuse_torchs, world_size=2):
+        assert "with torch.nn.SyncBatchNorm, where" in message
 
 
-def train_normalised():
-    return train(model={"norm": True})
+def refuse_torchs():
+    return refused(model={"norm": nn.SyncBatchNorm})
+
+
+class OwnSum(Regression):
+    """Sends something between the ranks in the forward pass, before which one of them runs out of memory."""
+
+    def compute_forward(self, batch, stage):
+        if get_rank() and self.optimizer_step == 2:
+            fail(None)
+        sum_over_ranks([1.0])
+        return super().compute_forward(batch, stage)
+
+
+def test_a_recipe_that_sends_something_itself_ends_with_an_error(ranks):
+    for outcome in ranks.outcomes(train, OwnSum, world_size=2):
+        assert outcome.error_type == "RankMismatchError"
 
 
 def test_a_step_that_is_repeated_is_no_resume_to_metrics(caplog):

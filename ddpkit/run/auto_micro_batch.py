@@ -23,6 +23,7 @@ from ddpkit.training import FeedThrough, Window
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ddpkit.data import SamplingPlan
     from ddpkit.run.state import RunState
     from ddpkit.training import Feed, StreamFeed, TrainStep
 
@@ -38,8 +39,14 @@ class StepTooLargeError(Exception):
     """Some other rank had no memory for the optimizer step; never seen by a user."""
 
 
+class StepFitsError(Exception):
+    """All ranks had memory for the first step of the run, and are to try a larger micro-batch; likewise."""
+
+
 class AutoMicroBatch:
     """Repeats what is left of a pass with micro-batches of half the size where a step does not fit into memory.
+
+    In the first step of a run it then searches between the size that fits and the one that did not, by bisection.
 
     The ranks send each other nothing of a step before they have agreed that each had enough memory so far: after the
     backward passes, and before each exchange of batch statistics. A rank that has run out of memory answers the next
@@ -58,6 +65,10 @@ class AutoMicroBatch:
     def __init__(self, train_step: TrainStep, run_state: RunState) -> None:
         self.recipe, self.train_step, self.run_state = train_step.recipe, train_step, run_state
         self._is_open = False  # whether the ranks have still to agree on a step
+        self._plan: SamplingPlan  # of the pass
+        self._searches = False  # whether the run has made no step yet
+        self._fits = self._fails = 0  # what is known from that: the largest size that fits, the smallest that does not
+        self._room: torch.Tensor | None = None  # held while a larger size is tried: for what an optimizer will keep
         self._random: dict[str, Any] | None = None  # as the step began
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []  # likewise
         self._sent: list[torch.Tensor] = []  # buffers that rank 0 sends after an agreement, as DDP in a forward pass
@@ -104,18 +115,41 @@ class AutoMicroBatch:
         """
         with self._agreeing():
             while True:
-                error = ""
+                error, self._plan = "", loader.batch_sampler.plan
                 try:
                     return one_pass()
+                except StepFitsError:
+                    size = self._between()
                 except StepTooLargeError:
-                    pass
+                    size = self._smaller()
                 except torch.OutOfMemoryError as found:
                     if not self._is_open:
                         raise
-                    error = f" ({str(found).partition(chr(10))[0]})"
+                    error, size = f" ({str(found).partition(chr(10))[0]})", self._smaller()
                     logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
                     self._ask(failed=True)
-                self._divide(loader.batch_sampler, error)  # here what was computed is freed
+                self._divide(loader.batch_sampler, size, error)  # here what was computed is freed
+
+    def _smaller(self) -> int:
+        """Return the size to go on with where the present one is too large."""
+        size = self._plan.batch_size
+        self._fails = size
+        if self._searches and 0 < self._fits < size:
+            return self._between()
+        self._fits = 0
+        return size // 2
+
+    def _between(self) -> int:
+        """Return a size between what fits and what does not that makes fewer batches; or what fits."""
+        while self._fails - self._fits > 1:
+            middle = (self._fits + self._fails) // 2
+            if self._parts(middle) < self._parts(self._fits):
+                return middle
+            self._fits = middle
+        return self._fits
+
+    def _parts(self, size: int) -> int:
+        return -(-self._plan.global_batch_size // (size * get_world_size()))
 
     def ready(self, otherwise: Callable[[], object]) -> Callable[[], object]:
         """Return what is to be called when a pass has its loader's iterator.
@@ -146,6 +180,9 @@ class AutoMicroBatch:
         if self._is_open:
             raise ConfigError(UNAGREED.format(self.recipe.name))
         self._is_open, self._random = True, rng_state()
+        if self._searches and 0 < self._fits < self._plan.batch_size:
+            weights = sum(one.numel() * one.element_size() for one in self.train_step.modules.parameters())
+            self._room = torch.empty(2 * weights, dtype=torch.uint8, device=self.train_step.device)
         self._buffers = [(owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers]
 
     def agree(self) -> None:
@@ -153,9 +190,14 @@ class AutoMicroBatch:
 
         Raises:
             StepTooLargeError: one had not.
+            StepFitsError: all had, and more may fit.
         """
         self._ask()
-        self._is_open = False
+        if self._searches and self._fails:
+            self._fits = self._plan.batch_size
+            if self._parts(self._between()) < self._plan.micro_batches:
+                raise StepFitsError
+        self._is_open, self._searches, self._room = False, False, None
         for buffer in self._sent:
             torch.distributed.broadcast(buffer, src=0)
 
@@ -183,25 +225,27 @@ class AutoMicroBatch:
             self._sent += module.module.buffers() if module.broadcast_buffers else ()
             module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
         self._random, step.agree = None, self.agree
+        self._searches, self._fits, self._fails = not step.progress.optimizer_step, 0, 0
         try:
             with step.strategy.no_sync(), temporarily(SyncBatchNorm, before_sending=self._before_statistics):
                 yield
         finally:
-            step.agree, self._is_open, self._buffers = None, False, []
+            step.agree, self._is_open, self._buffers, self._room = None, False, [], None
 
-    def _divide(self, sampler: PlannedBatchSampler, error: str) -> None:
-        """Go back to the end of the last step, and make micro-batches of half the size."""
-        step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, sampler.plan
-        self._is_open, size = False, plan.batch_size // 2
+    def _divide(self, sampler: PlannedBatchSampler, size: int, error: str) -> None:
+        """Go back to the end of the last step, and make micro-batches of another size."""
+        step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, self._plan
+        self._is_open, self._room = False, None
         if not size:
             raise ConfigError(
                 f"auto_micro_batch: one sample at a time is too much for the memory of a process{error}, in epoch "
                 f"{progress.epoch}, optimizer step {progress.optimizer_step + 1}. Use a smaller model or shorter "
                 "samples, --activation_checkpointing, or --precision=bf16."
             )
-        factor = -(-plan.global_batch_size // (size * get_world_size()))
-        options.micro_batch_size, options.grad_accumulation_factor = size, factor
+        factor = self._parts(size)
         sampler.divide(factor)
+        size = sampler.plan.batch_size
+        options.micro_batch_size, options.grad_accumulation_factor = size, factor
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
         progress.meter, progress.window = progress.train_meter or progress.new_meter(), Window()
@@ -214,8 +258,8 @@ class AutoMicroBatch:
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-        words = (
-            "auto_micro_batch: optimizer step %d was too large for the memory. It is repeated, and the run goes on, "
-        )
-        words += "with at most %d samples at a time on a process (--micro_batch_size=%d), accumulated over %d batches."
-        logger.announce(words, progress.optimizer_step + 1, size, size, factor)
+        words = "optimizer step %d was too large for the memory. It is repeated, and the run goes on, with"
+        if size > plan.batch_size:
+            words = "optimizer step %d fits into the memory. It is repeated to see whether more does:"
+        words = f"auto_micro_batch: {words} at most %d samples at a time on a process (--micro_batch_size=%d), "
+        logger.announce(words + "accumulated over %d batches.", progress.optimizer_step + 1, size, size, factor)

@@ -329,7 +329,7 @@ class OptionTypes:
         minimum=1)
     micro_batch_size: int | None = option(None, BATCHES, "most samples at a time on a process", form="N",
         minimum=1, shown="all at once")
-    auto_micro_batch: bool = option(False, BATCHES, "halve the micro-batch where memory runs out",
+    auto_micro_batch: bool = option(False, BATCHES, "find the micro-batch that fits into memory",
         is_attribute=False)
     prefetch_to_device: bool = option(False, BATCHES, "move the next batch to the GPU during a step",
         is_attribute=False)

@@ -35,7 +35,7 @@ section 3. The CUDA kernels are called as ``torch/nn/modules/_functions.py`` of 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,9 @@ from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import is_repeating
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible"]
 
@@ -77,6 +80,10 @@ class SyncBatchNorm(_BatchNorm):
     Shape:
         input ``(rows, C, ...)`` of a floating dtype, with any number of further dimensions; output the same.
 
+    Attributes:
+        before_sending: of the class: called before the ranks send each other anything, with all memory for it taken;
+            what it raises, it must raise on all of them. Or None.
+
     State: ``weight``, ``bias``, ``running_mean``, ``running_var``, ``num_batches_tracked``: the keys of
         BatchNorm.
 
@@ -90,6 +97,8 @@ class SyncBatchNorm(_BatchNorm):
         >>> list(layer.state_dict()) == list(torch.nn.BatchNorm1d(3).state_dict())
         True
     """
+
+    before_sending: ClassVar[Callable[[], None] | None] = None
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- torch's name
         if input.dim() < 2:  # noqa: PLR2004 -- rows and channels
@@ -219,6 +228,8 @@ def _join(x: Tensor, eps: float, group: Any) -> _Joined | None:
     """
     local = torch.cat(_local_moments(x, eps))
     gathered = local.new_empty(dist.get_world_size(group), local.numel())
+    if SyncBatchNorm.before_sending is not None:
+        SyncBatchNorm.before_sending()
     _gather(gathered, local, group)
     means, squares, counts = torch.split(gathered, [x.shape[1], x.shape[1], 1], dim=1)
     total = counts.sum()
@@ -276,6 +287,8 @@ class _Normalise(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([sum_grad, sum_product]).to(counts.dtype)
+            if SyncBatchNorm.before_sending is not None:
+                SyncBatchNorm.before_sending()
             start_sum(sums, ctx.group)()
             if ctx.left_out:  # the statistics do not depend on these rows
                 factor = inverse_std if scale is None else inverse_std * scale

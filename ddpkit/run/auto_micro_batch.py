@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpkit.base import temporarily
 from ddpkit.data import PlannedBatchSampler
 from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
@@ -23,6 +23,7 @@ from ddpkit.training import FeedThrough, Window
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ddpkit.data import SamplingPlan
     from ddpkit.run.state import RunState
     from ddpkit.training import Feed, StreamFeed, TrainStep
 
@@ -38,11 +39,19 @@ class StepTooLargeError(Exception):
     """Some other rank had no memory for the optimizer step; never seen by a user."""
 
 
+class StepFitsError(Exception):
+    """All ranks had memory for the first step of the run, and are to try a larger micro-batch; likewise."""
+
+
 class AutoMicroBatch:
     """Repeats what is left of a pass with micro-batches of half the size where a step does not fit into memory.
 
-    The ranks communicate only after the backward passes of a step, when they have agreed that each had enough memory:
-    DDP then averages the gradients in one piece, not while they are computed.
+    In the first step of a run it then searches between the size that fits and the one that did not, by bisection.
+
+    The ranks send each other nothing of a step before they have agreed that each had enough memory so far: after the
+    backward passes, and before each exchange of batch statistics. A rank that has run out of memory answers the next
+    of these questions, whichever it is, and all leave the step there. DDP averages the gradients after the last of
+    them, in one piece, not while they are computed.
 
     Args:
         train_step: of the run.
@@ -56,6 +65,10 @@ class AutoMicroBatch:
     def __init__(self, train_step: TrainStep, run_state: RunState) -> None:
         self.recipe, self.train_step, self.run_state = train_step.recipe, train_step, run_state
         self._is_open = False  # whether the ranks have still to agree on a step
+        self._plan: SamplingPlan  # of the pass
+        self._searches = False  # whether the run has made no step yet
+        self._fits = self._fails = 0  # what is known from that: the largest size that fits, the smallest that does not
+        self._room: torch.Tensor | None = None  # held while a larger size is tried: for what an optimizer will keep
         self._random: dict[str, Any] | None = None  # as the step began
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []  # likewise
         self._sent: list[torch.Tensor] = []  # buffers that rank 0 sends after an agreement, as DDP in a forward pass
@@ -69,11 +82,8 @@ class AutoMicroBatch:
         Raises:
             ConfigError: there is such a thing.
         """
-        from ddpkit.syncbn import SyncBatchNorm  # which few runs need
-
         step, options = self.train_step, self.train_step.options
-        waiting = (SyncBatchNorm, nn.SyncBatchNorm) if options.sync_batchnorm is False else _BatchNorm
-        waits = get_world_size() > 1 and any(isinstance(one, waiting) for one in step.modules.modules())
+        waits = get_world_size() > 1 and any(isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules())
         refused = {
             "without global_batch_size, which it divides: give --global_batch_size": options.global_batch_size is None,
             f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
@@ -81,7 +91,8 @@ class AutoMicroBatch:
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),
             f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,
-            "with synchronised BatchNorm, which waits for all processes (--sync_batchnorm=off does not)": waits,
+            "with torch.nn.SyncBatchNorm, where a process that has run out of memory leaves the others waiting: give "
+            "the model BatchNorm, which ddpkit synchronises": waits,
             f"with a {type(loader).__name__}, whose batches it cannot divide: give a dataset with a length": not (
                 isinstance(plan_of(loader), PlannedBatchSampler) and getattr(loader, "batch_sampler", None)
             ),
@@ -104,18 +115,41 @@ class AutoMicroBatch:
         """
         with self._agreeing():
             while True:
-                error = ""
+                error, self._plan = "", loader.batch_sampler.plan
                 try:
                     return one_pass()
+                except StepFitsError:
+                    size = self._between()
                 except StepTooLargeError:
-                    pass
+                    size = self._smaller()
                 except torch.OutOfMemoryError as found:
                     if not self._is_open:
                         raise
-                    error = f" ({str(found).partition(chr(10))[0]})"
+                    error, size = f" ({str(found).partition(chr(10))[0]})", self._smaller()
                     logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
-                    self._one_has_failed(failed=True)
-                self._divide(loader.batch_sampler, error)  # here what was computed is freed
+                    self._ask(failed=True)
+                self._divide(loader.batch_sampler, size, error)  # here what was computed is freed
+
+    def _smaller(self) -> int:
+        """Return the size to go on with where the present one is too large."""
+        size = self._plan.batch_size
+        self._fails = size
+        if self._searches and 0 < self._fits < size:
+            return self._between()
+        self._fits = 0
+        return size // 2
+
+    def _between(self) -> int:
+        """Return a size between what fits and what does not that makes fewer batches; or what fits."""
+        while self._fails - self._fits > 1:
+            middle = (self._fits + self._fails) // 2
+            if self._parts(middle) < self._parts(self._fits):
+                return middle
+            self._fits = middle
+        return self._fits
+
+    def _parts(self, size: int) -> int:
+        return -(-self._plan.global_batch_size // (size * get_world_size()))
 
     def ready(self, otherwise: Callable[[], object]) -> Callable[[], object]:
         """Return what is to be called when a pass has its loader's iterator.
@@ -146,6 +180,9 @@ class AutoMicroBatch:
         if self._is_open:
             raise ConfigError(UNAGREED.format(self.recipe.name))
         self._is_open, self._random = True, rng_state()
+        if self._searches and 0 < self._fits < self._plan.batch_size:
+            weights = sum(one.numel() * one.element_size() for one in self.train_step.modules.parameters())
+            self._room = torch.empty(2 * weights, dtype=torch.uint8, device=self.train_step.device)
         self._buffers = [(owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers]
 
     def agree(self) -> None:
@@ -153,19 +190,31 @@ class AutoMicroBatch:
 
         Raises:
             StepTooLargeError: one had not.
+            StepFitsError: all had, and more may fit.
         """
-        if self._one_has_failed(failed=False):
-            raise StepTooLargeError
+        self._ask()
+        if self._searches and self._fails:
+            self._fits = self._plan.batch_size
+            if self._parts(self._between()) < self._plan.micro_batches:
+                raise StepFitsError
+        self._is_open, self._searches, self._room = False, False, None
         for buffer in self._sent:
             torch.distributed.broadcast(buffer, src=0)
 
-    def _one_has_failed(self, *, failed: bool) -> bool:
-        self._is_open = False
-        return bool(sum_over_ranks([float(failed)])[0])
+    def _before_statistics(self) -> None:
+        if self._is_open:
+            self._ask()
+
+    def _ask(self, *, failed: bool = False) -> None:
+        """Tell the other ranks whether this one has run out of memory, which then raises nothing, and ask them."""
+        if sum_over_ranks([float(failed)], "auto_micro_batch")[0] and not failed:
+            raise StepTooLargeError
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
         """Return a context in which nothing of a step is sent before the ranks have agreed on it."""
+        from ddpkit.syncbn import SyncBatchNorm  # which few runs need
+
         step = self.train_step
         saved = step.modules.state_dict(keep_vars=True)
         owners = dict(step.modules.named_modules())
@@ -176,25 +225,27 @@ class AutoMicroBatch:
             self._sent += module.module.buffers() if module.broadcast_buffers else ()
             module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
         self._random, step.agree = None, self.agree
+        self._searches, self._fits, self._fails = not step.progress.optimizer_step, 0, 0
         try:
-            with step.strategy.no_sync():
+            with step.strategy.no_sync(), temporarily(SyncBatchNorm, before_sending=self._before_statistics):
                 yield
         finally:
-            step.agree, self._is_open, self._buffers = None, False, []
+            step.agree, self._is_open, self._buffers, self._room = None, False, [], None
 
-    def _divide(self, sampler: PlannedBatchSampler, error: str) -> None:
-        """Go back to the end of the last step, and make micro-batches of half the size."""
-        step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, sampler.plan
-        size = plan.batch_size // 2
+    def _divide(self, sampler: PlannedBatchSampler, size: int, error: str) -> None:
+        """Go back to the end of the last step, and make micro-batches of another size."""
+        step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, self._plan
+        self._is_open, self._room = False, None
         if not size:
             raise ConfigError(
                 f"auto_micro_batch: one sample at a time is too much for the memory of a process{error}, in epoch "
                 f"{progress.epoch}, optimizer step {progress.optimizer_step + 1}. Use a smaller model or shorter "
                 "samples, --activation_checkpointing, or --precision=bf16."
             )
-        factor = -(-plan.global_batch_size // (size * get_world_size()))
-        options.micro_batch_size, options.grad_accumulation_factor = size, factor
+        factor = self._parts(size)
         sampler.divide(factor)
+        size = sampler.plan.batch_size
+        options.micro_batch_size, options.grad_accumulation_factor = size, factor
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
         progress.meter, progress.window = progress.train_meter or progress.new_meter(), Window()
@@ -207,8 +258,8 @@ class AutoMicroBatch:
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-        words = (
-            "auto_micro_batch: optimizer step %d was too large for the memory. It is repeated, and the run goes on, "
-        )
-        words += "with at most %d samples at a time on a process (--micro_batch_size=%d), accumulated over %d batches."
-        logger.announce(words, progress.optimizer_step + 1, size, size, factor)
+        words = "optimizer step %d was too large for the memory. It is repeated, and the run goes on, with"
+        if size > plan.batch_size:
+            words = "optimizer step %d fits into the memory. It is repeated to see whether more does:"
+        words = f"auto_micro_batch: {words} at most %d samples at a time on a process (--micro_batch_size=%d), "
+        logger.announce(words + "accumulated over %d batches.", progress.optimizer_step + 1, size, size, factor)

@@ -95,7 +95,8 @@ class FSDP(Strategy):
     divides = True
     unrepeatable = (
         "which sends weights and gradients inside of the passes, where a process that has run out of memory leaves the "
-        "others waiting: find a --micro_batch_size that fits by hand"
+        "others waiting: find a --micro_batch_size that fits by hand, with --activation_checkpointing or "
+        "--fsdp_cpu_offload for a larger one"
     )
 
     def __init__(self, options: RunOptions) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.distributed import get_rank
+from ddpkit.distributed import get_rank, sum_over_ranks
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import Sum
@@ -19,16 +21,17 @@ from tests.contract.recipes import QUIET, Killed, points
 class Small(nn.Module):
     """A model whose memory, on one rank, is enough for so many rows; it runs out forwards or backwards."""
 
-    def __init__(self, most, on_rank=0, backward=False, norm=False, noise=0.0, after=0):
+    def __init__(self, most, on_rank=0, backward=False, norm=nn.Identity, noise=0.0, after=0, shrinks_at=0):
         super().__init__()
         torch.manual_seed(7)
-        middle = nn.BatchNorm1d(4) if norm else nn.Identity()
-        self.net = nn.Sequential(nn.Linear(3, 4), middle, nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)).double()
+        self.shrinks_at = shrinks_at  # so many rows leave less memory behind
+        self.net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)).double()
         self.register_buffer("scale", torch.ones(1, dtype=torch.float64))  # DDP sends it, as it may move
         self.most, self.on_rank, self.backward, self.after, self.steps = most, on_rank, backward, after, 0
 
     def forward(self, x):
         out = self.net(x) * self.scale
+        self.most -= self.training and len(x) == self.shrinks_at
         self.steps += self.training
         if self.training and len(x) > self.most and (get_rank() or 0) == self.on_rank and self.steps > self.after:
             if not self.backward:
@@ -69,7 +72,8 @@ SAMPLES, GLOBAL = 50, 12
 
 
 def make(kind=Regression, folder=None, most=100, model=None, **options):
-    modules = {"model": Small(most, **(model or {}))}
+    model = model or {}
+    modules = {"model": Normalised(most, **model) if "places" in model else Small(most, **model)}
     given = {**QUIET, "global_batch_size": GLOBAL, "auto_micro_batch": True, **options}
     checkpointer = None if folder is None else Checkpointer(folder, modules)
     return kind(modules, lambda of: torch.optim.AdamW(of, lr=0.05), run_opts=given, checkpointer=checkpointer)
@@ -92,17 +96,19 @@ def train(kind=Regression, most=100, loading=None, **options):
     return told(brain, result), sizes(brain), brain.seen
 
 
+OWN_NORM = {"norm": nn.BatchNorm1d}
+
 # What is given, and the micro-batch that then fits on two processes.
 IN_THE_FIRST_STEP = {
-    "zero1": ({"most": 2, "strategy": "zero1", "model": {"on_rank": 1, "backward": True}}, 1),
-    "forwards on rank 0": ({"most": 2}, 1),
+    "zero1": ({"most": 2, "strategy": "zero1", "model": {"on_rank": 1, "backward": True}}, 2),
+    "forwards on rank 0": ({"most": 2}, 2),
     "forwards on the last rank": ({"most": 3, "model": {"on_rank": 1}}, 3),
     "backwards": ({"most": 3, "model": {"backward": True}}, 3),
-    "counts": ({"kind": Counting, "most": 2, "model": {"backward": True, "on_rank": 1}}, 1),
+    "counts": ({"kind": Counting, "most": 2, "model": {"backward": True, "on_rank": 1}}, 2),
     "noise": ({"most": 3, "model": {"noise": 0.4}}, 3),
     "workers": ({"most": 3, "loading": {"num_workers": 1, "persistent_workers": True, "shuffle": True}}, 3),
     "bf16": ({"most": 3, "precision": "bf16"}, 3),
-    "BatchNorm": ({"most": 3, "sync_batchnorm": False, "model": {"norm": True}, "loading": {"drop_last": True}}, 3),
+    "BatchNorm": ({"most": 3, "sync_batchnorm": False, "model": OWN_NORM, "loading": {"drop_last": True}}, 3),
     "unused parameters": ({"most": 3, "find_unused_parameters": True}, 3),
 }
 LATER = {
@@ -158,6 +164,64 @@ def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, c
         assert size[0] == micro or number != 2
 
 
+# Samples of a step and how many fit on one of two processes; the sizes that are tried, None for all at once.
+SEARCHES = {
+    (48, 3): [None, 12, 6, 3, 4, 3],
+    (48, 4): [None, 12, 6, 3, 4, 5, 4],
+    (48, 5): [None, 12, 6, 3, 4, 5],
+    (48, 11): [None, 12, 6, 8],
+    (48, 23): [None, 12],
+    (48, 24): [None],
+    (22, 2): [None, 4, 2, 3, 2],
+    (22, 3): [None, 4, 2, 3],
+    (20, 1): [None, 5, 2, 1],
+}
+
+
+class Tries(Regression):
+    def on_fit_batch_start(self, batch, should_step):
+        self.seen = [*getattr(self, "seen", []), self.run_opts.micro_batch_size]
+
+
+def search(cases):
+    return [both({"kind": Tries, "global_batch_size": whole, "most": most}) for whole, most in cases]
+
+
+def test_the_first_step_finds_the_largest_size_that_fits(ranks):
+    for run in ranks.run(search, [*SEARCHES], world_size=2):
+        for (found, size, expected, begun, seen), tried in zip(run, SEARCHES.values(), strict=True):
+            assert [one for one, _ in itertools.groupby(seen)] == tried
+            assert found == expected
+            assert size == begun
+
+
+def shrink():
+    return both({"kind": Tries, "global_batch_size": 22, "most": 2, "model": {"shrinks_at": 3}})
+
+
+def test_a_size_that_fits_once_and_then_no_longer_is_halved(ranks):
+    for found, size, expected, begun, seen in ranks.run(shrink, world_size=2):
+        assert [one for one, _ in itertools.groupby(seen)] == [None, 4, 2, 3, 2, 1]
+        assert found == expected
+        assert size == begun
+
+
+def test_a_larger_size_must_leave_room_for_what_an_optimizer_keeps(monkeypatch):
+    rooms, empty = [], torch.empty
+
+    def short(*given, **named):
+        if named.get("dtype") is torch.uint8:
+            rooms.append(given[0])
+            fail(None)
+        return empty(*given, **named)
+
+    monkeypatch.setattr(torch, "empty", short)
+    brain = make(most=2)
+    brain.fit([1], points(SAMPLES))
+    assert sizes(brain) == (1, GLOBAL)  # two samples fit, but not with that room
+    assert rooms == [2 * 8 * sum(one.numel() for one in brain.raw_modules.parameters())]
+
+
 def ends(strategy):
     """The weights of a run that finds its micro-batches."""
     brain = make(most=2, strategy=strategy)
@@ -170,7 +234,7 @@ def test_zero1_has_the_bits_of_ddp(ranks):
 
 
 def test_on_one_process_batch_statistics_move_once():
-    found, size, expected, begun, _ = both({"most": 3, "model": {"norm": True}})
+    found, size, expected, begun, _ = both({"most": 3, "model": OWN_NORM})
     assert found == expected
     assert size == begun == (3, 4)
 
@@ -187,11 +251,98 @@ def train_plainly():
     return train(auto_micro_batch=False)
 
 
+# ---------------------------------------------------------------------------------------- synchronised BatchNorm
+
+
+class Lacks(nn.Module):
+    """Passes rows on; on some ranks there is memory for so many only, and it runs out forwards or backwards."""
+
+    def __init__(self, most, on_ranks, backward, after):
+        super().__init__()
+        self.most, self.on_ranks, self.backward, self.after, self.passes = most, on_ranks, backward, after, 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.training and len(x) > self.most and get_rank() in self.on_ranks and self.passes > self.after:
+            if not self.backward:
+                fail(None)
+            x.register_hook(fail)
+        return x
+
+
+class Normalised(nn.Module):
+    """Three layers of BatchNorm; memory lacks before the first, between two, or after the last, each on some ranks."""
+
+    def __init__(self, most, places, backward=False, after=0):
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(3, 4))
+        for place in range(4):
+            self.net.append(Lacks(most, places.get(place, ()), backward, after))
+            self.net.append(nn.BatchNorm1d(4) if place < 3 else nn.Tanh())
+            self.net.append(nn.Linear(4, 4 if place < 3 else 1))
+        self.double()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+ALL = (0, 1, 2)
+NORMALISED = {
+    "between two, backwards": {"places": {1: [1]}, "backward": True},
+    "between two": {"places": {2: [1]}},
+    "on two ranks in two places": {"places": {0: [1], 2: [0]}},
+    "before the first": {"places": {0: [0]}},
+    "after the last": {"places": {3: [0]}},
+    "before the last, backwards": {"places": {3: [0]}, "backward": True},
+    "after the first, backwards": {"places": {0: [1]}, "backward": True},
+    "on all ranks": {"places": {1: ALL}},
+    "on all ranks, backwards": {"places": {2: ALL}, "backward": True},
+    "on two ranks in two places, backwards": {"places": {0: [1], 2: [0]}, "backward": True},
+}
+SITUATIONS = {  # after so many passes; options; and the size that is found on two ranks, and on three
+    "in the first step": (0, {"global_batch_size": 24}, (3, 3)),
+    "in a later step": (7, {}, (3, 2)),
+    "in a later batch of a later step": (3, {"global_batch_size": 24, "micro_batch_size": 6}, (3, 2)),
+    "in a block that is computed again": (8, {"activation_checkpointing": ["Sequential"]}, (3, 2)),
+}
+
+
+def lack(model, options):
+    """Train, once with the given lack of memory, once where all ranks lack it before anything is sent of a batch."""
+    before = {"places": {0: ALL}, "after": model["after"]}
+    return [train(most=3, model=one, **options)[:2] for one in (model, before)]
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", quick(NORMALISED, 2))
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(ranks, case, situation, number):
+    after, options, size = SITUATIONS[situation]
+    for found, expected in ranks.run(lack, {**NORMALISED[case], "after": after}, options, world_size=number):
+        assert found == expected
+        assert found[1][0] == size[number - 2]
+
+
+def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ranks):
+    given = {"places": {0: [1], 2: [0]}, "after": 7}  # of the passes every other is in a backward pass
+    for found, expected in ranks.run(lack, given, {"activation_checkpointing": ["Sequential"]}, world_size=2):
+        assert found == expected
+        assert found[1][0] == 3
+
+
+@pytest.mark.parametrize("case", quick(NORMALISED, 1))
+def test_synchronised_batch_norm_has_the_bits_of_the_size_that_fits(ranks, case):
+    for found, size, expected, begun, _ in ranks.run(both, {"most": 3, "model": NORMALISED[case]}, world_size=2):
+        assert found == expected
+        assert size == begun == (3, 2)
+
+
 # ---------------------------------------------------------------------------------------- killed, and gone on with
 
 
-def go_on(folder, dies_at=None):
-    brain = make(Counting, folder, most=2, model={"after": 3, "on_rank": 1}, ckpt_interval_steps=1)
+def go_on(folder, after, dies_at=None):
+    brain = make(Counting, folder, most=2, model={"after": after, "on_rank": 1}, ckpt_interval_steps=1)
     brain.dies_at = dies_at
     counter = EpochCounter(3)
     brain.checkpointer.add_recoverables({"counter": counter})
@@ -204,11 +355,12 @@ def go_on(folder, dies_at=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies_at", [4, 8])
-def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_same_bits(ranks, tmp_path, dies_at):
-    whole = ranks.run(go_on, tmp_path / "whole", world_size=2)
-    ranks.run(go_on, tmp_path / "parts", dies_at, world_size=2)
-    for (weights, size, first), expected in zip(ranks.run(go_on, tmp_path / "parts", world_size=2), whole, strict=True):
+@pytest.mark.parametrize(("after", "dies_at"), [(0, 1), (3, 4), (3, 8)])
+def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_same_bits(ranks, tmp_path, after, dies_at):
+    whole = ranks.run(go_on, tmp_path / "whole", after, world_size=2)
+    ranks.run(go_on, tmp_path / "parts", after, dies_at, world_size=2)
+    again = ranks.run(go_on, tmp_path / "parts", after, world_size=2)
+    for (weights, size, first), expected in zip(again, whole, strict=True):
         assert (weights, size) == expected[:2]
         assert first[0] == dies_at
         assert len(first[1]) == size[0]
@@ -261,13 +413,28 @@ def test_what_cannot_be_repeated_or_divided_is_refused():
     assert "StepsByItself.optimizers_step does not call super().optimizers_step()" in refused(StepsByItself)
 
 
-def test_synchronised_batch_norm_is_refused(ranks):
-    for outcome in ranks.outcomes(train_normalised, world_size=2):
-        assert "with synchronised BatchNorm" in outcome.error
+def test_torchs_own_synchronised_batch_norm_is_refused(ranks):
+    for message in ranks.run(refuse_torchs, world_size=2):
+        assert "with torch.nn.SyncBatchNorm, where" in message
 
 
-def train_normalised():
-    return train(model={"norm": True})
+def refuse_torchs():
+    return refused(model={"norm": nn.SyncBatchNorm})
+
+
+class OwnSum(Regression):
+    """Sends something between the ranks in the forward pass, before which one of them runs out of memory."""
+
+    def compute_forward(self, batch, stage):
+        if get_rank() and self.optimizer_step == 2:
+            fail(None)
+        sum_over_ranks([1.0])
+        return super().compute_forward(batch, stage)
+
+
+def test_a_recipe_that_sends_something_itself_ends_with_an_error(ranks):
+    for outcome in ranks.outcomes(train, OwnSum, world_size=2):
+        assert outcome.error_type == "RankMismatchError"
 
 
 def test_a_step_that_is_repeated_is_no_resume_to_metrics(caplog):

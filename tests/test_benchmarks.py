@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -31,6 +32,14 @@ def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two():
         "virtual ranks": 1,
         "ZeRO-1": 2,
     }
+
+
+@pytest.mark.slow
+def test_the_first_step_is_timed_in_fresh_processes():
+    command = [sys.executable, str(BENCHMARKS[0].parent / "first_step.py"), "--turns", "1", "--cpu_time"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"by hand \d\.\d+ s, ddpkit \d\.\d+ s, ratio [012]\.\d+ ", done.stdout)
 
 
 def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.base import POSITION, temporarily
+from ddpkit.base import POSITION, is_sharded, temporarily
 from ddpkit.control import PeriodicSync, Requests
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
@@ -409,7 +409,14 @@ class StageRunner:
 
     def _evaluating(self, loader: Any) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.options.shard_evaluation)
-        return self.train_step.strategy.evaluating(None if divided else length_of(loader))
+        strategy = self.train_step.strategy
+        if divided and not strategy.divides and any(map(is_sharded, self.modules.parameters())):
+            raise ConfigError(
+                f"shard_evaluation={self.options.shard_evaluation}: the recipe has sharded its model, so all ranks "
+                "must make the same forward passes, and here each has a part of the data. Let each rank evaluate all "
+                "of it: leave shard_evaluation out, and give data that is not divided."
+            )
+        return strategy.evaluating(None if divided else length_of(loader))
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:

@@ -264,7 +264,7 @@ class DDP(Strategy):
             trained = trained_parameters(module)
             if isinstance(module, DistributedDataParallel) or self._trained.get(name) == trained:
                 continue
-            refuse_wrapped(name, module, "strategy='ddp'")
+            refuse_wrapped(name, module, f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}")
             self._trained[name] = trained
             if trained:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))

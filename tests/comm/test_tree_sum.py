@@ -42,7 +42,9 @@ def add_up(parts, bucket_bytes=40, *, elsewhere=False):
     ]
 
 
-@pytest.mark.parametrize(("parts", "world_size"), [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3)])
+@pytest.mark.parametrize(
+    ("parts", "world_size"), [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3), (8, 4), (8, 8)]
+)
 def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size):
     alone = add_up(parts)
     assert alone[-2] is not None

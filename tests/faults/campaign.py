@@ -272,7 +272,10 @@ def main() -> int:
             if options.replay:
                 return replay(options.replay, folder)
             if options.virtual:
-                return int(print_virtual(folder, options.kills, options.seed) > 0)
+                row = print_virtual(folder, options.kills, options.seed)
+                if options.json:
+                    options.json.write_text(json.dumps({"virtual ranks": row, "problems": []}) + "\n")
+                return int(row["different runs"] > 0)
             if options.sizes is not None:
                 pairs = [tuple(map(int, pair.split(":"))) for pair in options.sizes]
                 return int(print_sizes(folder, pairs or SIZES) > 0)

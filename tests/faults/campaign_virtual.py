@@ -94,12 +94,12 @@ def compare_outcomes(expected: dict[str, object], found: dict[str, object]) -> l
     return [Difference("bits", f"{name}: {found.get(name)} instead of {expected.get(name)}") for name in sorted(names)]
 
 
-def print_virtual(folder: Path, kills: int, seed: int) -> int:
-    """Run trials; print a line each, and return how many differ."""
+def print_virtual(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """Run trials; print a line each, and return how many kills there were, and how many runs that differ."""
     trials = []
     for trial in virtual_trials(folder, kills, seed):
         trials.append(trial)
         print(trial, flush=True)
-    different = sum(bool(trial.differences) for trial in trials)
-    print(f"another number of processes: {sum(trial.kills for trial in trials)} kills, {different} runs that differ.")
-    return different
+    done, different = sum(trial.kills for trial in trials), sum(bool(trial.differences) for trial in trials)
+    print(f"another number of processes: {done} kills, {different} runs that differ.")
+    return {"trials": len(trials), "kills": done, "different runs": different}

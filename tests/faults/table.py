@@ -32,7 +32,7 @@ from .table_trials import Outcome, Trial, remove, run_trial, say, spread
 
 COLD_SHARE = 5  # of the trials whose processes are not forked, and take ten times as long, one in so many is made
 ALL = ("F1", "F2", "F3", "F4", "F4 kill", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F12", "F13", "F14", "F15", "F16",
-       "F17", "F18", "F19", "exit")  # fmt: skip
+       "F17", "F18", "F19", "F20", "exit")  # fmt: skip
 WIDTHS = (8, 40, 40, 6, 6, 14, 30)
 HEADS = ("row", "what is done", "passes when", "trials", "passed", "median / worst seconds", "verdict")
 
@@ -165,7 +165,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ALL), help="F1,F9 or exit; else all")
     parser.add_argument("--trials", type=int, default=50, help="of each row that is drawn, on each number of ranks")
     parser.add_argument("--ends", type=int, default=100, help="starts and ends of the row exit")
-    parser.add_argument("--kills", type=int, default=200, help="of the row F4")
+    parser.add_argument("--kills", type=int, default=200, help="of the rows F4 and F20, each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world_sizes", type=lambda text: [int(one) for one in text.split(",")], default=[2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time; more of them disturb each other's times")

@@ -17,6 +17,9 @@ from .table_trials import say
 ROOT = Path(__file__).resolve().parents[2]
 STORAGE, CONTRACT = "tests/checkpointing/test_storage_faults.py", "tests/contract/test_bad_input.py"
 
+# Rows that are kills, with words for tests.faults.campaign.
+CAMPAIGNS = {"F4": (), "F20": ("--virtual",)}
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -88,6 +91,10 @@ SHOWN = {
         missing="what a step costs is measured by benchmarks/loop_overhead.py",
         environment={"ENDURANCE_STEPS": "1000000", "ENDURANCE_CHECKPOINTS": "10000"},
     ),
+    "F20": Shown(
+        "SIGKILL of all ranks at random with --virtual_ranks; another number of processes goes on: one, two or three",
+        "the same bits as without (the trials are kills)",
+    ),
 }  # fmt: skip
 
 
@@ -97,8 +104,8 @@ def show(name: str, options: argparse.Namespace, folder: Path) -> tuple[int, int
     Returns:
         How many trials there were, how many passed, and a note.
     """
-    if name == "F4":
-        return _campaign(options, folder)
+    if name in CAMPAIGNS:
+        return _campaign(options, folder / f"{name}.json", CAMPAIGNS[name])
     row = SHOWN[name]
     report = folder / f"{name}.xml"
     chosen = ["-k", row.names] if row.names else []
@@ -119,10 +126,9 @@ def show(name: str, options: argparse.Namespace, folder: Path) -> tuple[int, int
     return tried, tried - len(failed), "; ".join([*notes, *([row.missing] if row.missing else [])])
 
 
-def _campaign(options: argparse.Namespace, folder: Path) -> tuple[int, int, str]:
+def _campaign(options: argparse.Namespace, report: Path, more: tuple[str, ...]) -> tuple[int, int, str]:
     """Run the campaign of kills; what it says is shown as it comes."""
-    report = folder / "campaign.json"
-    words = ["--kills", str(options.kills), "--seed", str(options.seed), "--json", str(report)]
+    words = ["--kills", str(options.kills), "--seed", str(options.seed), "--json", str(report), *more]
     done = subprocess.run([sys.executable, "-m", "tests.faults.campaign", *words], cwd=ROOT, check=False)
     if not report.exists():
         return 1, 0, "the campaign did not come to its end"

@@ -40,9 +40,16 @@ def test_the_table_of_faults_in_short(row, capsys):
     assert re.search(rf"^{row} .* passed$", said, re.MULTILINE), said
 
 
+def test_kills_before_another_number_of_processes_goes_on_are_a_row(capfd):
+    assert main(["--rows", "F20", "--kills", "6", "--seed", "1"]) == 0
+    said = capfd.readouterr().out
+    assert "another number of processes: 6 kills, 0 runs that differ." in said
+    assert re.search(r"^F20 .*  6       6  .* passed; 0 runs differ$", said, re.MULTILINE), said
+
+
 def test_all_rows_are_there():
     assert {*ROWS, *SHOWN, "exit"} == set(ALL)
-    assert {f"F{number}" for number in range(1, 20)} <= set(ALL)
+    assert {f"F{number}" for number in range(1, 21)} <= set(ALL)
 
 
 def test_trials_are_drawn_from_the_seed_and_can_be_written_down(tmp_path):

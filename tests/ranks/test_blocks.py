@@ -168,7 +168,8 @@ def train_compiled(norm, **options):
         graphs.append(len(inputs))
         return graph.forward
 
-    plain, _ = train(norm=norm, grad_accumulation_factor=2)
+    strategies = {name: options[name] for name in ("strategy", "virtual_ranks") if name in options}
+    plain, _ = train(norm=norm, grad_accumulation_factor=2, **strategies)
     torch.compile = functools.partial(compiled, backend=count)
     try:
         with warnings.catch_warnings():
@@ -183,8 +184,10 @@ def train_compiled(norm, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [None, ["Block"]])
 @pytest.mark.parametrize("norm", ["layer", "batch"])
-def test_compiled_blocks_are_compiled_under_ddp_and_give_the_same_bits(ranks, norm, checkpointed):
-    options = {"norm": norm == "batch", "activation_checkpointing": checkpointed}
+@pytest.mark.parametrize("strategy", [{"strategy": "ddp"}, {"strategy": "zero1"}, {"virtual_ranks": 2}], ids=str)
+def test_compiled_blocks_are_compiled_under_each_strategy_and_give_the_same_bits(ranks, strategy, norm, checkpointed):
+    """FSDP: tests/ranks/test_fsdp.py."""
+    options = {"norm": norm == "batch", "activation_checkpointing": checkpointed, **strategy}
     for plain, found, graphs in ranks.run(functools.partial(train_compiled, **options), world_size=2):
         assert found == plain
         assert graphs >= 3  # two sizes of batches, and the evaluation

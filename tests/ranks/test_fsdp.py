@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.profiler import profile
 
 from ddpkit.base import is_sharded, local_part
 from ddpkit.brain import Brain
@@ -190,6 +191,21 @@ def test_the_same_answer(ranks, size):
     for results in ranks.run(train_all, CASES, world_size=size):
         for result, alone in zip(results, expected, strict=True):
             close(result, alone)
+
+
+def count_reduce_scatters(**options):
+    """Count them in two epochs of two steps of two micro-batches each."""
+    with profile(acc_events=False) as profiler:
+        train(samples=24, micro_batch_size=3, fsdp_blocks=["Block"], **options)
+    events = profiler.profiler.kineto_results.events()
+    return sum("reduce_scatter" in event.name() for event in events if event.name().startswith("c10d::"))
+
+
+@pytest.mark.parametrize(("keeps_whole", "per_step"), [(False, 6), (True, 3)])
+def test_whole_gradients_are_divided_once_per_step_instead_of_in_each_micro_batch(ranks, keeps_whole, per_step):
+    """Two blocks and the rest."""
+    count = functools.partial(count_reduce_scatters, fsdp_whole_gradients=keeps_whole)
+    assert ranks.run(count) == [4 * per_step] * 2
 
 
 # Three steps in an epoch, of which the last has no sample for a rank but the first.
@@ -585,6 +601,31 @@ class Sharded(Classifier):
         super().on_fit_start()
 
 
+def evaluate_sharded(folder=None, **options):
+    """Evaluate a model that the recipe has sharded; return the loss, or what refuses it."""
+    net, checkpointer = make_net(), None if folder is None else Checkpointer(folder)
+    if torch.distributed.is_initialized():
+        for part in (*net[1:3], net):
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    brain = Classifier({"net": net}, None, None, {**QUIET, **options}, checkpointer)
+    try:
+        return brain.evaluate(data(7))
+    except ConfigError as problem:
+        return str(problem)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str)
+def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(ranks, tmp_path, options):
+    make(folder=tmp_path, strategy="auto")[0].checkpointer.save_checkpoint()
+    expected = pytest.approx(evaluate_sharded(tmp_path), rel=1e-10)
+    assert ranks.run(functools.partial(evaluate_sharded, tmp_path, **options)) == [expected] * 2
+
+
+def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(ranks):
+    for found in ranks.run(functools.partial(evaluate_sharded, shard_evaluation=True)):
+        assert "shard_evaluation=True: the recipe has sharded its model" in found
+
+
 def messages(folder):
     return [
         message_of(Outside, ConfigError, folder / "a"),
@@ -592,6 +633,8 @@ def messages(folder):
         message_of(Classifier, ConfigError, folder / "d", fsdp_blocks=["Blok"]),
         message_of(Sharded, ConfigError, folder / "e", strategy="fsdp"),
         message_of(Sharded, ConfigError, folder / "f", strategy="ddp"),
+        message_of(Sharded, ConfigError, folder / "k", strategy="zero1"),
+        message_of(Sharded, ConfigError, folder / "l", strategy="auto", virtual_ranks=2),
         message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
         message_of(Orthogonal, ConfigError, folder / "i", matrix()),
         message_of(Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4),
@@ -607,6 +650,8 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
                 "'Blok'",
                 "strategy='fsdp': modules['net'] is wrapped or sharded already",
                 "strategy='ddp': modules['net'] is wrapped or sharded already",
+                "strategy='zero1': modules['net'] is wrapped or sharded already",
+                "virtual_ranks=2: modules['net'] is wrapped or sharded already",
                 "a fit_batch of the recipe does not work with fsdp_whole_gradients=True",
                 "does not work with the optimizer 'muon', Muon: each rank would step",
                 "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights and gradients inside",

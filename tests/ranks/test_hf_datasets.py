@@ -111,6 +111,22 @@ def test_a_stream_of_several_shards_divides_itself_and_goes_on_inside_an_epoch(
         assert first != second, "set_epoch is called"
 
 
+@pytest.mark.parametrize(("shards", "num_workers", "buffer"), [(1, 0, 5), (6, 0, 0), (6, 2, 5)])
+def test_a_stream_has_the_same_bits_with_virtual_ranks(own_ranks, tmp_path, shards, num_workers, buffer):
+    """Each of the six virtual ranks has a shard, whichever process reads it."""
+    given = {"virtual_ranks": 6, "global_batch_size": 12, "dies_at": (2, 2)}
+    alone, *more = (
+        run_through_and_killed(own_ranks, tmp_path / str(world), world, as_stream, shards, num_workers, buffer, **given)
+        for world in (1, 2, 3)
+    )
+    assert each_once(alone[2])
+    if not buffer:
+        assert epochs(alone[2])[0][0] == [0, 1, 5, 6, 10, 11, 14, 15, 18, 19, 22, 23], "two of each shard"
+    for found in more:
+        assert found[1:] == alone[1:], "losses, and samples of each step"
+        assert all(torch.equal(found[0][name], value) for name, value in alone[0].items())
+
+
 def test_a_stream_that_was_split_by_node_is_left_as_it_is(own_ranks, tmp_path):
     _, _, steps = run_through_and_killed(own_ranks, tmp_path, 2, split_by_node)
     assert each_once(steps)

@@ -292,6 +292,17 @@ def test_the_same_bits_on_one_process_and_on_three(ranks, name):
     assert ranks.run(case, name, world_size=3) == [case(name)] * 3
 
 
+def eight_shards():
+    """Dropout, AdamW, clipping, averaged weights; 53 samples are three batches of 16 and one of 5."""
+    return train(virtual_ranks=8, ema_decay=0.9, shard_evaluation=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_eight_shards_give_the_same_bits_on_one_two_four_and_eight_processes(ranks, world_size):
+    assert ranks.run(eight_shards, world_size=world_size) == [eight_shards()] * world_size
+
+
 def as_on_a_gpu(name):
     """Train without looking at what is in buffers, which a GPU would be waited for."""
     with pytest.MonkeyPatch.context() as patch:

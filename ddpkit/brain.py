@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 else:
     _Typed = object
 
+__all__ = ["Brain", "run_of"]
+
 logger = get_logger(__name__)
 
 _RUN = "_Brain__run"  # self.__run, which no subclass has by accident

@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 
     _State = tuple[Any, Any, Any, torch.Tensor]  # what shows that a stream has moved, and the three states
 
+__all__ = [
+    "KeyedBatch",
+    "KeyedDataset",
+    "KeyedSampler",
+    "Place",
+    "as_it_is",
+    "keyed_loader",
+    "load_keyed",
+    "sample_seed",
+]
+
 LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",

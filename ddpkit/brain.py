@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 else:
     _Typed = object
 
+__all__ = ["Brain", "run_of"]
+
 logger = get_logger(__name__)
 
 _RUN = "_Brain__run"  # self.__run, which no subclass has by accident
@@ -95,6 +97,18 @@ def run_of(brain: Brain) -> Run:
     """
     run: Run = vars(brain)[_RUN]
     return run
+
+
+def _is_looped(train_set: Any, loader_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether training has nominal epochs, which count batches."""
+    return isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
+
+
+def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
+    """Compare the gradients of several processes with those of this one, and end it."""
+    from ddpkit.parity import check_parity  # nothing else needs it
+
+    check_parity(brain, run_of(brain), train_set, loader_kwargs)
 
 
 def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
@@ -400,9 +414,9 @@ class Brain(_Typed):
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often ``fit`` is called."""
         if self.__run.is_prepared:
             return
-        self._prepare_modules()
+        self.__prepare_modules()
         self.init_optimizers()
-        self._prepare_optimizers()
+        self.__prepare_optimizers()
         self.__run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
@@ -415,7 +429,7 @@ class Brain(_Typed):
             min_key: the checkpoint with the lowest.
         """
         if is_on_meta(self.modules):
-            self._prepare_modules()
+            self.__prepare_modules()
         found = self.__run.policy.recover_for_evaluation(max_key, min_key)
         if found is not None and self.run_opts.evaluate_ema:
             require_average(found)
@@ -585,8 +599,8 @@ class Brain(_Typed):
             valid_loader_kwargs: likewise.
 
         Returns:
-            The last losses, the epochs and optimizer steps, why it ended, and where the best and the newest checkpoint
-            are; the same on every rank.
+            The last losses, the epochs and optimizer steps, why it ended, and where the newest checkpoint is; the
+            same on every rank.
 
         Raises:
             DataError: the data cannot feed the run.
@@ -598,32 +612,33 @@ class Brain(_Typed):
         """
         run = self.__run
         _warn_of_misspelt_hooks(type(self))
-        run.preflight.compare_ranks("fit", self)
+        train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
+        run.preflight.compare_ranks("fit", type(self))
         run.epochs = count_epochs(epoch_counter, self.run_opts)
         if self.run_opts.check_parity is not None:
-            from ddpkit.parity import check_parity
-
-            check_parity(self, self.__run, train_set, train_loader_kwargs or {})  # ends this process
+            _check_parity(self, train_set, train_kwargs)  # ends this process
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         folder = getattr(self.hparams, "output_folder", "results")
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
         with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
+            start = run.policy.choose_start()
+            run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
             run.stop.remove_note()
-            train, valid = self._fit_loaders(train_set, valid_set, train_loader_kwargs or {}, valid_loader_kwargs or {})
-            sizes = self._plan_steps(train, valid)
-            with POSITION.at("on_fit_start"), run.policy.starting():
+            train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
+            sizes = self.__plan_steps(train, valid)
+            with POSITION.at("on_fit_start"), run.policy.starting(start):
                 self.on_fit_start()
             run.policy.load_deferred()
             run.policy.run_state.restore_trained_flags(self.raw_modules)
-            self._scale_learning_rates()
-            self._check_prepared(validates=valid is not None)
+            self.__scale_learning_rates()
+            self.__check_prepared(validates=valid is not None)
             if run.policy.is_done_before(train):
-                return self._fit_result("done_before")
+                return self.__fit_result("done_before")
             run.policy.warn_unused_entries()
             run.preflight.report_training(sizes, valid, (self.training_ctx, self.evaluation_ctx))
-            return self._fit_result(self._run_epochs(epoch_counter, train, valid, self._bar_enabled(progressbar)))
+            return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, self.__bar_enabled(progressbar)))
 
     def evaluate(
         self,
@@ -651,16 +666,16 @@ class Brain(_Typed):
         """
         run, own_hook = self.__run, type(self).on_evaluate_start is not Brain.on_evaluate_start
         if not own_hook:
-            self._require_no_training("evaluate")
+            self.__require_no_training("evaluate")
         _warn_of_misspelt_hooks(type(self))
-        run.preflight.compare_ranks("evaluate", self)
+        run.preflight.compare_ranks("evaluate", type(self))
         with run.stop.guarded("evaluate"):
-            loader = run.preflight.on_all_ranks(self._loader, test_set, Stage.TEST, test_loader_kwargs or {}, None)
+            loader = self.__test_loader(test_set, test_loader_kwargs)
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
             run.preflight.report_evaluation(loader, contexts)
-            return run.stages.evaluate(self, loader, Stage.TEST, None, enable_bar=self._bar_enabled(progressbar))
+            return run.stages.evaluate(self, loader, Stage.TEST, None, enable_bar=self.__bar_enabled(progressbar))
 
     def predict(
         self,
@@ -697,12 +712,12 @@ class Brain(_Typed):
         """
         run = self.__run
         with run.stop.guarded("predict"):
-            self._require_no_training("predict")
+            self.__require_no_training("predict")
             with run.loaders.dividing_evaluation():
-                loader = run.preflight.on_all_ranks(self._loader, data, Stage.TEST, loader_kwargs or {}, None)
+                loader = self.__test_loader(data, loader_kwargs)
             run.preflight.compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
-            bar = self._bar_enabled(progressbar)
+            bar = self.__bar_enabled(progressbar)
             return run.stages.predict(self, loader, self.evaluation_ctx, enable_bar=bar)
 
     def gather(self, results: Any) -> Any:
@@ -753,35 +768,33 @@ class Brain(_Typed):
 
     # ------------------------------------------------------------------ the steps of fit
 
-    def _fit_loaders(
+    def __fit_loaders(
         self, train_set: Any, valid_set: Any, train_kwargs: Mapping[str, Any], valid_kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """Make the loaders, once it is known how many batches an optimizer step takes."""
         run = self.__run
-        if not run.is_prepared:
-            is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
-            run.policy.keep_global_batch(is_looped=is_looped)
         self.run_opts.grad_accumulation_factor = run.loaders.micro_batches()
+        if isinstance(train_set, LoopedLoader):
+            run.policy.add("dataloader-TRAIN", train_set)
         return run.preflight.on_all_ranks(
             lambda: (
-                self._loader(train_set, Stage.TRAIN, train_kwargs),
-                self._loader(valid_set, Stage.VALID, valid_kwargs, None),
+                self.__loader(train_set, Stage.TRAIN, train_kwargs),
+                self.__loader(valid_set, Stage.VALID, {"ckpt_prefix": None, **valid_kwargs}),
             )
         )
 
-    def _loader(
-        self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any], ckpt_prefix: str | None = "dataloader-"
-    ) -> Any:
+    def __test_loader(self, data: Any, loader_kwargs: Mapping[str, Any] | None) -> Any:
+        kwargs = {"ckpt_prefix": None, **(loader_kwargs or {})}
+        return self.__run.preflight.on_all_ranks(self.__loader, data, Stage.TEST, kwargs)
+
+    def __loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
         loaders = self.__run.loaders
-        if stage is Stage.TRAIN and isinstance(data, LoopedLoader):
-            self.__run.policy.add("dataloader-TRAIN", data)
         with loaders.named(stage):
             if data is None or isinstance(data, (DataLoader, LoopedLoader)):
                 return None if data is None else loaders.adapt(data, stage)
-            kwargs = loader_kwargs if ckpt_prefix is not None else {"ckpt_prefix": None, **loader_kwargs}
-            return self.make_dataloader(data, stage=stage, **kwargs)
+            return self.make_dataloader(data, stage=stage, **loader_kwargs)
 
-    def _plan_steps(self, train: Any, valid: Any) -> BatchSizes:
+    def __plan_steps(self, train: Any, valid: Any) -> BatchSizes:
         """Compare the data of the ranks; from its length follow batches, steps and learning-rate scale."""
         run, options = self.__run, self.run_opts
         run.preflight.compare_data(train=train, valid=valid)
@@ -790,29 +803,20 @@ class Brain(_Typed):
         length, shards = length_of(train), run.strategy.shards
         check_train_data(train, length)
         length, factor = length and length // shards, options.grad_accumulation_factor // shards
-        self._take_length(length, factor)
+        run.length = found = RunLength.of(length, factor, run.epochs, options)
+        self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
         sizes = batch_sizes(train, length, factor, get_world_size(), run.strategy.virtual_ranks)
         run.policy.run_state.step_plan = StepPlan.of(sizes, train)
         run.lr_scaling.choose(options, sizes)
         return sizes
 
-    def _take_length(self, length: int | None, factor: int) -> None:
-        """Work out how long this call of ``fit`` trains, before optimizers and schedules are made.
-
-        Args:
-            length: batches of the training loader; None where that is not known.
-            factor: batches per optimizer step.
-        """
-        found = self.__run.length = RunLength.of(length, factor, self.__run.epochs, self.run_opts)
-        self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
-
-    def _prepare_modules(self) -> None:
+    def __prepare_modules(self) -> None:
         if not self.__run.is_wrapped:
             self._compile()
             self._wrap_distributed()
             self.__run.is_wrapped = True
 
-    def _prepare_optimizers(self) -> None:
+    def __prepare_optimizers(self) -> None:
         self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
 
     def _compile(self) -> None:
@@ -826,15 +830,15 @@ class Brain(_Typed):
         self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step
         self.__run.strategy.wrap(self.modules)
 
-    def _scale_learning_rates(self) -> None:
+    def __scale_learning_rates(self) -> None:
         named = self.__run.train_step.named_optimizers()
         others = {name: one for name, one in vars(self).items() if isinstance(one, torch.optim.Optimizer)}
         known = {id(one) for one in named.values()}
         self.__run.lr_scaling.follow({**named, **{name: one for name, one in others.items() if id(one) not in known}})
 
-    def _check_prepared(self, *, validates: bool) -> None:
+    def __check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        self._prepare_optimizers()
+        self.__prepare_optimizers()
         schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(
@@ -847,9 +851,9 @@ class Brain(_Typed):
             self.__run.is_prepared = True
             self.__run.preflight.compare_optimizers()
 
-    def _run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
+    def __run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
-        if self._is_step_limit_reached() and not self.step:
+        if self.__is_step_limit_reached() and not self.step:
             logger.info("optimizer_step_limit=%s has been reached before.", self.run_opts.optimizer_step_limit)
             return "optimizer_step_limit"
         for epoch in epoch_counter:
@@ -858,13 +862,13 @@ class Brain(_Typed):
             self.progress.end_epoch()
             if self.run_opts.debug and 0 < self.run_opts.debug_epochs <= epoch:
                 return "debug"
-            if self._is_step_limit_reached():
+            if self.__is_step_limit_reached():
                 return "optimizer_step_limit"
         if self.optimizer_step and not self.progress.epochs:
             return "done_before"
         return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
 
-    def _is_step_limit_reached(self) -> bool:
+    def __is_step_limit_reached(self) -> bool:
         limit = self.run_opts.optimizer_step_limit
         return limit is not None and self.optimizer_step >= limit
 
@@ -875,13 +879,13 @@ class Brain(_Typed):
         if valid_set is not None:
             self.__run.stages.evaluate(self, valid_set, Stage.VALID, epoch, enable_bar=enable)
 
-    def _fit_result(self, reason: str) -> FitResult:
+    def __fit_result(self, reason: str) -> FitResult:
         progress = self.progress
         losses, newest = (progress.train_loss, progress.valid_loss), self.__run.policy.newest()
         logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or {}
         return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, newest, logged)
 
-    def _require_no_training(self, call: str) -> None:
+    def __require_no_training(self, call: str) -> None:
         """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training."""
         if self.progress.is_fitting and self.checkpointer is not None:
             raise ConfigError(
@@ -889,7 +893,7 @@ class Brain(_Typed):
                 "Call it after fit, or give fit a valid_set."
             )
 
-    def _bar_enabled(self, progressbar: bool | None) -> bool:
+    def __bar_enabled(self, progressbar: bool | None) -> bool:
         return not self.run_opts.noprogressbar if progressbar is None else progressbar
 
     @mark_as_saver

@@ -25,6 +25,8 @@ from ddpkit.base import rank_if_known
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.run_opts import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 
+__all__ = ["CommandLine", "help_text", "override_line", "read_command_line"]
+
 _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
 _FLAG_EXITS = ("-h", "--help", "--version")

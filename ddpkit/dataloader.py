@@ -42,6 +42,27 @@ if TYPE_CHECKING:
 
     from ddpkit.data import StreamPosition, Summary
 
+__all__ = [
+    "LoopedLoader",
+    "SaveableDataLoader",
+    "Sharding",
+    "deal_batches",
+    "default_seed",
+    "distributed_loader_specifics",
+    "first_samples",
+    "is_batches",
+    "keep_states",
+    "make_dataloader",
+    "plan_of",
+    "reshard",
+    "resume_after_end",
+    "resume_at",
+    "set_epoch",
+    "shard",
+    "state_at",
+    "state_at_end",
+]
+
 logger = get_logger(__name__)
 
 DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")

@@ -20,6 +20,18 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from ddpkit.launch import LaunchInfo
 
+__all__ = [
+    "accelerator_kind",
+    "count_devices",
+    "current_index",
+    "default_backend",
+    "infer_device",
+    "own_first",
+    "resolve_device",
+    "use_deterministic_kernels",
+    "widest_float",
+]
+
 logger = get_logger(__name__)
 
 # Devices without a number: there is one of them at most.

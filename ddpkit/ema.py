@@ -25,6 +25,8 @@ from ddpkit.types import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+__all__ = ["WeightAverage", "require_average"]
+
 logger = get_logger(__name__)
 
 RECOVERABLE = "ema"

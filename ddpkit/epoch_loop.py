@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+__all__ = ["EpochCounter", "EpochCounterWithStopper"]
+
 logger = get_logger(__name__)
 
 

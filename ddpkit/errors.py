@@ -31,6 +31,27 @@ and what to do.
 
 from __future__ import annotations
 
+__all__ = [
+    "BatchError",
+    "BucketingError",
+    "CheckpointError",
+    "CheckpointUsageError",
+    "ConfigError",
+    "DataError",
+    "DdpkitError",
+    "FolderInUseError",
+    "LaunchError",
+    "MainCheckpointError",
+    "MainProcessError",
+    "MissingExtraError",
+    "MissingFileError",
+    "NonFiniteLossError",
+    "ParityError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RunStopped",
+]
+
 
 class DdpkitError(Exception):
     """The root of the tree: everything that ddpkit raises on purpose."""

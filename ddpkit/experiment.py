@@ -33,6 +33,8 @@ from ddpkit.train_logger import run_event, set_run_log, written
 if TYPE_CHECKING:
     from types import FrameType
 
+__all__ = ["close_experiment", "create_experiment_directory", "get_environment_description"]
+
 logger = get_logger(__name__)
 
 RULE = "=" * 80

@@ -23,6 +23,16 @@ from typing import Any, TextIO
 from ddpkit.base import get_rank
 from ddpkit.errors import ConfigError, MissingFileError
 
+__all__ = [
+    "MultiProcessLoggerAdapter",
+    "TqdmCompatibleStreamHandler",
+    "close_logging",
+    "format_order_of_magnitude",
+    "get_logger",
+    "setup_logging",
+    "shown_path",
+]
+
 LEVEL_VARIABLES = ("DDPKIT_LOG_LEVEL", "SB_LOG_LEVEL")
 CONSOLE_FORMAT = "%(message)s"
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"

@@ -39,6 +39,20 @@ if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import BatchSizes
 
+__all__ = [
+    "LrScaling",
+    "Schedule",
+    "StepResult",
+    "drop_nonfinite",
+    "gradients",
+    "make_optimizer",
+    "make_schedule",
+    "own_gradients",
+    "rm_vector_weight_decay",
+    "take_step",
+    "zero_gradients",
+]
+
 logger = get_logger(__name__)
 
 WITH_FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+__all__ = [
+    "BalancingDataSampler",
+    "ConcatDatasetBatchSampler",
+    "DistributedSamplerWrapper",
+    "DynamicBatchSampler",
+    "ReproducibleRandomSampler",
+    "ReproducibleWeightedRandomSampler",
+]
+
 logger = get_logger(__name__)
 
 CHUNK = 8192

@@ -27,6 +27,19 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+__all__ = [
+    "global_seed",
+    "mix",
+    "mix_key",
+    "own_randomness",
+    "restore_rng_state",
+    "rng_state",
+    "seed_epoch_streams",
+    "seed_everything",
+    "seed_streams",
+    "stream_seed",
+]
+
 logger = get_logger(__name__)
 
 SEED_VARIABLES = ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED")

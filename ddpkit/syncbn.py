@@ -46,6 +46,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from ddpkit.comm import get_runtime
+from ddpkit.compat import forget_compiled
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError, DataError
@@ -405,7 +406,7 @@ def _twin(layer: torch.nn.Module) -> torch.nn.Module:
     """Return a synchronised layer that holds another's very parameters, buffers, hooks and attributes."""
     twin = SyncBatchNorm.__new__(SyncBatchNorm)
     twin.__dict__.update(layer.__dict__)
-    twin.__dict__.pop("_compiled_call_impl", None)  # it is bound to the old layer
+    forget_compiled(twin)
     return twin
 
 

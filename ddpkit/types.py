@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from pathlib import Path
 
+__all__ = ["FitResult", "Stage", "Stateful"]
+
 
 class Stage(Enum):
     """What the loop is doing: handed to every hook.

@@ -18,6 +18,8 @@ import ddpkit
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
+FACE = sorted({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"})
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -63,6 +65,16 @@ def classes() -> list[type]:
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = sorted(module_name(path) for path in FILES if path.name != "__main__.py")
+
+
+def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with some arguments."""
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
 
 
 @functools.cache

@@ -124,6 +124,38 @@ def test_a_resume(tmp_path):
     check(resumed, 15)
 
 
+class Interrupted(Regression):
+    """Saves after every epoch; ends before the step ``dies_at``."""
+
+    dies_at = None
+
+    def on_stage_start(self, stage, epoch=None):
+        if self.optimizer_step == self.dies_at:
+            raise KeyboardInterrupt
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.checkpointer.save_checkpoint()
+
+
+def two_fits(folder, dies_at=None):
+    net, counters = linear(), {"first": EpochCounter(1), "second": EpochCounter(3)}
+    brain = Interrupted({"net": net}, sgd(), None, QUIET, Checkpointer(folder, {"net": net, **counters}))
+    brain.dies_at, way = dies_at, Way()
+    with way.followed(), pytest.raises(KeyboardInterrupt) if dies_at else contextlib.nullcontext():
+        for counter in counters.values():
+            brain.fit(counter, points(12), train_loader_kwargs=LOADING)
+    return brain, way
+
+
+def test_a_resume_in_the_second_of_two_calls_reads_each_checkpoint_once(tmp_path):
+    """The first call finds a checkpoint of the second, which goes on with what the first has read."""
+    two_fits(tmp_path, dies_at=18)
+    assert len(Checkpointer(tmp_path).list_checkpoints()) == 3
+    brain, way = two_fits(tmp_path)
+    assert brain.optimizer_step == 24
+    assert way.functions["run.state", "read_brain_file"] == 3
+
+
 def save_of_rank_0(folder):
     BackgroundSave.threads.clear()  # those of other tests of this process
     follow(folder / "before", "save")  # the first save of a process loads YAML, by way of the package's lazy names

@@ -326,7 +326,7 @@ def gather_whole(tensor: Any, *, keep: bool) -> torch.Tensor:
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """Return a module's direct submodules, past any forwarding of attributes.
+    """Return a module's direct submodules, past any forwarding of attributes; also those of two names.
 
     Ranks: local.
     """

@@ -1,10 +1,12 @@
 from ddpkit.compat.forkservers import (
+    kill_when_terminated as kill_when_terminated,
     own_forkserver as own_forkserver,
 )
 from ddpkit.compat.random_streams import (
     look_at_random_streams as look_at_random_streams,
 )
 from ddpkit.compat.streams import (
+    is_split_by_node as is_split_by_node,
     loses_items as loses_items,
     show_worker as show_worker,
     shuffle_digest as shuffle_digest,
@@ -14,6 +16,8 @@ from ddpkit.compat.torch_inside import (
     add_all as add_all,
     all_groups as all_groups,
     default_store as default_store,
+    forget_compiled as forget_compiled,
+    is_compiled as is_compiled,
     multiply_all as multiply_all,
     norm_of_all as norm_of_all,
     show_order as show_order,

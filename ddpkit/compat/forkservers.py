@@ -1,7 +1,8 @@
-"""A forkserver for loaders alone, so that it can hand down blocked signals.
+"""A loader's workers: a forkserver for them alone, so that it can hand down blocked signals; and how they are ended.
 
 Reason: a process of a forkserver inherits what the server has blocked, not what its parent has. A worker takes seconds
 to start and must not die of a launcher's SIGTERM meanwhile; a script's own processes, from the same server, must.
+torch ends a worker that does not answer with SIGTERM, which workers ignore, and then waits for it without end.
 """
 
 from __future__ import annotations
@@ -40,3 +41,21 @@ def own_forkserver() -> Iterator[None]:
     server.set_forkserver_preload(list(scripts._preload_modules))  # noqa: SLF001
     with _MUTEX, temporarily(forkserver, connect_to_new_process=server.connect_to_new_process):
         yield
+
+
+def kill_when_terminated(worker: Any) -> None:
+    """Have ``terminate`` of a worker kill it; otherwise it ends with the process that has started it.
+
+    Args:
+        worker: a process of multiprocessing, that of a loader.
+
+    Ranks: local.
+
+    Example:
+        >>> from multiprocessing import Process
+        >>> worker = Process()
+        >>> kill_when_terminated(worker); worker.terminate == worker.kill
+        True
+    """
+    if hasattr(worker, "kill"):
+        worker.terminate = worker.kill

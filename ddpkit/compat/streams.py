@@ -1,8 +1,9 @@
 """Streams: the shuffles in those of Hugging Face's ``datasets``, and the loader's worker that a stream sees.
 
 Reason: neither has a public way. ``state_dict`` leaves out the items in a shuffle buffer, so a resumed stream loses
-them; and a shuffle without a seed differs in every process, so ranks that divide the stream lose samples. A stream that
-every worker reads whole must not shard itself by worker as well.
+them; a shuffle without a seed differs in every process, so ranks that divide the stream lose samples; and a stream that
+was split by node does not tell. A stream that every worker reads whole must not shard itself by worker as well: where
+torch keeps its worker elsewhere, an error says to read in the main process, which is the public way.
 """
 
 from __future__ import annotations
@@ -56,6 +57,21 @@ def shuffle_digest(data: Any) -> str:
     inside = [getattr(stage, "generator", None) for stream in _streams(data) for stage in _stages(stream)]
     states = [one.bit_generator.state for one in inside if isinstance(one, np.random.Generator)]
     return hashlib.blake2b(repr(states).encode(), digest_size=4).hexdigest() if states else ""
+
+
+def is_split_by_node(data: Any) -> bool:
+    """Return whether a stream of ``datasets`` was split with ``split_dataset_by_node``; False if that is not told.
+
+    Args:
+        data: of that package.
+
+    Ranks: local.
+
+    Example:
+        >>> is_split_by_node([1, 2])
+        False
+    """
+    return getattr(data, "_distributed", None) is not None
 
 
 def _streams(data: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What torch keeps to itself: its process groups, operations over many tensors, recurrent layers, DDP's gradients.
+"""What torch keeps to itself: process groups, operations over many tensors, recurrent and compiled layers, DDP.
 
 Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
 channel to the other ranks that needs no collective, and every group must be closed before the process ends.
@@ -9,6 +9,8 @@ in every step around the two that compute.
 
 Recurrent layers hold weak references to their weights, and a tensor that has such cannot be swapped for another.
 
+Compiled modules: ``module.compile()`` leaves no public trace, and a module is not compiled twice.
+
 The order in which DDP adds gradients up, which a resumed run takes over from the one before:
 
 DDP puts gradients into buckets, and after the first backward pass puts them anew, in the order in which they became
@@ -17,7 +19,7 @@ so that the last bit of a gradient does. The run that was never stopped has had 
 resumed one must not add up its first gradients in another order: so the order is saved, and shown to DDP before.
 
 Source: ``Reducer::rebuild_buckets`` and ``Reducer::push_rebuilt_params`` in torch 2.13's ``reducer.cpp``. That the
-order of this module is taken over is tested.
+order of this module is taken over is tested. Otherwise DDP finds its own order: the last bits may then be others.
 """
 
 from __future__ import annotations
@@ -186,12 +188,43 @@ def without_weak_references(module: torch.nn.Module) -> Iterator[None]:
         >>> layer.weight_ih_l0.sum().item()
         3.0
     """
-    layer: Any = module if isinstance(module, torch.nn.RNNBase) and hasattr(module, "_flat_weight_refs") else None
+    inside = isinstance(module, torch.nn.RNNBase) and hasattr(module, "_init_flat_weights")
+    layer: Any = module if inside and hasattr(module, "_flat_weight_refs") else None
     if layer is not None:
         layer._flat_weight_refs = []  # noqa: SLF001 -- see the module
     yield
     if layer is not None:
         layer._init_flat_weights()  # noqa: SLF001
+
+
+# ---------------------------------------------------------------------- compiled modules
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module is compiled, by ``torch.compile`` or in place; otherwise False: it is compiled anew.
+
+    Ranks: local.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> layer.compile(backend="eager")
+        >>> is_compiled(layer), is_compiled(torch.nn.Linear(1, 1))
+        (True, False)
+    """
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def forget_compiled(module: torch.nn.Module) -> None:
+    """Take off a copy of a module what ``compile`` has bound to the module; otherwise nothing, as there is nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> layer.compile(backend="eager"); forget_compiled(layer); is_compiled(layer)
+        False
+    """
+    vars(module).pop("_compiled_call_impl", None)
 
 
 # ---------------------------------------------------------------------- DDP
@@ -275,7 +308,7 @@ def show_order(module: Any, order: list[int]) -> bool:
         order: numbers of its parameters, as :attr:`GradientOrder.order` has them.
 
     Returns:
-        Whether it was done; False if the order belongs to another module.
+        Whether it was done; False if the order belongs to another module, or DDP is not as expected.
 
     Ranks: collective.
 
@@ -286,7 +319,7 @@ def show_order(module: Any, order: list[int]) -> bool:
         False
     """
     parameters = trained_in(module)
-    if sorted(order) != list(range(len(parameters))):
+    if sorted(order) != list(range(len(parameters))) or not _shows_order(module):
         return False
     if module.static_graph:  # its first backward pass only looks at what is used; the second makes the order
         module.reducer.prepare_for_forward()
@@ -298,6 +331,15 @@ def show_order(module: Any, order: list[int]) -> bool:
     for parameter in parameters:
         parameter.grad = None
     return True
+
+
+def _shows_order(module: Any) -> bool:
+    """Say whether DDP and its reducer have what :func:`show_order` calls and sets."""
+    own, calls = ["reducer", "static_graph"], ["prepare_for_backward"]
+    if getattr(module, "static_graph", False):
+        own.append("_static_graph_delay_allreduce_enqueued")
+        calls += ["prepare_for_forward", "_delay_all_reduce"]
+    return all(hasattr(module, name) for name in own) and all(hasattr(module.reducer, name) for name in calls)
 
 
 def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list[int]) -> None:

@@ -34,7 +34,7 @@ from multiprocessing import resource_tracker, util
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ddpkit.base import rank_if_known
-from ddpkit.compat import own_forkserver
+from ddpkit.compat import kill_when_terminated, own_forkserver
 from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 
 if TYPE_CHECKING:
@@ -472,7 +472,7 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
                 loader.worker_init_fn = init
             for worker in set(multiprocessing.active_children()) - others:
                 _Here.workers.add(worker)
-                worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates hung workers
+                kill_when_terminated(worker)
 
 
 @contextlib.contextmanager

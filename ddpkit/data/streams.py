@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpkit.compat import shuffle_digest
+from ddpkit.compat import is_split_by_node, shuffle_digest
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, summarize
 from ddpkit.data.plan import SamplingPlan, part, require_positive
@@ -422,7 +422,7 @@ def is_sharded(data: Any) -> bool:
     """
     if getattr(data, "is_sharded", False) is True or _is_webdataset(data):
         return True
-    return _comes_from(data, "datasets") and getattr(data, "_distributed", None) is not None
+    return _comes_from(data, "datasets") and is_split_by_node(data)
 
 
 def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:

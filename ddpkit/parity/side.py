@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
@@ -30,7 +31,7 @@ from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training import Feed, counts_of, length_of
+from ddpkit.training import Feed, RunLength, counts_of, length_of
 from ddpkit.types import Stage
 
 
@@ -105,7 +106,11 @@ class Side:
     ) -> None:
         self.brain, self.parts, self.factor = brain, parts, parts.loaders.micro_batches()
         brain.grad_accumulation_factor = self.factor
-        loader = brain._loader(train_set, Stage.TRAIN, loader_kwargs)
+        with parts.loaders.named(Stage.TRAIN):
+            if isinstance(train_set, (DataLoader, LoopedLoader)):
+                loader = parts.loaders.adapt(train_set, Stage.TRAIN)
+            else:
+                loader = brain.make_dataloader(train_set, stage=Stage.TRAIN, **loader_kwargs)
         self.loader: Any = loader.loader if isinstance(loader, LoopedLoader) else loader
         plan: Any = plan_of(self.loader)
         is_known = isinstance(plan, RankBatchSampler)
@@ -116,7 +121,8 @@ class Side:
             )
         self.plan, self.counts, self.num_batches = plan, counts_of(loader), min(len(plan), len(loader))
         self.joins = isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
-        brain._take_length(length_of(loader), self.factor)
+        parts.length = length = RunLength.of(length_of(loader), self.factor, parts.epochs, brain.run_opts)
+        brain.steps_per_epoch, brain.total_steps = length.steps_per_epoch, length.total_steps
         brain.on_fit_start()
         if start is not None:
             own = brain.raw_modules.state_dict()

@@ -127,12 +127,12 @@ class Preflight:
         self.places: list[Place] = []
         self.report: StartReport | None = None
 
-    def compare_ranks(self, call: str, brain: Any) -> None:
+    def compare_ranks(self, call: str, recipe: type) -> None:
         """Compare code, options, model and the place in the script, before anything else is done together.
 
         Args:
             call: ``"fit"`` or ``"evaluate"``, which calls this.
-            brain: its class and its model are compared.
+            recipe: the class of the Brain.
 
         Raises:
             RankMismatchError: on every rank, naming what differs and on which rank.
@@ -148,10 +148,10 @@ class Preflight:
             facts = {
                 "call": f"{call} at {path}",
                 **self.versions,
-                **recipe_facts(type(brain), options.param_file),
+                **recipe_facts(recipe, options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
                 **option_facts(options),
-                **model_facts(brain.modules),
+                **model_facts(self.train_step.modules),
             }
             try:
                 self.places = list(require_agreement(facts, about=place, site=AT_START))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import POSITION, host_name, replacing, stage_of, state_and_start, temporarily
-from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint, safe_load
+from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, safe_load
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, shorten_timeout
 from ddpkit.control import EXIT_DELAY, TIME_LIMIT, SignalListener, failure_notice, signal_named
@@ -30,7 +30,7 @@ from ddpkit.distributed import alone, get_rank, get_world_size, is_distributed_i
 from ddpkit.errors import CheckpointError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
-from ddpkit.run.state import NEVER, NEWEST, RunState, choose_start, modules_not_saved, optimizers_not_saved
+from ddpkit.run.state import NEVER, NEWEST, RunState, Start, choose_start, modules_not_saved, optimizers_not_saved
 from ddpkit.run_opts import OPTION_BY_NAME, parse_duration
 from ddpkit.strategies import batch_norms
 from ddpkit.train_logger import run_event
@@ -178,12 +178,10 @@ class CheckpointPolicy:
         self.rank_state.choose_seed()
         self.run_state.is_recovered_here, self._has_saved = True, False
         if checkpointer is None:
-            self._choose_start()
             yield
             self._end_call()
             return
         with checkpointer.hold_folder(), temporarily(checkpointer, asynchronous=self.options.ckpt_async):
-            self._choose_start()
             try:
                 yield
                 self._end_call()
@@ -209,28 +207,36 @@ class CheckpointPolicy:
         self.rank_state.release(self._fit_loader, keep_end=keep_end)
         self._fit_loader = self.run_state.expected_epoch = None
 
-    def _choose_start(self) -> None:
-        """Decide, once for all ranks, what this call of ``fit`` starts from."""
+    def choose_start(self) -> Start | None:
+        """Decide, once for all ranks, what this call of ``fit`` starts from.
+
+        Returns:
+            The start; None without a checkpointer.
+
+        Raises:
+            CheckpointError: the folder cannot be read, or what was asked for is not there.
+        """
         state, checkpointer = self.run_state, self.checkpointer
         state.calls.number += 1
-        if checkpointer is None:
-            return
-        choose = functools.partial(choose_start, is_first=state.start is None)
-        state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
+        if checkpointer is not None:
+            choose = functools.partial(choose_start, is_first=state.start is None, known=state.states)
+            state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
+        return state.start
 
-    def keep_global_batch(self, *, is_looped: bool) -> None:
+    def keep_global_batch(self, start: Start | None, *, is_looped: bool) -> None:
         """Keep the samples of an optimizer step when a checkpoint of another number of processes is resumed.
 
         With ``auto_micro_batch``, begin with the micro-batches that the checkpoint's run had found.
 
         Args:
+            start: of this call of ``fit``.
             is_looped: whether training has nominal epochs, which count batches.
 
         Raises:
             ConfigError: so many processes cannot take such steps.
         """
         options, state = self.options, self.run_state
-        before = None if state.start is None else state.start.step_plan
+        before = None if start is None else start.step_plan
         if before is not None and before.per_process is not None and options.auto_micro_batch:
             options.micro_batch_size = min(before.per_process, options.micro_batch_size or before.per_process)
             options.grad_accumulation_factor = 1
@@ -252,9 +258,13 @@ class CheckpointPolicy:
     # ------------------------------------------------------------------ recovering
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """Make every recovery, also a recipe's own, use the chosen checkpoint."""
-        checkpointer, start = self.checkpointer, self.run_state.start
+    def starting(self, start: Start | None) -> Iterator[None]:
+        """Make every recovery, also a recipe's own, use the chosen checkpoint.
+
+        Args:
+            start: what was chosen.
+        """
+        checkpointer = self.checkpointer
         if checkpointer is None or start is None:
             yield
             return
@@ -296,9 +306,12 @@ class CheckpointPolicy:
 
     def load_deferred(self) -> None:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
-        calls = self.run_state.calls
-        if self.checkpointer is not None and calls.later is not None and calls.later[1]["fit"] <= calls.number:
-            self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, calls.later[0]))
+        state, later, checkpointer = self.run_state, self.run_state.calls.later, self.checkpointer
+        if checkpointer is None or later is None or later[1]["fit"] > state.calls.number or state.start is None:
+            return
+        found, known = checkpoint_work_on_main(state.find_again, later[0])
+        with temporarily(state, start=replace(state.start, resume=found, state=known)):
+            checkpointer.load_checkpoint(found)
 
     def is_done_before(self, train_loader: Any) -> bool:
         """Return whether this call of ``fit`` is done, because the checkpoint is from a later call.

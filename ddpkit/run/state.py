@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ddpkit.checkpointing import Checkpoint, ckpt_recency
+from ddpkit.checkpointing import Checkpoint, ckpt_recency, read_checkpoint
 from ddpkit.compat import shuffle_digest
 from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, RankBatchSampler, StreamShard, layers
 from ddpkit.dataloader import LoopedLoader, plan_of
@@ -384,7 +384,13 @@ class Start:
     state: Mapping[str, Any] | None = None
 
 
-def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = True) -> Start:
+#: Run states by the directory of their checkpoint and its time: another checkpoint may come to have the same name.
+States = dict[tuple[Path, float], dict[str, Any]]
+
+
+def choose_start(
+    checkpointer: Checkpointer, resume: str, *, is_first: bool = True, known: States | None = None
+) -> Start:
     """Decide what a call of ``fit`` starts from.
 
     When the launcher itself has restarted the run, it goes on with the newest checkpoint of this launch, whatever the
@@ -396,6 +402,7 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
         resume: the option: ``"auto"``, ``"never"`` or the path of a checkpoint.
         is_first: whether it is the first call of this process. For a recipe that recovers something in every call, a
             later one starts from the newest checkpoint, whatever the option says.
+        known: run states that were read before; what is read now is added, so that no file is read twice.
 
     Raises:
         CheckpointError: the folder cannot be read, or holds nothing that is whole; or the path is not a checkpoint.
@@ -409,7 +416,7 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
         'auto'
     """
     found = checkpointer.list_checkpoints()
-    states = {one.path: brain_file_or_nothing(one.path) for one in found}
+    states = _states_of(found, {} if known is None else known)
     trained = [one for one in found if states[one.path].get(EVALUATED) is not True]
     own, chosen = trained or found, None  # where only evaluations have saved, theirs
     if not is_first:
@@ -427,6 +434,12 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
     state = states[chosen.path] if chosen.path in states else brain_file_or_nothing(chosen.path)
     asked = state.get("asked")  # the step plan as the options gave it, before a change for another number of processes
     return Start(chosen, len(found), StepPlan.read(asked if isinstance(asked, Mapping) else state), state or None)
+
+
+def _states_of(found: Iterable[Checkpoint], known: States) -> dict[Path, dict[str, Any]]:
+    keys = [(one.path, ckpt_recency(one)) for one in found]
+    known.update({key: brain_file_or_nothing(key[0]) for key in keys if key not in known})
+    return {key[0]: known[key] for key in keys}
 
 
 def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
@@ -613,6 +626,7 @@ class RunState:
     Attributes:
         calls: of ``fit``.
         start: what the run started from; None before ``fit``.
+        states: run states of checkpoints that this process has read; the main process alone.
         step_plan: what an optimizer step is made of.
         asked_plan: the step plan in the options, if another number of processes had to change it.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
@@ -629,6 +643,7 @@ class RunState:
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.calls = FitCalls()
         self.start: Start | None = None
+        self.states: States = {}
         self.step_plan = StepPlan(None, None)
         self.asked_plan: StepPlan | None = None
         self.recovered: Path | None = None
@@ -698,6 +713,20 @@ class RunState:
         return {**(self._evaluated_state or {}), EVALUATED: True}
 
     # ------------------------------------------------------------------ recovering
+
+    def find_again(self, path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
+        """Return a checkpoint that was recovered before, with its run state if it is still the same one.
+
+        Args:
+            path: its directory.
+
+        Raises:
+            CheckpointError: it cannot be read any more.
+
+        Ranks: main only.
+        """
+        found = read_checkpoint(path)
+        return found, self.states.get((path, ckpt_recency(found)))
 
     def load(self, path: Path, *, end_of_epoch: bool) -> None:
         """Go on from the file; outside of ``fit`` only remember it.

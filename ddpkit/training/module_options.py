@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from ddpkit.compat import is_compiled
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.strategies import NO_CONTEXT, blocks_of, refuse_with
@@ -270,10 +271,9 @@ def _compile_blocks(modules: torch.nn.ModuleDict, options: RunOptions, *, others
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    wrapped = hasattr(module, "_orig_mod")  # torch.compile(module) by the user
     checkpointed = recomputed(module)
     inside = checkpointed is not None and checkpointed.is_compiled
-    return wrapped or inside or getattr(module, "_compiled_call_impl", None) is not None
+    return inside or is_compiled(module)  # torch.compile(module), or module.compile(), by the user
 
 
 def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:

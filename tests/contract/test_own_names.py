@@ -5,6 +5,8 @@ The names that mean something to the Brain are those of the contract and the doc
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -49,7 +51,14 @@ NAMES = """
     teardown tell tell_not_taken test_set timer train train_loader train_set train_step trainer valid_set validate
     watch watchdog weigh weights window world world_size wrap
 """
-PLAUSIBLE = [*NAMES.split(), "_run", "_runner", "_state", "_step", "_parts"]  # such as self._run = wandb.init()
+PRIVATE = """
+    _bar_enabled _check_parity _check_prepared _fit_loaders _fit_result _is_step_limit_reached _loader _parts
+    _plan_steps _prepare_modules _prepare_optimizers _require_no_training _run _run_epochs _runner
+    _scale_learning_rates _state _step _take_length _test_loader
+"""  # such as self._run = wandb.init()
+PLAUSIBLE = [*NAMES.split(), *PRIVATE.split()]
+# docs/porting.md names these, which have one underscore and may be overridden all the same.
+OVERRIDABLE = {"_fit_train", "_fit_valid", "_compile", "_wrap_distributed", "_save", "_recover"}
 
 
 class Line(ddpkit.Brain):
@@ -90,6 +99,13 @@ def test_the_public_names_of_the_brain_are_those_of_the_contract_and_the_documen
     names = {name for name in dir(brain) if not name.startswith("_")}
     assert names - METHODS - ATTRIBUTES - OPTIONS == set()
     assert sum(not name.startswith("_") for name in dir(ddpkit.Brain)) <= 100
+
+
+def test_what_is_no_override_point_has_a_mangled_name():
+    own = {name for name in vars(ddpkit.Brain) if name.startswith("_") and not name.startswith(("__", "_Brain__"))}
+    assert own == OVERRIDABLE
+    page = (Path(__file__).parents[2] / "docs/porting.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in OVERRIDABLE)
 
 
 def test_no_plausible_name_is_one_of_the_contract():

@@ -440,7 +440,7 @@ def count_collectives(factor, cls_name):
     dist.all_to_all_single = counted
     try:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            brain._fit_train(brain._loader(data, Stage.TRAIN, kwargs), 2, enable=False)
+            brain._fit_train(brain.make_dataloader(data, Stage.TRAIN, **kwargs), 2, enable=False)
     finally:
         dist.all_to_all_single = real
     found = Counter({event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")})

@@ -37,6 +37,7 @@ from ddpkit.training import Feed, Progress, Recipe, TrainStep, train_epoch
 
 RANKS = (2, 64, 1024, 16384)
 FSDP_UP_TO = 1024  # a weight of fewer rows than ranks is padded: at 16,384 it takes 13 GB and more than four minutes
+FORMULA = "{} (formula)"
 WIDTH, LAYERS, ROWS = 1024, 12, 8
 STEPS, WARM = 4, 3
 PER_MACHINE, OWN_RANK = 8, 5
@@ -176,6 +177,28 @@ def one_step(strategy: str, ranks: int) -> dict[str, str]:
         dist.destroy_process_group()
 
 
+def fsdp_step(ranks: int) -> dict[str, str]:
+    """Return the cost of a step of FSDP: by simulation, and beyond that by a formula which agrees with it.
+
+    A weight of fewer rows than ranks is padded to a row for each rank, and is gathered and reduced so.
+    """
+    layer = 4 * ranks * -(-WIDTH // ranks) * (WIDTH + 1)  # bytes of a weight and a bias, padded
+    own = 4 * -(-WIDTH // ranks) * (WIDTH + 1)
+    formula = {
+        "collectives": f"{2 * LAYERS} allgather_base, 1 allreduce, {LAYERS} reduce_scatter_base",
+        "MB sent": f"{3 * LAYERS * layer * (ranks - 1) / ranks / MB:.1f}",
+        "MB held between steps": f"{3 * LAYERS * own / MB:.0f}",  # the weights, and AdamW's two states
+    }
+    if ranks > FSDP_UP_TO:
+        # Two layers are gathered, the gradient of one is about to be sent, and one is without its padding.
+        formula["MB at the peak"] = f"{(3 * layer + 4 * WIDTH * (WIDTH + 1)) / MB:.0f}"
+        return {name: FORMULA.format(figure) for name, figure in formula.items()}
+    found = one_step("fsdp", ranks)
+    if formula.items() - found.items():
+        raise RuntimeError(f"on {ranks} ranks {found}, and the formula gives {formula}")
+    return found
+
+
 class CountedStore:
     """Passes on to a store; counts calls and bytes."""
 
@@ -257,7 +280,7 @@ def main() -> None:
         found = {
             "DDP, per step": one_step("ddp", number),
             "ZeRO-1, per step": one_step("zero1", number),
-            "FSDP, each layer a block, per step": one_step("fsdp", number) if number <= FSDP_UP_TO else {},
+            "FSDP, each layer a block, per step": fsdp_step(number),
             "virtual ranks, a shard on each rank, per step": one_step("virtual_ranks", number),
             "store, per second": heartbeats(number),
             f"plan of {SAMPLES:.0e} samples": plan(number),

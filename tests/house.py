@@ -147,6 +147,14 @@ def private_reaches() -> int:
     return sum(source_of(path).count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
 
 
+def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules that a statement imports or imports from, ``from ddpkit import run`` as ``ddpkit.run``."""
+    if isinstance(node, ast.Import) or node.module == "ddpkit":
+        prefix = "ddpkit." if isinstance(node, ast.ImportFrom) else ""
+        return [prefix + one.name for one in node.names]
+    return [node.module or ""]
+
+
 STATE_MAKERS = {"ContextVar", "ExitStack", "Lock", "RLock", "SimpleNamespace", "WeakKeyDictionary", "WeakSet", "deque"}
 CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "setdefault", "update"}
 

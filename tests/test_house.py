@@ -202,6 +202,24 @@ def test_what_changes_belongs_to_an_object_or_is_known_to_belong_to_the_process(
     assert found == set(PROCESS_STATE), "give it to an object, or to Runtime if it belongs to a process group"
 
 
+# Imports of a package from tests that do not stand beside it, but in a folder of promises. None may be added.
+MOST_LOOKS_INSIDE = {"contract": 6, "examples": 0, "faults": 12, "golden": 0, "gpu": 2, "ranks": 37, "unit": 9}
+
+
+@pytest.mark.parametrize("folder", MOST_LOOKS_INSIDE)
+def test_tests_of_promises_use_the_face(folder):
+    inside = {one.name for one in FOLDERS} - {"cli"}  # commands are for users
+    seen = [
+        f"{named(path)}: {name}"
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+        for node in house.nodes_of(path)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in house.imported_names(node)
+        if name.startswith("ddpkit.") and name.split(".")[1] in inside
+    ]
+    assert len(seen) == MOST_LOOKS_INSIDE[folder], "fewer? lower the number; more? use the face:\n" + "\n".join(seen)
+
+
 def test_only_commands_print_or_exit(sources):
     wrong = [
         f"{named(path)}:{node.lineno}: {ast.unparse(node.func)}(...)"

@@ -60,10 +60,6 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible"]
 
 logger = get_logger(__name__)
 
-# default process group -> {backend: its group for statistics}. Nothing here keeps a group alive: one that outlives
-# `destroy_process_group` makes some torch versions abort at exit.
-_statistics_groups: weakref.WeakKeyDictionary[Any, dict[str | None, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation with training statistics over the rows of all ranks.
@@ -422,9 +418,9 @@ def _statistics_group(device: torch.device) -> Any:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     backend = "gloo" if device.type == "cpu" and dist.is_gloo_available() else None
-    groups = _statistics_groups.setdefault(dist.group.WORLD, {})
-    group = groups[backend]() if backend in groups else None
+    runtime = get_runtime()
+    group = runtime.statistics_groups[backend]() if backend in runtime.statistics_groups else None
     if group is None:
-        group = dist.new_group(backend=backend, timeout=get_runtime().timeout)
-        groups[backend] = weakref.ref(group)
+        group = dist.new_group(backend=backend, timeout=runtime.timeout)
+        runtime.statistics_groups[backend] = weakref.ref(group)
     return group

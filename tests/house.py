@@ -147,6 +147,46 @@ def private_reaches() -> int:
     return sum(source_of(path).count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
 
 
+def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules that a statement imports or imports from, ``from ddpkit import run`` as ``ddpkit.run``."""
+    if isinstance(node, ast.Import) or node.module == "ddpkit":
+        prefix = "ddpkit." if isinstance(node, ast.ImportFrom) else ""
+        return [prefix + one.name for one in node.names]
+    return [node.module or ""]
+
+
+STATE_MAKERS = {"ContextVar", "ExitStack", "Lock", "RLock", "SimpleNamespace", "WeakKeyDictionary", "WeakSet", "deque"}
+CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+def process_state(path: Path) -> set[str]:
+    """Names in a module whose values change while a process runs, or the classes whose attributes do.
+
+    Found are: ``global``; attributes of a class of the module that are set by the class's name; in its body or that of
+    a class, a container that the module changes, an object of a class of the module, and one of ``STATE_MAKERS``.
+    """
+    nodes = nodes_of(path)
+    classes = {node.name: node for node in nodes[0].body if isinstance(node, ast.ClassDef)}
+    targets = [one for node in nodes for one in getattr(node, "targets", [getattr(node, "target", None)])]
+    calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    changed = {ast.unparse(one.value) for one in targets if isinstance(one, ast.Subscript)}
+    changed |= {ast.unparse(one.value) for one in calls if one.attr in CHANGES}
+    found = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    found |= {ast.unparse(one.value) for one in targets if isinstance(one, ast.Attribute)} & set(classes)
+
+    def lasts(name: str, value: ast.expr, owner: str) -> bool:
+        names = {f"{one}.{name}" for one in (owner, "cls", "self")} if owner else {name}
+        made = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+        is_container = isinstance(value, (ast.Dict, ast.List, ast.Set))
+        return made in STATE_MAKERS | set(classes) or (is_container and bool(names & changed))
+
+    for owner, body in [("", nodes[0].body), *((name, one.body) for name, one in classes.items())]:
+        given = [node for node in body if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None]
+        names = {ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target): node for node in given}
+        found |= {owner or name for name, node in names.items() if lasts(name, node.value, owner)}
+    return {f"{module_name(path).removeprefix('ddpkit.')}.{name}" for name in found}
+
+
 def layers() -> int:
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
     return sum(line.strip().startswith('"') for line in contract.splitlines())

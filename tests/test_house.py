@@ -168,6 +168,58 @@ def test_modules_import_from_modules_and_not_from_the_package(sources):
     assert not wrong, "\n".join(wrong)
 
 
+# What belongs to a process, and so to no Brain and no process group. Everything else that changes is in an object.
+PROCESS_STATE = {
+    "augmentation._NOW": "which sample this process, a loader's worker perhaps, is loading",
+    "augmentation._STREAMS": "the global random streams, seen from outside",
+    "base.rank.POSITION": "where this process is; told after its death",
+    "base.rank.PROCESS": "how this process came to be, and who hears of its failure: there before any group",
+    "checkpointing.async_save.BackgroundSave": "threads that write: a second checkpointer on the folder waits for them",
+    "checkpointing.storage._HELD": "locks of folders, which a process has once",
+    "checkpointing.storage._MUTEX": "guards them",
+    "checkpointing.storage.FILES": "the file operations, a stand-in in tests of faults; holds nothing",
+    "checkpoints.Checkpointer": "load_mode, by a function of SpeechBrain's that means the whole process",
+    "comm.mailbox._runtime": "the one Runtime, of the default process group",
+    "compat.forkservers._MUTEX": "guards a function of multiprocessing",
+    "compat.forkservers._SERVERS": "forkservers belong to the process that has started them",
+    "control.signals._Here": "loader workers belong to the process that has started them",
+    "control.signals._Listeners": "signal handlers belong to a process",
+    "control.watchdog.EXIT_DELAY": "holds back the end of this process",
+    "distributed._alone": "of a thread or task: whether other ranks run this code",
+    "distributed._lately_used": "tensors that no thread may delete before a fork, whatever their group",
+    "experiment._CLAIMED": "the folder of this process's run",
+    "logger._UNDO": "logging belongs to a process",
+    "metrics._Stages": "the present stage, for metrics that are made anywhere",
+    "optim._own_rates": "of optimizers, for as long as each lives",
+    "optim._scalings": "of optimizers, for as long as each lives",
+    "run_opts._READ": "what was on this process's command line",
+    "train_logger.Current": "the log of the present run, for events from anywhere",
+}
+
+
+def test_what_changes_belongs_to_an_object_or_is_known_to_belong_to_the_process():
+    found = set().union(*map(house.process_state, FILES))
+    assert found == set(PROCESS_STATE), "give it to an object, or to Runtime if it belongs to a process group"
+
+
+# Imports of a package from tests that do not stand beside it, but in a folder of promises. None may be added.
+MOST_LOOKS_INSIDE = {"contract": 6, "examples": 0, "faults": 12, "golden": 0, "gpu": 2, "ranks": 37, "unit": 9}
+
+
+@pytest.mark.parametrize("folder", MOST_LOOKS_INSIDE)
+def test_tests_of_promises_use_the_face(folder):
+    inside = {one.name for one in FOLDERS} - {"cli"}  # commands are for users
+    seen = [
+        f"{named(path)}: {name}"
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+        for node in house.nodes_of(path)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in house.imported_names(node)
+        if name.startswith("ddpkit.") and name.split(".")[1] in inside
+    ]
+    assert len(seen) == MOST_LOOKS_INSIDE[folder], "fewer? lower the number; more? use the face:\n" + "\n".join(seen)
+
+
 def test_only_commands_print_or_exit(sources):
     wrong = [
         f"{named(path)}:{node.lineno}: {ast.unparse(node.func)}(...)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -48,11 +49,14 @@ class Way:
 
     @contextlib.contextmanager
     def followed(self):
+        """Follow this thread, and those that it starts."""
+        threading.setprofile(self.follow)
         sys.setprofile(self.follow)
         try:
             yield
         finally:
             sys.setprofile(None)
+            threading.setprofile(None)
 
     @property
     def modules(self):
@@ -77,12 +81,13 @@ class Followed(Regression):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         with self.way.followed() if self.what == "save" else contextlib.nullcontext():
             self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
+            self.checkpointer.wait()
 
 
-def follow(folder, what, epochs=1):
+def follow(folder, what, epochs=1, **options):
     net, counter = linear(), EpochCounter(epochs)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
-    brain = Followed({"net": net}, sgd(), None, {**QUIET, "ckpt_async": False}, checkpointer)
+    brain = Followed({"net": net}, sgd(), None, {**QUIET, "ckpt_async": False, **options}, checkpointer)
     brain.what, brain.way = what, Way()
     with brain.way.followed() if what == "resume" else contextlib.nullcontext():
         brain.fit(counter, points(12), train_loader_kwargs=LOADING)
@@ -156,16 +161,18 @@ def test_a_resume_in_the_second_of_two_calls_reads_each_checkpoint_once(tmp_path
     assert way.functions["run.state", "read_brain_file"] == 3
 
 
-def save_of_rank_0(folder):
+def save_of_rank_0(folder, is_async):
     BackgroundSave.threads.clear()  # those of other tests of this process
-    follow(folder / "before", "save")  # the first save of a process loads YAML, by way of the package's lazy names
+    # The first save of a process loads YAML, by way of the lazy names of the package.
+    follow(folder / "before", "save", ckpt_async=is_async)
     gc.collect()
-    way = follow(folder / "then", "save")
+    way = follow(folder / "then", "save", ckpt_async=is_async)
     return way if dist.get_rank() == 0 else None
 
 
-def test_a_save_of_three_ranks(ranks, tmp_path):
-    """With what is saved: the Brain, the counter, the loader, and what each rank has of its own."""
-    way = ranks.run(save_of_rank_0, tmp_path, world_size=3)[0]
+@pytest.mark.parametrize("is_async", [True, False], ids=["in the background", "at once"])
+def test_a_save_of_three_ranks(ranks, tmp_path, is_async):
+    """With what is saved: the Brain, the counter, the loader, and what each rank has of its own; with its thread."""
+    way = ranks.run(save_of_rank_0, tmp_path, is_async, world_size=3)[0]
     assert way.modules >= SAVED
     check(way, 22)

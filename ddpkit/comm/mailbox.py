@@ -365,6 +365,7 @@ class Runtime:
         watchdog: sees to it that nothing hangs; None: there is none.
         timeout: how long the group's collectives wait at its start; None: it does not say.
         control_group: gives the gloo group for small CPU tensors, if it is still there.
+        statistics_groups: give by backend the groups for the statistics of batch norm, if they are still there.
         machine: number of this process's machine, and the ranks on it; None unless they had to tell each other, for
             want of a launcher.
         is_guarded: whether the group's end and its failures are told to the other ranks.
@@ -385,6 +386,7 @@ class Runtime:
         # process would abort at exit.
         self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self.statistics_groups: dict[str | None, Callable[[], Any]] = {}
         self.timeout = timeout_of(dist.group.WORLD)
         self.machine: tuple[int, tuple[int, ...]] | None = None
         self.is_guarded = self.hosts_store = self.is_over = self.has_left = False

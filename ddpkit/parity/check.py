@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -28,6 +28,10 @@ from ddpkit.parity.causes import Diagnosis
 from ddpkit.parity.side import Side
 from ddpkit.strategies import refuse_shared_parameters
 
+if TYPE_CHECKING:
+    from ddpkit.brain import Brain
+    from ddpkit.run import Run
+
 logger = get_logger(__name__)
 
 STEPS = 3  # that are compared: the first ones of an epoch, and its last
@@ -35,7 +39,7 @@ SHOWN_LINES = 30  # of what ranks that failed have said
 RANDOM_SEED = 1000  # plus the rank
 
 
-def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> NoReturn:
+def check_parity(brain: Brain, parts: Run, train_set: Any, loader_kwargs: Mapping[str, Any]) -> NoReturn:
     """Compare the gradients of several processes with those of one, or record them in such a process; then end it.
 
     Args:
@@ -59,11 +63,12 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
             side = Side(brain, parts, train_set, loader_kwargs, start)
             torch.save(record(side), folder / f"rank{get_rank()}.pt")
     else:
-        require_one_process(brain.check_parity)
+        world_size = brain.run_opts["check_parity"]
+        require_one_process(world_size)
         refuse_shared_parameters(brain.modules)
         with parts.stages.session(getattr(brain.hparams, "output_folder", "results")):
             side = Side(brain, parts, train_set, loader_kwargs)
-            report = Diagnosis(side, _run_ranks(brain.check_parity, try_step(side))).report()
+            report = Diagnosis(side, _run_ranks(world_size, try_step(side))).report()
         if not report.holds:
             raise ParityError(str(report))
         logger.announce("%s", report)

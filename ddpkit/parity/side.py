@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ from ddpkit.metrics import counted_by
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Feed, RunLength, counts_of, length_of
 from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from ddpkit.brain import Brain
+    from ddpkit.run import Run
 
 
 @dataclass
@@ -98,8 +102,8 @@ class Side:
 
     def __init__(
         self,
-        brain: Any,
-        parts: Any,
+        brain: Brain,
+        parts: Run,
         train_set: Any,
         loader_kwargs: Mapping[str, Any],
         start: Mapping[str, Any] | None = None,
@@ -139,9 +143,10 @@ class Side:
         self.norm_layers = {n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
         self._state = list(_state(brain.raw_modules))
         self.done = brain.progress.optimizer_step
-        brain.optimizers_step = self._step
-        brain.on_fit_batch_end = lambda *_: None  # schedules and logs follow a step, and none is made
-        self.optimizers = list(parts.train_step.named_optimizers().values())
+        replaced: Any = brain
+        replaced.optimizers_step = self._step
+        replaced.on_fit_batch_end = lambda *_: None  # schedules and logs follow a step, and none is made
+        self.optimizers: list[Any] = list(parts.train_step.named_optimizers().values())
         for one in self.optimizers:
             one.step = functools.partial(self._keep, [one], 1.0)
 

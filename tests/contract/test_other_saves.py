@@ -10,15 +10,14 @@ import signal
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.utils.data import IterableDataset
 
-from ddpkit.base import load_plain_yaml
 from ddpkit.checkpointing import FolderLock
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.data.stream_position import Reading
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
-from ddpkit.run.state import read_brain_file
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
@@ -68,8 +67,12 @@ def run(folder, **options):
     return brain
 
 
+def saved_by(brain):
+    return yaml.safe_load((brain.checkpointer.find_checkpoint().path / "brain.ckpt").read_text())
+
+
 def metas(folder):
-    return [load_plain_yaml((path / "CKPT.yaml").read_text()) for path in sorted(folder.glob("CKPT*"))]
+    return [yaml.safe_load((path / "CKPT.yaml").read_text()) for path in sorted(folder.glob("CKPT*"))]
 
 
 def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
@@ -338,7 +341,7 @@ def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_o
         brain = Rating({"net": net}, sgd(lr=lr), None, QUIET, Checkpointer(tmp_path, {"net": net, "counter": counter}))
         with caplog.at_level(logging.WARNING):
             brain.fit(counter, points(6), points(5))
-        (group,) = read_brain_file(brain.checkpointer.find_checkpoint().path)["settings"]["opt_class"]
+        (group,) = saved_by(brain)["settings"]["opt_class"]
         return group["lr"], "(lr 0.1 -> 0.5)" in caplog.text
 
     assert start(0.1, 1) == (0.1, False)
@@ -360,7 +363,7 @@ def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_scri
         brain = Forgetful({"net": net}, sgd(lr=lr), None, QUIET, checkpointer)
         with caplog.at_level(logging.WARNING):
             brain.fit(counter, points(6), points(5))
-        return brain.optimizer.param_groups[0]["lr"], read_brain_file(checkpointer.find_checkpoint().path)["settings"]
+        return brain.optimizer.param_groups[0]["lr"], saved_by(brain)["settings"]
 
     assert start(0.1, 1) == (0.1, {})
     assert start(0.5, 2) == (0.5, {})

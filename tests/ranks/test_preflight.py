@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 from ddpkit import distributed
 from ddpkit.base import host_name
 from ddpkit.brain import run_of
-from ddpkit.comm.agreement import own_place
+from ddpkit.comm import agreement
 from ddpkit.distributed import exchange
 from ddpkit.run import preflight
-from ddpkit.run.preflight import StartReport
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
 
@@ -65,7 +64,7 @@ def test_f14_another_model(ranks, world, odd):
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_model, odd, world_size=world, timeout=LIMIT_SECONDS)
     assert_told(outcomes, "(1, 3) torch.float32 trained on " + most, "(1, 4) torch.float32 trained on " + one)
-    assert f"rank {odd} is on {own_place().split(' ', maxsplit=1)[0]} (pid " in outcomes[0].error
+    assert f"rank {odd} is on {agreement.own_place().split(' ', maxsplit=1)[0]} (pid " in outcomes[0].error
 
 
 def two_paths(odd):
@@ -204,17 +203,15 @@ def counted():
         calls.append(site)
         return real(value, site)
 
-    import ddpkit.comm.agreement
-
-    ddpkit.comm.agreement.exchange = count
+    agreement.exchange = count
     # Ranks of the pool may have imported other files, which is looked at in detail and no difference.
-    code_facts, ddpkit.comm.agreement.code_facts = ddpkit.comm.agreement.code_facts, dict
+    code_facts, agreement.code_facts = agreement.code_facts, dict
     try:
         brain = make()
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
     finally:
-        ddpkit.comm.agreement.exchange, ddpkit.comm.agreement.code_facts = real, code_facts
+        agreement.exchange, agreement.code_facts = real, code_facts
     return (
         calls.count(preflight.AT_START),
         sum(site is not None and "detail" in site for site in calls),
@@ -313,7 +310,7 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     clipped = "epoch 1: the gradients of 2 of 2 optimizer steps were clipped to norm 5.0 (--max_grad_norm)."
     assert rest[0] == clipped, run.err
     assert [line.partition(":")[0] for line in rest[1:]] == ["A checkpointer was given and fit has saved nothing"]
-    host = own_place().split()[0]
+    host = agreement.own_place().split()[0]
     assert {name: row for name, row in found["Training"].items() if name != "versions"} == {
         "launcher": f"torchrun, 2 processes on {host}",
         "devices": "2 x cpu (1 thread), backend gloo",
@@ -353,7 +350,8 @@ def strategies_told(given):
     for options in given:
         brain = make(net=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(), **options)
         brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
-        told.append((run_of(brain).preflight.report or StartReport()).said)
+        report = run_of(brain).preflight.report
+        told.append({} if report is None else report.said)
     return [(rows.get("strategy"), rows.get("batch norm")) for rows in told]
 
 
@@ -476,7 +474,7 @@ def test_f14_two_versions_of_a_recipe(tmp_path, what, when, line):
         tail = run.tail(6)
         assert f"{line}" in tail
         assert " on rank 0; " in tail
-        assert f"rank 0 is on {own_place().split()[0]} (pid {runs[0].process.pid})" in tail
+        assert f"rank 0 is on {agreement.own_place().split()[0]} (pid {runs[0].process.pid})" in tail
         assert tail.endswith("Start every rank with the same script, the same command line and the same data.")
         assert run.seconds < 20 * PATIENCE
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ddpkit.base import dump_plain_yaml, load_plain_yaml
+from ddpkit.checkpointing import Checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
-from ddpkit.run.state import EVALUATED, choose_start, modules_not_saved, optimizer_settings
+from ddpkit.run.state import BRAIN_FILE, EVALUATED, _states_of, choose_start, modules_not_saved, optimizer_settings
 
 
 class Brain:
@@ -185,3 +186,12 @@ def test_settings_of_every_group_are_plain_values():
     assert (now["b"][0]["class"], now["b"][0]["betas"], "params" in now["b"][0]) == ("Adam", [0.9, 0.999], False)
     assert load_plain_yaml(dump_plain_yaml(now)) == now
     assert optimizer_settings({"own": object()}) == {"own": []}
+
+
+def test_a_file_is_read_once_unless_another_checkpoint_has_taken_its_name(tmp_path):
+    known, first, then = {}, Checkpoint(tmp_path, {"unixtime": 1.0}, {}), Checkpoint(tmp_path, {"unixtime": 2.0}, {})
+    (tmp_path / BRAIN_FILE).write_text("step: 1")
+    assert _states_of([first], known) == {tmp_path: {"step": 1}}
+    (tmp_path / BRAIN_FILE).write_text("step: 2")
+    assert _states_of([first], known) == {tmp_path: {"step": 1}}
+    assert _states_of([then], known) == {tmp_path: {"step": 2}}

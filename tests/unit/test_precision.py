@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from ddpkit.errors import ConfigError
-from ddpkit.precision import AMPConfig, Precision, TorchAutocast, _infer_device_type, fwd_default_precision
+from ddpkit.precision import AMPConfig, Precision, TorchAutocast, fwd_default_precision
 
 BF16 = torch.bfloat16
 
@@ -127,9 +128,10 @@ def test_fwd_default_precision():
     assert Module.forward.__name__ == "forward"
 
 
-def test_device_type_of_the_arguments():
-    meta = torch.ones(1, device="meta")
-    assert _infer_device_type(1, None) == "cpu"
-    assert _infer_device_type(torch.nn.Linear(1, 1, device="meta")) == "meta"
-    assert _infer_device_type(torch.nn.Linear(1, 1, device="meta"), torch.ones(1)) == "cpu"
-    assert _infer_device_type("a", {"x": [1, meta]}) == "meta"
+def test_autocast_is_asked_of_the_device_of_the_arguments(monkeypatch):
+    asked, layer, meta = [], nn.Linear(1, 1, device="meta"), torch.ones(1, device="meta")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: asked.append(kind) or False)
+    forward = fwd_default_precision(lambda *values: None)
+    for values in [(1, None), (layer,), (layer, torch.ones(1)), ("a", {"x": [1, meta]})]:
+        forward(*values)
+    assert asked == ["cpu", "meta", "cpu", "meta"]

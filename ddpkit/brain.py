@@ -70,7 +70,10 @@ def _part(path: str, doc: str) -> Any:
 
     def write(self: Brain, value: Any) -> None:
         if _can_write(self, value):
-            setattr(find(self), name, value)
+            part = find(self)
+            if part is self.progress:
+                part.look()  # at a step that is open, which would count after this
+            setattr(part, name, value)
 
     return property(operator.attrgetter(path), write, doc=doc)
 
@@ -244,6 +247,9 @@ class Brain(_Typed):
         for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
             if vars(cls).get(name, "") is None:  # "not made yet": it would hide what the parts of the run hold
                 delattr(cls, name)
+        if taken := sorted(name for name in vars(cls) if name.startswith("_Brain__") and name in vars(Brain)):
+            names = ", ".join(name.removeprefix("_Brain") for name in taken)
+            raise ConfigError(f"{cls.__module__}: a class named Brain cannot define {names}: rename the class.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpkit.base import is_sharded, local_part
-from ddpkit.compat import multiply_all, norm_of_all
+from ddpkit.compat import multiply_all, norm_of_all, watches_all_steps
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DdpkitError
 from ddpkit.logger import get_logger
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from ddpkit.training import BatchSizes
 
 __all__ = [
+    "LateStep",
     "LrScaling",
     "Schedule",
+    "StepCounters",
     "StepResult",
     "drop_nonfinite",
     "gradients",
@@ -49,15 +52,19 @@ __all__ = [
     "make_schedule",
     "own_gradients",
     "rm_vector_weight_decay",
+    "take_late_step",
     "take_step",
     "zero_gradients",
 ]
 
 logger = get_logger(__name__)
 
-WITH_FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+UNASKED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW)  # are fused without being asked for it
+WITH_FUSED: tuple[Any, ...] = (*UNASKED, torch.optim.SGD)
 WIDE = (torch.float32, torch.float64)
 GPUS = ("cuda",)  # kinds of devices that fused kernels are used on unasked, and that are not waited for
+_COUNTERS = ("optimizer_step", "nonfinite", "clipped")
+_looking = threading.RLock()  # a thread of the recipe, or of autograd, may look at a step, too
 # Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
 _scalings: weakref.WeakKeyDictionary[Optimizer, LrScaling] = weakref.WeakKeyDictionary()
 # Of optimizers inside of a step, or after one that failed: the recipe's rates.
@@ -151,21 +158,24 @@ class StepCounters:
         Args:
             follow: called once, before a counter is read: counts the step, or counts it as skipped.
         """
-        self.follow = follow
-        for name in ("optimizer_step", "nonfinite", "clipped"):
-            self._aside[name] = self.__dict__.pop(name)
+        with _looking:
+            self.follow = follow
+            for name in _COUNTERS:
+                self._aside[name] = self.__dict__.pop(name)
 
     def look(self) -> None:
         """Look at the step that is open, if one is. An error waits for :meth:`settle`: this rank may look alone."""
-        follow, self.follow = self.follow, None
-        if follow is None:
-            return
-        self.__dict__.update(self._aside)
-        self._aside.clear()
-        try:
-            follow()
-        except DdpkitError as error:
-            self.error = error
+        with _looking:
+            if self.follow is None:
+                return
+            self.__dict__.update(self._aside)
+            self._aside.clear()
+            try:
+                self.follow()
+            except DdpkitError as error:
+                self.error = error
+            finally:
+                self.follow = None
 
     def settle(self) -> None:
         """Look at the step that is open, where all ranks do.
@@ -180,14 +190,25 @@ class StepCounters:
         if error is not None:
             raise error
 
+    def settled_step(self) -> int:
+        """Settle, and return the updates since the run began."""
+        self.settle()
+        return self.optimizer_step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: counters that no open step is missing from."""
+        self.look()
+        return {**vars(self), "_aside": {}}
+
     if not TYPE_CHECKING:  # else mypy would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
             """Look first at the step that is open, whose counters are not there."""
-            if name not in self.__dict__.get("_aside", ()):
+            if name in _COUNTERS:
+                self.look()
+            if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            self.look()
-            return getattr(self, name)
+            return self.__dict__[name]
 
 
 def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -328,13 +349,15 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
     """
     kinds = {(one.__class__, one.dtype, one.device, one.layout) for one in found}
     kind, dtype, _, layout = kinds.pop() if len(kinds) == 1 else (None, None, None, None)
-    if kind is not torch.Tensor or dtype not in WIDE or layout is not torch.strided:
+    if kind is not torch.Tensor or dtype not in WIDE or layout is not torch.strided or watches_all_steps():
         return False
     for optimizer in optimizers:
         parts = vars(optimizer)
         hooks = [parts.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-        is_wrapped = "step" in parts and not hasattr(parts["step"], "_wrapped_by_lr_sched")  # torch's schedulers do
-        if type(optimizer) not in WITH_FUSED or is_wrapped or any(hooks):
+        own = parts.get("step")
+        inner = own.__wrapped__ if hasattr(own, "_wrapped_by_lr_sched") else None  # torch's schedulers wrap it
+        is_plain = own is None or inner is type(optimizer).step
+        if type(optimizer) not in WITH_FUSED or any(hooks) or not is_plain:
             return False
         for group in optimizer.param_groups:
             kept = "exp_avg" if "betas" in group else "momentum_buffer" if group["momentum"] else ""
@@ -398,7 +421,7 @@ def make_optimizer(
 ) -> Optimizer:
     """Call a recipe's ``opt_class`` with all parameters; one that is frozen may be unfrozen later.
 
-    torch's Adam and AdamW, and SGD without momentum, are called with ``fused=True`` if all parameters are on a GPU.
+    torch's Adam and AdamW are called with ``fused=True`` if all parameters are on a GPU.
 
     Args:
         opt_class: returns an optimizer.
@@ -436,12 +459,10 @@ def make_optimizer(
 def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
     """Say whether torch's fused kernel does what its others do; not if the recipe has chosen one of them.
 
-    With momentum, SGD's raises an error for a parameter whose first gradient comes later than another's (torch 2.13).
+    SGD's takes no sparse gradients, and with momentum none that come later than another's (torch 2.13).
     """
     kind, given = getattr(opt_class, "func", opt_class), getattr(opt_class, "keywords", {})
-    if kind not in WITH_FUSED or given.keys() & {"fused", "foreach", "capturable", "differentiable", "momentum"}:
-        return False
-    if any(getattr(part, "sparse", False) is True for part in modules.modules()):
+    if kind not in UNASKED or given.keys() & {"fused", "foreach", "capturable", "differentiable"}:
         return False
     return all(
         type(one) is torch.nn.Parameter and one.device.type in GPUS and one.dtype in WIDE

@@ -190,6 +190,7 @@ PROCESS_STATE = {
     "experiment._CLAIMED": "the folder of this process's run",
     "logger._UNDO": "logging belongs to a process",
     "metrics._Stages": "the present stage, for metrics that are made anywhere",
+    "optim._looking": "a lock: any thread may look at a step",
     "optim._own_rates": "of optimizers, for as long as each lives",
     "optim._scalings": "of optimizers, for as long as each lives",
     "run_opts._READ": "what was on this process's command line",

@@ -23,5 +23,6 @@ from ddpkit.compat.torch_inside import (
     show_order as show_order,
     timeout_of as timeout_of,
     waits_for_gradients as waits_for_gradients,
+    watches_all_steps as watches_all_steps,
     without_weak_references as without_weak_references,
 )

@@ -25,6 +25,7 @@ order of this module is taken over is tested. Otherwise DDP finds its own order:
 from __future__ import annotations
 
 import contextlib
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,19 @@ def without_weak_references(module: torch.nn.Module) -> Iterator[None]:
     yield
     if layer is not None:
         layer._init_flat_weights()  # noqa: SLF001
+
+
+def watches_all_steps() -> bool:
+    """Return whether hooks are registered for the steps of all optimizers; otherwise, or if unknown, False.
+
+    Ranks: local.
+
+    Example:
+        >>> watches_all_steps()
+        False
+    """
+    inside = vars(sys.modules[torch.optim.Optimizer.__module__])
+    return any(inside.get(f"_global_optimizer_{when}_hooks") for when in ("pre", "post"))
 
 
 # ---------------------------------------------------------------------- compiled modules

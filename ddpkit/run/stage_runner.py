@@ -21,7 +21,7 @@ from ddpkit.distributed import (
     start_sum_over_ranks,
     sum_over_ranks,
 )
-from ddpkit.errors import BatchError, ConfigError, RunStopped
+from ddpkit.errors import BatchError, ConfigError, DdpkitError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
@@ -431,7 +431,8 @@ class StageRunner:
         try:
             yield
         except RuntimeError as error:
-            if self.train_step.strategy.same_bits and "deterministic" in str(error):
+            is_torchs = not isinstance(error, DdpkitError) and "deterministic" in str(error)
+            if self.train_step.strategy.same_bits and is_torchs:
                 raise ConfigError(NOT_DETERMINISTIC.format(self.options.virtual_ranks, error)) from error
             raise
 

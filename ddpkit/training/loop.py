@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit import optim
-from ddpkit.base import temporarily
 from ddpkit.control import Requests, start_loading
 from ddpkit.device import widest_float
 from ddpkit.distributed import sum_exactly, sum_over_ranks
@@ -225,19 +224,21 @@ class Progress(optim.StepCounters):
         made = self.optimizer_step - self.began_at
         return self.clipped / made if made else 0.0
 
-    def count_skipped(self, norm: float, patience: int | None) -> None:
+    def count_skipped(self, norm: float, patience: int | None, step: int | None = None) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
 
         Args:
             norm: equal on all ranks, so all ranks count and give up alike.
             patience: how many of them an epoch may have; None: this rank alone has such gradients, and steps with
                 zeros.
+            step: the batch of the step; None: the present one.
 
         Raises:
             NonFiniteLossError: one more than that.
         """
         self.nonfinite += 1
-        where = f"epoch {self.epoch}, batch {self.step}, after optimizer step {self.optimizer_step}"
+        batch = self.step if step is None else step
+        where = f"epoch {self.epoch}, batch {batch}, after optimizer step {self.optimizer_step}"
         if patience is None:
             words = "The gradients of this rank are not finite (norm=%s); it steps with zeros: %s."
             logger.warning(words, norm, where)
@@ -325,7 +326,7 @@ def train_epoch(
                 on_window()
             if progress.step >= sync.due:
                 on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()))
-            if stop_at < math.inf and progress.optimizer_step >= stop_at:
+            if stop_at < math.inf and progress.settled_step() >= stop_at:
                 return
 
 
@@ -771,7 +772,7 @@ class TrainStep:
         if progress.window.closes:
             progress.window_end = progress.step
         follow = self._follow_step if result.stepped else self._follow_skipped
-        follow(optimizers, multiplier, result)
+        follow(optimizers, multiplier, result, progress.step)
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
         """Step without a wait for the GPU, if that can be; look at it at once where something follows each step."""
@@ -865,10 +866,11 @@ class TrainStep:
         """Do what follows a step, in a later batch than that of the step."""
         result = late.result()
         follow = self._follow_step if result.stepped else self._follow_skipped
-        with temporarily(self.progress, step=step):
-            follow(optimizers, multiplier, result)
+        follow(optimizers, multiplier, result, step)
 
-    def _follow_skipped(self, _: list[torch.optim.Optimizer], multiplier: Any, result: optim.StepResult) -> None:
+    def _follow_skipped(
+        self, _: list[torch.optim.Optimizer], multiplier: Any, result: optim.StepResult, step: int
+    ) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
         scaler = self._active_scaler
         if result.norm < 0:  # by the multiplier's sign
@@ -882,13 +884,15 @@ class TrainStep:
             )
         elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more the scale is to blame, and has been lowered
             self.strategy.forget_errors()
-            self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
+            self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
 
-    def _follow_step(self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult) -> None:
+    def _follow_step(
+        self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult, step: int
+    ) -> None:
         """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
         self.progress.clipped += result.clipped
         if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients
-            self.progress.count_skipped(result.norm, None)
+            self.progress.count_skipped(result.norm, None, step)
         self.progress.optimizer_step += 1
         if self.ema is not None:
             self.ema.update()

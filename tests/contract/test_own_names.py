@@ -14,6 +14,7 @@ from torch import nn
 import ddpkit
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RUN_OPTIONS, RunOptions
 
 # What a recipe overrides or calls. Everything else on the Brain is private.
@@ -106,6 +107,12 @@ def test_what_is_no_override_point_has_a_mangled_name():
     assert own == OVERRIDABLE
     page = (Path(__file__).parents[2] / "docs/porting.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in OVERRIDABLE)
+
+
+def test_a_recipe_named_brain_cannot_replace_a_step_of_fit_either():
+    with pytest.raises(ConfigError, match="a class named Brain cannot define __loader: rename the class"):
+        type("Brain", (ddpkit.Brain,), {"_Brain__loader": None, "_Brain__own": None})
+    type("Brain", (ddpkit.Brain,), {"_Brain__own": None})
 
 
 def test_no_plausible_name_is_one_of_the_contract():

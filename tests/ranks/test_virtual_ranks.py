@@ -15,7 +15,7 @@ from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.errors import CheckpointError, ConfigError, RankMismatchError
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training.feed import BatchSizes
 from ddpkit.types import Stage
@@ -452,6 +452,16 @@ def test_torchs_error_about_a_kernel_that_is_not_deterministic_names_the_option(
     assert "virtual_ranks=6: bits are the same only with deterministic kernels" in words
     assert "does not have a deterministic implementation" in words
     assert "leave --virtual_ranks out" in words
+
+
+class Unsaved(Classifier):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        raise CheckpointError("cannot save /deterministic/run: the disk is full.")
+
+
+def test_other_errors_with_that_word_stay_as_they_are():
+    with pytest.raises(CheckpointError, match=r"^cannot save /deterministic/run"):
+        train(Unsaved)
 
 
 def test_another_number_of_processes_is_refused_with_those_that_work(ranks):

@@ -5,14 +5,18 @@ On a CPU, whose fused kernels skip by themselves as a GPU's do; what it takes fo
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
 import sys
+import threading
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpkit import optim
 from ddpkit.brain import Brain
@@ -412,6 +416,21 @@ def wrapped(those):
     return sgd
 
 
+def wrapped_over_a_schedulers(those):
+    sgd = SGD(those, fused=True)
+    torch.optim.lr_scheduler.StepLR(sgd, 10)
+    step = sgd.step
+    sgd.step = functools.wraps(step)(lambda: step())  # noqa: PLW0108 -- another function
+    return sgd
+
+
+def wrapped_under_a_schedulers(those):
+    sgd = SGD(those, fused=True)
+    sgd.step = types.MethodType(lambda self: SGD.step(self), sgd)  # noqa: PLW0108 -- likewise
+    torch.optim.lr_scheduler.StepLR(sgd, 10)
+    return sgd
+
+
 def mixed(those):
     those[0] = nn.Parameter(those[0].double())
     those[0].grad = torch.ones(3, dtype=torch.float64)
@@ -425,6 +444,8 @@ def mixed(those):
         torch.optim.RMSprop,
         with_hook,
         wrapped,
+        wrapped_over_a_schedulers,
+        wrapped_under_a_schedulers,
         mixed,
         functools.partial(Own, fused=True),
         functools.partial(ADAM, fused=True),
@@ -448,12 +469,71 @@ def test_half_precision_does_not_step_late():
     assert take_late_step([SGD(parameters(torch.bfloat16), fused=True)], 1.0) is None
 
 
+def test_nothing_steps_late_while_all_steps_are_watched():
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert take_late_step([SGD(parameters(), fused=True)], 1.0) is None
+    finally:
+        handle.remove()
+    assert take_late_step([SGD(parameters(), fused=True)], 1.0) is not None
+
+
+def test_under_torchs_scheduler_alone_it_steps_late():
+    sgd = SGD(parameters(), fused=True)
+    torch.optim.lr_scheduler.StepLR(sgd, 10)
+    assert take_late_step([sgd], 1.0) is not None
+
+
 def test_opt_class_gets_what_steps_late(late):
     late()
     net = nn.Linear(1, 1)
-    optimizer = make_optimizer(SGD, net)
+    optimizer = make_optimizer(ADAM, net)
     net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()  # makes the state
     assert take_late_step([optimizer], 1.0).result().stepped
+
+
+def test_who_looks_from_another_thread_and_who_makes_the_next_step_count_once():
+    counters, has_begun, may_end = StepCounters(), threading.Event(), threading.Event()
+
+    def follow():
+        has_begun.set()
+        may_end.wait(10)
+        counters.optimizer_step += 1
+
+    counters.leave_open(follow)
+    seen = []
+    other = threading.Thread(target=lambda: seen.append(counters.optimizer_step))
+    other.start()
+    assert has_begun.wait(10)
+    assert counters.follow is not None, "the training would make the next step"
+    threading.Timer(0.05, may_end.set).start()
+    counters.settle()
+    other.join()
+    assert (counters.optimizer_step, seen) == (1, [1])
+
+
+def test_a_copy_has_all_counters():
+    counters = StepCounters()
+    counters.leave_open(lambda: None)
+    assert copy.copy(counters).optimizer_step == 0
+    counters.leave_open(lambda: None)
+    assert copy.deepcopy(counters).clipped == 0
+
+
+class Writing(Recipe):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        super().on_fit_batch_end(batch, outputs, loss, should_step)
+        if self.step == 4:
+            self.optimizer_step, self.nonfinite_count = 100, 0
+
+
+def test_what_a_recipe_writes_into_a_counter_stays(late):
+    late()
+    brain = make(KINDS["SGD"], Writing)
+    brain.fit([1], data(bad=(2,)), train_loader_kwargs={"batch_size": 4})
+    assert any(brain.open)
+    assert (brain.optimizer_step, brain.nonfinite_count) == (100 + BATCHES - 4, 0)
 
 
 def test_counters_that_are_behind_are_not_there():

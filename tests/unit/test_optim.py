@@ -280,8 +280,7 @@ def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
     [
         (torch.optim.Adam, {}, True),
         (torch.optim.AdamW, {"weight_decay": 0.1}, True),
-        (torch.optim.SGD, {"lr": 0.1}, True),
-        (torch.optim.SGD, {"momentum": 0.9}, None),
+        (torch.optim.SGD, {"lr": 0.1}, None),
         (torch.optim.Adam, {"fused": False}, False),
         (torch.optim.Adam, {"foreach": True}, None),
         (torch.optim.AdamW, {"capturable": True}, None),
@@ -301,7 +300,6 @@ def test_torchs_own_optimizers_are_fused_on_a_gpu(monkeypatch, kind, given, fuse
 @pytest.mark.parametrize(
     "net",
     [
-        nn.Embedding(2, 2, sparse=True),
         nn.Linear(2, 2).bfloat16(),
         nn.Linear(2, 2, device="meta"),
         nn.ParameterList([nn.Parameter(torch.ones(1, dtype=torch.complex64))]),

@@ -354,7 +354,7 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
     for optimizer in optimizers:
         parts = vars(optimizer)
         hooks = [parts.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-        own = parts.get("step")
+        own: Any = parts.get("step")
         inner = own.__wrapped__ if hasattr(own, "_wrapped_by_lr_sched") else None  # torch's schedulers wrap it
         is_plain = own is None or inner is type(optimizer).step
         if type(optimizer) not in WITH_FUSED or any(hooks) or not is_plain:

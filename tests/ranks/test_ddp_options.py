@@ -246,7 +246,7 @@ CONTRADICTIONS = {
         "find_unused_parameters": True,
     },
     "ddp_comm_hook=fp16 does not work with check_parity=2": {"check_parity": 2, "ddp_comm_hook": "fp16"},
-    "ddp_comm_hook=powersgd does not work with static_graph=True: DDP makes": {
+    "ddp_comm_hook=powersgd does not work with static_graph=True: DDP rebuilds": {
         "static_graph": True,
         "ddp_comm_hook": "powersgd",
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hyperpyyaml import load_hyperpyyaml
 
-from ddpkit import device, run_opts
+from ddpkit import device
 from ddpkit.run_opts import parse_arguments
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -29,8 +29,6 @@ def hparams_yaml(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device, "count_devices", lambda kind: 0)
     monkeypatch.setattr(device, "accelerator_kind", lambda: "cpu")
-    for module in (run_opts, device):
-        monkeypatch.setattr(module.logger, "_said", set())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "h.yaml").write_text(YAML_TEXT)
 

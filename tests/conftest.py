@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 
 import pytest
 from _pytest.doctest import DoctestModule
@@ -15,6 +16,7 @@ from _pytest.doctest import DoctestModule
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
 
+from ddpkit.logger import MultiProcessLoggerAdapter
 from tests import warm_starts
 from tests.guards import Picture
 
@@ -107,10 +109,19 @@ def pytest_configure(config) -> None:
 def _leaves_no_trace():
     """Fail a test that leaves the process changed, and put the process back for the next one."""
     picture = Picture()
+    _forget_warnings()
     yield
     leaks = picture.leaks()
     if leaks:
         pytest.fail("this test leaves behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _forget_warnings():
+    """Let each test hear what is said once per process."""
+    for name, module in sys.modules.copy().items():
+        logger = getattr(module, "logger", None) if name.startswith("ddpkit.") else None
+        if isinstance(logger, MultiProcessLoggerAdapter):
+            logger._said.clear()
 
 
 @pytest.fixture(scope="session")

@@ -208,7 +208,6 @@ def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_f
     tmp_path, lock, monkeypatch, caplog, number
 ):
     monkeypatch.setattr(fcntl, "flock", fail(number))
-    storage.logger._said.clear()
     (tmp_path / LOCK_NAME).write_text("process 7 on elsewhere, since 2026 UTC\n12\n")
     for _ in range(2):
         with lock.hold():

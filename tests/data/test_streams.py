@@ -517,7 +517,6 @@ def nothing_that_tells(items):
     return object()
 
 
-def test_a_batch_that_does_not_tell_its_size_is_warned_of(caplog, monkeypatch):
-    monkeypatch.setattr(streams.logger, "_said", set())
+def test_a_batch_that_does_not_tell_its_size_is_warned_of(caplog):
     assert streams.guess_batch_size(object()) == 1
     assert "A batch of the type object does not tell how many samples it has" in caplog.text

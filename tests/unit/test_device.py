@@ -24,7 +24,6 @@ def ranks(local_rank, world_size=2):
 def _no_launcher(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(device.logger, "_said", set())
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
 
 
-@dataclass
+@dataclass(eq=False)
 class Option:
     """One run option; of an object that has options as items, the attribute that reads it.
 

@@ -300,7 +300,7 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-@dataclass
+@dataclass(eq=False)
 class RankStatus:
     """Where one rank is.
 
@@ -368,7 +368,7 @@ class RankStatus:
         return f"in {self.stage}{epoch}" + (f" at step {self.step}" if self.step or self.stage == "TRAIN" else "")
 
 
-@dataclass
+@dataclass(eq=False)
 class Position:
     """The position of this process in a run, read from the counters of the loop.
 

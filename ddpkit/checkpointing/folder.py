@@ -136,7 +136,7 @@ def ckpt_recency(ckpt: Checkpoint) -> float:
 # ---------------------------------------------------------------------------------------- ranking
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
     """Which checkpoints count, and what makes one better than another; by default the newest is best.
 
@@ -185,7 +185,7 @@ class Selection:
         return as_number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Retention:
     """What a deletion leaves: the best few by each key, the newest, and whatever the predicate excludes.
 
@@ -494,7 +494,7 @@ def check_file_name(name: Any, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SaveRequest:
     """What one save is asked to do.
 
@@ -579,7 +579,7 @@ def _saving(name: str) -> Iterator[None]:
         raise CheckpointError(f"saving the recoverable {name!r}: {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CheckpointFolder:
     """A folder of checkpoints, and how it is treated.
 

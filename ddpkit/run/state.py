@@ -361,7 +361,7 @@ def _whole(value: Any) -> int | None:
 # ---------------------------------------------------------------------------------------- the start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Start:
     """What a call of ``fit`` starts from.
 

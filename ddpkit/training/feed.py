@@ -234,7 +234,7 @@ class LoaderFactory:
         return Sharding(seed=default_seed())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchSizes:
     """Batch sizes that follow from a training loader and the options.
 
@@ -322,7 +322,7 @@ def check_train_data(loader: Any, batches: int | None) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunLength:
     """How long a call of ``fit`` trains, from its first epoch on, as far as that is known beforehand.
 
@@ -468,7 +468,7 @@ class Counts(Protocol):
         """Return the sum of all ranks' parts of a batch."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Feed:
     """What a pass of training takes its batches from.
 
@@ -542,7 +542,7 @@ class Feed:
         return self.counts.total if self.weighting == "samples" else self.counts.parts
 
 
-@dataclass
+@dataclass(eq=False)
 class FeedThrough:
     """A feed whose batches pass through something that follows the steps.
 
@@ -584,7 +584,7 @@ def _nothing(**_: bool) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-@dataclass
+@dataclass(eq=False)
 class StreamFeed:
     """Batches of a training pass over a stream, whose length is unknown.
 
@@ -706,7 +706,7 @@ class _Told(NamedTuple):
     able: float  # number of ranks with a batch, repeated or not
 
 
-@dataclass
+@dataclass(eq=False)
 class _Turn:
     """One batch of every rank."""
 

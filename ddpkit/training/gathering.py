@@ -58,7 +58,7 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
     return max(parts) > 1 if parts else unknown
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
     """What this rank has seen of a stage: so many batches of a loader.
 
@@ -178,7 +178,7 @@ def on_cpu(value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- what was seen
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rows:
     """The samples of the batches that a rank has seen.
 
@@ -237,7 +237,7 @@ def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
 # ---------------------------------------------------------------------------------------------- gathering
 
 
-@dataclass
+@dataclass(eq=False)
 class _Part:
     """What one rank gives: columns of results, what holds them together or is wrong with them, and its samples."""
 
@@ -380,7 +380,7 @@ def _agreed_forms(parts: list[_Part]) -> list[bool]:
     return ["sample" not in forms for forms in found]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Packed:
     """A list of tensors as one, which travels well."""
 

@@ -549,7 +549,7 @@ NO_STEP = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
     """What the class of a recipe says of itself.
 

@@ -33,9 +33,10 @@ STEPS_OF_TWO = 48  # on two ranks
 FEWER_THAN_BY_HAND = 90  # calls; a difference, because what torch adds to a step in a long-lived process is in both
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
-MOST_MORE_ON_TWO_RANKS = {1: -40, 8: 14}  # by batches per step: 374 calls of 416, 240 of 228; without syncs
+MOST_CALLS = 330  # 249, on one process
+MOST_MORE_ON_TWO_RANKS = {1: -40, 8: 16}  # by batches per step: 375 calls of 416, 243 of 228; without syncs
 PER_EPOCH = {"c10d::alltoall_base_": 3}  # training: samples before the pass, sums after it; validation: sums
-MOST_MORE_IN_VALIDATION = 31  # 94 calls, 64 by hand; without loader workers, which look after random numbers
+MOST_MORE_IN_VALIDATION = 33  # 96 calls, 64 by hand; without loader workers, which look after random numbers
 MOST_PER_PASS = 1700  # 1,299 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
 
 LOCAL_SGD = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 4}
@@ -77,6 +78,7 @@ def test_calls_of_python_per_step(loops, passes):
         of_long, of_short = (loops["count_calls"](run, 1) for run in (long[name], short[name]))
         calls[name], per_pass[name] = (of_long - of_short) / STEPS, 2 * of_short - of_long
     assert calls["train"] <= calls["train by hand"] - FEWER_THAN_BY_HAND, calls
+    assert calls["train"] <= MOST_CALLS, calls
     assert calls["valid"] <= calls["valid by hand"] + MOST_MORE_IN_VALIDATION, calls
     assert per_pass["train"] <= MOST_PER_PASS or torch.accelerator.is_available(), per_pass
 
@@ -133,23 +135,29 @@ class OnlyFirst(PeriodicSync):
         return report
 
 
-def count_calls(accumulate):
-    """Count the calls of Python in a batch, of ddpkit and by hand."""
+def counted_reads(run, _):
+    with HostReads() as reads:
+        run()
+    return reads.count
+
+
+def count(what, accumulate):
+    """Count the calls of Python, or the reads by the host, in a batch, of ddpkit and by hand."""
     real, stage_runner.PeriodicSync = stage_runner.PeriodicSync, OnlyFirst
     try:
-        return count_calls_between_syncs(accumulate)
+        return count_between_syncs(what, accumulate)
     finally:
         stage_runner.PeriodicSync = real
 
 
-def count_calls_between_syncs(accumulate):
+def count_between_syncs(what, accumulate):
     loops = runpy.run_path(BENCHMARK, run_name="loaded")
     world, net = dist.get_world_size() if dist.is_initialized() else 1, loops["make_net"]()
     brain = loops["make_brain"](accumulate=accumulate)
     bare = loops["Bare"](DistributedDataParallel(net) if world > 1 else net, accumulate)
     options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
     brain.fit([1], range(8 * accumulate * loops["BATCH"] * world), train_loader_kwargs=options)
-    found = []
+    found, counted = [], loops["count_calls"] if what == "calls" else counted_reads
     for steps in (2 * STEPS_OF_TWO, STEPS_OF_TWO):
         samples = steps * loops["BATCH"]
         ours = brain.make_dataloader(range(samples * world), Stage.TRAIN, **options)
@@ -157,15 +165,20 @@ def count_calls_between_syncs(accumulate):
         runs = lambda: brain._fit_train(ours, 1, enable=False), lambda: bare.train(by_hand)  # noqa: B023
         for run in runs:
             run()
-        found.append([loops["count_calls"](run, 1) for run in runs])
+        found.append([counted(run, 1) for run in runs])
     return [(long - short) / STEPS_OF_TWO for long, short in zip(*found, strict=True)]
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(("accumulate", "most_more"), MOST_MORE_ON_TWO_RANKS.items())
 def test_calls_of_python_per_batch_on_two_ranks(ranks, accumulate, most_more):
-    for calls, by_hand in ranks.run(count_calls, accumulate):
+    for calls, by_hand in ranks.run(count, "calls", accumulate):
         assert calls <= by_hand + most_more
+
+
+def test_reads_by_the_host_per_step_on_two_ranks(ranks):
+    assert ranks.run(count, "reads", 1) == [[1, 1]] * 2
+    assert ranks.run(count, "reads", 8) == [[1 / 8, 1 / 8]] * 2
 
 
 class Counted(PeriodicSync):

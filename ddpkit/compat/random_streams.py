@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import random
 import sys
 from typing import Any, cast
@@ -22,7 +21,6 @@ import torch
 _PYTHON = cast("Any", random.getstate).__self__
 _WORDS = 624  # of 4 bytes, of a twister
 _SHOWN = 4 * 9  # bytes: the place, and eight words beside it
-_CONTENT = operator.attrgetter("raw")
 _NORMALS = (torch.float32, torch.float64)
 _TORCH_SEED = 0x5EED_0F_70_2C_11  # of a generator in whose memory it is looked for
 _TORCH_HEADER = 256  # bytes, after which it has come
@@ -49,14 +47,20 @@ def look_at_random_streams() -> Any:
             f"{type(bits).__name__} is in the place of numpy's global generator, and ddpkit seeds MT19937 for every "
             "sample. Leave np.random.set_bit_generator out; draw from np.random.default_rng(sample_seed())."
         )
-    if _memory_shows_draws():
-        views = _memory(_PYTHON, numpy.get_state.__self__, bits, torch.default_generator)
-        return [_PYTHON.gauss_next, *map(_CONTENT, views)]
+    views = _memory_of_process(bits)
+    if views:
+        return _PYTHON.gauss_next, b"".join(views)
     _, words, *rest = numpy.get_state()
     return random.getstate(), words.tobytes(), rest, torch.default_generator.get_state().numpy().tobytes()
 
 
-@functools.lru_cache(maxsize=1)  # made once per generator: a property of it and the views cost more than the reading
+@functools.lru_cache(maxsize=1)  # a property of the generator and the views cost more than the reading
+def _memory_of_process(bits: Any) -> tuple[Any, ...]:
+    """Return views of what this process's generators hold, with numpy's ``bits``; none where they do not show draws."""
+    legacy: Any = np.random.get_state
+    return _memory(_PYTHON, legacy.__self__, bits, torch.default_generator) if _memory_shows_draws() else ()
+
+
 def _memory(python: Any, legacy: Any, bits: Any, torchs: Any) -> tuple[Any, ...]:
     """Return views of what the generators hold: Python's twister, numpy's kept numbers and its twister, torch's."""
     twister, place = bits.ctypes.state_address, torchs._cdata + _torch_offset()  # noqa: SLF001 -- see the module
@@ -89,7 +93,7 @@ def _memory_shows_draws() -> bool:
     views = _memory(python, legacy, bits, torchs)
 
     def look() -> tuple[Any, ...]:
-        return (python.gauss_next, *(view.raw for view in views))
+        return python.gauss_next, b"".join(views)
 
     normals = (lambda: python.gauss(0, 1)), legacy.standard_normal  # make two, and keep one
     of_torch = [lambda kind=kind: torch.empty(1, dtype=kind).normal_(generator=torchs) for kind in _NORMALS]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit import optim
+from ddpkit.compat import constant_like
 from ddpkit.control import Requests, start_loading
 from ddpkit.device import widest_float
 from ddpkit.distributed import sum_exactly, sum_over_ranks
@@ -419,7 +420,7 @@ def backward(
     try:
         if scale != 1.0 and (scaler is not None or loss.numel() != 1 or loss.is_complex()):
             loss, scale = loss * scale, 1.0
-        weight = None if scale == 1.0 else torch.full_like(loss, scale)  # the bits of loss * scale, two products less
+        weight = None if scale == 1.0 else constant_like(loss, scale)  # the bits of loss * scale, without its products
         (loss if scaler is None else scaler.scale(loss)).backward(weight, retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):
@@ -886,9 +887,7 @@ class TrainStep:
             self.strategy.forget_errors()
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
 
-    def _follow_step(
-        self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult, step: int
-    ) -> None:
+    def _follow_step(self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult, step: int) -> None:
         """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
         self.progress.clipped += result.clipped
         if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients

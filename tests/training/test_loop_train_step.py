@@ -55,6 +55,41 @@ def line(**given):
 ONE = torch.ones(1, 1)
 
 
+class Offset(Line):
+    """Its loss has a term whose gradient is a view of what the backward pass starts from."""
+
+    def __init__(self):
+        super().__init__(grad_accumulation_factor=4)
+        self.modules.net.register_parameter("offset", nn.Parameter(torch.zeros(1)))
+        self.modules.net.register_parameter("other", nn.Parameter(torch.zeros(1)))
+
+    def compute_objectives(self, predictions, batch, stage):
+        net = self.modules.net
+        return super().compute_objectives(predictions, batch, stage) + net.other.sum() + net.offset.squeeze()
+
+
+def test_gradients_that_share_memory_with_the_weight_of_the_loss_are_right():
+    brain = Offset()
+    brain.fit([1, 2], [ONE] * 8, train_loader_kwargs={"batch_size": None})
+    net = brain.modules.net
+    assert (net.offset.item(), net.other.item()) == pytest.approx((-0.4, -0.4))
+
+
+def test_a_hook_that_writes_to_a_gradient_of_the_loss_changes_that_batch_only():
+    """The weight of a loss is one tensor for many batches."""
+
+    class Doubles(Line):
+        def compute_objectives(self, predictions, batch, stage):
+            loss = super().compute_objectives(predictions, batch, stage)
+            if self.step == 2:
+                loss.register_hook(lambda grad: grad.mul_(2))
+            return loss
+
+    brain = Doubles(grad_accumulation_factor=4)
+    brain.fit([1], [ONE] * 4, train_loader_kwargs={"batch_size": None})
+    assert brain.weight == pytest.approx(2.0 - 0.1 * 2.0 * (1 + 2 + 1 + 1) / 4)
+
+
 def test_one_batch():
     brain = line()
     loss = brain.fit_batch(ONE)

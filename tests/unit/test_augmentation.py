@@ -633,8 +633,9 @@ def test_sample_seed_outside_of_a_loader_follows_torchs_stream():
 @pytest.fixture(params=[True, False], ids=["memory", "states"])
 def _looks(request, monkeypatch):
     """Look at the generators' memory, or read their states as where that shows nothing."""
-    assert random_streams._memory_shows_draws(), "else the fast way was never tried"
-    monkeypatch.setattr(random_streams, "_memory_shows_draws", lambda: request.param)
+    views = random_streams._memory_of_process(np.random.get_bit_generator())
+    monkeypatch.setattr(random_streams, "_memory_of_process", lambda bits: views if request.param else ())
+    assert views, "else the fast way was never tried"
 
 
 @pytest.mark.usefixtures("_looks")

@@ -155,9 +155,7 @@ class CheckpointPolicy:
                 "this Checkpointer belongs to another Brain, and a checkpoint holds the training of one Brain. Give "
                 "each Brain its own Checkpointer. To evaluate what another trained, give it one on the same folder."
             )
-        raise ConfigError(
-            f"the recoverable name {name!r} is reserved for {what}; rename your {type(other).__name__}."
-        )
+        raise ConfigError(f"the recoverable name {name!r} is reserved for {what}; rename your {type(other).__name__}.")
 
     def _recoverables(self) -> Mapping[str, Any]:
         return {} if self.checkpointer is None else self.checkpointer.recoverables

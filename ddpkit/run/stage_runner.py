@@ -68,6 +68,15 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BAR_SECONDS = 1.0
+_PARTS = "the recipe has sharded its model, so all ranks must make the same forward passes, and here each has a part of"
+EVALUATE = (
+    f"shard_evaluation={{}}: {_PARTS} the data. Let each rank evaluate all of it: leave shard_evaluation out, and give "
+    "data that is not divided."
+)
+PREDICT = (
+    f"predict: {_PARTS} the data. Give the Brain a model that is not sharded; or collect the outputs in "
+    "compute_objectives and call evaluate, without shard_evaluation, in which each rank runs over all of the data."
+)
 NOT_DETERMINISTIC = (
     "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for an operation of this "
     'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave --virtual_ranks out.'
@@ -331,7 +340,7 @@ class StageRunner:
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
         with temporarily(progress, seen=seen, step=0), self._stoppable(), progress.logged.during(None, None):
-            with self._averaged_weights(Stage.TEST), self._evaluating(loader):
+            with self._averaged_weights(Stage.TEST), self._evaluating(loader, PREDICT):
                 outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
             gathered: list[Any] = gather_results(seen, outputs)
         return gathered
@@ -407,15 +416,12 @@ class StageRunner:
         ema = self.train_step.ema
         return ema.evaluated(stage) if self.options.evaluate_ema and ema is not None else contextlib.nullcontext()
 
-    def _evaluating(self, loader: Any) -> AbstractContextManager[None]:
+    def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.options.shard_evaluation)
         strategy = self.train_step.strategy
-        if divided and not strategy.divides and any(map(is_sharded, self.modules.parameters())):
-            raise ConfigError(
-                f"shard_evaluation={self.options.shard_evaluation}: the recipe has sharded its model, so all ranks "
-                "must make the same forward passes, and here each has a part of the data. Let each rank evaluate all "
-                "of it: leave shard_evaluation out, and give data that is not divided."
-            )
+        gathered = {id(one) for root in strategy.roots for one in root.parameters()}
+        if divided and any(is_sharded(one) and id(one) not in gathered for one in self.modules.parameters()):
+            raise ConfigError(words.format(self.options.shard_evaluation))
         return strategy.evaluating(None if divided else length_of(loader))
 
     @contextlib.contextmanager

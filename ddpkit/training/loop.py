@@ -886,9 +886,7 @@ class TrainStep:
             self.strategy.forget_errors()
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
 
-    def _follow_step(
-        self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult, step: int
-    ) -> None:
+    def _follow_step(self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult, step: int) -> None:
         """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
         self.progress.clipped += result.clipped
         if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients

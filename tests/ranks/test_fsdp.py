@@ -601,15 +601,15 @@ class Sharded(Classifier):
         super().on_fit_start()
 
 
-def evaluate_sharded(folder=None, **options):
-    """Evaluate a model that the recipe has sharded; return the loss, or what refuses it."""
+def evaluate_sharded(folder=None, *, predicts=False, **options):
+    """Evaluate a model that the recipe has sharded, or predict; return the loss, or what refuses it."""
     net, checkpointer = make_net(), None if folder is None else Checkpointer(folder)
     if torch.distributed.is_initialized():
         for part in (*net[1:3], net):
             fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
     brain = Classifier({"net": net}, None, None, {**QUIET, **options}, checkpointer)
     try:
-        return brain.evaluate(data(7))
+        return brain.predict(data(7)) if predicts else brain.evaluate(data(7))
     except ConfigError as problem:
         return str(problem)
 
@@ -621,9 +621,13 @@ def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(ranks
     assert ranks.run(functools.partial(evaluate_sharded, tmp_path, **options)) == [expected] * 2
 
 
-def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(ranks):
-    for found in ranks.run(functools.partial(evaluate_sharded, shard_evaluation=True)):
-        assert "shard_evaluation=True: the recipe has sharded its model" in found
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(ranks, strategy):
+    for found in ranks.run(functools.partial(evaluate_sharded, shard_evaluation=True, strategy=strategy)):
+        assert found.startswith("shard_evaluation=True: the recipe has sharded its model")
+    for found in ranks.run(functools.partial(evaluate_sharded, predicts=True, strategy=strategy)):
+        assert found.startswith("predict: the recipe has sharded its model")
+        assert "call evaluate, without shard_evaluation" in found
 
 
 def messages(folder):

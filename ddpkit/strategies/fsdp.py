@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpkit.base import is_sharded
 from ddpkit.checkpointing import whole_states
-from ddpkit.distributed import exchange, get_world_size
+from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.strategies.base import (
@@ -150,12 +150,13 @@ class FSDP(Strategy):
         paths = {id(part): path for path, part in module.named_modules()}
         parts: list[Any] = [*blocks, module]
         for block in parts:
-            note = functools.partial(self._note_call, len(self._blocks))
+            path = f"{name}.{paths[id(block)]}".removesuffix(".")
+            if from_meta:
+                self._give_values(path, block)
+            fully_shard(block, **policy)
+            note = functools.partial(self._note_call, len(self._blocks), path)  # before torch's own hook, which gathers
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)
-            if from_meta:
-                self._give_values(f"{name}.{paths[id(block)]}".removesuffix("."), block)
-            fully_shard(block, **policy)
         self.roots.append(module)
         for block in parts:
             block.unshard()
@@ -198,8 +199,11 @@ class FSDP(Strategy):
 
     # ------------------------------------------------------------------ the same blocks on all ranks
 
-    def _note_call(self, number: int, *_: Any) -> None:
-        if self._is_noting and (self.options.fsdp_reshard_after_forward or number not in self._called):
+    def _note_call(self, number: int, path: str, *_: Any) -> None:
+        if not self._is_noting:
+            return
+        require_all_ranks(f"the forward pass of {path} (strategy='fsdp')")
+        if self.options.fsdp_reshard_after_forward or number not in self._called:
             self._order = hash((self._order, number))
             self._called.add(number)
 

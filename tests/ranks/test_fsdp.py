@@ -22,7 +22,15 @@ from ddpkit.checkpointing import folder as checkpoint_folder
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError, RankMismatchError
+from ddpkit.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    MainProcessError,
+    RankFailedError,
+    RankMismatchError,
+)
 from ddpkit.run import save_and_stop
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
@@ -579,6 +587,19 @@ def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
     torch_recovery(optimizer, tmp_path / "optimizer.ckpt", end_of_epoch=True)
     assert {one["exp_avg"].shape for one in optimizer.state.values()} == {one.shape for one in net.parameters()}
     assert not (tmp_path / "part.ckpt").exists()
+
+
+class PredictsAlone(Classifier):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        run_on_main(lambda: self.modules.net(torch.zeros(2, FEATURES, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_pass_of_the_main_process_alone_is_an_error(ranks, reshard):
+    """Not a wait for the others, who wait for the main process."""
+    run = functools.partial(message_of, fsdp_reshard_after_forward=reshard)
+    for message in ranks.run(run, PredictsAlone, (LaunchError, MainProcessError), None, timeout=60):
+        assert "the forward pass of net (strategy='fsdp') was called inside main-only code (run_on_main" in message
 
 
 class Outside(Classifier):

@@ -490,6 +490,30 @@ def test_weights_that_are_needed_after_they_were_freed(ranks, kind):
         assert "outputs = outputs + 1" in message
 
 
+class PastItsModule(Classifier):
+    def compute_forward(self, batch, stage):
+        return self.modules.net[3](self.modules.net[0](batch[0]))
+
+
+class Decayed(Classifier):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss + 1e-3 * self.modules.net[0].weight.square().sum()
+
+
+class PastItAtTheEnd(PastItsModule):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0]) if stage is Stage.TRAIN else super().compute_forward(batch, stage)
+
+
+@pytest.mark.parametrize("kind", [PastItsModule, PastItAtTheEnd, Decayed])
+def test_a_weight_that_is_used_outside_of_a_forward_pass(ranks, kind):
+    """In training, in an evaluation, and in a loss whose backward pass fails."""
+    for message in ranks.run(message_of, kind, BatchError, None):
+        assert message.startswith('A weight that is divided over the ranks met a whole tensor: "aten.')
+        assert "in the forward of the module that has it" in message
+
+
 class Drops(nn.Module):
     """Uses another block on each rank, from some forward pass on."""
 

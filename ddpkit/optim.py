@@ -742,8 +742,9 @@ class LrScaling:
             )
         ratio = sizes.per_step / reference
         self.factor = ratio if rule == "linear" else math.sqrt(ratio)
-        processes = sizes.virtual_on or sizes.world_size
-        shown = f"{sizes.per_step} samples per step ({processes} process(es), accumulation {sizes.factor})"
+        processes = "" if sizes.virtual_on is None else f"{sizes.world_size} virtual ranks on "
+        processes += f"{sizes.virtual_on or sizes.world_size} process(es)"
+        shown = f"{sizes.per_step} samples per step ({processes}, accumulation {sizes.factor})"
         self.reason = f"lr_scaling={rule}, {shown}, reference_batch_size={reference}: x {self.factor:.6g}"
 
     def follow(self, optimizers: Mapping[str, Any]) -> None:

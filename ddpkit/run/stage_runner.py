@@ -68,6 +68,23 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BAR_SECONDS = 1.0
+_PARTS = "the recipe has sharded its model, so all ranks must make the same forward passes, and here each has a part of"
+EVALUATE = (
+    f"shard_evaluation={{}}: {_PARTS} the data. Let each rank evaluate all of it: leave shard_evaluation out, and give "
+    "data that is not divided."
+)
+PREDICT = (
+    f"predict: {_PARTS} the data. Give the Brain a model that is not sharded; or collect the outputs in "
+    "compute_objectives and call evaluate, without shard_evaluation, in which each rank runs over all of the data."
+)
+MIXED_SAYS = "mixed torch.Tensor and DTensor"  # in torch 2.13
+MIXED = (
+    'A weight that is divided over the ranks met a whole tensor: "{}". '
+    "With --strategy=fsdp, or fully_shard in a recipe, weights are whole only inside of a forward pass. Call an entry "
+    "of modules, self.modules.net(inputs), and not a layer of it; for another method than forward see "
+    "torch.distributed.fsdp.register_fsdp_forward_method. Compute what needs a weight, such as a penalty, in the "
+    "forward of the module that has it, and return it with the outputs."
+)
 NOT_DETERMINISTIC = (
     "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for an operation of this "
     'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave --virtual_ranks out.'
@@ -169,7 +186,7 @@ class StageRunner:
             if not progress.step:
                 progress.nonfinite = 0
             one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
-            with self._naming_virtual_ranks():
+            with self._explaining():
                 found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
             progress.avg_train_loss = progress.train_loss = found
             brain.zero_grad(set_to_none=True)
@@ -277,7 +294,7 @@ class StageRunner:
             self.modules.eval()
             progress.step = 0
             with (
-                self._naming_virtual_ranks(),
+                self._explaining(),
                 self._stoppable(),
                 self._averaged_weights(stage),
                 self._evaluating(loader),
@@ -331,7 +348,7 @@ class StageRunner:
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
         with temporarily(progress, seen=seen, step=0), self._stoppable(), progress.logged.during(None, None):
-            with self._averaged_weights(Stage.TEST), self._evaluating(loader):
+            with self._averaged_weights(Stage.TEST), self._evaluating(loader, PREDICT):
                 outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
             gathered: list[Any] = gather_results(seen, outputs)
         return gathered
@@ -407,15 +424,12 @@ class StageRunner:
         ema = self.train_step.ema
         return ema.evaluated(stage) if self.options.evaluate_ema and ema is not None else contextlib.nullcontext()
 
-    def _evaluating(self, loader: Any) -> AbstractContextManager[None]:
+    def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.options.shard_evaluation)
         strategy = self.train_step.strategy
-        if divided and not strategy.divides and any(map(is_sharded, self.modules.parameters())):
-            raise ConfigError(
-                f"shard_evaluation={self.options.shard_evaluation}: the recipe has sharded its model, so all ranks "
-                "must make the same forward passes, and here each has a part of the data. Let each rank evaluate all "
-                "of it: leave shard_evaluation out, and give data that is not divided."
-            )
+        gathered = {id(one) for root in strategy.roots for one in root.parameters()}
+        if divided and any(is_sharded(one) and id(one) not in gathered for one in self.modules.parameters()):
+            raise ConfigError(words.format(self.options.shard_evaluation))
         return strategy.evaluating(None if divided else length_of(loader))
 
     @contextlib.contextmanager
@@ -426,13 +440,16 @@ class StageRunner:
             self.stop.stop_evaluation(stopped)
 
     @contextlib.contextmanager
-    def _naming_virtual_ranks(self) -> Iterator[None]:
-        """Return a context in which torch's error about kernels that are not deterministic says what asked for such."""
+    def _explaining(self) -> Iterator[None]:
+        """Return a context in which errors of torch that come from a strategy's way of working say what to do."""
         try:
             yield
         except RuntimeError as error:
-            is_torchs = not isinstance(error, DdpkitError) and "deterministic" in str(error)
-            if self.train_step.strategy.same_bits and is_torchs:
+            if isinstance(error, DdpkitError):
+                raise
+            if MIXED_SAYS in str(error):
+                raise BatchError(MIXED.format(str(error).partition(",")[0])) from error
+            if self.train_step.strategy.same_bits and "deterministic" in str(error):
                 raise ConfigError(NOT_DETERMINISTIC.format(self.options.virtual_ranks, error)) from error
             raise
 

@@ -22,7 +22,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.seed import global_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -61,6 +61,7 @@ class Strategy:
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
             weights, or of what the optimizers know.
         divides: whether :meth:`wrap` leaves each rank a part of the weights: nobody has to hold them whole before.
+        roots: the entries that are divided so far.
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent under
             :meth:`no_sync` before :meth:`finish_gradients`.
         averages_weights: whether :meth:`after_window` must be called.
@@ -81,6 +82,7 @@ class Strategy:
     same_bits = False
     saves_alone = True
     divides = False
+    roots: Sequence[Any] = ()
     unrepeatable = ""
     averages_weights = steps_alone = is_apart = False
 

@@ -17,6 +17,9 @@ logger = get_logger(__name__)
 
 _ROUNDED = {"check_parity": "it would compare gradients that were rounded"}
 _WAY = "each is a way of its own"
+_SWITCHES = ("gradient_as_bucket_view", "broadcast_buffers")  # given where they are off, too
+_OF_DDP = ("ddp_comm_hook", "static_graph", "bucket_cap_mb", *_SWITCHES, *(f"{one}=False" for one in _SWITCHES))
+_DDPS = dict.fromkeys(_OF_DDP, "it is DDP's")
 NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> others -> why not
     "ddp_comm_hook=fp16": _ROUNDED,
     "ddp_comm_hook=bf16": _ROUNDED,
@@ -44,15 +47,15 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
         "data_parallel_backend": "it divides each batch over GPUs",
         "check_parity": "it compares with a batch that is not divided",
         "precision=fp16": "the range of fp16 needs a scale (use bf16)",
-        "ddp_comm_hook": "it is DDP's",
+        "sync_batchnorm": "each virtual rank has batch statistics of its own",
+        **_DDPS,
         **dict.fromkeys(("strategy=ddp", "strategy=fsdp", "strategy=zero1"), _WAY),
     },
     "data_parallel_backend": dict.fromkeys(
         ("strategy=single", "strategy=ddp", "strategy=fsdp", "strategy=zero1"), _WAY
     ),
     "strategy=fsdp": {
-        "ddp_comm_hook": "it is DDP's",
-        "static_graph": "it is DDP's",
+        **_DDPS,
         "sync_batchnorm=False": "use --strategy=ddp",
         "find_unused_parameters": "all ranks gather a block together, so each must use it",
         "skip_nonfinite_grads": "each rank sees a part of a gradient only",

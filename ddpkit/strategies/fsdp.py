@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpkit.base import is_sharded
 from ddpkit.checkpointing import whole_states
-from ddpkit.distributed import exchange, get_world_size
+from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.strategies.base import (
@@ -101,7 +101,7 @@ class FSDP(Strategy):
 
     def __init__(self, options: RunOptions) -> None:
         self.device, self.options = str(options.device), options
-        self._roots: list[Any] = []
+        self.roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._called = set[int]()  # blocks, by their places in that list
         self._order = self._compared = 0  # a number that follows from the order of the calls; optimizer steps looked at
@@ -117,7 +117,7 @@ class FSDP(Strategy):
             ConfigError: an entry is wrapped or divided already, or two share a parameter.
         """
         refuse_shared_parameters(modules)
-        for name in [name for name, module in modules.items() if all(module is not one for one in self._roots)]:
+        for name in [name for name, module in modules.items() if all(module is not one for one in self.roots)]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
             broadcast_from_main(modules[name], self.device)
             modules[name] = convert_sync_batchnorm(modules[name])
@@ -150,13 +150,14 @@ class FSDP(Strategy):
         paths = {id(part): path for path, part in module.named_modules()}
         parts: list[Any] = [*blocks, module]
         for block in parts:
-            note = functools.partial(self._note_call, len(self._blocks))
+            path = f"{name}.{paths[id(block)]}".removesuffix(".")
+            if from_meta:
+                self._give_values(path, block)
+            fully_shard(block, **policy)
+            note = functools.partial(self._note_call, len(self._blocks), path)  # before torch's own hook, which gathers
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)
-            if from_meta:
-                self._give_values(f"{name}.{paths[id(block)]}".removesuffix("."), block)
-            fully_shard(block, **policy)
-        self._roots.append(module)
+        self.roots.append(module)
         for block in parts:
             block.unshard()
             self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
@@ -198,8 +199,11 @@ class FSDP(Strategy):
 
     # ------------------------------------------------------------------ the same blocks on all ranks
 
-    def _note_call(self, number: int, *_: Any) -> None:
-        if self._is_noting and (self.options.fsdp_reshard_after_forward or number not in self._called):
+    def _note_call(self, number: int, path: str, *_: Any) -> None:
+        if not self._is_noting:
+            return
+        require_all_ranks(f"the forward pass of {path} (strategy='fsdp')")
+        if self.options.fsdp_reshard_after_forward or number not in self._called:
             self._order = hash((self._order, number))
             self._called.add(number)
 
@@ -246,12 +250,12 @@ class FSDP(Strategy):
 
     @contextlib.contextmanager
     def _gradients_stay(self) -> Iterator[None]:
-        for root in self._roots:
+        for root in self.roots:
             root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for root in self._roots:
+            for root in self.roots:
                 root.set_requires_gradient_sync(True)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -291,7 +295,7 @@ class FSDP(Strategy):
         keeps_whole = None in lengths or len(lengths) > 1
         if keeps_whole:
             self._is_noting = False
-            for root in self._roots:
+            for root in self.roots:
                 root.set_reshard_after_forward(False)
             for block in self._blocks:
                 block.unshard()
@@ -300,7 +304,7 @@ class FSDP(Strategy):
         finally:
             self._is_noting = True
             self._reshard()
-            for root in self._roots:
+            for root in self.roots:
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ class LanguageModel(ddpkit.Brain):
 
     @torch.no_grad()
     def continued(self, text, length, seed):
-        """Go on with a text, each time with a likely character. Needs no other process: main-only is fine."""
+        """Go on with a text, each time with a likely character: on all processes alike."""
         modules = self.raw_modules.eval()  # without DDP
         chance = torch.Generator().manual_seed(seed)
         codes, memory = torch.tensor([list(text.encode("ascii"))], device=self.device), None
@@ -94,10 +94,10 @@ def main():
         valid_loader_kwargs={**loading, "batch_size": 4},
     )
     brain.evaluate(valid, min_key="bits", test_loader_kwargs={**loading, "batch_size": 4})
+    # On all processes: with --strategy=fsdp each has a part of the weights, and a forward pass needs them all.
+    texts = [brain.continued(start, length=80, seed=hparams["seed"]) for start in ("The sea", "In the evening")]
     if ddpkit.if_main_process():
-        print(f"{brain.test_bits:.2f} bits per character of lines that it has not read")
-        for start in ("The sea", "In the evening"):
-            print(brain.continued(start, length=80, seed=hparams["seed"]))
+        print(f"{brain.test_bits:.2f} bits per character of lines that it has not read", *texts, sep="\n")
 
 
 if __name__ == "__main__":

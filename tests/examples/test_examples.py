@@ -137,6 +137,17 @@ def test_bf16_trains_the_language_model(tmp_path):
     assert half == pytest.approx(full, rel=0.05)
 
 
+def test_the_language_model_writes_the_same_where_its_weights_are_divided(tmp_path):
+    folder, written = copy_of("language_model", tmp_path), {}
+    for strategy in ("fsdp", "zero1"):
+        words = (*COMMAND, f"--strategy={strategy}", f"--output_folder={strategy}", "--number_of_epochs=1")
+        ended = Run([*torchrun(2), *words], folder, name=strategy, warm=True).wait()
+        assert ended.code == 0, ended.tail()
+        written[strategy] = ended.out
+    assert "The sea" in written["fsdp"]
+    assert written["fsdp"] == written["zero1"]
+
+
 def test_parity_of_the_transformer_under_zero1(tmp_path):
     folder = copy_of("transformer", tmp_path)
     words = (*COMMAND, "--check_parity=2", "--strategy=zero1", "--num_train=256")

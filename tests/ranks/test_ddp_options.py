@@ -252,12 +252,46 @@ CONTRADICTIONS = {
     },
     "ddp_comm_hook=powersgd does not work with precision=fp16": {"precision": "fp16", "ddp_comm_hook": "powersgd"},
     "virtual_ranks does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
+    **{
+        f"{chosen} does not work with {name}={value}: {why}": {**given, name: value}
+        for chosen, given in (("virtual_ranks", {"virtual_ranks": 2}), ("strategy=fsdp", {"strategy": "fsdp"}))
+        for name, values, why in (
+            ("static_graph", [True], "it is DDP's"),
+            ("bucket_cap_mb", [5.0], "it is DDP's"),
+            ("gradient_as_bucket_view", [True, False], "it is DDP's"),
+            ("broadcast_buffers", [True, False], "it is DDP's"),
+        )
+        for value in values
+    },
+    "virtual_ranks does not work with sync_batchnorm=True: each virtual rank has": {
+        "virtual_ranks": 2,
+        "sync_batchnorm": True,
+    },
     "sync_batchnorm=False does not work with evaluate_ema": {
         "sync_batchnorm": False,
         "ema_decay": 0.9,
         "evaluate_ema": True,
     },
 }
+
+
+ALLOWED = [
+    {"virtual_ranks": 2, "sync_batchnorm": "auto"},
+    {"virtual_ranks": 2, "sync_batchnorm": False, "static_graph": False},
+    {"strategy": "fsdp", "sync_batchnorm": True, "static_graph": False},
+    {"strategy": "zero1", "bucket_cap_mb": 5, "broadcast_buffers": False},
+    {"auto_micro_batch": True, "global_batch_size": 8},
+    {"check_parity": 2},
+]
+
+
+def allowed():
+    return [outcome(lambda options=options: make(**options)) for options in ALLOWED]
+
+
+def test_what_says_no_more_than_the_default_is_not_refused(ranks):
+    assert allowed() == [None] * len(ALLOWED)
+    assert ranks.run(allowed, world_size=2) == [[None] * len(ALLOWED)] * 2
 
 
 def refused():

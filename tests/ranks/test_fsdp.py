@@ -22,7 +22,15 @@ from ddpkit.checkpointing import folder as checkpoint_folder
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError, RankMismatchError
+from ddpkit.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    MainProcessError,
+    RankFailedError,
+    RankMismatchError,
+)
 from ddpkit.run import save_and_stop
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
@@ -482,6 +490,30 @@ def test_weights_that_are_needed_after_they_were_freed(ranks, kind):
         assert "outputs = outputs + 1" in message
 
 
+class PastItsModule(Classifier):
+    def compute_forward(self, batch, stage):
+        return self.modules.net[3](self.modules.net[0](batch[0]))
+
+
+class Decayed(Classifier):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss + 1e-3 * self.modules.net[0].weight.square().sum()
+
+
+class PastItAtTheEnd(PastItsModule):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0]) if stage is Stage.TRAIN else super().compute_forward(batch, stage)
+
+
+@pytest.mark.parametrize("kind", [PastItsModule, PastItAtTheEnd, Decayed])
+def test_a_weight_that_is_used_outside_of_a_forward_pass(ranks, kind):
+    """In training, in an evaluation, and in a loss whose backward pass fails."""
+    for message in ranks.run(message_of, kind, BatchError, None):
+        assert message.startswith('A weight that is divided over the ranks met a whole tensor: "aten.')
+        assert "in the forward of the module that has it" in message
+
+
 class Drops(nn.Module):
     """Uses another block on each rank, from some forward pass on."""
 
@@ -581,6 +613,19 @@ def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
     assert not (tmp_path / "part.ckpt").exists()
 
 
+class PredictsAlone(Classifier):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        run_on_main(lambda: self.modules.net(torch.zeros(2, FEATURES, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_pass_of_the_main_process_alone_is_an_error(ranks, reshard):
+    """Not a wait for the others, who wait for the main process."""
+    run = functools.partial(message_of, fsdp_reshard_after_forward=reshard)
+    for message in ranks.run(run, PredictsAlone, (LaunchError, MainProcessError), None, timeout=60):
+        assert "the forward pass of net (strategy='fsdp') was called inside main-only code (run_on_main" in message
+
+
 class Outside(Classifier):
     def init_optimizers(self):
         self.optimizers_dict = {"outside": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}
@@ -601,15 +646,15 @@ class Sharded(Classifier):
         super().on_fit_start()
 
 
-def evaluate_sharded(folder=None, **options):
-    """Evaluate a model that the recipe has sharded; return the loss, or what refuses it."""
+def evaluate_sharded(folder=None, *, predicts=False, **options):
+    """Evaluate a model that the recipe has sharded, or predict; return the loss, or what refuses it."""
     net, checkpointer = make_net(), None if folder is None else Checkpointer(folder)
     if torch.distributed.is_initialized():
         for part in (*net[1:3], net):
             fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
     brain = Classifier({"net": net}, None, None, {**QUIET, **options}, checkpointer)
     try:
-        return brain.evaluate(data(7))
+        return brain.predict(data(7)) if predicts else brain.evaluate(data(7))
     except ConfigError as problem:
         return str(problem)
 
@@ -621,9 +666,13 @@ def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(ranks
     assert ranks.run(functools.partial(evaluate_sharded, tmp_path, **options)) == [expected] * 2
 
 
-def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(ranks):
-    for found in ranks.run(functools.partial(evaluate_sharded, shard_evaluation=True)):
-        assert "shard_evaluation=True: the recipe has sharded its model" in found
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(ranks, strategy):
+    for found in ranks.run(functools.partial(evaluate_sharded, shard_evaluation=True, strategy=strategy)):
+        assert found.startswith("shard_evaluation=True: the recipe has sharded its model")
+    for found in ranks.run(functools.partial(evaluate_sharded, predicts=True, strategy=strategy)):
+        assert found.startswith("predict: the recipe has sharded its model")
+        assert "call evaluate, without shard_evaluation" in found
 
 
 def messages(folder):

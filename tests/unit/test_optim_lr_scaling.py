@@ -125,6 +125,12 @@ def test_the_factor_and_its_reason(rule, factor):
         )
 
 
+def test_the_reason_names_virtual_ranks():
+    scaling, loader = LrScaling(), shard(range(50), Sharding(0, 2, virtual_ranks=4), batch_size=2)
+    scaling.choose(options(), batch_sizes(loader, None, 1, 2, virtual_ranks=4))
+    assert "8 samples per step (4 virtual ranks on 2 process(es), accumulation 1)" in scaling.reason
+
+
 @pytest.mark.parametrize("kind", [kind for kind, (_, size) in LOADERS.items() if size is None])
 def test_a_step_of_unknown_size_cannot_be_scaled_by(kind):
     with pytest.raises(ConfigError, match=r"^lr_scaling=linear needs a step of known size.*Use --lr_scaling=none"):

@@ -191,6 +191,27 @@ class Counted(PeriodicSync):
         return super().__call__(*args)
 
 
+def count_syncs_of_evaluations():
+    """Count the syncs of each of three evaluations by one Brain."""
+    real, found = stage_runner.PeriodicSync, []
+    stage_runner.PeriodicSync = Counted
+    try:
+        brain = make(Regression)
+        for _ in range(3):
+            Counted.calls = 0
+            brain.evaluate(points(2 * STEPS), test_loader_kwargs={"batch_size": 2})
+            found.append(Counted.calls)
+    finally:
+        stage_runner.PeriodicSync = real
+    return found
+
+
+def test_an_evaluation_does_not_begin_anew_to_ask_after_every_batch(ranks):
+    """The first has 7 syncs in 64 batches: after 1, 3, 7, ...; and one at its end."""
+    first, *later = ranks.run(count_syncs_of_evaluations)[0]
+    assert max(later) <= first - 3
+
+
 def count_collectives(layers, options, epochs, steps):
     """Count the c10d operations of a fit, without the syncs; there is one a second."""
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()

@@ -137,6 +137,7 @@ class StageRunner:
         self._has_graphs = has_cuda_graphs(self.options)
         self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
+        self._stop_sync = StopsOfEvaluation(self.progress, stop.cause)
 
     @contextlib.contextmanager
     def session(self, output_folder: str) -> Iterator[None]:
@@ -319,7 +320,8 @@ class StageRunner:
         with self._bar(stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar) as bar:
             plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
-            stop_sync = StopsOfEvaluation(self.progress, self.stop.cause)
+            stop_sync = self._stop_sync
+            stop_sync.sync.start(progress.step)
             batches: Iterable[Any] = first_of(self._batches(loader, stage), self._limited(None, shards))
             if is_shared:
                 place = progress.epoch, progress.optimizer_step

@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -102,8 +102,8 @@ Turn = Callable[[Clock], nn.Module]
 
 
 def by_hand(samples: Samples) -> Turn:
-    if world_size() > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
+    if world_size() > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
     net = make_net()
     model = DistributedDataParallel(net) if world_size() > 1 else net
     parameters, loader = list(net.parameters()), make_loader(samples, divided=True)
@@ -394,6 +394,9 @@ def main() -> None:
         found["version"] = _version(args.worker)
         if os.environ.get("RANK", "0") == "0":
             Path(args.result).write_text(json.dumps(found))
+        if dist.is_initialized():
+            dist.barrier()  # or the threads of one rank may end while those of the other ask them
+            dist.destroy_process_group()
         return
     print("| library | version | processes | us per step | ratio to the loop by hand | weights apart | finite check |")
     print("|---|---|---|---|---|---|---|")

@@ -70,12 +70,13 @@ class Counting(Classifier):
 
 
 class OwnBatch(Classifier):
-    """Two losses of one batch, each with its own backward pass; tells the step by should_step."""
+    """Two losses of one batch, each with its own backward pass; accumulates under no_sync, and steps by should_step."""
 
     def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        self.backward(0.5 * loss, retain_graph=True)
-        self.backward(0.5 * loss)
+        with self.no_sync(not self.should_step):
+            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            self.backward(0.5 * loss, retain_graph=True)
+            self.backward(0.5 * loss)
         if self.should_step:
             self.optimizers_step()
         return loss.detach()

@@ -15,7 +15,6 @@ from ddpkit.compat.torch_inside import (
     GradientOrder as GradientOrder,
     add_all as add_all,
     all_groups as all_groups,
-    constant_like as constant_like,
     default_store as default_store,
     forget_compiled as forget_compiled,
     is_compiled as is_compiled,

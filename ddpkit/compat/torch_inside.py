@@ -7,9 +7,6 @@ Operations over many tensors, as torch's own optimizers use them: a kernel for e
 step whose gradients are weighed, or added up in order; and torch's public ``get_total_norm`` makes 60 calls of Python
 in every step around the two that compute.
 
-Who has the memory of a tensor: the number that weighs a loss is the same for many micro-batches, and to make it anew
-takes 6 us of each; but a gradient may become a view of it.
-
 Recurrent layers hold weak references to their weights, and a tensor that has such cannot be swapped for another.
 
 Compiled modules: ``module.compile()`` leaves no public trace, and a module is not compiled twice.
@@ -28,7 +25,6 @@ order of this module is taken over is tested. Otherwise DDP finds its own order:
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -38,8 +34,6 @@ from torch.nn.utils import get_total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-_holder_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001 -- see the module
 
 
 def default_store() -> Any:
@@ -215,46 +209,6 @@ def watches_all_steps() -> bool:
     """
     inside = vars(sys.modules[torch.optim.Optimizer.__module__])
     return any(inside.get(f"_global_optimizer_{when}_hooks") for when in ("pre", "post"))
-
-
-# ---------------------------------------------------------------------- the weight of a loss
-
-
-def constant_like(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """Return a tensor of one value: the same again while it alone has its memory, unwritten; else a new one.
-
-    Args:
-        tensor: whose shape, dtype and device it has.
-        value: its elements.
-
-    Ranks: local.
-
-    Example:
-        >>> loss = torch.tensor(3.0)
-        >>> half = constant_like(loss, 0.5)
-        >>> constant_like(loss, 0.5) is half, constant_like(loss, 0.25) is half
-        (True, False)
-        >>> _ = half.add_(1.0)
-        >>> constant_like(loss, 0.5)
-        tensor(0.5000)
-    """
-    if tensor.__class__ is not torch.Tensor or _holder_count is None:
-        return torch.full_like(tensor, value)
-    of = value, tensor.shape, tensor.dtype, tensor.device
-    constant: torch.Tensor
-    constant, storage, holders = _constant(*of)
-    if constant._version or _holder_count(storage._cdata) != holders:  # noqa: SLF001 -- see the module
-        _constant.cache_clear()
-        constant, *_ = _constant(*of)
-    return constant
-
-
-@functools.lru_cache(maxsize=4)
-def _constant(value: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    with torch.inference_mode(mode=False):  # a tensor of that mode does not tell whether it was written to
-        constant = torch.full(shape, value, dtype=dtype, device=device)
-    storage: Any = constant.untyped_storage()
-    return constant, storage, _holder_count(storage._cdata)  # noqa: SLF001 -- see the module
 
 
 # ---------------------------------------------------------------------- compiled modules

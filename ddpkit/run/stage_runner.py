@@ -193,7 +193,7 @@ class StageRunner:
             brain.zero_grad(set_to_none=True)
             if train_step.schedule is not None:
                 train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
-            with self._unsaved():
+            with self._unsaved(), self._explaining():
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
             progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
 
@@ -305,7 +305,7 @@ class StageRunner:
                 progress.step, progress.valid_loss = 0, loss
                 if schedule is not None:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
-            with torch.no_grad(), self._unsaved():
+            with torch.no_grad(), self._unsaved(), self._explaining():
                 brain.on_stage_end(stage, loss, epoch)
             progress.step, progress.meter = 0, progress.new_meter()
             return loss

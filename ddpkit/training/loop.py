@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit import optim
-from ddpkit.compat import constant_like
 from ddpkit.control import Requests, start_loading
 from ddpkit.device import widest_float
 from ddpkit.distributed import sum_exactly, sum_over_ranks
@@ -420,7 +419,7 @@ def backward(
     try:
         if scale != 1.0 and (scaler is not None or loss.numel() != 1 or loss.is_complex()):
             loss, scale = loss * scale, 1.0
-        weight = None if scale == 1.0 else constant_like(loss, scale)  # the bits of loss * scale, without its products
+        weight = None if scale == 1.0 else torch.full_like(loss, scale)  # the bits of loss * scale, two products less
         (loss if scaler is None else scaler.scale(loss)).backward(weight, retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):

@@ -15,13 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.compat import (
     GradientOrder,
-    constant_like,
     forget_compiled,
     is_compiled,
     is_split_by_node,
     kill_when_terminated,
     show_order,
-    torch_inside,
     waits_for_gradients,
     without_weak_references,
 )
@@ -113,26 +111,6 @@ def test_a_weight_of_a_recurrent_layer_is_swapped_or_torch_says_why_not(monkeypa
     monkeypatch.delattr(nn.RNNBase, "_init_flat_weights")
     with pytest.raises(RuntimeError, match="weakref"):
         swap(layer)
-
-
-def test_a_constant_is_made_once_until_it_is_written_to_or_shares_its_memory(monkeypatch):
-    like = torch.ones((), dtype=torch.float64)
-    with torch.inference_mode():
-        first = constant_like(like, 0.25)
-    assert (first.item(), first.dtype, first.shape) == (0.25, torch.float64, ())
-    assert constant_like(like, 0.25) is first
-    assert constant_like(torch.ones(1, 1), 0.25).shape == (1, 1)
-    view = first.view(1)
-    second = constant_like(like, 0.25)
-    assert second is not first
-    view.zero_()
-    second.mul_(2)
-    third = constant_like(like, 0.25)
-    assert third.item() == 0.25
-    assert type(constant_like(nn.Parameter(like), 0.25)) is torch.Tensor
-    monkeypatch.setattr(torch_inside, "_holder_count", None)
-    assert constant_like(like, 0.25) is not third
-    assert constant_like(like, 0.25).item() == 0.25
 
 
 def test_a_compiled_module_is_known_or_counts_as_not_compiled(monkeypatch):

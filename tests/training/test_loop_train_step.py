@@ -75,9 +75,30 @@ def test_gradients_that_share_memory_with_the_weight_of_the_loss_are_right():
     assert (net.offset.item(), net.other.item()) == pytest.approx((-0.4, -0.4))
 
 
-def test_a_hook_that_writes_to_a_gradient_of_the_loss_changes_that_batch_only():
-    """The weight of a loss is one tensor for many batches."""
+class Tripled(torch.autograd.Function):
+    """Writes to the gradient that it is given where autograd does not see it, as a collective does."""
 
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad.data.mul_(3)
+        return grad
+
+
+def test_a_backward_pass_that_writes_to_the_gradient_of_the_loss_changes_that_batch_only():
+    class Writes(Line):
+        def compute_objectives(self, predictions, batch, stage):
+            return Tripled.apply(super().compute_objectives(predictions, batch, stage))
+
+    brain = Writes(grad_accumulation_factor=4)
+    brain.fit([1, 2], [ONE] * 4, train_loader_kwargs={"batch_size": None})
+    assert brain.weight == pytest.approx(2.0 * (1 - 0.1 * 3) ** 2)
+
+
+def test_a_hook_that_writes_to_a_gradient_of_the_loss_changes_that_batch_only():
     class Doubles(Line):
         def compute_objectives(self, predictions, batch, stage):
             loss = super().compute_objectives(predictions, batch, stage)

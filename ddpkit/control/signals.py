@@ -342,7 +342,6 @@ class PeriodicSync:
         self._last_step = 0
         self._last_time = 0.0
         self._steps_apart = self._known = 1
-        self._is_first = True  # sync since the start, which knows one step only
 
     def start(self, step: int) -> None:
         """Begin an epoch, or go on with one, after ``step`` steps.
@@ -352,7 +351,7 @@ class PeriodicSync:
         """
         self._last_step, self._last_time = step, time.monotonic()
         self.due = step + 1
-        self._known, self._steps_apart, self._is_first = self._steps_apart, 1, True
+        self._known, self._steps_apart = self._steps_apart, 1
 
     def __call__(
         self,
@@ -383,8 +382,8 @@ class PeriodicSync:
         )
         stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
-        known = 0 if self._is_first else self._known // MOST_SHORTER
-        self._steps_apart, self._is_first = max(1, min(wanted, max(2 * self._steps_apart, known))), False
+        known = 0 if self._steps_apart == 1 else self._known // MOST_SHORTER  # one step tells little
+        self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, known)))
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")

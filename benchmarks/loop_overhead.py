@@ -7,15 +7,16 @@
     python benchmarks/loop_overhead.py --cpu_time         # processor time, where the machine is busy
     python benchmarks/loop_overhead.py --processes 2 --width 1450 --layers 7 --steps 20  # DDP of 12.7 M parameters
 
-The two loops run in turns in one process, on the same model and the same batches, so that a machine that
-slows down slows both. Reported are the medians over the turns, of times and of ratios within a turn; Python calls per
-step, which do not depend on the machine at all; and whether both end with the same weights, to the last bit.
+The two loops run in turns in one process, in every order, on the same model and the same batches, so that a machine
+that slows down slows both. Reported are the medians over the turns, of times and of ratios within a turn; Python calls
+per step, which do not depend on the machine at all; and whether both end with the same weights, to the last bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import pty
@@ -130,14 +131,18 @@ def terminal() -> Iterator[None]:
 def in_turns(
     turns: int, steps: int, clock: Callable[[], float], **runs: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """Return the microseconds per step of each run, in every turn."""
+    """Return the microseconds per step of each run, in every turn.
+
+    The order changes from turn to turn: a run takes up to 2 % longer after one of another kind.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
+    orders = itertools.cycle(itertools.permutations(runs))
     for _ in range(turns):
-        for name, run in runs.items():
+        for name in next(orders):
             start = clock()
-            run()
+            runs[name]()
             times[name].append((clock() - start) / steps * 1e6)
     return times
 

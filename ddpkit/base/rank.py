@@ -740,7 +740,8 @@ class FailureReport:
             attempt to reach it at length.
         process: the rank's own; one that it forks inherits the report, and must not use it.
         awaited: the rank that this one waits for, outside of collectives; None: none.
-        find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little.
+        find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little. Is
+            given the rank at its other end, or None where that is not known.
 
     Ranks: local; only :meth:`await_departures` waits for others.
 
@@ -760,7 +761,7 @@ class FailureReport:
         self.store_is_lost = False
         self.process = os.getpid()
         self.awaited: int | None = None
-        self.find_reason: Callable[[], Reason | None] = lambda: None
+        self.find_reason: Callable[[int | None], Reason | None] = lambda _: None
 
     @property
     def is_forked(self) -> bool:
@@ -864,11 +865,12 @@ def is_second_hand(error: BaseException) -> bool:
     return isinstance(error, RankFailedError) or is_lost
 
 
-def explained(error: BaseException) -> BaseException:
+def explained(error: BaseException, lost: int | None = None) -> BaseException:
     """Turn a lost connection into the failure of the lost rank; return other errors unchanged.
 
     Args:
         error: the exception on this rank.
+        lost: the rank at the other end of the connection, where that is known.
 
     Returns:
         A :class:`~ddpkit.errors.RankFailedError`, or ``error`` itself. ``error`` becomes its
@@ -887,7 +889,7 @@ def explained(error: BaseException) -> BaseException:
         reason = report.first_failure()
         departed = [] if reason is not None else report.departed()
         if reason is None and not departed:
-            reason = report.find_reason()
+            reason = report.find_reason(lost)
         if reason is not None:
             return RankFailedError(reason.summary())
         if departed:

@@ -280,14 +280,14 @@ class Mailbox:
             self.check_connection(poster)
         except RuntimeError as error:
             if not self.store.check([key]):  # else it has posted, and ended
-                self._raise_lost(error, site, poster)
+                self._raise_lost(error, site, poster, lost=poster)
 
     def _waiting(self, site: str, poster: int) -> str:
         return f"(rank {self.rank} was waiting at {place(site)} for rank {poster})"
 
-    def _raise_lost(self, error: RuntimeError, site: str, poster: int) -> NoReturn:
+    def _raise_lost(self, error: RuntimeError, site: str, poster: int, lost: int | None = None) -> NoReturn:
         """Say which rank was lost with a connection, if that becomes known soon."""
-        news = explained(error)
+        news = explained(error, lost)
         cause = error if news is error else news.__cause__
         raise RankFailedError(f"{news}\n{self._waiting(site, poster)}") from cause
 

@@ -127,7 +127,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
 def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
     """Report this rank's error to the others; if it is only a lost connection, look up the failure behind it."""
     if is_second_hand(error):
-        return report.find_reason()
+        return report.find_reason(None)
     report.tell(Reason.of(report.rank, error, is_final=True))
     return None
 

@@ -408,8 +408,12 @@ class Watchdog:
         begins = [min(limit / 2, limit - SILENT_SECONDS - 2 * BEAT_SECONDS) for limit in limits]
         return bool(limits) and time.monotonic() - self._moved >= min(begins)
 
-    def await_reason(self) -> Reason | None:
-        """Wait briefly for a report of which rank failed or disappeared."""
+    def await_reason(self, lost: int | None = None) -> Reason | None:
+        """Wait briefly for a report of which rank failed or disappeared.
+
+        Args:
+            lost: the rank at the other end of a lost connection, which is taken to have disappeared if none reports.
+        """
         heartbeat, end = self.heartbeat, time.monotonic() + REASON_SECONDS
         heartbeat.is_searching = self.report.is_first_to(f"search/{self.position.sessions}")
         if self.report.store_is_lost:  # a call outside of the heartbeat has found that
@@ -422,6 +426,9 @@ class Watchdog:
             if reason is None:
                 time.sleep(0.05)
         heartbeat.is_searching = False
+        if reason is None and lost is not None:
+            how = "closed its connections and left no reason: it was killed (out of memory? a signal?)"
+            reason = heartbeat.gone(lost, f"{how}, or its machine is down, or the network to it is cut")
         return reason
 
     # ------------------------------------------------------------------ the thread that looks

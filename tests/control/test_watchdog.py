@@ -243,6 +243,10 @@ def test_only_the_first_rank_that_has_lost_a_connection_looks_for_others(clock, 
     assert [one.await_reason() for one in ranks] == [None, None], "nobody is accused whom nobody has missed"
     assert looked[0] == [True, False]
     assert looked[-1] == [False, False]
+    known = ranks[0].await_reason(1)
+    assert known.rank == 1
+    assert "it closed its connections and left no reason" in known.text
+    assert ranks[1].report.first_failure() is None, "it may still tell why itself"
 
 
 def test_nobody_is_accused_who_still_tells(clock, store):

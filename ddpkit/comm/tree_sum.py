@@ -4,7 +4,8 @@ Floating-point addition is not associative, so that a sum has the same bits only
 ``2i`` is always added to part ``2i + 1``, the sum of both to that of the next two, and so on, like a binary counter
 that counts up. A rank adds up what it has by itself: consecutive parts come to a few *subtrees*, a single one where
 their number is a power of two. The subtrees of all ranks are cut into one chunk for each rank, which adds it up in the
-order of the tree: with one subtree per rank, as many bytes travel as in a ring all-reduce.
+order of the tree: with one subtree per rank, as many bytes travel as in a ring all-reduce. Small subtrees go to all
+ranks whole, in one message instead of several rounds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 BUCKET_BYTES = 32 * 2**20  # sent at once, of each subtree
+WHOLE_BYTES = 2**19  # of the subtrees of all ranks, which then go to every rank
 ALIGNED_BYTES = 64  # vector kernels may add up a tensor in another order from another address on
 
 
@@ -109,6 +111,7 @@ class OrderedSum:
         parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W`` has the parts from
             ``r * parts / W`` on.
         bucket_bytes: how much of a subtree is sent at once; changes no bit of the sums.
+        whole_bytes: up to how much of all subtrees goes to every rank, in host memory; changes no bit either.
 
     Ranks: local; :meth:`over_ranks` is collective.
 
@@ -119,11 +122,24 @@ class OrderedSum:
         [tensor([2.]), None]
     """
 
-    def __init__(self, like: Sequence[torch.Tensor], parts: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        like: Sequence[torch.Tensor],
+        parts: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        whole_bytes: int = WHOLE_BYTES,
+    ) -> None:
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._like, self._bucket_bytes, each = like, bucket_bytes, parts // self.world_size
         self._subtrees = [_subtrees_of(range(rank * each, (rank + 1) * each)) for rank in range(self.world_size)]
         self._known: dict[tuple[int, ...], list[_Bucket]] = {}  # by which tensors are there
+        numbers = torch.zeros(len(like), dtype=torch.int64)  # how many subtrees have each tensor
+        every = [*like, numbers]
+        places = _divided(every, list(range(len(every))), bucket_bytes)
+        self._whole = [_Bucket([every[place] for place in those], those, 1) for those in places]
+        self._row_bytes = sum(bucket.row_bytes for bucket in self._whole)
+        sent = self._row_bytes * sum(map(len, self._subtrees))
+        self._is_sent_whole = sent <= whole_bytes and all(one.is_cpu for one in like)
 
     def over_ranks(self, tree: TreeSum) -> list[torch.Tensor | None]:
         """Return the sums, the same bits on any number of ranks; None where no part has a tensor.
@@ -137,14 +153,35 @@ class OrderedSum:
             found: list[torch.Tensor | None] = tree.total()
             return found
         own, sums = [one.total for one in tree.subtrees], list[Any]([None] * len(self._like))
+        if self._is_sent_whole:
+            return self._add_whole(own)
         is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
         present = torch.tensor(is_there, dtype=torch.uint8)  # in host memory: a GPU would be waited for
         dist.all_reduce(present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group())
         for bucket in self._buckets(tuple(present.tolist())):
-            added = self._add([[total[place] for place in bucket.places] for total in own], bucket)
-            for place, size, padded in zip(bucket.places, bucket.sizes, added, strict=True):
-                sums[place] = padded[:size].view(self._like[place].shape)
+            for place, added in bucket.tensors(self._add([bucket.row(total) for total in own], bucket)):
+                sums[place] = added.view(self._like[place].shape)
         return sums
+
+    def _add_whole(self, totals: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """Send this rank's subtrees to every rank, and add up all of them here."""
+        rows = []
+        for total in totals:
+            numbers = torch.tensor([one is not None for one in total], dtype=torch.int64)
+            rows += [bucket.row([*total, numbers]).view(torch.uint8) for bucket in self._whole]
+        sent, row_bytes = torch.cat(rows * self.world_size), self._row_bytes
+        counts = [len(subtrees) * row_bytes for subtrees in self._subtrees]
+        received = sent.new_empty(sum(counts))
+        dist.all_to_all_single(received, sent, counts, [len(totals) * row_bytes] * self.world_size)
+        tree, subtrees = TreeSum(add_tensors), itertools.chain.from_iterable(self._subtrees)
+        for (level, place), row in zip(subtrees, received.view(-1, row_bytes).unbind(), strict=True):
+            parts = zip(torch.split(row, [bucket.row_bytes for bucket in self._whole]), self._whole, strict=True)
+            tree.push(place, [part.view(bucket.dtype) for part, bucket in parts], level)
+        sums = zip(self._whole, tree.total(), strict=True)
+        added = dict(itertools.chain.from_iterable(bucket.tensors(row) for bucket, row in sums))
+        numbers = added.pop(len(self._like))
+        found = (added[place].view(one.shape) for place, one in enumerate(self._like))
+        return [one if number else None for one, number in zip(found, numbers.tolist(), strict=True)]
 
     def _buckets(self, present: tuple[int, ...]) -> list[_Bucket]:
         if present not in self._known:
@@ -155,11 +192,10 @@ class OrderedSum:
             ]
         return self._known[present]
 
-    def _add(self, totals: list[list[torch.Tensor | None]], bucket: _Bucket) -> tuple[torch.Tensor, ...]:
+    def _add(self, rows: list[torch.Tensor], bucket: _Bucket) -> torch.Tensor:
         """Send the chunks of every rank's subtrees to the rank that adds them up, and the sums back."""
-        zeros, number, world_size, chunk = bucket.zeros(), len(totals), self.world_size, bucket.chunk
-        flat = torch.cat([row for total in totals for row in bucket.rows(total, zeros)])
-        sent = flat.view(number, world_size, chunk).transpose(0, 1).reshape(-1)
+        number, world_size, chunk = len(rows), self.world_size, bucket.chunk
+        sent = rows[0] if number == 1 else torch.cat([row.view(world_size, chunk) for row in rows], 1).view(-1)
         counts = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
         item = sent.element_size()  # bytes travel: not every backend knows every dtype
@@ -176,11 +212,11 @@ class OrderedSum:
         joined = sent.new_empty(world_size * chunk)
         own_sum = tree.total().contiguous()
         dist.all_gather(list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8))
-        return torch.split(joined, bucket.padded)[: len(bucket.places)]
+        return joined
 
 
 class _Bucket:
-    """Tensors of one dtype that are sent together, each from a place on where a tensor of its own could begin."""
+    """Tensors of one dtype that are sent together in a row, each from where a tensor of its own could begin."""
 
     def __init__(self, like: list[torch.Tensor], places: list[int], world_size: int) -> None:
         self.places, self.sizes, self._first = places, [one.numel() for one in like], like[0]
@@ -188,15 +224,20 @@ class _Bucket:
         padded = [-(-size // unit) * unit for size in self.sizes]
         self.chunk = -(-sum(padded) // (world_size * unit)) * unit
         self.padded = [*padded, self.chunk * world_size - sum(padded)]
+        self.dtype, self.row_bytes = like[0].dtype, self.chunk * world_size * like[0].element_size()
 
-    def zeros(self) -> torch.Tensor:
-        return self._first.new_zeros(max(self.padded))
+    def row(self, total: list[torch.Tensor | None]) -> torch.Tensor:
+        """Join the tensors of a total; zeros for one that is not there."""
+        zeros, parts = self._first.new_zeros(max(self.padded)), []
+        for place, size, padded in zip(self.places, self.sizes, self.padded, strict=False):
+            own = total[place]
+            parts += [zeros[:size] if own is None else own.reshape(-1), zeros[: padded - size]]
+        return torch.cat([*parts, zeros[: self.padded[-1]]])
 
-    def rows(self, total: list[torch.Tensor | None], zeros: torch.Tensor) -> Iterator[torch.Tensor]:
-        for own, size, padded in zip(total, self.sizes, self.padded, strict=False):
-            yield zeros[:size] if own is None else own.reshape(-1)
-            yield zeros[: padded - size]
-        yield zeros[: self.padded[-1]]
+    def tensors(self, row: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the place and the numbers of each tensor in a row."""
+        for place, size, padded in zip(self.places, self.sizes, torch.split(row, self.padded), strict=False):
+            yield place, padded[:size]
 
 
 def _subtrees_of(parts: range) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ class Elsewhere(torch.Tensor):
     is_cpu = False
 
 
-def add_up(parts, bucket_bytes=40, *, elsewhere=False):
+def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False):
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tree = TreeSum(add_tensors)
     for number in range(rank * parts // world_size, (rank + 1) * parts // world_size):
@@ -38,26 +38,43 @@ def add_up(parts, bucket_bytes=40, *, elsewhere=False):
     like = [one.as_subclass(Elsewhere) for one in LIKE] if elsewhere else LIKE
     return [
         None if one is None else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
-        for one in OrderedSum(like, parts, bucket_bytes).over_ranks(tree)
+        for one in OrderedSum(like, parts, bucket_bytes, whole_bytes).over_ranks(tree)
     ]
 
 
+@pytest.mark.parametrize("whole_bytes", [0, 2**20], ids=["in chunks", "whole"])
 @pytest.mark.parametrize(
     ("parts", "world_size"), [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3), (8, 4), (8, 8)]
 )
-def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size):
+def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size, whole_bytes):
     alone = add_up(parts)
     assert alone[-2] is not None
     assert alone[-1] is None, "no part has that tensor"
-    for found in ranks.run(add_up, parts, world_size=world_size):
+    for found in ranks.run(add_up, parts, 40, whole_bytes, world_size=world_size):
         assert found == alone
+
+
+def count_collectives(parts, whole_bytes):
+    names, made = ("all_reduce", "all_to_all_single", "all_gather"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            call = getattr(dist, name)
+            patch.setattr(dist, name, lambda *args, _call=call, **options: (made.append(1), _call(*args, **options)))
+        add_up(parts, 2**20, whole_bytes)
+    return len(made)
+
+
+def test_what_is_small_goes_in_one_message(ranks):
+    kinds = len({dtype for _, dtype in SHAPES})
+    assert ranks.run(count_collectives, 8, 2**20, world_size=2) == [1, 1]
+    assert ranks.run(count_collectives, 8, 2**9, world_size=2) == [1 + 2 * kinds] * 2
 
 
 def add_up_on_gpus(parts):
     groups, reduce = [], dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda *args, group=None: (groups.append(group), reduce(*args, group=group)))
-        found = add_up(parts, elsewhere=True)
+        found = add_up(parts, whole_bytes=2**20, elsewhere=True)
     return found, groups == [control_group()]
 
 

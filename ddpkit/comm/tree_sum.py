@@ -222,7 +222,7 @@ class _Bucket:
         self.places, self.sizes, self._first = places, [one.numel() for one in like], like[0]
         unit = ALIGNED_BYTES // like[0].element_size()
         padded = [-(-size // unit) * unit for size in self.sizes]
-        self.chunk = -(-sum(padded) // (world_size * unit)) * unit
+        self.chunk = max(1, -(-sum(padded) // (world_size * unit))) * unit
         self.padded = [*padded, self.chunk * world_size - sum(padded)]
         self.dtype, self.row_bytes = like[0].dtype, self.chunk * world_size * like[0].element_size()
 

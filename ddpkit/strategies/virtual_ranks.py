@@ -77,7 +77,7 @@ class VirtualRanks(Strategy):
         self._first = (get_rank() or 0) * self.shards
         self._parameters: list[nn.Parameter] = []
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
-        self._sum = OrderedSum([], number)
+        self._sum, self._like = OrderedSum([], number), list[torch.Tensor]()
         self._window: Window | None = None
         self._shard, self._adds_at_once, self._dtype = 0, True, widest_float(device)
         self._noted: list[Any] | None = None
@@ -132,8 +132,10 @@ class VirtualRanks(Strategy):
         self._buffers = {name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
         wide = wide_number(0.0, self.device)
         moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
-        own = [wide, wide, *moves, *self._parameters]
-        self._sum = OrderedSum(own, self.virtual_ranks)
+        dtypes = [getattr(one, "grad_dtype", None) or one.dtype for one in self._parameters]  # torch 2.8 has none
+        pairs = zip(self._parameters, dtypes, strict=True)
+        self._like = [one.new_zeros((), dtype=dtype).expand(one.shape) for one, dtype in pairs]
+        self._sum = OrderedSum([wide, wide, *moves, *self._like], self.virtual_ranks)
         self._begin_step()
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -277,6 +279,7 @@ class VirtualRanks(Strategy):
             parameter.grad = None
         if any(one is not None for one in gradients) and not (window.is_weighed or window.counted is not None):
             raise ConfigError(MISUSED.format(self.virtual_ranks, "called loss.backward() past the Brain"))
+        self._check_dtypes(gradients)
         count, self._count = self._count, None
         if window.counted is not None and not window.closes:
             count, window.counted = wide_number(window.counted, self.device), 0.0
@@ -289,6 +292,14 @@ class VirtualRanks(Strategy):
         else:
             known = self._parts.get(self._shard)
             self._parts[self._shard] = part if known is None else add_tensors(known, part)
+
+    def _check_dtypes(self, gradients: list[torch.Tensor | None]) -> None:
+        for one, like in zip(gradients, self._like, strict=True):
+            if one is not None and one.dtype != like.dtype:
+                raise ConfigError(
+                    f"virtual_ranks={self.virtual_ranks}: a gradient is {one.dtype}, and {like.dtype} was expected. "
+                    "Set grad_dtype, and the dtype of a parameter, before fit: the ranks agree on it once."
+                )
 
     # ------------------------------------------------------------------ buffers
 

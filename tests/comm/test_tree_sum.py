@@ -8,7 +8,13 @@ import torch.distributed as dist
 
 from ddpkit.comm import OrderedSum, TreeSum, add_tensors, control_group
 
-SHAPES = [((3, 5), torch.float32), ((7,), torch.float64), ((1,), torch.bfloat16), ((), torch.float32)]
+SHAPES = [
+    ((3, 5), torch.float32),
+    ((7,), torch.float64),
+    ((1,), torch.bfloat16),
+    ((), torch.float32),
+    ((0,), torch.int64),
+]
 
 
 def part(number):

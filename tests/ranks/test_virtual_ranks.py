@@ -103,6 +103,27 @@ class Masked(nn.Linear):
         return super().forward(self.norm(inputs) if self.steps > 1 and len(inputs) > 1 else inputs)
 
 
+class Wide(nn.Sequential):
+    """Has gradients that are not sent in one message."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(CLASSES, 2**15), nn.Linear(2**15, CLASSES))
+
+
+class Precise(nn.Linear):
+    """Has gradients of another dtype than its parameters."""
+
+    def __init__(self):
+        super().__init__(CLASSES, CLASSES)
+        for one in self.parameters():
+            one.grad_dtype = torch.float64
+
+
+class PreciseSteps(Classifier):
+    def init_optimizers(self):
+        self.optimizers_dict = {"by hand": torch.optim.SGD(self.modules.parameters(), lr=0.1, foreach=False)}
+
+
 class Changing(TwoOptimizers):
     """Freezes and unfreezes parameters in the middle of an epoch; takes a step with no optimizer."""
 
@@ -133,6 +154,12 @@ class ClipsByItself(Classifier):
             nn.utils.clip_grad_norm_(self.modules.parameters(), 0.1)
             self.optimizers_step()
         return loss.detach()
+
+
+class LateDtype(Classifier):
+    def on_fit_batch_start(self, batch, should_step):
+        for one in self.modules.parameters():
+            one.grad_dtype = torch.float64
 
 
 class PastTheBrain(Classifier):
@@ -238,6 +265,8 @@ CASES = {
     "uneven shards in micro-batches": {"global_batch_size": 23, "micro_batch_size": 2},
     "batch norm, bf16": {"norm": "batch", "precision": "bf16", "samples": 96},
     "two optimizers": {"kind": TwoOptimizers},
+    "in several messages": {"head": Wide},
+    "precise gradients": {"kind": PreciseSteps, "head": Precise, "max_grad_norm": 0},
     "what moves and is frozen changes": {"kind": Changing, "head": Masked, "samples": 96},
     "noise in collating and in a divided evaluation": {
         "kind": Noisy,
@@ -494,6 +523,7 @@ def test_what_cannot_work_is_refused_by_name():
     divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
     assert "a DistributedSampler has divided already" in refused(loading=divided)
     assert "fit_batch changed gradients" in refused(kind=ClipsByItself)
+    assert "a gradient is torch.float64, and torch.float32 was expected" in refused(kind=LateDtype)
     assert "has a part, SyncBatchNorm, that shares statistics" in refused(head=lambda: SyncBatchNorm(CLASSES))
     assert "has a part, Embedding, that" in refused(head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True))
     assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})

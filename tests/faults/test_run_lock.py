@@ -87,9 +87,17 @@ class Actor:
 
 
 def wait_for(path, seconds=20.0):
+    wait_for_one([path], Path.exists, seconds)
+
+
+def wait_for_one(candidates, condition, seconds=20.0):
+    """Return the first of them that meets a condition."""
     end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} does not appear"
+    while True:
+        for candidate in candidates:
+            if condition(candidate):
+                return candidate
+        assert time.monotonic() < end, f"none of {candidates}"
         time.sleep(0.002)
 
 
@@ -154,46 +162,47 @@ def test_f18_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, befor
     assert all("in use by another run: " in words for words in refusals), refusals
 
 
-def work_in_turns(folder, signs, seconds):
-    """Take and release again and again; whenever inside, nobody else who lives may be."""
-    end, turns = time.monotonic() + seconds, 0
-    while time.monotonic() < end:
+def work_in_turns(folder, signs):
+    """Take and release again and again; whenever inside, nobody else may be who has not been killed there."""
+    while not (signs / "end").exists():
         try:
             with FolderLock(folder).hold():
                 mine = signs / f"inside.{os.getpid()}"
                 mine.touch()
-                others = [path for path in signs.glob("inside.*") if path != mine]
-                for path in others:
-                    pid = int(path.suffix[1:])
-                    if not has_ended(pid, state_and_start(pid)[1]):
-                        (signs / f"both.{pid}.{os.getpid()}").touch()
+                time.sleep(0.005)  # long enough to be killed in here
+                for path in [path for path in signs.glob("inside.*") if path != mine]:
+                    pid = path.suffix[1:]
+                    killed = (signs / f"killed.{pid}").exists()  # made before the signal: no race
+                    (signs / f"{'left' if killed else 'both'}.{pid}").touch()
                     path.unlink(missing_ok=True)
                 mine.unlink(missing_ok=True)
-                turns += 1
+                with (signs / "turns").open("a") as turns:
+                    turns.write(".")
         except CheckpointError:
             continue
-    return turns
 
 
-def turns_and_kills(seconds, kills):
+def turns_and_kills(kills):
+    """Kill owners while others wait; return how many turns there were, who died inside, and who was not alone."""
     with new_folder() as folder, new_folder() as signs:
-        actors = [Actor(work_in_turns, folder, signs, seconds) for _ in range(4)]
-        killed = 0
-        for _ in range(kills):
-            time.sleep(seconds / (kills + 2))
-            victim = actors.pop(0)
-            os.kill(victim.pid, signal.SIGKILL)
-            victim.reap()
-            killed += 1
-            actors.append(Actor(work_in_turns, folder, signs, seconds / 2))
-        turns = sum(actor.result()[1] for actor in actors)
-        return killed, turns, sorted(path.name for path in signs.glob("both.*"))
+        actors = [Actor(work_in_turns, folder, signs) for _ in range(4)]
+        for number in range(kills):
+            time.sleep(0.01 * (number % 10))  # some turns in between, not always as many
+            victim = wait_for_one(actors, lambda actor: (signs / f"inside.{actor.pid}").exists(), 20.0 * PATIENCE)
+            (signs / f"killed.{victim.pid}").touch()
+            victim.kill()
+            actors[actors.index(victim)] = Actor(work_in_turns, folder, signs)
+        (signs / "end").touch()
+        for actor in actors:
+            actor.result()
+        turns = (signs / "turns").stat().st_size
+        return turns, len([*signs.glob("left.*")]), sorted(path.name for path in signs.glob("both.*"))
 
 
 def test_f18_never_two_at_a_time_while_owners_are_killed(ranks):
-    killed, turns, both = ranks.run(turns_and_kills, 3.0, 20, world_size=1, init=False)[0]
-    assert killed == 20
+    turns, left, both = ranks.run(turns_and_kills, 20, world_size=1, init=False)[0]
     assert turns > 20
+    assert left > 0, "some died while they had the folder"
     assert both == []
 
 

@@ -10,15 +10,16 @@ reported: what the machine can do, and what it did. `memcpy` is the copy of the 
 to before; `torch.save` is one file written through a Python handle, and `fsync`. `asynchronous, whole` runs from the
 call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory.
 `verified load` is that of one process: every byte is hashed first. `by hand` is `load_state_dict(torch.load(...))`.
-Both are measured of the model, and of Adam's state for it. The hashing shares the cores with whatever else runs: the
-load of the machine stands beside it. Memory that was used before makes a load faster; as in a fresh process with
-MALLOC_MMAP_THRESHOLD_=65536 in the environment.
+Each of these runs in a process of its own, as a run that goes on does,: the model, Adam's state, and both.
+The hashing shares the cores with whatever else runs: the load of the machine stands beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,10 +45,10 @@ def make(megabytes: int) -> nn.Module:
     return nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
 
 
-def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    start = clock()
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
     work()
-    return clock() - start
+    return time.perf_counter() - start
 
 
 def torch_save(state: dict[str, torch.Tensor], path: Path) -> None:
@@ -126,39 +128,58 @@ def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, list[f
     return times
 
 
-def make_optimizer(megabytes: int) -> torch.optim.Optimizer:
-    """Make Adam for the model, with a state: twice as many bytes."""
+WAYS = ("torch.load", "load by hand", "verification alone", "verified load")
+PARTS = {"weights": ("model",), "Adam": ("optimizer",), "both": ("model", "optimizer")}
+
+
+def save_for_resuming(megabytes: int, folder: Path) -> None:
+    """Save checkpoints of a model, of Adam for it, whose state is twice as large, and of both."""
     model = make(megabytes)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
-    return optimizer
+    known = {"model": model, "optimizer": optimizer}
+    for title, names in PARTS.items():
+        Checkpointer(folder / title, {name: known[name] for name in names}).save_checkpoint()
 
 
-def measure_verified_load(
-    known: nn.Module | torch.optim.Optimizer, folder: Path, turns: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Take turns in one process; the file is in the page cache."""
-    checkpointer = Checkpointer(folder, {"known": known})
-    saved = checkpointer.save_checkpoint(name="d")
-    path = saved.paramfiles["known"]
+def resume(megabytes: int, folder: Path, title: str, way: str) -> tuple[float, float]:
+    """Load a checkpoint in a new process; return the seconds, and those of all its threads."""
+    model = make(megabytes)
+    known = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    objects: dict[str, Any] = {name: known[name] for name in PARTS[title]}
+    checkpointer = Checkpointer(folder / title, objects)
+    saved = checkpointer.find_checkpoint()
+    assert saved is not None
+    states = {name: saved.paramfiles[name] for name in objects}
 
     def verify() -> None:
         if verify_checkpoint(saved.path):
             raise ValueError("it is damaged")
 
     works: dict[str, Callable[[], object]] = {
-        "torch.load": lambda: torch.load(path, weights_only=True),
-        "load by hand": lambda: known.load_state_dict(torch.load(path, weights_only=True)),
+        "torch.load": lambda: [torch.load(path, weights_only=True) for path in states.values()],
+        "load by hand": lambda: [
+            objects[name].load_state_dict(torch.load(path, weights_only=True)) for name, path in states.items()
+        ],
         "verification alone": verify,
         "verified load": lambda: checkpointer.load_checkpoint(saved),
     }
-    times: dict[str, list[float]] = {name: [] for name in works}
+    start, cpu_start = time.perf_counter(), time.process_time()
+    works[way]()
+    return time.perf_counter() - start, time.process_time() - cpu_start
+
+
+def measure_resuming(megabytes: int, folder: Path, turns: int, cpu_time: bool) -> dict[str, dict[str, list[float]]]:
+    """Take turns, each time in a new process, as a run that goes on does; the files are in the page cache."""
+    save_for_resuming(megabytes, folder)
+    times: dict[str, dict[str, list[float]]] = {title: {way: [] for way in WAYS} for title in PARTS}
     for _ in range(turns):
-        for name, work in works.items():
-            times[name].append(seconds(work, clock))
-    shutil.rmtree(saved.path)
+        for title, way in itertools.product(PARTS, WAYS):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                taken = pool.apply(resume, (megabytes, folder, title, way))
+            times[title][way].append(taken[cpu_time])
     return times
 
 
@@ -188,15 +209,13 @@ def main() -> None:
     parser.add_argument("--cpu_time", action="store_true", help="measure that in processor time, of all threads")
     parser.add_argument("--folder", help="where checkpoints are written; default: the folder for temporary files")
     arguments = parser.parse_args()
-    clock = time.process_time if arguments.cpu_time else time.perf_counter
     for megabytes in arguments.sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             print(f"{megabytes} MB in {folder}")
             if not arguments.only_verified:
                 report(measure_saving(megabytes, Path(folder), arguments.turns))
-            for title, make_one in (("model, ", make), ("Adam, ", make_optimizer)):
-                times = measure_verified_load(make_one(megabytes), Path(folder), arguments.turns, clock)
-                report(times, title)
+            for title, times in measure_resuming(megabytes, Path(folder), arguments.turns, arguments.cpu_time).items():
+                report(times, f"{title}, ")
             print(f"  load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         if arguments.only_verified:
             continue

@@ -10,7 +10,7 @@ reported: what the machine can do, and what it did. `memcpy` is the copy of the 
 to before; `torch.save` is one file written through a Python handle, and `fsync`. `asynchronous, whole` runs from the
 call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory.
 `verified load` is that of one process: every byte is hashed first. `by hand` is `load_state_dict(torch.load(...))`.
-Each of these runs in a process of its own, as a run that goes on does,: the model, Adam's state, and both.
+Each of these runs in a process of its own, as a run that goes on does: the model, Adam's state, and both.
 The hashing shares the cores with whatever else runs: the load of the machine stands beside it.
 """
 

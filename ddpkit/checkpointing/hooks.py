@@ -506,8 +506,8 @@ def _load_in_threads(path: Path) -> Any:
     copies: list[Future[None]] = []
 
     def copy(storage: Any, _: str) -> Any:
-        source = torch.empty(0, dtype=torch.uint8).set_(storage)
-        own = torch.empty(source.shape, dtype=torch.uint8)
+        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        own = torch.empty(source.shape, dtype=torch.uint8, device="cpu")
         copies.append(pool.submit(np.copyto, own.numpy(), source.numpy()))  # without the interpreter lock, and OpenMP
         return own.untyped_storage()
 

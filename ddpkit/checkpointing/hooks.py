@@ -22,9 +22,8 @@ import functools
 import mmap
 import sys
 import zipfile
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -53,7 +52,7 @@ from ddpkit.base import (
     temporarily,
     unwrap,
 )
-from ddpkit.checkpointing.storage import PIECE_BYTES, VERIFY_THREADS, read_blocks, write_file
+from ddpkit.checkpointing.storage import BLOCK_BYTES, write_file
 from ddpkit.distributed import get_rank, main_process_only
 from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
@@ -482,12 +481,8 @@ def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
         {'step': 3}
     """
     try:
-        path = Path(path)
-        if map_location != "cpu" or not _can_be_mapped(path):
-            return torch.load(path, map_location=map_location, weights_only=True)
-        if mmap:
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
-        return _load_in_threads(path)
+        mapped = mmap and _can_be_mapped(path)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
@@ -501,35 +496,18 @@ def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
         raise CheckpointError(f"cannot load {path}: {reason}.") from error
 
 
-def _load_in_threads(path: Path) -> Any:
-    """Map a file and copy its tensors in several threads: what takes the time is memory that is touched first."""
-    copies: list[Future[None]] = []
-
-    def copy(storage: Any, _: str) -> Any:
-        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        own = torch.empty(source.shape, dtype=torch.uint8, device="cpu")
-        copies.append(pool.submit(np.copyto, own.numpy(), source.numpy()))  # without the interpreter lock, and OpenMP
-        return own.untyped_storage()
-
-    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        state = torch.load(path, map_location=copy, weights_only=True, mmap=True)
-        for future in copies:
-            future.result()
-    return state
-
-
 def _can_be_mapped(path: Path) -> bool:
     """Say whether a file is as ``torch.save`` writes it, and its file system can map it.
 
     It is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
     """
-    read = functools.partial(read_blocks, path, PIECE_BYTES)
-    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        deque(pool.map(lambda start: deque(read(start), 0), range(0, path.stat().st_size, PIECE_BYTES)), 0)
-    with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), path.open("rb") as file:
-        str(path).encode()  # torch's mapping takes no other names
-        mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
-        with zipfile.ZipFile(file) as archive:
+    block = bytearray(BLOCK_BYTES)
+    with Path(path).open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+        with contextlib.suppress(OSError, UnicodeError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            str(path).encode()  # torch maps no file of another name
+            mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
             return all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
     return False
 

@@ -222,38 +222,13 @@ def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) ->
 
 
 def _piece_digest(path: Path, size: int, start: int) -> bytes:
-    digest = hashlib.sha256()
-    for block in read_blocks(path, size, start):
-        digest.update(block)
-    return digest.digest()
-
-
-def read_blocks(path: Path, size: int, start: int) -> Iterator[memoryview]:
-    """Read a part of a file, a block at a time; each block is gone when the next one is asked for.
-
-    Args:
-        path: the file.
-        size: of the part, in bytes; the file may end before.
-        start: where the part begins.
-
-    Raises:
-        OSError: it cannot be read.
-
-    Ranks: local.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a"
-        >>> _ = path.write_bytes(b"1234")
-        >>> [bytes(block) for block in read_blocks(path, 2, start=1)]
-        [b'23']
-    """
-    block = memoryview(bytearray(BLOCK_BYTES))
+    digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as handle:
         handle.seek(start)
         while size and (count := handle.readinto(block[:size])):
-            yield block[:count]
+            digest.update(block[:count])
             size -= count
+    return digest.digest()
 
 
 def _digest_of(pieces: Sequence[bytes]) -> str:

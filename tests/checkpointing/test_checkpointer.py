@@ -112,12 +112,13 @@ def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."])
 def test_any_other_name_will_do(tmp_path, name):
-    checkpointer = Checkpointer(tmp_path, {name: Value(3)})
+    checkpointer = Checkpointer(tmp_path, {name: Value(3), f"{name[:100]}x": nn.Linear(1, 1)})
     checkpointer.save_checkpoint(name=name)
     saved = checkpointer.save_checkpoint(name=name)  # replaces
-    other = Checkpointer(tmp_path, {name: Value()})
+    other = Checkpointer(tmp_path, {name: Value(), f"{name[:100]}x": nn.Linear(1, 1)})
     assert other.recover_if_possible() == saved
     assert other.recoverables[name].value == 3
+    assert other.recoverables[f"{name[:100]}x"].weight == checkpointer.recoverables[f"{name[:100]}x"].weight
     other.delete_checkpoints(num_to_keep=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -616,34 +616,6 @@ def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
     assert torch.equal(module.weight, weight)
 
 
-def of_many_kinds():
-    whole = torch.arange(4096.0)
-    return {
-        "whole": whole,
-        "part": whole[1024:2048].view(32, 32).t(),
-        "empty": [torch.empty(0), torch.empty(0, 3, dtype=torch.bool)],
-        "scalar": (torch.tensor(7, dtype=torch.int16), torch.tensor(1 - 2j)),
-        "sparse": torch.eye(3).to_sparse(),
-        "parameter": nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False),
-        "number": 3,
-    }
-
-
-@pytest.mark.parametrize("how", ["new", "old"])
-def test_what_is_read_in_threads_is_what_torch_reads(tmp_path, how):
-    path = tmp_path / "a.ckpt"
-    torch.save(of_many_kinds(), path, _use_new_zipfile_serialization=how != "old")
-    expected, found = torch.load(path, weights_only=True), safe_load(path)
-    with path.open("r+b") as file:
-        file.truncate(0)  # a tensor that is a page of the file would end the process
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert [*found] == [*expected]
-    assert type(found["parameter"]) is nn.Parameter
-    assert found["part"].stride() == expected["part"].stride()
-    found["whole"][1024] = -1
-    assert found["part"][0, 0] == -1, "tensors that share memory go on doing so"
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which will drop such tensors
 @pytest.mark.parametrize("channels", [None, 0])
 def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_path, channels):

@@ -65,7 +65,7 @@ MANIFEST_FORMAT = 2
 PIECE_BYTES_OF_FORMAT = {1: 1 << 63, 2: 16 << 20}  # format 1, of ddpkit 0.1: a file is hashed whole
 PIECE_BYTES = PIECE_BYTES_OF_FORMAT[MANIFEST_FORMAT]
 BLOCK_BYTES = 1 << 20
-VERIFY_THREADS = min(8, os.cpu_count() or 1)
+FILE_THREADS = min(8, os.cpu_count() or 1)
 STAGING_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 REPLACED_PREFIX = ".trash-of-"  # followed by the name whose place a new directory is about to take
@@ -511,7 +511,7 @@ def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMod
         size = _regular(path).st_size
         if size != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
-        if mode == "full" and file_sha256(path, piece_bytes, VERIFY_THREADS) != entry["sha256"]:
+        if mode == "full" and file_sha256(path, piece_bytes, FILE_THREADS) != entry["sha256"]:
             return f"{name} fails its checksum: its content has changed since it was saved"
     except FileNotFoundError:
         return f"{name} is missing"

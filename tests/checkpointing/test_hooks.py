@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.profiler import profile
 
 from ddpkit import checkpoints
 from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.checkpointing import hooks
 from ddpkit.checkpointing.hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -590,9 +592,9 @@ def keeps_by_its_instance():
     return module
 
 
-def stored(path, how):
-    """Write a module's state as torch does, as torch did before 1.6, or in a compressed archive."""
-    state = {"weight": torch.arange(4096.0).reshape(1, -1)}
+def stored(path, how, state=None):
+    """Write a state as torch does, as torch did before 1.6, or in a compressed archive."""
+    state = state or {"weight": torch.arange(4096.0).reshape(1, -1)}
     torch.save(state, path, _use_new_zipfile_serialization=how != "old")
     if how == "compressed":
         with zipfile.ZipFile(path) as archive:
@@ -600,7 +602,7 @@ def stored(path, how):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in members.items():
                 archive.writestr(name, content)
-    return state["weight"]
+    return state.get("weight")
 
 
 @pytest.mark.parametrize("how", ["new", "old", "compressed"])
@@ -614,6 +616,85 @@ def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert torch.equal(module.weight, weight)
+
+
+class KeepsState(torch.optim.SGD):
+    def __init__(self):
+        super().__init__([nn.Parameter(torch.zeros(1))])
+
+    def load_state_dict(self, state):
+        self.loaded = state["state"]
+
+
+def loaded_into_an_optimizer(path, state, monkeypatch, how="new", threads=True):
+    """Load a state and overwrite its file; return what the optimizer has kept."""
+    optimizer = KeepsState()
+    stored(path, how, {"state": state, "param_groups": []})
+    if threads:
+        monkeypatch.setattr(hooks, "PIECE_BYTES", 1)
+    torch_recovery(optimizer, path, end_of_epoch=True)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    return optimizer.loaded
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("how", ["new", "old", "compressed"])
+def test_the_state_of_an_optimizer_depends_on_its_file_no_longer(tmp_path, monkeypatch, how, threads):
+    whole, nothing = torch.arange(5000.0), torch.empty(3, 0)
+    kinds = {"double": whole.double(), "bf16": whole.bfloat16(), "complex": torch.complex(whole, whole)}
+    state = {0: {"a": whole, "b": whole[10:].view(4990, 1), "c": whole[:4].view(2, 2).t(), "same": whole}, 1: kinds}
+    state[2] = {"step": torch.tensor(3.0), "nothing": nothing, "list": [(nothing, torch.ones(2, dtype=torch.bool))]}
+    loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", state, monkeypatch, how, threads)
+    torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+    assert loaded[0]["c"].stride() == (1, 2)
+    assert loaded[0]["a"] is loaded[0]["same"]
+    loaded[0]["a"].fill_(7)
+    assert loaded[0]["b"].eq(7).all()  # they share their memory, as they did
+    assert loaded[0]["c"].eq(7).all()
+
+
+def with_attribute():
+    tensor = torch.ones(1)
+    tensor.part = torch.arange(5000.0)
+    return tensor
+
+
+def per_channel():
+    return torch.quantize_per_channel(torch.ones(5000, 1), torch.full((5000,), 0.5), torch.zeros(5000), 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantized tensors
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda: torch.eye(5000).to_sparse(), lambda x: x.to_dense().diagonal()),
+        (lambda: torch.eye(99).to_sparse_csr(), lambda x: x.values()),
+        (lambda: torch.nested.nested_tensor([torch.ones(5000), torch.ones(2)]), lambda x: x.unbind()[0]),
+        (per_channel, lambda x: x.dequantize()),
+        (lambda: torch.complex(torch.ones(5000), torch.ones(5000)).conj(), lambda x: -x.imag),
+        (lambda: torch.complex(torch.ones(5000), torch.ones(5000)).conj().imag, lambda x: -x),
+        (lambda: nn.Parameter(torch.ones(5000)), lambda x: x.detach()),
+        (lambda: torch.ones(5000, requires_grad=True), lambda x: x.detach()),
+        (lambda: OrderedDict(a=torch.ones(5000)), lambda x: x["a"]),
+        (lambda: {torch.ones(5000): 1}, lambda x: next(iter(x))),
+        (lambda: {(torch.ones(5000),): 1}, lambda x: next(iter(x))[0]),
+        (with_attribute, lambda x: x),
+    ],
+)
+def test_no_state_of_an_optimizer_depends_on_its_file(tmp_path, monkeypatch, make, values):
+    loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", {0: {"a": make()}}, monkeypatch)
+    assert values(loaded[0]["a"]).eq(1).all()
+    for one in vars(loaded[0]["a"]).values() if type(loaded[0]["a"]) is torch.Tensor else ():
+        assert torch.equal(one, torch.arange(5000.0))
+
+
+def test_a_state_that_holds_itself_is_loaded(tmp_path, monkeypatch):
+    state = [torch.ones(5000)]
+    state.append(state)
+    loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", state, monkeypatch)
+    assert loaded[1] is loaded
+    assert loaded[0].eq(1).all()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which will drop such tensors

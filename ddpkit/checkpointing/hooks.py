@@ -22,8 +22,8 @@ import functools
 import mmap
 import sys
 import zipfile
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -504,28 +504,28 @@ def _load_to_keep(path: Path) -> Any:
     tensors = _plain_tensors(state)
     if tensors is None:
         return safe_load(path)
-    sharing: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        sharing.setdefault((storage.data_ptr(), storage.nbytes()), []).append(tensor)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+    different = dict(zip(places, storages, strict=True))  # tensors that share memory share it again
     try:
-        if sum(size for _, size in sharing) <= PIECE_BYTES:
-            deque(map(_copy_storage, sharing.values()), 0)
+        if sum(size for _, size in different) <= PIECE_BYTES:
+            copies = list(map(_copy, different.values()))
         else:
             with ThreadPoolExecutor(FILE_THREADS) as pool:
-                deque(pool.map(_copy_storage, sharing.values()), 0)
+                copies = list(pool.map(_copy, different.values()))
     except RuntimeError as error:  # no memory, or no thread
         raise CheckpointError(f"cannot load {path}: {error}") from error
+    own = dict(zip(different, copies, strict=True))
+    for tensor, place in zip(tensors, places, strict=True):
+        tensor.set_(own[place], tensor.storage_offset(), tensor.shape, tensor.stride())
     return state
 
 
-def _copy_storage(tensors: Sequence[torch.Tensor]) -> None:
-    """Give tensors that share memory new memory, which they share again."""
-    old = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensors[0].untyped_storage())
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    old = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     own = torch.empty(old.shape, dtype=torch.uint8, device="cpu")
     np.copyto(own.numpy(), old.numpy())  # lets other threads run, and starts none
-    for one in tensors:
-        one.set_(own.untyped_storage(), one.storage_offset(), one.shape, one.stride())
+    return own.untyped_storage()
 
 
 def _plain_tensors(state: object) -> list[torch.Tensor] | None:
@@ -559,6 +559,8 @@ def _can_be_mapped(path: Path) -> bool:
 
     It is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
     """
+    if torch.serialization.get_default_mmap_options() != mmap.MAP_PRIVATE:
+        return False  # torch would write into the file, to swap the bytes of another machine's
     block = bytearray(BLOCK_BYTES)
     with Path(path).open("rb", buffering=0) as file:
         while file.readinto(block):

@@ -689,6 +689,31 @@ def test_no_state_of_an_optimizer_depends_on_its_file(tmp_path, monkeypatch, mak
         assert torch.equal(one, torch.arange(5000.0))
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_an_optimizer_is_loaded_where_gradients_are_off(tmp_path, monkeypatch, threads):
+    with torch.inference_mode():
+        loaded = loaded_into_an_optimizer(
+            tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch, "new", threads
+        )
+    assert loaded[0]["a"].eq(1).all()
+
+
+@pytest.mark.parametrize("make", [KeepsState, lambda: nn.Linear(4096, 1, bias=False)])
+def test_a_file_is_not_changed_when_it_is_loaded(tmp_path, monkeypatch, make):
+    """torch swaps the bytes of another machine's file in its pages, which a shared mapping writes back."""
+    path, obj = tmp_path / "a.ckpt", make()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
+        if isinstance(obj, nn.Module):
+            stored(path, "new")
+        else:
+            stored(path, "new", {"state": torch.ones(5000), "param_groups": []})
+    content = path.read_bytes()
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        torch_recovery(obj, path, end_of_epoch=True)
+    assert path.read_bytes() == content
+
+
 def test_a_state_that_holds_itself_is_loaded(tmp_path, monkeypatch):
     state = [torch.ones(5000)]
     state.append(state)

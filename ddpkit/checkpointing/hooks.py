@@ -502,23 +502,26 @@ def _load_to_keep(path: Path) -> Any:
     """Load plain tensors as :func:`safe_load` does, in less time: map the file, then copy it in several threads."""
     state = safe_load(path, mmap=True)
     tensors = _plain_tensors(state)
-    if tensors is None:
-        return safe_load(path)
+    if tensors is not None:
+        with contextlib.suppress(RuntimeError):  # no thread, or no memory
+            _copy_memory(tensors)
+            return state
+    return safe_load(path)
+
+
+def _copy_memory(tensors: list[torch.Tensor]) -> None:
+    """Give tensors memory of their own, which they share with each other as before."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-    different = dict(zip(places, storages, strict=True))  # tensors that share memory share it again
-    try:
-        if sum(size for _, size in different) <= PIECE_BYTES:
-            copies = list(map(_copy, different.values()))
-        else:
-            with ThreadPoolExecutor(FILE_THREADS) as pool:
-                copies = list(pool.map(_copy, different.values()))
-    except RuntimeError as error:  # no memory, or no thread
-        raise CheckpointError(f"cannot load {path}: {error}") from error
+    different = dict(zip(places, storages, strict=True))
+    if sum(size for _, size in different) <= PIECE_BYTES:
+        copies = list(map(_copy, different.values()))
+    else:
+        with ThreadPoolExecutor(FILE_THREADS) as pool:
+            copies = list(pool.map(_copy, different.values()))
     own = dict(zip(different, copies, strict=True))
     for tensor, place in zip(tensors, places, strict=True):
         tensor.set_(own[place], tensor.storage_offset(), tensor.shape, tensor.stride())
-    return state
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -4,6 +4,7 @@ import errno
 import functools
 import mmap
 import sys
+import threading
 import types
 import warnings
 import zipfile
@@ -695,6 +696,15 @@ def test_an_optimizer_is_loaded_where_gradients_are_off(tmp_path, monkeypatch, t
         loaded = loaded_into_an_optimizer(
             tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch, "new", threads
         )
+    assert loaded[0]["a"].eq(1).all()
+
+
+def test_an_optimizer_is_loaded_where_no_thread_can_be_started(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch)
     assert loaded[0]["a"].eq(1).all()
 
 

@@ -53,7 +53,7 @@ from ddpkit.base import (
     temporarily,
     unwrap,
 )
-from ddpkit.checkpointing.storage import BLOCK_BYTES, FILE_THREADS, PIECE_BYTES, write_file
+from ddpkit.checkpointing.storage import BLOCK_BYTES, FILE_THREADS, write_file
 from ddpkit.distributed import get_rank, main_process_only
 from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
@@ -61,6 +61,7 @@ from ddpkit.types import Stateful
 
 logger = get_logger(__name__)
 
+LEAST_MEAN_BYTES = 1 << 20  # of a storage, for threads to copy it sooner than torch reads it
 MOST_MISFITS = 6  # lines of torch's list of what does not fit
 START_ANEW = " Make it as it was when this was saved, or start anew: --resume=never, or another experiment folder."
 
@@ -499,29 +500,31 @@ def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
 
 
 def _load_to_keep(path: Path) -> Any:
-    """Load plain tensors as :func:`safe_load` does, in less time: map the file, then copy it in several threads."""
+    """Load as :func:`safe_load` does; plain tensors, if they are large, by mapping the file and copying in threads."""
+    sizes: list[int] = []
+    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        sizes = sorted(one.compress_size for one in archive.infolist() if "/data/" in one.filename and one.file_size)
+    state = None
+    if sum(sizes) > len(sizes) * LEAST_MEAN_BYTES:
+        with contextlib.suppress(CheckpointError, RuntimeError):  # no thread, no memory, or a damaged file
+            state = _load_in_threads(path, sizes)
+    return safe_load(path) if state is None else state
+
+
+def _load_in_threads(path: Path, sizes: list[int]) -> Any:
+    """Return the state with memory of its own, shared as before; None unless its storages are plain, of these sizes."""
     state = safe_load(path, mmap=True)
-    tensors = _plain_tensors(state)
-    if tensors is not None:
-        with contextlib.suppress(RuntimeError):  # no thread, or no memory
-            _copy_memory(tensors)
-            return state
-    return safe_load(path)
-
-
-def _copy_memory(tensors: list[torch.Tensor]) -> None:
-    """Give tensors memory of their own, which they share with each other as before."""
+    tensors = _plain_tensors(state) or []
     storages = [tensor.untyped_storage() for tensor in tensors]
     places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
     different = dict(zip(places, storages, strict=True))
-    if sum(size for _, size in different) <= PIECE_BYTES:
-        copies = list(map(_copy, different.values()))
-    else:
-        with ThreadPoolExecutor(FILE_THREADS) as pool:
-            copies = list(pool.map(_copy, different.values()))
-    own = dict(zip(different, copies, strict=True))
+    if sorted(size for _, size in different if size) != sizes:  # a mapping does not look whether they fit the file
+        return None
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        own = dict(zip(different, pool.map(_copy, different.values()), strict=True))
     for tensor, place in zip(tensors, places, strict=True):
         tensor.set_(own[place], tensor.storage_offset(), tensor.shape, tensor.stride())
+    return state
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:

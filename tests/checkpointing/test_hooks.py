@@ -632,7 +632,7 @@ def loaded_into_an_optimizer(path, state, monkeypatch, how="new", threads=True):
     optimizer = KeepsState()
     stored(path, how, {"state": state, "param_groups": []})
     if threads:
-        monkeypatch.setattr(hooks, "PIECE_BYTES", 1)
+        monkeypatch.setattr(hooks, "LEAST_MEAN_BYTES", 0)
     torch_recovery(optimizer, path, end_of_epoch=True)
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
@@ -697,6 +697,20 @@ def test_an_optimizer_is_loaded_where_gradients_are_off(tmp_path, monkeypatch, t
             tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch, "new", threads
         )
     assert loaded[0]["a"].eq(1).all()
+
+
+def test_a_tensor_that_is_larger_than_its_record_is_refused(tmp_path, monkeypatch):
+    """A mapping would give it the bytes that come next in the file."""
+    path = tmp_path / "a.ckpt"
+    stored(path, "new", {"state": [torch.ones(5000), torch.ones(9000)], "param_groups": []})
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content[:10000] if name.endswith("data/0") else content)
+    monkeypatch.setattr(hooks, "LEAST_MEAN_BYTES", 0)
+    with pytest.raises(CheckpointError, match="record size"):
+        torch_recovery(KeepsState(), path, end_of_epoch=True)
 
 
 def test_an_optimizer_is_loaded_where_no_thread_can_be_started(tmp_path, monkeypatch):

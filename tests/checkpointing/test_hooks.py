@@ -657,7 +657,7 @@ def test_the_state_of_an_optimizer_depends_on_its_file_no_longer(tmp_path, monke
 
 def with_attribute():
     tensor = torch.ones(1)
-    tensor.part = torch.arange(5000.0)
+    tensor.part = torch.ones(5000)
     return tensor
 
 
@@ -669,7 +669,7 @@ def per_channel():
 @pytest.mark.parametrize(
     ("make", "values"),
     [
-        (lambda: torch.eye(5000).to_sparse(), lambda x: x.to_dense().diagonal()),
+        (lambda: torch.eye(500).to_sparse(), lambda x: x.to_dense().diagonal()),
         (lambda: torch.eye(99).to_sparse_csr(), lambda x: x.values()),
         (lambda: torch.nested.nested_tensor([torch.ones(5000), torch.ones(2)]), lambda x: x.unbind()[0]),
         (per_channel, lambda x: x.dequantize()),
@@ -680,14 +680,12 @@ def per_channel():
         (lambda: OrderedDict(a=torch.ones(5000)), lambda x: x["a"]),
         (lambda: {torch.ones(5000): 1}, lambda x: next(iter(x))),
         (lambda: {(torch.ones(5000),): 1}, lambda x: next(iter(x))[0]),
-        (with_attribute, lambda x: x),
+        (with_attribute, lambda x: x.part),
     ],
 )
 def test_no_state_of_an_optimizer_depends_on_its_file(tmp_path, monkeypatch, make, values):
     loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", {0: {"a": make()}}, monkeypatch)
     assert values(loaded[0]["a"]).eq(1).all()
-    for one in vars(loaded[0]["a"]).values() if type(loaded[0]["a"]) is torch.Tensor else ():
-        assert torch.equal(one, torch.arange(5000.0))
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -710,6 +708,21 @@ def test_a_tensor_that_is_larger_than_its_record_is_refused(tmp_path, monkeypatc
             archive.writestr(name, content[:10000] if name.endswith("data/0") else content)
     monkeypatch.setattr(hooks, "LEAST_MEAN_BYTES", 0)
     with pytest.raises(CheckpointError, match="record size"):
+        torch_recovery(KeepsState(), path, end_of_epoch=True)
+
+
+def test_a_damaged_directory_of_an_optimizer_s_file_is_told_with_its_path(tmp_path):
+    path = tmp_path / "a.ckpt"
+    stored(path, "new", {"state": torch.ones(5000), "param_groups": []})
+    content = path.read_bytes()
+    place = content.index(b"PK\1\2")  # of the first file's entry: its flags are at 8, its name at 46
+    damaged = bytearray(content)
+    damaged[place + 9] |= 8  # the name is UTF-8
+    damaged[place + 46] = 0xFF
+    path.write_bytes(damaged)
+    with pytest.raises(UnicodeDecodeError):
+        zipfile.ZipFile(path)
+    with pytest.raises(CheckpointError, match=r"cannot load .*a.ckpt"):
         torch_recovery(KeepsState(), path, end_of_epoch=True)
 
 

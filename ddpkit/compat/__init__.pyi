@@ -15,6 +15,7 @@ from ddpkit.compat.torch_inside import (
     GradientOrder as GradientOrder,
     add_all as add_all,
     all_groups as all_groups,
+    back_propagate as back_propagate,
     default_store as default_store,
     forget_compiled as forget_compiled,
     is_compiled as is_compiled,

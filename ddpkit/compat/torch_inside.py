@@ -1,4 +1,4 @@
-"""What torch keeps to itself: process groups, operations over many tensors, recurrent and compiled layers, DDP.
+"""What torch keeps to itself: process groups, operations over many tensors, backward passes, some layers, DDP.
 
 Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
 channel to the other ranks that needs no collective, and every group must be closed before the process ends.
@@ -6,6 +6,9 @@ channel to the other ranks that needs no collective, and every group must be clo
 Operations over many tensors, as torch's own optimizers use them: a kernel for each gradient would be launched in every
 step whose gradients are weighed, or added up in order; and torch's public ``get_total_norm`` makes 60 calls of Python
 in every step around the two that compute.
+
+Backward passes: what ``loss.backward`` asks in Python on its way to the engine takes a third of the time of a small
+model's pass, and of a loss of one number all the answers are known.
 
 Recurrent layers hold weak references to their weights, and a tensor that has such cannot be swapped for another.
 
@@ -25,12 +28,14 @@ order of this module is taken over is tested. Otherwise DDP finds its own order:
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import get_total_norm
+from torch.overrides import has_torch_function_unary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +174,51 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return get_total_norm(tensors)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(at_once(tensors, 2.0)))
     return norm
+
+
+# ---------------------------------------------------------------------- backward passes
+
+_PUBLIC = torch.Tensor.backward, torch.autograd.backward
+_HOMES = ["torch._tensor", "torch.autograd"]
+_is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)  # noqa: SLF001
+
+
+def back_propagate(loss: torch.Tensor, weight: torch.Tensor, *, retain_graph: bool = False) -> None:
+    """Do what ``loss.backward(weight)`` does; otherwise, and where anybody has put his own in its place, call that.
+
+    Args:
+        loss: one real number.
+        weight: the gradient that it gets; of its shape, dtype and device.
+        retain_graph: keep the graph for another backward pass.
+
+    Ranks: collective under DDP.
+
+    Example:
+        >>> number = torch.ones(1, requires_grad=True)
+        >>> back_propagate(number.sum(), torch.tensor(0.5)); number.grad
+        tensor([0.5000])
+    """
+    public, is_plain = (torch.Tensor.backward, torch.autograd.backward), loss.__class__ is torch.Tensor
+    engine = _engine() if is_plain and public == _PUBLIC and "backward" not in loss.__dict__ else None
+    if engine is None or has_torch_function_unary(loss) or _is_transforming():
+        loss.backward(weight, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    else:
+        engine((loss,), (weight,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@functools.cache
+def _engine() -> Callable[..., object] | None:
+    """Return torch's way into its engine, tried on one number; None where it, or a way to it, is not as expected."""
+    engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if engine is None or [getattr(one, "__globals__", {}).get("__name__") for one in _PUBLIC] != _HOMES:
+        return None
+    with torch.inference_mode(mode=False), torch.enable_grad(), contextlib.suppress(TypeError):
+        number = torch.ones(1, device="cpu", requires_grad=True)
+        loss = number.sum()
+        weight = torch.full_like(loss, 0.5)
+        engine((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return engine if number.grad is not None and number.grad.item() == 0.5 else None  # noqa: PLR2004
+    return None
 
 
 # ---------------------------------------------------------------------- recurrent layers

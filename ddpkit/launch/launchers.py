@@ -235,12 +235,15 @@ def count(environ: Mapping[str, str], name: str, default: int | None = None) -> 
     return int(environ[name])
 
 
-def check_places(environ: Mapping[str, str], places: Mapping[str, int]) -> None:
+def checked_places(environ: Mapping[str, str], places: Mapping[str, int]) -> dict[str, Any]:
     """Check the place of a process against the number of processes, in the run and on its node.
 
     Args:
         environ: the environment, for the table.
         places: by what it is called: the rank, the number of processes, the rank on the node, their number on the node.
+
+    Returns:
+        These by their names in :class:`LaunchInfo`.
 
     Raises:
         LaunchError: they contradict each other.
@@ -248,7 +251,8 @@ def check_places(environ: Mapping[str, str], places: Mapping[str, int]) -> None:
     Ranks: local.
 
     Example:
-        >>> check_places({}, {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1})
+        >>> checked_places({}, {"SLURM_PROCID": 1, "tasks": 2, "SLURM_LOCALID": 0, "tasks here": 1})
+        {'rank': 1, 'world_size': 2, 'local_rank': 0, 'local_world_size': 1}
     """
     rank, size, local_rank, local_size = places
     for small, large in ((rank, size), (local_rank, local_size)):
@@ -256,6 +260,7 @@ def check_places(environ: Mapping[str, str], places: Mapping[str, int]) -> None:
             raise contradiction(f"{small}={places[small]} is not below {large}={places[large]}", environ)
     if places[local_size] > places[size]:
         raise contradiction(f"{local_size}={places[local_size]} is above {size}={places[size]}", environ)
+    return dict(zip(("rank", "world_size", "local_rank", "local_world_size"), places.values(), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ torch's own
@@ -267,15 +272,12 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
         return None
     rank, local_rank, world_size = (count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
-    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
-    check_places(environ, places)
+    named = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    place = checked_places(environ, named)
     node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
     return LaunchInfo(
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
+        **place,
         node_rank=count(environ, "GROUP_RANK", node_rank),
         restart_count=count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         address=environ.get("MASTER_ADDR", ""),
@@ -301,21 +303,17 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     node_ranks = _ranks_on_node(environ)
     on_node = len(node_ranks)
     sizes = {"the number of tasks": tasks, "SLURM_LOCALID": local_rank, "the number of tasks on this node": on_node}
-    check_places(environ, {"SLURM_PROCID": rank, **sizes})
+    place = checked_places(environ, {"SLURM_PROCID": rank, **sizes})
     if node_ranks[local_rank] != rank:
         reason = f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for SLURM_LOCALID={local_rank}"
         raise contradiction(reason, environ)
     job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
-    place: dict[str, Any] = rendezvous_address(environ, _host_of_task_zero(environ, one_node=tasks == on_node), run_id)
+    place |= rendezvous_address(environ, _host_of_task_zero(environ, one_node=tasks == on_node), run_id)
     binding = environ.get("SLURM_GPU_BIND", "")
     per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return LaunchInfo(
         launcher="slurm",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=tasks,
-        local_world_size=on_node,
         node_rank=count(environ, "SLURM_NODEID", 0),
         node_ranks=node_ranks,
         own_devices=bool(per_task) or any(word in binding for word in _GPUS_PER_TASK),
@@ -369,8 +367,8 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
         for names in (launcher.local_rank, launcher.local_world_size)
     )
     local_rank, on_node = count(environ, local_name), count(environ, size_name)
-    places = {launcher.rank: rank, launcher.world_size: world_size, local_name: local_rank, size_name: on_node}
-    check_places(environ, places)
+    named = {launcher.rank: rank, launcher.world_size: world_size, local_name: local_rank, size_name: on_node}
+    place = checked_places(environ, named)
     one_node = on_node == world_size
     if not one_node and (rank - local_rank) % on_node:
         reason = (
@@ -379,17 +377,8 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
         raise contradiction(f"{reason}, the same number on each (as mpirun --map-by slot does)", environ)
     shared = " ".join(environ[one] for one in launcher.shared if environ.get(one))
     run_id = f"{name} {shared}" if shared else ""
-    place: dict[str, Any] = rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
-    return LaunchInfo(
-        launcher=name,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=on_node,
-        node_rank=(rank - local_rank) // on_node,
-        own_devices=name == "jsm",
-        **place,
-    )
+    place |= rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
+    return LaunchInfo(launcher=name, node_rank=(rank - local_rank) // on_node, own_devices=name == "jsm", **place)
 
 
 #: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To support one that is

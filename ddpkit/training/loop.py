@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit import optim
+from ddpkit.compat import back_propagate
 from ddpkit.control import Requests, start_loading
 from ddpkit.device import widest_float
 from ddpkit.distributed import sum_exactly, sum_over_ranks
@@ -103,10 +104,6 @@ class Window:
         """The factor on the current loss before its backward pass. Who reads it multiplies: it sets ``is_weighed``."""
         self.is_weighed = True
         return self.loss_scale
-
-    @scale.setter
-    def scale(self, value: float) -> None:
-        self.loss_scale = value
 
     def begin(self) -> None:
         """Note that the coming micro-batch is the first of a window."""
@@ -417,10 +414,11 @@ def backward(
         tensor([0.5000])
     """
     try:
-        if scale != 1.0 and (scaler is not None or loss.numel() != 1 or loss.is_complex()):
-            loss, scale = loss * scale, 1.0
-        weight = None if scale == 1.0 else torch.full_like(loss, scale)  # the bits of loss * scale, two products less
-        (loss if scaler is None else scaler.scale(loss)).backward(weight, retain_graph=retain_graph)
+        if scaler is not None or loss.numel() != 1 or loss.is_complex():
+            loss = loss if scale == 1.0 else loss * scale
+            (loss if scaler is None else scaler.scale(loss)).backward(retain_graph=retain_graph)
+        else:  # the bits of loss * scale, two products less
+            back_propagate(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):
             raise BatchError(PARTS.format(name, str(error).partition(".")[0])) from error
@@ -634,13 +632,8 @@ class TrainStep:
         self._stepped: list[torch.optim.Optimizer] | None = None
 
     @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """Of fp16 gradients; may be disabled."""
-        return self._scaler
-
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler, self._active_scaler = scaler, scaler if scaler.is_enabled() else None
+    def _active_scaler(self) -> torch.amp.GradScaler | None:
+        return self.scaler if self.scaler.is_enabled() else None
 
     # ------------------------------------------------------------------ backward
 
@@ -771,8 +764,7 @@ class TrainStep:
         )
         if progress.window.closes:
             progress.window_end = progress.step
-        follow = self._follow_step if result.stepped else self._follow_skipped
-        follow(optimizers, multiplier, result, progress.step)
+        self._follow(optimizers, multiplier, result, progress.step)
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
         """Step without a wait for the GPU, if that can be; look at it at once where something follows each step."""
@@ -783,7 +775,8 @@ class TrainStep:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
-        progress.leave_open(functools.partial(self._follow_late, optimizers, multiplier, late, progress.step))
+        step = progress.step  # the result is looked at in a later batch
+        progress.leave_open(lambda: self._follow(optimizers, multiplier, late.result(), step))
         by_step = self.schedule is not None and self.schedule.every == "step"
         if self.ema is not None or by_step or self.options["ddp_comm_hook"] is not None:
             progress.settle()
@@ -860,11 +853,8 @@ class TrainStep:
             window.multiplier = window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
         return window.stepped()
 
-    def _follow_late(
-        self, optimizers: list[torch.optim.Optimizer], multiplier: Any, late: optim.LateStep, step: int
-    ) -> None:
-        """Do what follows a step, in a later batch than that of the step."""
-        result = late.result()
+    def _follow(self, optimizers: list[Any], multiplier: Any, result: optim.StepResult, step: int) -> None:
+        """Do what follows a step, made or skipped."""
         follow = self._follow_step if result.stepped else self._follow_skipped
         follow(optimizers, multiplier, result, step)
 

@@ -126,7 +126,7 @@ def test_a_window_of_batches():
     brain = line()
     window = brain.progress.window
     for step, (closes, scale) in enumerate([(False, 0.25), (False, 0.25), (True, 0.5)], 1):
-        brain.step, window.closes, window.scale = step, closes, scale
+        brain.step, window.closes, window.loss_scale = step, closes, scale
         brain.fit_batch(ONE)
     assert brain.optimizer_step == 1
     assert brain.weight == pytest.approx(1.8), "the weights of the window add up to one"
@@ -136,7 +136,7 @@ def test_a_window_of_batches():
 def test_the_correction_of_a_stream_is_for_losses_that_were_weighed():
     brain = line()
     window = brain.progress.window
-    window.scale, window.correction = 0.5, 2.0
+    window.loss_scale, window.correction = 0.5, 2.0
     brain.fit_batch(ONE)
     assert brain.weight == pytest.approx(1.8)
     own = line()
@@ -169,7 +169,7 @@ def test_a_window_of_sums_is_divided_by_what_it_counts(kind):
     window = brain.progress.window
     results = []
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes, window.scale = step, closes, 99.0
+        brain.step, window.closes, window.loss_scale = step, closes, 99.0
         results.append(brain.fit_batch(ONE))
     assert brain.weight == pytest.approx(1.8), "the gradient of the mean"
     assert [float(loss) for loss, _ in results] == [6.0, 10.0]
@@ -569,7 +569,7 @@ def test_gradients_wait_until_the_recipe_is_told_that_the_window_closes():
     window = brain.progress.window
     window.begin()
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes, window.scale = step, closes, 0.5
+        brain.step, window.closes, window.loss_scale = step, closes, 0.5
         rows = brain.modules.net(ONE)
         brain.backward(mean(rows))
         assert window.pending(step) == step

@@ -35,7 +35,7 @@ from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import BatchSizes
@@ -51,6 +51,7 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "own_gradients",
+    "parameters_of",
     "rm_vector_weight_decay",
     "take_late_step",
     "take_step",
@@ -227,15 +228,7 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
         >>> gradients([torch.optim.SGD([weight], lr=0.1)])
         [tensor([1., 1.])]
     """
-    found = [
-        parameter.grad
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
-    # A parameter may belong to two optimizers.
-    return found if len(optimizers) == 1 else list({id(gradient): gradient for gradient in found}.values())
+    return [one.grad for one in parameters_of(optimizers) if one.grad is not None]
 
 
 def take_step(
@@ -392,9 +385,7 @@ def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], tor
         try:
             return found, norm_of_all(found)
         except NotImplementedError:  # torch has no norm of sparse gradients
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            parameters = {id(one): one for group in groups for one in group["params"] if one.grad is not None}
-            found = [_dense(one) for one in parameters.values()]
+            found = [_dense(one) for one in parameters_of(optimizers) if one.grad is not None]
             return found, norm_of_all(found)
     parts = [local_part(one) for one in found]
     square = norm_of_all(parts).to(widest_float(parts[0].device)).square()
@@ -625,6 +616,21 @@ def rm_vector_weight_decay(modules: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def parameters_of(optimizers: Collection[Any]) -> list[torch.nn.Parameter]:
+    """Return the parameters of some optimizers, each once.
+
+    Ranks: local.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> len(parameters_of([torch.optim.SGD([weight]), torch.optim.Adam([weight])]))
+        1
+    """
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    found = [one for group in groups for one in group["params"]]
+    return found if len(optimizers) == 1 else list(dict.fromkeys(found))
+
+
 def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> None:
     """Drop or zero the gradients of some optimizers.
 
@@ -642,9 +648,8 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
         if not (set_to_none and is_torchs and "zero_grad" not in vars(optimizer)):
             optimizer.zero_grad(set_to_none=set_to_none)
             continue
-        for group in optimizer.param_groups:  # as torch's does, which makes 40 calls of Python
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in parameters_of([optimizer]):  # as torch's does, which makes 40 calls of Python
+            parameter.grad = None
 
 
 def own_gradients(optimizers: Sequence[Optimizer]) -> None:
@@ -660,8 +665,7 @@ def own_gradients(optimizers: Sequence[Optimizer]) -> None:
     """
     if not (optimizers and torch.distributed.is_initialized()):
         return
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for parameter in (one for group in groups for one in group["params"]):
+    for parameter in parameters_of(optimizers):
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
 

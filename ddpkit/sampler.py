@@ -48,7 +48,22 @@ logger = get_logger(__name__)
 CHUNK = 8192
 
 
-class ReproducibleRandomSampler(RandomSampler):
+class _OfEpoch(Sampler[int]):
+    """What makes the draws of a sampler of torch's a function of a seed and the epoch; comes before it as a base."""
+
+    def _start(self, seed: int, epoch: int) -> None:
+        self.seed, self.epoch, self.generator = seed, epoch, torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose draws the next iteration makes."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
+        return super().__iter__()
+
+
+class ReproducibleRandomSampler(_OfEpoch, RandomSampler):
     """A ``RandomSampler`` whose order is a function of the seed and the epoch.
 
     Without replacement nothing is stored: the order is computed a few thousand positions at a time, and with the
@@ -81,19 +96,10 @@ class ReproducibleRandomSampler(RandomSampler):
         num_samples: int | None = None,
     ) -> None:
         super().__init__(data_source, replacement, num_samples)
-        self.seed = _seed_or(563375142, seed)
-        self.epoch = epoch
-        self.generator = torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration follows."""
-        self.epoch = epoch
+        self._start(_seed_or(563375142, seed), epoch)
 
     def __iter__(self) -> Iterator[int]:
-        if self.replacement:
-            self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
-            return super().__iter__()
-        return self._ordered()
+        return super().__iter__() if self.replacement else self._ordered()
 
     def _ordered(self) -> Iterator[int]:
         size, left = len(self.data_source), self.num_samples
@@ -106,7 +112,7 @@ class ReproducibleRandomSampler(RandomSampler):
                 return
 
 
-class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
+class ReproducibleWeightedRandomSampler(_OfEpoch, WeightedRandomSampler):
     """A ``WeightedRandomSampler`` whose draws are a function of the seed and the epoch.
 
     Args:
@@ -133,17 +139,7 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         epoch: int = 0,
     ) -> None:
         super().__init__(weights, num_samples, replacement)
-        self.seed = _seed_or(129491412, seed)
-        self.epoch = epoch
-        self.generator = torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose draws the next iteration makes."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
-        return super().__iter__()
+        self._start(_seed_or(129491412, seed), epoch)
 
 
 class ConcatDatasetBatchSampler(Sampler[list[int]]):

@@ -198,12 +198,12 @@ def back_propagate(loss: torch.Tensor, weight: torch.Tensor, *, retain_graph: bo
         >>> back_propagate(number.sum(), torch.tensor(0.5)); number.grad
         tensor([0.5000])
     """
-    public, is_plain = (torch.Tensor.backward, torch.autograd.backward), loss.__class__ is torch.Tensor
-    engine = _engine() if is_plain and public == _PUBLIC and "backward" not in loss.__dict__ else None
-    if engine is None or has_torch_function_unary(loss) or _is_transforming():
+    special = torch.compiler.is_compiling() or has_torch_function_unary(loss) or _is_transforming()
+    special = special or loss.__class__ is not torch.Tensor or "backward" in loss.__dict__
+    if special or (torch.Tensor.backward, torch.autograd.backward) != _PUBLIC or not (engine := _engine()):
         loss.backward(weight, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:
-        engine((loss,), (weight,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine((loss,), (weight,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @functools.cache
@@ -215,7 +215,7 @@ def _engine() -> Callable[..., object] | None:
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if engine is None or [getattr(one, "__globals__", {}).get("__name__") for one in _PUBLIC] != _HOMES:
         return None
-    with torch.inference_mode(mode=False), torch.enable_grad(), contextlib.suppress(TypeError):
+    with torch.inference_mode(mode=False), torch.enable_grad(), contextlib.suppress(Exception):  # of another torch
         number = torch.ones(1, device="cpu", requires_grad=True)
         loss = number.sum()
         weight = torch.full_like(loss, 0.5)

@@ -239,8 +239,7 @@ class Side:
         brain.progress.optimizer_step += 1
 
     def _keep(self, optimizers: Sequence[Any], multiplier: Any, *_: Any, **__: Any) -> None:
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        for number, one in enumerate(itertools.chain(*groups)):
+        for number, one in enumerate(optim.parameters_of(optimizers)):
             if one.grad is not None:
                 name = self._names.get(id(one), f"parameter {number} of an optimizer")
                 while name in self._kept:  # a second call of the optimizer

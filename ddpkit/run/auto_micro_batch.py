@@ -17,6 +17,7 @@ from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.optim import parameters_of
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.training import FeedThrough, Window
 
@@ -253,7 +254,7 @@ class AutoMicroBatch:
         with torch.no_grad():
             for owner, name, before in self._buffers:
                 getattr(owner, name).copy_(before)
-        for parameter in step.modules.parameters():
+        for parameter in (*step.modules.parameters(), *parameters_of(step.named_optimizers().values())):
             parameter.grad = None
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

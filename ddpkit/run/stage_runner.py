@@ -365,7 +365,9 @@ class StageRunner:
         due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            for number, batch in enumerate(first_of(self._batches(loader, Stage.TEST), self._limited(None)), 1):
+            place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
+            batches = first_of(self._batches(loader, Stage.TEST), self._limited(None))
+            for number, batch in enumerate(self.train_step.strategy.evaluated(batches, *place), 1):
                 progress.step = number
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))

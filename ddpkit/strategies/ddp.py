@@ -26,6 +26,7 @@ from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import (
     NO_CONTEXT,
     Strategy,
@@ -207,20 +208,32 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
                 raise ConfigError(UNUSED.format(self.gradient_reduction.entry, words))
             return
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            sums = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-            present = torch.tensor([one.grad is not None for one in parameters], dtype=gradients[0].dtype)
-            # One length on all ranks, whatever each has: NCCL does not notice where they differ.
-            flat = torch.cat([one.flatten() for one in (*sums, present.to(gradients[0].device, non_blocking=True))])
-            start_sum(flat, self.process_group)()
-            flat /= torch.distributed.get_world_size(self.process_group)
-            *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
-            exists = [True] * len(parameters) if len(gradients) == len(parameters) else present.tolist()
-            for parameter, own, average, anywhere in zip(parameters, sums, averages, exists, strict=True):
-                if anywhere:  # a rank that took another branch gets the others' gradients
-                    own.copy_(average.view_as(own))
-                    parameter.grad = own
+        if any(one.grad is not None for one in parameters):
+            average_gradients(parameters, self.process_group)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Average gradients over the ranks, where DDP does not. A rank that has none of a parameter gets the others'.
+
+    Args:
+        parameters: at least one, the same on all ranks.
+        group: of the ranks.
+
+    Ranks: collective.
+    """
+    own_ones = [one.grad is not None for one in parameters]
+    sums = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    present = torch.tensor(own_ones, dtype=sums[0].dtype)
+    # One length on all ranks, whatever each has: NCCL does not notice where they differ.
+    flat = torch.cat([one.flatten() for one in (*sums, present.to(sums[0].device, non_blocking=True))])
+    start_sum(flat, group)()
+    flat /= torch.distributed.get_world_size(group)
+    *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
+    exists = own_ones if all(own_ones) else present.tolist()
+    for parameter, own, average, anywhere in zip(parameters, sums, averages, exists, strict=True):
+        if anywhere:  # a rank that took another branch gets the others' gradients
+            own.copy_(average.view_as(own))
+            parameter.grad = own
 
 
 class DDP(Strategy):
@@ -250,6 +263,8 @@ class DDP(Strategy):
         self._orders: dict[str, GradientOrder] = {}
         self._noting: list[GradientOrder] = []
         self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
+        self._modules = nn.ModuleDict()
+        self._outside: list[nn.Parameter] = []  # of the optimizers, but in no entry of the modules
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
@@ -260,6 +275,7 @@ class DDP(Strategy):
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
         """
         refuse_shared_parameters(modules)
+        self._modules = modules
         for name, module in modules.items():
             trained = trained_parameters(module)
             if isinstance(module, DistributedDataParallel) or self._trained.get(name) == trained:
@@ -308,6 +324,13 @@ class DDP(Strategy):
                 modules[name] = module.module
         self.wrap(modules)
 
+    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
+        """Set to rank 0's values what the optimizers step and no entry has; its gradients are averaged in each step."""
+        known = set(map(id, self._modules.parameters()))
+        given = parameters_of(optimizers.values())
+        self._outside = [one for one in given if one.requires_grad and id(one) not in known]
+        broadcast_from_main(nn.ParameterList(self._outside), self.device)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
@@ -334,7 +357,7 @@ class DDP(Strategy):
                 weight of 0 would turn into NaN.
         """
         watched = [module.gradient_reduction for module in self.wrapped if module.gradient_reduction.watched]
-        uncounted = [] if counts else [one for one in modules.parameters() if one.requires_grad]
+        uncounted = [] if counts else [one for one in (*modules.parameters(), *self._outside) if one.requires_grad]
         return self._watched_pass(watched, uncounted, closes=closes) if watched or uncounted else NO_CONTEXT
 
     @contextlib.contextmanager
@@ -356,6 +379,8 @@ class DDP(Strategy):
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
         for module in self.wrapped:
             module.reduce_leftovers()
+        if self._outside:
+            average_gradients(self._outside)
         if self._used is not None:
             parameters = self._parameters()
             sums = distributed.sum_over_ranks([float(id(one) in self._used) for one in parameters])

@@ -35,11 +35,12 @@ from ddpkit.comm import control_group, optimizer_facts, require_agreement
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import WholeState
 from ddpkit.strategies.ddp import APART, DDP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -118,7 +119,7 @@ class DividedOptimizer:
         self._sent: list[tuple[int, torch.Tensor | None, list[torch.Tensor]]] = []  # None: the parameter itself is
         self._groups: list[list[torch.Tensor]] | None = None  # while a step hides the others' parameters
         self._is_compared = False
-        parameters = self._parameters()
+        parameters = parameters_of([self.optimizer])
         self._deal([one for one in parameters if one.requires_grad])
         self._deal(parameters)
         for parameter in [one for one in optimizer.state if not self._is_mine(one)]:
@@ -130,13 +131,10 @@ class DividedOptimizer:
 
     # ------------------------------------------------------------------ who owns what
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
-
     def _is_mine(self, parameter: Any) -> bool:
         return self._owners.get(parameter, self._rank) == self._rank
 
-    def _deal(self, parameters: list[torch.Tensor]) -> None:
+    def _deal(self, parameters: Sequence[torch.Tensor]) -> None:
         """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest total."""
         new = [one for one in parameters if one not in self._owners]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
@@ -199,7 +197,7 @@ class DividedOptimizer:
 
     def _require_equal_gradients(self) -> None:
         """Refuse, in the first step, gradients that are not averages over the ranks: no weights would show it later."""
-        gradients = [one.grad for one in self._parameters() if one.grad is not None]
+        gradients = [one.grad for one in parameters_of([self.optimizer]) if one.grad is not None]
         sizes = exchange(float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)), MARK)
         if max(sizes) - min(sizes) > APART * max(sizes):
             raise ConfigError(NOT_AVERAGED.format(self.name))
@@ -209,7 +207,7 @@ class DividedOptimizer:
     def _own_part(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Keep only this rank's part of a loaded state, before it is copied to the device."""
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
-        by_number = dict(zip(numbers, self._parameters(), strict=False))
+        by_number = dict(zip(numbers, parameters_of([self.optimizer]), strict=False))
         own = {key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))}
         return {**state, "state": own}
 
@@ -268,6 +266,7 @@ class Zero1(DDP):
         Raises:
             ConfigError: an optimizer updates all its parameters together, or keeps its state in its own way.
         """
+        super().prepare_optimizers(optimizers)
         for name, one in optimizers.items():
             kind = type(one)
             is_torchs = isinstance(one, Optimizer) and kind.state_dict is Optimizer.state_dict
@@ -316,13 +315,7 @@ class LocalSGD(DDP):
         self.patience = options["nonfinite_patience"]
         self._optimizers: Mapping[str, Any] = {}
         self._progress: Any = None
-        self._entries: Mapping[str, nn.Module] = {}
         self._is_compared = False
-
-    def wrap(self, modules: nn.ModuleDict) -> None:
-        """Wrap as DDP does; note all entries, whose buffers are averaged."""
-        super().wrap(modules)
-        self._entries = dict(modules.items())
 
     def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
         """Note what to average.
@@ -330,6 +323,7 @@ class LocalSGD(DDP):
         Raises:
             ConfigError: an optimizer is not torch's, so its state is unknown.
         """
+        super().prepare_optimizers(optimizers)
         for name, one in optimizers.items():
             if not isinstance(one, Optimizer):
                 raise ConfigError(CANNOT_AVERAGE.format(name, type(one).__name__, "is not a torch.optim.Optimizer."))
@@ -397,12 +391,11 @@ class LocalSGD(DDP):
         """Yield the tensors to average by parameter, and those of the modules, in the same order on all ranks."""
         known: set[int] = set()
         for name, optimizer in self._optimizers.items():
-            trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-            for parameter in trained:
+            for parameter in [one for one in parameters_of([optimizer]) if one.requires_grad]:
                 own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
                 known.add(id(parameter))
                 yield [*own, *_state_of(name, optimizer, parameter)]
-        for module in map(unwrap, self._entries.values()):
+        for module in map(unwrap, self._modules.values()):
             saved = module.state_dict(keep_vars=True)
             yield [one for key, one in module.named_buffers() if key in saved]
 

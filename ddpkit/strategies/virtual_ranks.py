@@ -178,7 +178,8 @@ class VirtualRanks(Strategy):
         for number, batch in enumerate(feed.batches(window), feed.start):
             self._shard = number % self.shards
             self._begin_shard()
-            seed_streams(seed, *place, number // self.shards, self._first + self._shard)
+            self._place = seed, *place, number // self.shards
+            seed_streams(*self._place, self._first + self._shard)
             yield batch
             self._end_shard(window)
 
@@ -242,6 +243,7 @@ class VirtualRanks(Strategy):
                 after = (before.to(move.dtype) + move / number).to(before.dtype).where(move != 0, before)
             self._buffer(name).copy_(after)
         self._tree, self._parts, self._is_added = TreeSum(add_tensors), {}, True
+        seed_streams(*self._place)  # alike on all ranks: an optimizer, or a hook after it, may draw
 
     # ------------------------------------------------------------------ one shard
 

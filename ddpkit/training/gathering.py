@@ -108,7 +108,7 @@ class Seen:
         plan, last = self._plan, self.last or 0
         plan.skip = self.first
         for number, (place, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
-            yield number, indices, plan.keep_step and plan.count(place) == 0
+            yield number // plan.shards, indices, plan.keep_step and plan.count(place) == 0
 
 
 # ---------------------------------------------------------------------------------------------- one batch's rows

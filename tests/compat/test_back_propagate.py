@@ -141,3 +141,30 @@ def test_inside_a_functional_transform_there_is_torchs_own_error(number):
 
     with pytest.raises(RuntimeError, match="functorch transform"):
         torch.func.grad(function)(torch.ones(3))
+
+
+def test_the_default_of_torchs_backward_keeps_no_graph(number):
+    loss = (number * number).sum()
+    back_propagate(loss, torch.tensor(1.0), retain_graph=None)
+    assert number.grad.tolist() == [2.0] * 3
+
+
+def test_a_compiled_function_may_call_it(number):
+    @torch.compile(backend="eager")
+    def step():
+        loss = (number * 3.0).sum()
+        back_propagate(loss, torch.full_like(loss, 0.5))
+        return loss.detach()
+
+    assert step().item() == 9.0
+    assert number.grad.tolist() == [1.5] * 3
+
+
+def test_the_public_way_is_taken_where_the_trial_fails(number, monkeypatch):
+    def fails(*_args, **_options):
+        raise ValueError("another torch")
+
+    monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", fails)
+    back_propagate(number.sum(), torch.tensor(0.5))
+    assert not is_direct()
+    assert number.grad.tolist() == [0.5] * 3

@@ -519,7 +519,6 @@ def test_a_cause_is_named_with_more_ranks_than_parameters(check, cls, cause):
         (Contrastive, "batch norm", "points", "batch-dependent", ""),
         (Regression, "codebook", "points", "batch-dependent", "net.1.centre"),
         (Regression, "running mean", "points", "batch-dependent", "net.1.mean, net.1.count"),
-        (Outside, "plain", "points", "not averaged", "parameter 4 of an optimizer"),
         (PastDDP, "plain", "points", "not averaged", "Rank 1 steps with other gradients"),
         (UnderLaunchers, "plain", "points", "unknown", "do something else under a launcher"),
     ],
@@ -529,6 +528,11 @@ def test_other_causes_are_named(check, cls, kind, data, cause, words):
     assert not report.holds
     assert report.kind == cause, report
     assert re.search(words, report.cause), report
+
+
+def test_what_an_optimizer_has_and_no_module_is_averaged_too(check):
+    report = check(Outside)
+    assert report.holds, report
 
 
 def test_ranks_with_other_data_are_told_of_it(check):

@@ -141,6 +141,55 @@ class Noisy(Classifier):
         return super().compute_forward([batch[0] + 0.1 * torch.randn(()), batch[1]], stage)
 
 
+class NoisySGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class NoisySteps(Noisy):
+    """Draws in the optimizer's step and after it, and predicts with noise."""
+
+    def init_optimizers(self):
+        self.optimizer = NoisySGD(self.modules.parameters(), lr=0.01)
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if should_step:
+            self.noise = torch.rand(())
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        self.told += [self.noise.item()]
+
+    def predict_batch(self, batch):
+        return self.compute_forward(batch, Stage.TEST)
+
+
+class Gathering(Classifier):
+    """Gathers a loss of each sample, with its dropout; a sampler draws some samples twice."""
+
+    def on_stage_start(self, stage, epoch=None):
+        self.losses = []
+
+    def compute_objectives(self, predictions, batch, stage):
+        losses = nn.functional.cross_entropy(predictions, batch[1], reduction="none")
+        self.losses += losses.detach().tolist()
+        return losses.mean()
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        self.told += [self.gather(self.losses)]
+
+
+def predict():
+    brain = make(NoisySteps)
+    brain.fit([1], points(53), train_loader_kwargs=LOADING)
+    predicted = brain.predict(points(19), loader_kwargs={"batch_size": 1})
+    return torch.stack(predicted).tolist(), brain.evaluate(points(7), test_loader_kwargs={"batch_size": 2})
+
+
 def noisy_collate(items):
     inputs, labels = default_collate(items)
     return [inputs + 0.1 * torch.randn(()), labels]
@@ -276,6 +325,8 @@ CASES = {
         "shard_evaluation": True,
         "valid": 48,
     },
+    "noise in the optimizer": {"kind": NoisySteps},
+    "gathered, of a sampler": {"kind": Gathering, "loading": "sampler"},
     "noise in workers": {"data": NoisyPoints(), "loading": {"collate_fn": noisy_collate, "num_workers": 2}},
     "own fit_batch": {"kind": OwnBatch, "grad_accumulation_factor": 2},
     "fewer samples than shards": {"samples": 4, "valid": 1},
@@ -320,6 +371,10 @@ def test_the_same_bits_on_one_process_and_on_two(ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_on_one_process_and_on_three(ranks, name):
     assert ranks.run(case, name, world_size=3) == [case(name)] * 3
+
+
+def test_noise_in_a_prediction_and_in_what_follows_is_the_same(ranks):
+    assert ranks.run(predict, world_size=2) == [predict()] * 2
 
 
 def eight_shards():

@@ -311,7 +311,8 @@ class Checkpointer:
         appears later. Savers of other kinds than :func:`torch_save` have written their files by then.
 
         Args:
-            meta: plain values to store with it, such as metrics. Values that are not plain are converted.
+            meta: plain values to store with it, such as metrics. Numbers of numpy are converted, and tensors are kept;
+                of other objects the text is stored.
             end_of_epoch: handed to every loader when the checkpoint is loaded.
             name: the directory becomes ``CKPT+<name>``, in place of one of this name; default: the time.
             verbosity: logging level of the line that says so.
@@ -366,6 +367,8 @@ class Checkpointer:
         Ranks: as :meth:`save_checkpoint`; one hand-over for all of it.
         """
         retention = Retention(num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent)
+        for key in sorted({*(max_keys or ()), *(min_keys or ())} - {*(meta or ())}):
+            logger.warning_once("No %r in the meta: by this key the checkpoint is not one of the best to keep.", key)
         self._save(meta, end_of_epoch, name, verbosity, retention)
 
     def find_checkpoint(

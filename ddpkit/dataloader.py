@@ -509,8 +509,8 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         sharding: which part.
 
     Returns:
-        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data, or if
-        it says ``is_sharded = True``, in which case its batches need not be as many on every rank.
+        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data. Of one
+        that says ``is_sharded = True`` each rank reads all, and may have another number of batches than the others.
 
     Ranks: local.
 

@@ -626,8 +626,7 @@ def parameters_of(optimizers: Collection[Any]) -> list[torch.nn.Parameter]:
         >>> len(parameters_of([torch.optim.SGD([weight]), torch.optim.Adam([weight])]))
         1
     """
-    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-    found = [one for group in groups for one in group["params"]]
+    found = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     return found if len(optimizers) == 1 else list(dict.fromkeys(found))
 
 

@@ -178,8 +178,7 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 # ---------------------------------------------------------------------- backward passes
 
-_PUBLIC = torch.Tensor.backward, torch.autograd.backward
-_HOMES = ["torch._tensor", "torch.autograd"]
+_PUBLIC: Any = torch.Tensor.backward, torch.autograd.backward
 _is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)  # noqa: SLF001
 
 
@@ -213,14 +212,13 @@ def _engine() -> Callable[..., object] | None:
     None also where something else stood in the place of torch's public functions when this module was loaded.
     """
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if engine is None or [getattr(one, "__globals__", {}).get("__name__") for one in _PUBLIC] != _HOMES:
-        return None
     with torch.inference_mode(mode=False), torch.enable_grad(), contextlib.suppress(Exception):  # of another torch
-        number = torch.ones(1, device="cpu", requires_grad=True)
+        number: Any = torch.ones(1, device="cpu", requires_grad=True)
         loss = number.sum()
         weight = torch.full_like(loss, 0.5)
         engine((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return engine if number.grad is not None and number.grad.item() == 0.5 else None  # noqa: PLR2004
+        homes = {public.__globals__["__name__"] for public in _PUBLIC}
+        return engine if homes == {"torch._tensor", "torch.autograd"} and number.grad.item() == weight else None
     return None
 
 

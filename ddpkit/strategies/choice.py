@@ -151,7 +151,7 @@ def _refuse_number(options: RunOptions) -> None:
             "a model of its own. Start one: python train.py hparams.yaml --strategy=single; or leave --strategy out."
         )
     if number is not None and number % world_size:
-        able = ", ".join(str(one) for one in range(1, number + 1) if not number % one)
+        able = " or ".join(str(one) for one in range(1, number + 1) if not number % one)
         raise ConfigError(
             f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a multiple of their "
             f"number. Start {able} processes, or give another --virtual_ranks, which is another training."

@@ -327,7 +327,7 @@ class DDP(Strategy):
     def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
         """Set to rank 0's values what the optimizers step and no entry has; its gradients are averaged in each step."""
         known = set(map(id, self._modules.parameters()))
-        given = parameters_of(optimizers.values())
+        given = parameters_of([one for one in optimizers.values() if hasattr(one, "param_groups")])
         self._outside = [one for one in given if one.requires_grad and id(one) not in known]
         broadcast_from_main(nn.ParameterList(self._outside), self.device)
 

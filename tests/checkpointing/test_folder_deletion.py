@@ -185,3 +185,13 @@ def test_each_key_says_how_many_it_keeps():
     ]
     assert [number for _, number in Retention(2, **keys).selections()] == [2, 2, 2, 2]
     assert ranked([], found[0][0]) == []
+
+
+@pytest.mark.parametrize("keys", [["los"], "ab"], ids=["misspelt", "a string"])
+def test_a_key_that_the_meta_does_not_have_is_warned_of_once(checkpointer, keys, caplog):
+    for loss in (1.0, 2.0):
+        checkpointer.save_and_keep_only(meta={"loss": loss}, min_keys=keys)
+    told = [one.getMessage() for one in caplog.records if "in the meta" in one.getMessage()]
+    assert told == [
+        f"No {key!r} in the meta: by this key the checkpoint is not one of the best to keep." for key in keys
+    ]

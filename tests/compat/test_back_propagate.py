@@ -149,6 +149,7 @@ def test_the_default_of_torchs_backward_keeps_no_graph(number):
     assert number.grad.tolist() == [2.0] * 3
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look at it
 def test_a_compiled_function_may_call_it(number):
     @torch.compile(backend="eager")
     def step():

@@ -175,6 +175,7 @@ def test_restarts_meet_again_on_gloo(tmp_path, restarts):
             dist.barrier()
             with open("attempts", "a") as file:
                 file.write(f"{restart}\\n")
+            dist.barrier()  # both have written
             if int(os.environ["RANK"]) == victim:
                 os.kill(os.getpid(), 9)
             dist.barrier()

@@ -24,7 +24,7 @@ from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import get_rank, get_world_size
-from ddpkit.data import Order, require_positive, set_epoch_inside
+from ddpkit.data import CHUNK, Order, require_positive, set_epoch_inside
 from ddpkit.errors import BucketingError, ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.seed import global_seed, mix_key, own_randomness
@@ -44,8 +44,6 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
-
-CHUNK = 8192
 
 
 class _OfEpoch(Sampler[int]):

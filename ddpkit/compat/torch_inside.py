@@ -1,4 +1,4 @@
-"""What torch keeps to itself: process groups, operations over many tensors, backward passes, some layers, DDP.
+"""What torch keeps to itself: groups, operations on many tensors, backward passes, recurrent and compiled layers, DDP.
 
 Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
 channel to the other ranks that needs no collective, and every group must be closed before the process ends.

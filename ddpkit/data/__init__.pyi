@@ -5,6 +5,7 @@ from ddpkit.data.likeness import (
     summarize as summarize,
 )
 from ddpkit.data.plan import (
+    CHUNK as CHUNK,
     DealtBatchSampler as DealtBatchSampler,
     Order as Order,
     PlannedBatchSampler as PlannedBatchSampler,

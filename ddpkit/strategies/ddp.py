@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
+from ddpkit.comm import require_agreement
 from ddpkit.compat import GradientOrder, show_order, waits_for_gradients
 from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
@@ -325,10 +326,15 @@ class DDP(Strategy):
         self.wrap(modules)
 
     def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
-        """Set to rank 0's values what the optimizers step and no entry has; its gradients are averaged in each step."""
+        """Set to rank 0's values what the optimizers step and no entry has; its gradients are averaged in each step.
+
+        Raises:
+            RankMismatchError: the ranks have other parameters of that kind. On every rank.
+        """
         known = set(map(id, self._modules.parameters()))
-        given = parameters_of([one for one in optimizers.values() if hasattr(one, "param_groups")])
-        self._outside = [one for one in given if one.requires_grad and id(one) not in known]
+        self._outside = [one for one in parameters_of(optimizers.values()) if id(one) not in known]
+        shapes = str([tuple(one.shape) for one in self._outside])
+        require_agreement({"shapes of the parameters that an optimizer has and no entry of modules": shapes})
         broadcast_from_main(nn.ParameterList(self._outside), self.device)
 
     @contextlib.contextmanager
@@ -379,8 +385,8 @@ class DDP(Strategy):
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
         for module in self.wrapped:
             module.reduce_leftovers()
-        if self._outside:
-            average_gradients(self._outside)
+        if outside := [one for one in self._outside if one.requires_grad]:
+            average_gradients(outside)
         if self._used is not None:
             parameters = self._parameters()
             sums = distributed.sum_over_ranks([float(id(one) in self._used) for one in parameters])

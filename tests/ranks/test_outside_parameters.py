@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ddpkit.distributed import get_rank
 from tests.contract.recipes import QUIET, Regression, linear, points
+from tests.rank_pool import RankPoolError
 
 BATCH = {"batch_size": 4}
 
@@ -34,6 +35,21 @@ class Tempered(Regression):
         if len(batch[0]) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss
+
+
+class OnOneRank(Tempered):
+    def init_optimizers(self):
+        super().init_optimizers()
+        self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1 + get_rank()))]})
+
+
+class FrozenAtFirst(Tempered):
+    def init_optimizers(self):
+        super().init_optimizers()
+        self.factor.requires_grad_(False)
+
+    def on_stage_start(self, stage, epoch=None):
+        self.factor.requires_grad_(epoch == 2)
 
 
 class OwnBatch(Tempered):
@@ -65,8 +81,9 @@ def train(options):
         {"global_batch_size": 12, "micro_batch_size": 2},
         {"kind": OwnBatch},
         {"samples": 9},
+        {"kind": FrozenAtFirst},
     ],
-    ids=["plain", "accumulated", "own fit_batch", "a rank without samples"],
+    ids=["plain", "accumulated", "own fit_batch", "a rank without samples", "frozen at first"],
 )
 def test_it_is_averaged_over_the_ranks(ranks, strategy, options):
     expected = train(options)
@@ -75,6 +92,14 @@ def test_it_is_averaged_over_the_ranks(ranks, strategy, options):
     assert found[0][1:] == expected[1:]
     for own, alone in zip(found[0][0], expected[0], strict=True):
         torch.testing.assert_close(torch.tensor(own), torch.tensor(alone), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_other_ones_on_another_rank_are_an_error_at_once(ranks, strategy):
+    with pytest.raises(
+        RankPoolError, match=r"RankMismatchError[\s\S]*\[\(1,\), \(1,\)\] on rank 0; \[\(1,\), \(2,\)\] on rank 1"
+    ):
+        ranks.run(train, {"kind": OnOneRank, "strategy": strategy})
 
 
 def test_a_rank_that_does_not_use_it_gets_the_others_gradient(ranks):

@@ -115,8 +115,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_attempt_of_auto_micro_batch_counts_twice(ranks, world_size):
-    size, given = 6 // world_size, {"global_batch_size": 12}
-    searching, begun = {**given, "auto_micro_batch": True, "most": size}, {**given, "micro_batch_size": size}
+    given = {"global_batch_size": 16}  # 16, 8 and 4 on one process are tried, then again between 4 and 8
+    searching = {**given, "auto_micro_batch": True, "most": 7 // world_size}
+    begun = {**given, "micro_batch_size": 6 // world_size}
     if world_size == 1:
         assert train(searching) == train(begun)
     else:

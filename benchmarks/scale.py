@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.base import FailureReport
+from ddpkit.comm import agreement
 from ddpkit.control import PeriodicSync
 from ddpkit.control.watchdog import BEAT_SECONDS, Watchdog
 from ddpkit.data.plan import PlannedBatchSampler
@@ -96,6 +97,14 @@ def all_reduce_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 all_reduce_bucket.__annotations__.clear()  # DDP compares them with types, and here they are strings
+
+
+def exchange_with_nobody(value: Any, site: str | None = None) -> list[Any]:
+    """Answer for all ranks what this one says: there are no others to compare with, and no store between them."""
+    return [value] * dist.get_world_size()
+
+
+agreement.exchange = exchange_with_nobody
 
 
 class Step:

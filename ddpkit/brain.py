@@ -796,7 +796,7 @@ class Brain(_Typed):
     def __loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
         loaders = self.__run.loaders
         with loaders.named(stage):
-            if data is None or isinstance(data, (DataLoader, LoopedLoader)):
+            if (data is None and stage is Stage.VALID) or isinstance(data, (DataLoader, LoopedLoader)):
                 return None if data is None else loaders.adapt(data, stage)
             return self.make_dataloader(data, stage=stage, **loader_kwargs)
 

@@ -202,13 +202,9 @@ def _argument(word: str, rest: deque[str]) -> _Argument:
         return argument  # never swallows a word
     is_list = option is not None and option.type is list
     argument.is_open = option is None or is_list
-    while rest and not _is_flag(rest[0]) and (is_list or not argument.values):
+    while rest and rest[0] != "-h" and not rest[0].startswith("--") and (is_list or not argument.values):
         argument.values.append(rest.popleft())
     return argument
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") or word in _FLAG_EXITS
 
 
 def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:

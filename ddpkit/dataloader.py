@@ -446,7 +446,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
 
     Raises:
         ConfigError: ``shuffle`` with a sampler, a bad batch size, or other arguments that exclude each other.
-        DataError: the dataset is empty.
+        DataError: the dataset is empty, or what was given is no dataset.
 
     Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
 
@@ -484,7 +484,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         options.pop("batch_size", None)
         planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
         return SaveableDataLoader(dataset, batch_sampler=planned, **options)
-    size = _length(dataset)
+    size = _length(dataset) if sampler is None or hasattr(dataset, "__len__") else 0
     batch_size = options.pop("batch_size", 1)
     planned = PlannedBatchSampler(
         size if sampler is None else sampler,
@@ -734,11 +734,12 @@ def _check_exclusive(options: dict[str, Any]) -> None:
 
 
 def _length(dataset: Any) -> int:
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__len__"):
+        raise DataError(f"{kind} has no length: give a dataset with __len__ and __getitem__, a stream, or a loader.")
     size = len(dataset)
     if size < 1:
-        raise DataError(
-            f"the dataset is empty: len({type(dataset).__name__}) is {size}. Check the paths and filters that made it."
-        )
+        raise DataError(f"the dataset is empty: len({kind}) is {size}. Check the paths and filters that made it.")
     return size
 
 

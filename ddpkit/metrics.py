@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from fractions import Fraction
+from numbers import Real
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -217,6 +218,10 @@ def metrics_of(*owners: Any) -> dict[str, _Metric]:
     return {name: one for name, one in attributes if isinstance(one, _Metric)}
 
 
+def _tensor_or_number(values: Any) -> Any:
+    return values if isinstance(values, (Tensor, Real)) else torch.as_tensor(values)
+
+
 def _wide(values: Tensor) -> Tensor:
     return values.detach().to(widest_float(values.device))
 
@@ -240,14 +245,15 @@ class Mean(_Metric):
         """Take in values, each a mean over its count of samples. Does not wait for the device.
 
         Args:
-            values: a number, or a tensor of any shape.
+            values: a number, a tensor of any shape, or what ``torch.as_tensor`` takes.
             counts: how many samples each value stands for: a number, or a tensor that broadcasts to
-                ``values``.
+                ``values``, or what ``torch.as_tensor`` takes.
 
         Ranks: local.
         """
         if not self._counts():
             return
+        values, counts = _tensor_or_number(values), _tensor_or_number(counts)
         if not isinstance(values, Tensor):
             values = values * counts
         elif isinstance(counts, Tensor):
@@ -298,11 +304,12 @@ class Sum(_Metric):
         """Add a number, or all elements of a tensor. Does not wait for the device.
 
         Args:
-            values: a number, or a tensor of any shape and dtype.
+            values: a number, a tensor of any shape and dtype, or what ``torch.as_tensor`` takes.
 
         Ranks: local.
         """
         if self._counts():
+            values = _tensor_or_number(values)
             self._add(_wide(values).sum() if isinstance(values, Tensor) else values)
 
     def compute(self, reduce: bool | None = None) -> float:

@@ -335,7 +335,7 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
         hparams: as a recipe gives them; not changed.
 
     Raises:
-        ConfigError: an object in the list is not a train logger.
+        ConfigError: they are no mapping, or an object in the list is not a train logger.
 
     Ranks: local.
 
@@ -343,6 +343,8 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
         >>> len(list(join_loggers({"train_logger": [TrainLogger(), TrainLogger()]})["train_logger"]))
         2
     """
+    if not isinstance(hparams, Mapping):
+        raise ConfigError(f"hparams is of type {type(hparams).__name__}: give the mapping that load_hyperpyyaml returns.")
     found = hparams.get("train_logger")
     joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
     return {**hparams, **joined}
@@ -655,7 +657,8 @@ class ProgressSampleLogger:
 
         Ranks: local.
         """
-        self.progress_samples.update(map_values(items, _detached))
+        on_cpu = map_values(items, lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one)
+        self.progress_samples.update(on_cpu)
 
     def get_batch_sample(self, value: Any) -> Any:
         """Take the first ``batch_sample_size`` items of a batch.
@@ -716,7 +719,3 @@ def _save_image(data: torch.Tensor, path: str) -> None:
     from torchvision.utils import save_image  # type: ignore[import-not-found, unused-ignore]
 
     save_image(data, path)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -77,10 +77,6 @@ def to_plain(value: Any) -> Any:
     return str(value)
 
 
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {_plain_key(key): to_plain(content) for key, content in value.items()}
-
-
 def _plain_key(key: Any) -> Any:
     plain = to_plain(key)
     return str(key) if isinstance(plain, (list, dict, torch.Tensor)) else plain
@@ -96,7 +92,7 @@ _CONVERTERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (torch.Tensor, lambda value: str(value) if value.is_complex() else value.detach().to("cpu", copy=True)),
     (np.generic, _plain_scalar),
     (np.ndarray, lambda value: to_plain(value.tolist())),
-    (Mapping, _plain_mapping),
+    (Mapping, lambda value: {_plain_key(key): to_plain(content) for key, content in value.items()}),
     ((list, tuple, set, frozenset), lambda value: [to_plain(item) for item in value]),
     (os.PathLike, os.fspath),
     (date, lambda value: value),

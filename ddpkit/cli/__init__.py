@@ -157,7 +157,7 @@ def _guarded(run: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (DdpkitError, ModuleNotFoundError) as error:  # of safetensors, perhaps
+    except DdpkitError as error:
         problem: Exception = error
     except OSError as error:  # perhaps of the output, which the interpreter would flush once more
         problem, sys.stdout = error, None

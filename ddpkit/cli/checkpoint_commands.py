@@ -39,7 +39,7 @@ from ddpkit.checkpointing import (
     verify,
 )
 from ddpkit.cli import say
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, MissingExtraError
 from ddpkit.logger import format_order_of_magnitude
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
@@ -371,6 +371,8 @@ def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
                 torch.save(dict(state), handle)
             handle.flush()
             os.fsync(handle.fileno())
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{error}: run `pip install ddpkit[safetensors]`, or give --format=pt.") from error
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {str(path)!r} as {form}: {reason}.") from error

@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
 
     Raises:
         CheckpointError: the command cannot be carried out; nothing has been written.
-        ModuleNotFoundError: a format's package is not installed.
+        MissingExtraError: a format's package is not installed.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
 
     Ranks: local.

@@ -502,7 +502,7 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
         _Here.is_worker = True
         gc.freeze()
         for one in ignored_signals():
-            signal.signal(one, _do_nothing)
+            signal.signal(one, lambda *_: None)
         os.register_at_fork(after_in_child=_restore_signals)
         for number in _dump_signal():
             faulthandler.register(number, file=2, all_threads=False, chain=False)
@@ -518,10 +518,6 @@ def _end_with(rank: Any, parent: int) -> None:
     while rank.is_alive() and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)
-
-
-def _do_nothing(*_signal_and_frame: Any) -> None:
-    pass
 
 
 def _restore_signals() -> None:

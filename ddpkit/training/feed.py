@@ -18,7 +18,7 @@ import copy
 import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -368,6 +368,9 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
     Returns:
         The number, an upper bound if the counter may stop early; None if unknown, as of a generator.
 
+    Raises:
+        ConfigError: it cannot be iterated, as a number of epochs.
+
     Ranks: local; equal on all ranks.
 
     Example:
@@ -379,12 +382,12 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
         >>> [count_epochs(each, options) for each in (EpochCounter(5), range(5), range(10, 15))]
         [2, 3, 1]
     """
+    if not hasattr(epoch_counter, "__iter__") and not hasattr(epoch_counter, "__getitem__"):
+        given = f"fit: the epoch_counter is {epoch_counter!r}"
+        raise ConfigError(f"{given}, which yields no epochs: give EpochCounter(limit=N) or range(1, N + 1).")
     number = getattr(epoch_counter, "limit", None)
     if not isinstance(number, int):
-        try:
-            number = len(epoch_counter)
-        except TypeError:
-            number = None
+        number = len(epoch_counter) if isinstance(epoch_counter, Sized) else None
     last = options.debug_epochs if options.debug else 0
     if last <= 0:
         return number
@@ -513,7 +516,7 @@ class Feed:
             next(source, None)
         self.ready()
         counts, by_samples = self.counts, self.weighting == "samples"
-        whole = self._weight_of_all()
+        whole = (counts.total if by_samples else counts.parts) if counts is not None else lambda _: self.world_size
         for number, batch in enumerate(source, self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
@@ -534,12 +537,6 @@ class Feed:
                 f"the training loader ended after {done} of {length} batches: its length must be the number of batches "
                 "that it yields, on every process."
             )
-
-    def _weight_of_all(self) -> Callable[[int], float]:
-        """Return a function that gives the weight of a batch over all ranks."""
-        if self.counts is None:
-            return lambda _: self.world_size
-        return self.counts.total if self.weighting == "samples" else self.counts.parts
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,40 @@ def test_empty_dataset():
             run()
         assert_told(caught.value, "the dataset is empty", "len(Empty) is 0", "Check the paths and filters")
         assert str(caught.value).split(":")[0] in {"TRAIN", "VALID", "TEST"}
+
+
+@pytest.mark.parametrize("given", [None, 3], ids=["None", "a number"])
+def test_what_is_no_dataset(given):
+    words = f"{type(given).__name__} has no length: give a dataset with __len__ and __getitem__, a stream, or a loader."
+    for call in ("evaluate", "predict"):
+        with pytest.raises(DataError, match=f"TEST: {words}"):
+            getattr(make(), call)(given)
+    with pytest.raises(DataError, match=f"TRAIN: {words}"):
+        make().fit([1], given)
+
+
+def test_a_dataset_without_a_length_needs_a_sampler():
+    class Endless(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            return DATA[index % len(DATA)]
+
+    with pytest.raises(DataError, match="TRAIN: Endless has no length"):
+        fit(make(), Endless())
+    brain = make(Line)
+    fit(brain, Endless(), sampler=[3, 0, 9])
+    assert brain.optimizer_step == 4
+
+
+@pytest.mark.parametrize("given", [3, None])
+def test_what_yields_no_epochs(given):
+    with pytest.raises(ConfigError, match=rf"is {given}, which yields no epochs: give EpochCounter\(limit=N\) or range"):
+        make().fit(given, DATA)
+
+
+@pytest.mark.parametrize("given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", "a namespace"])
+def test_hparams_that_are_no_mapping(given):
+    with pytest.raises(ConfigError, match=f"hparams is of type {type(given).__name__}: give the mapping that load_hyp"):
+        make(hparams=given)
 
 
 def test_empty_stream():

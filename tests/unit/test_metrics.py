@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,18 @@ def test_sum_adds_in_float64():
     total.update(3)
     total.update(torch.tensor([True, True]))
     assert total.compute() == 2.0**24 + 15
+
+
+def test_numbers_that_are_no_tensors():
+    mean, total = Mean(), Sum()
+    for metric in (mean, total):
+        metric.update(np.array([1.0, 2.0]))
+        metric.update(np.float32(6.0))
+        metric.update(True)
+    mean.update([4, 5], np.array([2, 1]))
+    total.update([4, 5])
+    assert mean.compute() == (1 + 2 + 6 + 1 + 8 + 5) / 7
+    assert total.compute() == 1 + 2 + 6 + 1 + 9
 
 
 def test_accuracy_of_scores_and_of_classes():

@@ -18,6 +18,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -99,12 +100,9 @@ def all_reduce_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[
 all_reduce_bucket.__annotations__.clear()  # DDP compares them with types, and here they are strings
 
 
-def exchange_with_nobody(value: Any, site: str | None = None) -> list[Any]:
+def exchange_with_nobody(value: Any, _site: str | None = None) -> list[Any]:
     """Answer for all ranks what this one says: there are no others to compare with, and no store between them."""
     return [value] * dist.get_world_size()
-
-
-agreement.exchange = exchange_with_nobody
 
 
 class Step:
@@ -163,7 +161,11 @@ def one_step(strategy: str, ranks: int) -> dict[str, str]:
     gc.collect()  # what is freed below was also made below
     dist.init_process_group("fake", rank=OWN_RANK % ranks, world_size=ranks, store=FakeStore())
     try:
-        with profile(profile_memory=True, acc_events=False) as profiler, Collectives(ranks) as counted:
+        with (
+            mock.patch.object(agreement, "exchange", exchange_with_nobody),
+            profile(profile_memory=True, acc_events=False) as profiler,
+            Collectives(ranks) as counted,
+        ):
             step = Step(strategy, ranks)
             step.train(WARM)
         held, most = memory(profiler)

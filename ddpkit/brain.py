@@ -619,6 +619,7 @@ class Brain(_Typed):
         run = self.__run
         _warn_of_misspelt_hooks(type(self))
         train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
+        bar = self.__bar_enabled(progressbar)
         run.preflight.compare_ranks("fit", type(self))
         run.epochs = count_epochs(epoch_counter, self.run_opts)
         if self.run_opts.check_parity is not None:
@@ -644,7 +645,7 @@ class Brain(_Typed):
                 return self.__fit_result("done_before")
             run.policy.warn_unused_entries()
             run.preflight.report_training(sizes, valid, (self.training_ctx, self.evaluation_ctx))
-            return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, self.__bar_enabled(progressbar)))
+            return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, bar))
 
     def evaluate(
         self,
@@ -900,6 +901,8 @@ class Brain(_Typed):
             )
 
     def __bar_enabled(self, progressbar: bool | None) -> bool:
+        if progressbar not in (True, False, None):
+            raise ConfigError(f"progressbar={progressbar!r} is no switch: give train_loader_kwargs and such by name.")
         return not self.run_opts.noprogressbar if progressbar is None else progressbar
 
     @mark_as_saver

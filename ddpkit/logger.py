@@ -222,11 +222,6 @@ class _ConsoleFormatter(logging.Formatter):
         return text if rank == 0 or hasattr(record, "ddpkit_rank") else f"[rank: {rank}] {text}"
 
 
-def _speaks_for_other_rank(record: logging.LogRecord) -> bool:
-    """Let through what an adapter let through, and warnings of other libraries."""
-    return hasattr(record, "ddpkit_rank") or record.levelno >= logging.WARNING
-
-
 _UNDO = contextlib.ExitStack()  # takes away what setup_logging has attached
 
 
@@ -276,8 +271,8 @@ def setup_logging(
     if log_file is not None:
         handlers += _file_handlers(Path(log_file))
     if _own_rank() > 0:
-        for handler in handlers:
-            handler.addFilter(_speaks_for_other_rank)
+        for handler in handlers:  # what an adapter let through, and warnings of other libraries
+            handler.addFilter(lambda record: hasattr(record, "ddpkit_rank") or record.levelno >= logging.WARNING)
     for handler in handlers:
         logging.getLogger().addHandler(handler)
         _UNDO.callback(handler.close)

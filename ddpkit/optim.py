@@ -786,7 +786,7 @@ def _scale(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _restore(optimizer: Optimizer, *_: Any) -> None:
-    for group, rate in zip(optimizer.param_groups, _own_rates.pop(optimizer), strict=True):
+    for group, rate in zip(optimizer.param_groups, _own_rates.pop(optimizer, ()), strict=False):
         group["lr"] = rate
 
 

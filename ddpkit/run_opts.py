@@ -223,19 +223,13 @@ def _to_words(value: Any) -> list[str]:
     return [_to_text(word) for word in value]
 
 
-def _to_mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(value)
-    return dict(value)
-
-
 _KINDS: dict[str, tuple[type, Any, str]] = {
     "bool": (bool, to_bool, "true or false"),
     "int": (int, _to_int, "a whole number"),
     "float": (float, _to_float, "a number"),
     "str": (str, _to_text, "text"),
     "list": (list, _to_words, "a list of names"),
-    "dict": (dict, _to_mapping, "a mapping"),
+    "dict": (dict, lambda value: {**value}, "a mapping"),
 }
 
 RUNNING = "What is run"
@@ -329,7 +323,7 @@ class OptionTypes:
         minimum=1)
     micro_batch_size: int | None = option(None, BATCHES, "most samples at a time on a process", form="N",
         minimum=1, shown="all at once")
-    auto_micro_batch: bool = option(False, BATCHES, "find the micro-batch that fits into memory",
+    auto_micro_batch: bool = option(False, BATCHES, "divide global_batch_size into micro-batches that fit",
         is_attribute=False)
     prefetch_to_device: bool = option(False, BATCHES, "move the next batch to the GPU during a step",
         is_attribute=False)

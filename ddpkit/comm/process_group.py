@@ -287,7 +287,9 @@ def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
     kill_workers()
     report.depart()
     if has_failed and destroy:
-        _abort_groups()
+        for group in all_groups():  # the others wait; a module may hold a group that has been destroyed
+            with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
+                group.abort()
     if destroy:
         _destroy_groups(failed=has_failed)
     if runtime.hosts_store:  # the others may still look something up: who failed, or who has left
@@ -311,13 +313,6 @@ def _let_launcher_see(reason: Reason | None) -> None:
     while time.monotonic() < end and state_and_start(pid)[0] not in {"", "Z", "X"}:
         time.sleep(NAP_SECONDS)
     time.sleep(SEEN_SECONDS)
-
-
-def _abort_groups() -> None:
-    """Close the connections to the other ranks, which wait: a module may hold a group that has been destroyed."""
-    for group in all_groups():
-        with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
-            group.abort()
 
 
 def _destroy_groups(*, failed: bool) -> None:

@@ -436,9 +436,9 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
     size, rest = divmod(whole, sharding.micro_batches)
     if rest or size < number:
         raise ConfigError(
-            f"global_batch_size={whole} of a stream cannot be divided into {sharding.micro_batches} equal batches with "
-            f"an item for each of {number} {'virtual ranks' if sharding.is_virtual else 'processes'}. Use a multiple "
-            f"of {sharding.micro_batches}, and {number * sharding.micro_batches} at least."
+            f"global_batch_size={whole} cannot divide a stream: a step is {sharding.micro_batches} equal batch(es), "
+            f"each with an item for every one of {number} {'virtual ranks' if sharding.is_virtual else 'processes'}. "
+            f"Give {number * sharding.micro_batches} or more, a multiple of {sharding.micro_batches}."
         )
     start, stop = part(size, number, mine[0])
     options["batch_size"] = stop - start

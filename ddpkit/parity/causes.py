@@ -224,9 +224,10 @@ class Diagnosis:
         if self.first["norms"]:
             return "batch norm", NOT_SHARED.format(", ".join(self.first["norms"]))
         self.side.brain.training_ctx = TorchAutocast(device_type=torch.device(self.side.brain.device).type)
-        for layer in self.side.norm_layers.values():
-            layer.eval()
+        trained = [layer.eval() for layer in self.side.norm_layers.values() if layer.training]
         kind, words = self._loss(window) if self.side.joins and len(window.parts[0]) > 1 else ("unknown", UNKNOWN)
+        if kind == "unknown" and trained:  # the loss is right where they normalise each sample by itself
+            kind, words = "batch-dependent", BATCH_DEPENDENT
         moved = ", ".join(self.first["moved"])
         return kind, words + (f" Each rank changes state by its own samples: {moved}." if moved else "")
 
@@ -242,6 +243,9 @@ class Diagnosis:
             rounding = self.tolerance * target.norm()
             if not matrix.isfinite().all() or (matrix @ by_samples - target).norm() <= rounding:
                 continue
+            step, way = columns[0] - columns[1], target - columns[1]
+            if self.side.is_counted and (way - step * (step @ way) / (step @ step)).norm() <= rounding:
+                continue  # their mean, weighted by some counts
             # torch's default driver gives up where the first column is zero: a part to which the loss is nothing.
             fit = torch.linalg.lstsq(matrix, target[:, None], rcond=self.tolerance, driver="gelsd")
             weights = fit.solution.flatten()
@@ -289,9 +293,9 @@ LOSS = (
     "twice. Return (loss_sum, count) from compute_objectives: the sum, not a mean, and the number to divide it by."
 )
 BATCH_DEPENDENT = (
-    "The model or the loss depends on which samples are in a batch together (padding without a mask, attention or "
-    "statistics across samples, in-batch negatives, a maximum or a root over the batch). Such a training depends on "
-    "the number of processes, whatever the library. Compute each sample by itself."
+    "The model or the loss depends on which samples are in a batch together (padding without a mask, also that which a "
+    "BatchNorm sees, attention or statistics across samples, in-batch negatives, a maximum over the batch). Such a "
+    "training depends on the number of processes, whatever the library. Compute each sample by itself."
 )
 UNKNOWN = (
     "The cause is not known. Does the result for a sample depend on the other samples of its batch? Do the model or "

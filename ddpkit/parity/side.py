@@ -93,6 +93,7 @@ class Side:
         moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
             changed; without BatchNorm's.
         norm_layers: all BatchNorm layers, by name.
+        is_counted: whether the last step was of loss sums and their counts.
 
     Raises:
         ConfigError: the samples of a batch are not known.
@@ -136,6 +137,7 @@ class Side:
             brain.progress.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
         self.moved: dict[str, None] = {}
+        self.is_counted = False
         self._kept: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
         brain.on_stage_start(Stage.TRAIN, 1)
@@ -232,6 +234,7 @@ class Side:
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
         train_step, brain = self.parts.train_step, self.brain
+        self.is_counted = brain.progress.window.counted is not None
         multiplier, optimizers = train_step.close_window(), train_step.note_optimizers_to_step(brain)
         train_step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)

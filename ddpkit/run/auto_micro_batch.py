@@ -86,8 +86,8 @@ class AutoMicroBatch:
         step, options = self.train_step, self.train_step.options
         waits = get_world_size() > 1 and any(isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules())
         refused = {
-            "without global_batch_size, which it divides: give --global_batch_size": options.global_batch_size is None,
             f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
+            "without global_batch_size, which it divides: give --global_batch_size": options.global_batch_size is None,
             "with static_graph": options.static_graph,
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),

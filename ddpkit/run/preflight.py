@@ -8,7 +8,7 @@
       versions   Python 3.12, torch 2.13.0+cu130, numpy 2.3.1
       strategy   ddp: each process holds the whole model
       batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer step; 15 steps, 480 samples per epoch
-      per step   32 samples; one process has 4: --global_batch_size=4 keeps the training the same
+      per step   32 samples; one process has 4: --global_batch_size=4 trains as one process does
       valid set  90 samples, 12 batches of 1 per process
       optimizer  AdamW, lr 0.002
       schedule   OneCycleLR, after each of 600 optimizer steps

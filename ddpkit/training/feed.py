@@ -101,7 +101,7 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
     if given not in {1, needed}:
         raise ConfigError(
             f"grad_accumulation_factor={given} contradicts global_batch_size={whole} with micro_batch_size={micro}, "
-            f"which needs {needed} batches per step on {world_size} process(es). Leave one of the three out."
+            f"which needs {needed} batches per step on {world_size} rank(s). Leave one of the three out."
         )
     return needed
 
@@ -288,7 +288,7 @@ class BatchSizes:
             return ""
         return (
             f"{_number_of(self.per_step or 0, 'sample')}; one process has {self.alone}: "
-            f"--global_batch_size={self.alone} keeps the training the same"
+            f"--global_batch_size={self.alone} trains as one process does"
         )
 
 
@@ -318,7 +318,7 @@ def check_train_data(loader: Any, batches: int | None) -> None:
     if batches == 0:
         raise DataError(
             "the training loader yields no batch. Either the set is empty, or it does not fill one global batch and "
-            "drop_last=True leaves the rest out: use a smaller batch_size, fewer processes, or drop_last=False."
+            "drop_last=True leaves the rest out: use a smaller batch_size, fewer (virtual) ranks, or drop_last=False."
         )
 
 

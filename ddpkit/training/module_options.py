@@ -21,7 +21,6 @@ from ddpkit.strategies import NO_CONTEXT, blocks_of, refuse_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -132,10 +131,7 @@ class Recomputed:
             return self.run(*inputs, **named)
         run = functools.partial(self.run, **named)
         with NO_CONTEXT if self.is_checked else self._checking_buffers():
-            return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
-
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return NO_CONTEXT, self._on_copies()
+            return checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: (NO_CONTEXT, self._on_copies()))
 
     @contextlib.contextmanager
     def _on_copies(self) -> Iterator[None]:

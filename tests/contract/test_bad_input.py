@@ -193,15 +193,29 @@ def test_a_dataset_without_a_length_needs_a_sampler():
     assert brain.optimizer_step == 4
 
 
+def test_loader_arguments_in_the_place_of_the_progress_bar():
+    """The fourth parameter of fit is ``progressbar``, as in SpeechBrain."""
+    words = r"progressbar=\{'batch_size': 2\} is no switch: give train_loader_kwargs and such by name"
+    with pytest.raises(ConfigError, match=words):
+        make().fit([1], DATA, DATA, {"batch_size": 2})
+    with pytest.raises(ConfigError, match=words):
+        make().evaluate(DATA, None, None, {"batch_size": 2})
+
+
+def test_a_checkpoint_that_is_named_without_a_checkpointer():
+    with pytest.raises(ConfigError, match=r"resume='/no/where': the Brain was given no checkpointer to load it with"):
+        fit(make(resume="/no/where"))
+
+
 @pytest.mark.parametrize("given", [3, None])
 def test_what_yields_no_epochs(given):
-    with pytest.raises(ConfigError, match=rf"is {given}, which yields no epochs: give EpochCounter\(limit=N\) or range"):
+    with pytest.raises(ConfigError, match=rf"is {given}, which yields no epochs: give EpochCounter\(limit=N\) or"):
         make().fit(given, DATA)
 
 
 @pytest.mark.parametrize("given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", "a namespace"])
 def test_hparams_that_are_no_mapping(given):
-    with pytest.raises(ConfigError, match=f"hparams is of type {type(given).__name__}: give the mapping that load_hyp"):
+    with pytest.raises(ConfigError, match=f"hparams is a {type(given).__name__}, not a mapping: give what load_hyper"):
         make(hparams=given)
 
 

@@ -92,6 +92,19 @@ def test_k9_at_the_end_of_an_epoch(tmp_path):
     assert_exact(tmp_path, lambda: points(20), (3, 4))
 
 
+class MovesWeights(Noisy):
+    def on_stage_start(self, stage, epoch=None):
+        super().on_stage_start(stage, epoch)
+        if stage is Stage.TRAIN and not self.step:
+            with torch.no_grad():
+                self.modules.net[0].bias.add_(torch.rand(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dies_at", [(1, 1), (2, 1), (2, 3), (2, 10), (3, 4)])
+def test_weights_that_are_moved_as_an_epoch_begins_are_moved_once(tmp_path, dies_at):
+    assert_exact(tmp_path, lambda: points(20), dies_at, cls=MovesWeights, ckpt_interval_steps=2)
+
+
 def test_a_seed_of_torch_or_of_everything_decides(tmp_path, monkeypatch):
     first, second = run(tmp_path / "a", points(10)), run(tmp_path / "b", points(10))
     assert_same(weights(first), weights(second))

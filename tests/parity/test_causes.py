@@ -134,6 +134,18 @@ class TokenSum(Regression):
         return ((predictions - batch[1]).square() * weight).sum(), weight.sum()
 
 
+class PaddedFrames(Regression):
+    """Masks the padding in the loss, and shows it to the model."""
+
+    def compute_forward(self, batch, stage):
+        lengths = (batch[0][:, 0].abs() * 4).long() + 1
+        self.mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        return self.modules.net((batch[0][:, None] * self.mask[..., None]).flatten(0, 1)).view(self.mask.shape)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return ((predictions - batch[1]).square() * self.mask).sum(), self.mask.sum()
+
+
 class Contrastive(Regression):
     """Every other sample of the batch is a negative."""
 
@@ -425,6 +437,11 @@ def test_recipes_that_hold(check, cls):
     assert report.holds, report
 
 
+def test_padding_that_only_the_loss_masks_holds_without_a_batch_norm(check):
+    report = check(PaddedFrames, samples=21)
+    assert report.holds, report
+
+
 def test_tolerances_follow_what_the_model_computes_in(check):
     assert check(precision="bf16").tolerance == 5e-2
     assert check().tolerance == 1e-9
@@ -517,6 +534,7 @@ def test_a_cause_is_named_with_more_ranks_than_parameters(check, cls, cause):
         (Sum, "own batch norm", "points", "batch norm", ""),
         (Sum, "batch norm", "points", "loss", ""),
         (Contrastive, "batch norm", "points", "batch-dependent", ""),
+        (PaddedFrames, "batch norm", "points", "batch-dependent", "padding without a mask, also that which a BatchNorm"),
         (Regression, "codebook", "points", "batch-dependent", "net.1.centre"),
         (Regression, "running mean", "points", "batch-dependent", "net.1.mean, net.1.count"),
         (PastDDP, "plain", "points", "not averaged", "Rank 1 steps with other gradients"),

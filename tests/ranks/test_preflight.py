@@ -316,7 +316,7 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
         "devices": "2 x cpu (1 thread), backend gloo",
         "strategy": "ddp: each process holds the whole model",
         "batch": "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 12 samples per epoch",
-        "per step": "6 samples; one process has 3: --global_batch_size=3 keeps the training the same",
+        "per step": "6 samples; one process has 3: --global_batch_size=3 trains as one process does",
         "valid set": "12 samples, 12 batches of 1 per process",
         "optimizer": "SGD, lr 0.001",
         "clipping": "gradient norm at most 5.0 (--max_grad_norm)",
@@ -403,7 +403,7 @@ def test_no_size_is_said_to_keep_a_training_that_depends_on_the_number_of_proces
 
 def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
     (advice, said, found), _ = ranks.run(train_as_advised)
-    assert advice == "4 samples; one process has 2: --global_batch_size=2 keeps the training the same"
+    assert advice == "4 samples; one process has 2: --global_batch_size=2 trains as one process does"
     assert said == "", "it is followed already"
     one = make()
     one.fit([1], points(9), train_loader_kwargs={"batch_size": 2})

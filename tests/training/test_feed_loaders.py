@@ -82,7 +82,7 @@ def test_what_is_said_where_less_is_known():
 
 
 def test_what_keeps_the_training_of_one_process():
-    words = "64 samples; one process has 32: --global_batch_size=32 keeps the training the same"
+    words = "64 samples; one process has 32: --global_batch_size=32 trains as one process does"
     loader = shard(range(100), Sharding(0, 2), batch_size=16)
     for one in (loader, LoopedLoader(loader, 4)):
         assert batch_sizes(one, 4, 2, 2).advice() == words

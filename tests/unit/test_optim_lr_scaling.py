@@ -198,6 +198,21 @@ def test_a_step_that_fails_is_not_scaled_twice():
     assert rates_of(optimizer) == [0.1]
 
 
+def test_a_step_that_calls_that_of_its_class_is_scaled_once():
+    """torch then calls the hooks of a step twice, if the class has been hooked, too."""
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+
+    sgd(0.1)
+    optimizer = Counted(parameters(), lr=0.1)
+    scaling_of(batch_size=16).follow({"counted": optimizer})
+    for _ in range(2):
+        assert steps_of(optimizer) == pytest.approx([0.2])
+        assert rates_of(optimizer) == [0.1]
+
+
 def test_an_optimizer_of_two_brains_is_scaled_by_the_one_that_trains():
     optimizer = sgd(0.1)
     for scaling, expected in ((scaling_of(batch_size=16), 0.2), (scaling_of(batch_size=32), 0.4), (LrScaling(), 0.1)):

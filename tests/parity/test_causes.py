@@ -534,7 +534,7 @@ def test_a_cause_is_named_with_more_ranks_than_parameters(check, cls, cause):
         (Sum, "own batch norm", "points", "batch norm", ""),
         (Sum, "batch norm", "points", "loss", ""),
         (Contrastive, "batch norm", "points", "batch-dependent", ""),
-        (PaddedFrames, "batch norm", "points", "batch-dependent", "padding without a mask, also that which a BatchNorm"),
+        (PaddedFrames, "batch norm", "points", "batch-dependent", "also that which a BatchNorm sees"),
         (Regression, "codebook", "points", "batch-dependent", "net.1.centre"),
         (Regression, "running mean", "points", "batch-dependent", "net.1.mean, net.1.count"),
         (PastDDP, "plain", "points", "not averaged", "Rank 1 steps with other gradients"),

@@ -17,7 +17,7 @@
       precision  bf16, evaluation fp32
       average    of the weights, decay 0.999, used in evaluation
       evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
-      start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 33 comes next
+      start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 32 is over
 """
 
 from __future__ import annotations

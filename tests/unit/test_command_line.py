@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from ddpkit.run_opts import OPTIONS, RunOptions
 from tests.command_lines import LAUNCHER, YAML_TEXT, hparams_yaml, launched_fixture, overrides, parse  # noqa: F401 -- fixtures
 
 # ------------------------------------------------------------------------- the faults of REGRESSIONS.md
+
+
+def test_the_page_of_the_options_is_the_help():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "run_opts.md"
+    assert f"```text\n{help_text()}```" in page.read_text()
 
 
 def test_c1_optimizer_step_limit_is_an_int():

@@ -102,11 +102,6 @@ def run_of(brain: Brain) -> Run:
     return run
 
 
-def _is_looped(train_set: Any, loader_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether training has nominal epochs, which count batches."""
-    return isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
-
-
 def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
     """Compare the gradients of several processes with those of this one, and end it."""
     from ddpkit.parity import check_parity  # nothing else needs it
@@ -619,7 +614,6 @@ class Brain(_Typed):
         run = self.__run
         _warn_of_misspelt_hooks(type(self))
         train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
-        bar = self.__bar_enabled(progressbar)
         run.preflight.compare_ranks("fit", type(self))
         run.epochs = count_epochs(epoch_counter, self.run_opts)
         if self.run_opts.check_parity is not None:
@@ -631,7 +625,8 @@ class Brain(_Typed):
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
         with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
             start = run.policy.choose_start()
-            run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
+            is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
+            run.policy.keep_global_batch(start, is_looped=is_looped)
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
             sizes = self.__plan_steps(train, valid)
@@ -645,7 +640,7 @@ class Brain(_Typed):
                 return self.__fit_result("done_before")
             run.policy.warn_unused_entries()
             run.preflight.report_training(sizes, valid, (self.training_ctx, self.evaluation_ctx))
-            return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, bar))
+            return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, self.__bar_enabled(progressbar)))
 
     def evaluate(
         self,
@@ -669,11 +664,10 @@ class Brain(_Typed):
 
         Raises:
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
-                ``on_evaluate_start`` is overridden.
+                ``on_evaluate_start`` is overridden; or in a training batch.
         """
         run, own_hook = self.__run, type(self).on_evaluate_start is not Brain.on_evaluate_start
-        if not own_hook:
-            self.__require_no_training("evaluate")
+        self.__require_no_training("evaluate", recovers=not own_hook)
         _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", type(self))
         with run.stop.guarded("evaluate"):
@@ -712,14 +706,15 @@ class Brain(_Typed):
 
         Raises:
             BatchError: the output of a batch cannot be split into one output per sample.
-            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights.
+            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights; or in
+                a training batch.
             RunStopped: a signal or the time limit has asked for the end.
 
         Ranks: collective.
         """
         run = self.__run
         with run.stop.guarded("predict"):
-            self.__require_no_training("predict")
+            self.__require_no_training("predict", recovers=True)
             with run.loaders.dividing_evaluation():
                 loader = self.__test_loader(data, loader_kwargs)
             run.preflight.compare_data(predict=loader)
@@ -892,12 +887,13 @@ class Brain(_Typed):
         logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or {}
         return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, newest, logged)
 
-    def __require_no_training(self, call: str) -> None:
-        """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training."""
-        if self.progress.is_fitting and self.checkpointer is not None:
+    def __require_no_training(self, call: str, *, recovers: bool) -> None:
+        """Refuse what recovers a checkpoint over the weights of a training, or would end a pass of it."""
+        progress = self.progress
+        if progress.is_fitting and (progress.is_in_pass or (recovers and self.checkpointer is not None)):
             raise ConfigError(
-                f"{call} was called inside fit: it would recover a checkpoint over the weights that are being trained. "
-                "Call it after fit, or give fit a valid_set."
+                f"{call} was called inside fit: it would recover a checkpoint over the weights that are being trained, "
+                "or end the pass that is running. Call it after fit, or give fit a valid_set."
             )
 
     def __bar_enabled(self, progressbar: bool | None) -> bool:

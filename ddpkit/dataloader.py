@@ -736,7 +736,7 @@ def _check_exclusive(options: dict[str, Any]) -> None:
 def _length(dataset: Any) -> int:
     kind = type(dataset).__name__
     if not hasattr(dataset, "__len__"):
-        raise DataError(f"{kind} has no length: give a dataset with __len__ and __getitem__, a stream, or a loader.")
+        raise DataError(f"{kind} has no length: give a map-style dataset, a stream, or batches without arguments.")
     size = len(dataset)
     if size < 1:
         raise DataError(f"the dataset is empty: len({kind}) is {size}. Check the paths and filters that made it.")
@@ -767,9 +767,7 @@ def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loa
         [[0, 1], [2]]
     """
     loader = shard(dataset, Sharding(seed=default_seed()), **loader_kwargs)
-    if looped_nominal_epoch is not None:
-        return LoopedLoader(loader, looped_nominal_epoch)
-    return loader
+    return loader if looped_nominal_epoch is None else LoopedLoader(loader, looped_nominal_epoch)
 
 
 def distributed_loader_specifics(

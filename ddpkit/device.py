@@ -122,9 +122,7 @@ def infer_device(local_rank: int | None = None) -> str:
 
         local_rank = _own_index(accelerator_kind(), find_launch())
     kind = accelerator_kind()
-    if kind == "cpu" or count_devices(kind) == 0:
-        return "cpu"
-    return _numbered(kind, local_rank)
+    return "cpu" if kind == "cpu" or count_devices(kind) == 0 else _numbered(kind, local_rank)
 
 
 def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> str:

@@ -401,6 +401,4 @@ def format_order_of_magnitude(number: float, abbreviate: bool = True) -> str:
     if f"{abs(number) / 10.0**order:.1f}" == "1000.0" and order + 3 in names:
         order += 3  # rounding has reached the next order
     text = f"{number / 10.0**order:.1f}"
-    if not names[order]:
-        return text
-    return text + names[order] if abbreviate else f"{text} {names[order]}"
+    return text + names[order] if abbreviate else f"{text} {names[order]}".rstrip()

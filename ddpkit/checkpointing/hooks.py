@@ -233,7 +233,9 @@ def saved_state(obj: Any) -> Any:
         >>> sorted(saved_state(nn.DataParallel(nn.Linear(2, 1))))
         ['bias', 'weight']
     """
-    return _unwrapped_state(obj) if isinstance(obj, nn.Module) else map_values(obj.state_dict(), _without_numpy_number)
+    if isinstance(obj, nn.Module):
+        return _unwrapped_state(obj)
+    return map_values(obj.state_dict(), lambda one: one.item() if isinstance(one, np.generic) else one)
 
 
 def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -594,10 +596,6 @@ def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> Checkpo
     elif isinstance(obj, (nn.Module, Optimizer)):
         kind = CheckpointUsageError
     return kind(f"{path} does not fit this {type(unwrap(obj)).__name__}: {text}.{advice}")
-
-
-def _without_numpy_number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 # ---------------------------------------------------------------------------------------- wrappers

@@ -18,6 +18,7 @@ from ddpkit.compat.torch_inside import (
     back_propagate as back_propagate,
     default_store as default_store,
     forget_compiled as forget_compiled,
+    gradient_version as gradient_version,
     is_compiled as is_compiled,
     multiply_all as multiply_all,
     norm_of_all as norm_of_all,

@@ -415,6 +415,22 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
     total.backward()  # type: ignore[no-untyped-call]
 
 
+def gradient_version(parameter: torch.Tensor) -> int:
+    """Return a number that changes with each backward pass which reaches a parameter; -1 without a gradient.
+
+    Args:
+        parameter: of any shape and dtype.
+
+    Ranks: local.
+
+    Example:
+        >>> gradient_version(torch.ones(2))
+        -1
+    """
+    gradient = parameter.grad
+    return -1 if gradient is None else gradient._version  # noqa: SLF001 -- of what torch itself compares
+
+
 def waits_for_gradients(module: Any) -> bool:
     """Return whether DDP still waits for a gradient, so that the gradients present are not averaged yet.
 

@@ -147,11 +147,8 @@ class StreamShard(IterableDataset[Any], Source):
         if self.divides_itself:
             own = {shard: self._own_shard(shard * workers + worker, self.number * workers) for shard in self.mine}
             return self._own_blocks(own)
-        return self._dealt(worker, workers, self._read_alike())
-
-    def _read_alike(self) -> Reading:
-        """Return random numbers that are the same wherever the whole is read."""
-        return Reading(mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ))
+        alike = mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ)  # wherever the whole is read
+        return self._dealt(worker, workers, Reading(alike))
 
     def _own_blocks(self, own: dict[int, Iterator[Any]]) -> Iterator[Block]:
         """Yield a batch of each shard that the stream has made, until all are used up."""

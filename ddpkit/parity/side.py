@@ -308,9 +308,8 @@ class _FixedNumbers(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         stand_in = _STAND_INS.get(func)
-        if stand_in is None:
-            return func(*args, **(kwargs or {}))
-        return stand_in(func, *args, **(kwargs or {}))
+        call = func if stand_in is None else functools.partial(stand_in, func)
+        return call(*args, **(kwargs or {}))
 
 
 def _nothing(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name

@@ -213,7 +213,6 @@ class CheckpointPolicy:
 
         Raises:
             CheckpointError: the folder cannot be read, or what was asked for is not there.
-            ConfigError: a checkpoint was named, and there is no checkpointer.
         """
         state, checkpointer = self.run_state, self.checkpointer
         state.calls.number += 1
@@ -221,7 +220,7 @@ class CheckpointPolicy:
             choose = functools.partial(choose_start, is_first=state.start is None, known=state.states)
             state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
         elif self.options.resume not in {"auto", "never"}:
-            raise ConfigError(f"resume={self.options.resume!r}: the Brain was given no checkpointer to load it with.")
+            logger.warning("Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume)
         return state.start
 
     def keep_global_batch(self, start: Start | None, *, is_looped: bool) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
 from ddpkit.comm import require_agreement
-from ddpkit.compat import GradientOrder, show_order, waits_for_gradients
+from ddpkit.compat import GradientOrder, gradient_version, show_order, waits_for_gradients
 from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError
@@ -72,13 +72,15 @@ class _Reduction:
         entry: name of the module.
         hook: averages a bucket; None: as DDP does it by itself.
         fired: whether a bucket was averaged since :meth:`after_backward` last looked.
+        probe: one of the trained parameters.
+        before: version of its gradient when the module was last called; -1: there was none.
     """
 
-    __slots__ = ("armed", "defers", "entry", "fired", "held", "hook", "reduced", "watched")
+    __slots__ = ("armed", "before", "defers", "entry", "fired", "held", "hook", "probe", "reduced", "watched")
 
-    def __init__(self) -> None:
+    def __init__(self, probe: nn.Parameter) -> None:
         self.reduced = self.armed = self.watched = self.defers = self.held = self.fired = False
-        self.entry = ""
+        self.entry, self.probe, self.before = "", probe, -1
         self.hook: Callable[..., torch.futures.Future[torch.Tensor]] | None = None
 
     def after_backward(self) -> None:
@@ -157,7 +159,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.gradient_reduction = _Reduction()
+        self.gradient_reduction = _Reduction(next(one for one in module.parameters() if one.requires_grad))
         self.__dict__.pop("dim", None)  # only for one process with several devices; a model's own `dim` is not hidden
         self._is_made = True
 
@@ -179,6 +181,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         reduction = self.gradient_reduction
         reduction.reduced = reduction.armed = self.require_backward_grad_sync and not reduction.held
+        reduction.before = gradient_version(reduction.probe)
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def choose_hook(self, hook: Callable[..., Any] | None, *, watched: bool) -> None:
@@ -200,14 +203,17 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
 
         The ranks may have taken different branches, as long as each has some gradient, or none has any.
         """
-        if self.gradient_reduction.reduced:
-            self.gradient_reduction.reduced = False
+        reduction = self.gradient_reduction
+        if reduction.reduced:
+            reduction.reduced = False
             if waits_for_gradients(self):
                 named = self.module.named_parameters()
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
                 words = ", ".join(unused) or "some that an earlier batch used"
-                raise ConfigError(UNUSED.format(self.gradient_reduction.entry, words))
-            return
+                raise ConfigError(UNUSED.format(reduction.entry, words))
+            late = reduction.armed if reduction.watched else -1 < gradient_version(reduction.probe) == reduction.before
+            if not late or self.find_unused_parameters:  # late: no backward pass has come here since the last call
+                return
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if any(one.grad is not None for one in parameters):
             average_gradients(parameters, self.process_group)
@@ -266,6 +272,7 @@ class DDP(Strategy):
         self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
         self._modules = nn.ModuleDict()
         self._outside: list[nn.Parameter] = []  # of the optimizers, but in no entry of the modules
+        self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
@@ -296,6 +303,7 @@ class DDP(Strategy):
             else:
                 broadcast_from_main(module, self.device)
                 modules[name] = self._converted(module)  # its running statistics may move
+        self._frozen = [one for one in modules.parameters() if not one.requires_grad]
 
     def _order_matters(self) -> bool:
         """Say whether gradients are averaged, and in an order that DDP follows and their sums depend on."""
@@ -370,8 +378,10 @@ class DDP(Strategy):
     def _watched_pass(
         self, watched: list[_Reduction], uncounted: list[nn.Parameter], *, closes: bool
     ) -> Iterator[None]:
+        # In the last batch of a window DDP does not know what those before have used.
+        forgets = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
         for reduction in watched:
-            reduction.defers = not closes
+            reduction.defers = not closes or forgets
         try:
             with hooked([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
                 yield
@@ -385,8 +395,8 @@ class DDP(Strategy):
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
         for module in self.wrapped:
             module.reduce_leftovers()
-        if outside := [one for one in self._outside if one.requires_grad]:
-            average_gradients(outside)
+        if others := [one for one in (*self._outside, *self._frozen) if one.requires_grad]:
+            average_gradients(others)
         if self._used is not None:
             parameters = self._parameters()
             sums = distributed.sum_over_ranks([float(id(one) in self._used) for one in parameters])

@@ -226,15 +226,12 @@ class DividedOptimizer:
         parts, group = state["state"], control_group()
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
-                dist.send_object_list([map_values(parts, _on_cpu)], 0, group=group)
+                own = map_values(parts, lambda one: one.cpu() if isinstance(one, torch.Tensor) else one)
+                dist.send_object_list([own], 0, group=group)
             elif self._rank == 0:
                 dist.recv_object_list(received := [None], source, group=group)
                 parts = received[0] | parts
         return WholeState({**state, "state": parts})
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 class Zero1(DDP):

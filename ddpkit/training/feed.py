@@ -18,7 +18,7 @@ import copy
 import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -387,7 +387,10 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
         raise ConfigError(f"{given}, which yields no epochs: give EpochCounter(limit=N) or range(1, N + 1).")
     number = getattr(epoch_counter, "limit", None)
     if not isinstance(number, int):
-        number = len(epoch_counter) if isinstance(epoch_counter, Sized) else None
+        try:
+            number = len(epoch_counter)
+        except TypeError:
+            number = None
     last = options.debug_epochs if options.debug else 0
     if last <= 0:
         return number
@@ -725,9 +728,7 @@ def counts_of(loader: Any) -> Counts | None:
         >>> counts_of([1, 2]) is None
         True
     """
-    if isinstance(loader, LoopedLoader):
-        return loader if loader.has_counts else None
-    return plan_of(loader)
+    return loader if isinstance(loader, LoopedLoader) and loader.has_counts else plan_of(loader)
 
 
 def length_of(loader: Any) -> int | None:

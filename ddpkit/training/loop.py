@@ -768,10 +768,8 @@ class TrainStep:
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
         """Step without a wait for the GPU, if that can be; look at it at once where something follows each step."""
-        if self.strategy.steps_alone:
-            return False
-        progress, late = self.progress, optim.take_late_step(optimizers, self.options["max_grad_norm"], multiplier)
-        if late is None:
+        progress, norm, alone = self.progress, self.options["max_grad_norm"], self.strategy.steps_alone
+        if alone or (late := optim.take_late_step(optimizers, norm, multiplier)) is None:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
@@ -814,6 +812,9 @@ class TrainStep:
             known = (self.optimizers or {}).values()
             frozen = [one for one in known if all(one is not other for other in stepped)]
             optim.zero_gradients(frozen, set_to_none=True)
+            if self._unscaled:  # no gradient waits for their step any more
+                self.scaler.update()
+                self._unscaled = ()
 
     def prepare_flush(self, brain: StepHooks) -> bool:
         """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set its multiplier."""
@@ -893,7 +894,7 @@ class TrainStep:
         """Note which optimizers are unscaled; return whether no gradients wait with the present scale."""
         known = [] if self.optimizers is None else [*self.optimizers.values()]
         if any(one is other for one in optimizers for other in self._unscaled):
-            self.scaler.update()  # they step once more
+            self.scaler.update(self.scaler.get_scale())  # they step once more, with gradients of the present scale
             self._unscaled = ()
         done = (*self._unscaled, *optimizers)
         waiting = optim.gradients([one for one in known if all(one is not other for other in done)])

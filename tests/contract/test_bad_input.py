@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
@@ -173,7 +174,7 @@ def test_empty_dataset():
 
 @pytest.mark.parametrize("given", [None, 3], ids=["None", "a number"])
 def test_what_is_no_dataset(given):
-    words = f"{type(given).__name__} has no length: give a dataset with __len__ and __getitem__, a stream, or a loader."
+    words = f"{type(given).__name__} has no length: give a map-style dataset, a stream, or batches without"
     for call in ("evaluate", "predict"):
         with pytest.raises(DataError, match=f"TEST: {words}"):
             getattr(make(), call)(given)
@@ -202,15 +203,43 @@ def test_loader_arguments_in_the_place_of_the_progress_bar():
         make().evaluate(DATA, None, None, {"batch_size": 2})
 
 
-def test_a_checkpoint_that_is_named_without_a_checkpointer():
-    with pytest.raises(ConfigError, match=r"resume='/no/where': the Brain was given no checkpointer to load it with"):
-        fit(make(resume="/no/where"))
+def test_a_checkpoint_that_is_named_without_a_checkpointer(caplog):
+    fit(make(Line, resume="/no/where"))
+    assert "Without effect, as the Brain has no checkpointer: resume=/no/where." in caplog.messages
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_call_that_would_end_the_pass_is_refused(call):
+    """Without a checkpointer, too; at the end of a stage it may be called then."""
+
+    class Calls(Line):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            if self.step == self.at:
+                getattr(self, call)(DATA)
+
+        def on_stage_end(self, stage, loss, epoch=None):
+            if self.at is None and stage is Stage.TRAIN:
+                getattr(self, call)(DATA)
+
+    brain = make(Calls)
+    brain.at = 2
+    with pytest.raises(ConfigError, match=f"{call} was called inside fit: .* or end the pass that is running"):
+        fit(brain)
+    brain = make(Calls)
+    brain.at = None
+    fit(brain)
 
 
 @pytest.mark.parametrize("given", [3, None])
 def test_what_yields_no_epochs(given):
     with pytest.raises(ConfigError, match=rf"is {given}, which yields no epochs: give EpochCounter\(limit=N\) or"):
         make().fit(given, DATA)
+
+
+def test_epochs_whose_number_cannot_be_asked_for_are_counted_as_they_come():
+    brain = make(Line)
+    brain.fit(tqdm(iter([1, 2]), disable=True), DATA, train_loader_kwargs={"batch_size": 2})
+    assert brain.optimizer_step == 8
 
 
 @pytest.mark.parametrize("given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", "a namespace"])

@@ -396,6 +396,43 @@ def test_freeze_optimizers_chooses_who_steps():
     assert brain.optimizer_step == 4
 
 
+class Scaled(Alternating):
+    """Freezes one of two, under a scaler whose scale doubles after every second step."""
+
+    def __init__(self, *args, growth_interval, **kwargs):
+        super().__init__(*args, **kwargs)
+        is_on = growth_interval is not None
+        self.scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=growth_interval or 1, enabled=is_on)
+
+    def freeze_optimizers(self, optimizers):
+        return {"front": optimizers["front"]}
+
+
+class Twice(Scaled):
+    """Steps one optimizer twice in a window, while the gradients of the other wait."""
+
+    def fit_batch(self, batch):
+        for _ in range(2):
+            loss = self.compute_objectives(self.compute_forward(batch, None), batch, None)
+            self.backward(loss)
+            self.optimizers_step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("cls", [Scaled, Twice])
+def test_gradients_of_frozen_optimizers_do_not_shift_the_scale(cls):
+    """In powers of two, so that the bits are those without a scaler."""
+    found = []
+    for interval in (None, 2):
+        torch.manual_seed(4)
+        modules = {"front": nn.Linear(3, 3).double(), "net": linear()}
+        brain = cls(modules, None, None, QUIET, growth_interval=interval)
+        brain.fit([1], points(9))
+        found.append(weights(brain))
+    assert brain.scaler.get_scale() > 1024.0
+    assert_same(*found)
+
+
 def test_optimizers_without_gradients_stay_out_of_it():
     brain = Alternating({"front": nn.Linear(3, 3).double(), "net": linear()}, None, None, QUIET)
     brain.freeze_optimizers = lambda optimizers: {}

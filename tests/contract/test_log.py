@@ -190,9 +190,6 @@ def test_a_prediction_in_a_hook_changes_nothing_of_what_its_stage_logs():
     class Predicting(Logging):
         predicts = False
 
-        def on_fit_batch_end(self, batch, outputs, loss, should_step):
-            self.look()
-
         def look(self):
             if self.predicts:
                 self.predict(list(torch.zeros(3, 1, 3).double()))

@@ -1,0 +1,106 @@
+"""Gradients that DDP does not average, or not in the batch that ends a step: in the same answer, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ddpkit.types import Stage
+from tests.contract.recipes import QUIET, Regression, points, sgd
+
+
+class Net(nn.Module):
+    """Two layers, the second of which may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+
+    def forward(self, inputs, both=True):
+        return self.first(inputs) + self.second(inputs) if both else self.first(inputs)
+
+
+class Thaws(Regression):
+    """Sets weights free after three steps, in the middle of an epoch."""
+
+    def compute_forward(self, batch, stage):
+        if stage is Stage.TRAIN and self.optimizer_step == 3:
+            for one in [*self.modules.net.second.parameters(), *self.modules.frozen.parameters()]:
+                one.requires_grad_(True)
+        return self.modules.net(batch[0]) + self.modules.frozen(batch[0])
+
+
+class EveryOther(Regression):
+    """Uses one layer in every other batch only; it is never in the batch that ends a step."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0], both=self.step % 2 == 1)
+
+
+class Auxiliary(Regression):
+    """Calls an entry in each batch; its output is in the loss of every other batch, never in that which ends a step."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0]), self.modules.frozen(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions[0], batch, stage)
+        return loss + predictions[1].square().mean() if self.step % 2 == 1 else loss
+
+
+def own(cls):
+    """Give a recipe a ``fit_batch`` of its own."""
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        self.backward(loss)
+        if self.should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+    return type(f"Own{cls.__name__}", (cls,), {"fit_batch": fit_batch})
+
+
+def whole(weight):
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().flatten()
+
+
+def train(cls, world_size, options, is_own=False):
+    """Return all weights at the end, after steps of 12 samples in two batches."""
+    torch.manual_seed(4)
+    modules = {"net": Net(), "frozen": nn.Linear(3, 1).double()}
+    if cls is Thaws:
+        for one in (modules["net"].second, modules["frozen"]):
+            one.requires_grad_(False)
+    sizes = {"global_batch_size": 12, "micro_batch_size": 6 // world_size}
+    brain = (own(cls) if is_own else cls)(modules, sgd(lr=0.1), None, {**QUIET, **sizes, **options})
+    brain.fit([1, 2], points(48), train_loader_kwargs={"shuffle": True})
+    return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
+
+
+def assert_equals_one_process(ranks, cls, world_size, options, is_own=False):
+    expected = torch.tensor(train(cls, 1, {}, is_own))
+    found = torch.tensor(ranks.run(train, cls, world_size, options, is_own, world_size=world_size))
+    assert torch.equal(found[0], found[-1])
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_own):
+    assert_equals_one_process(ranks, Thaws, 2, options, is_own)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
+    assert_equals_one_process(ranks, EveryOther, world_size, {"find_unused_parameters": True}, is_own)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_entry_that_the_last_loss_of_a_step_does_not_use(ranks, world_size, is_own):
+    assert_equals_one_process(ranks, Auxiliary, world_size, {}, is_own)

@@ -706,8 +706,8 @@ class Brain(_Typed):
 
         Raises:
             BatchError: the output of a batch cannot be split into one output per sample.
-            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights; or in
-                a training batch.
+            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights; or
+                in a training batch.
             RunStopped: a signal or the time limit has asked for the end.
 
         Ranks: collective.

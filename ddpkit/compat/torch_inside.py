@@ -415,20 +415,19 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
     total.backward()  # type: ignore[no-untyped-call]
 
 
-def gradient_version(parameter: torch.Tensor) -> int:
-    """Return a number that changes with each backward pass which reaches a parameter; -1 without a gradient.
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to: each backward pass that reaches a gradient does.
 
     Args:
-        parameter: of any shape and dtype.
+        tensor: of any shape and dtype.
 
     Ranks: local.
 
     Example:
-        >>> gradient_version(torch.ones(2))
-        -1
+        >>> version_of(torch.ones(2).add_(1).mul_(2))
+        2
     """
-    gradient = parameter.grad
-    return -1 if gradient is None else gradient._version  # noqa: SLF001 -- of what torch itself compares
+    return tensor._version  # noqa: SLF001 -- what autograd itself compares
 
 
 def waits_for_gradients(module: Any) -> bool:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
 from ddpkit.comm import require_agreement
-from ddpkit.compat import GradientOrder, gradient_version, show_order, waits_for_gradients
+from ddpkit.compat import GradientOrder, show_order, version_of, waits_for_gradients
 from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError
@@ -181,7 +181,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         reduction = self.gradient_reduction
         reduction.reduced = reduction.armed = self.require_backward_grad_sync and not reduction.held
-        reduction.before = gradient_version(reduction.probe)
+        reduction.before = -1 if reduction.probe.grad is None else version_of(reduction.probe.grad)
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def choose_hook(self, hook: Callable[..., Any] | None, *, watched: bool) -> None:
@@ -211,9 +211,10 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
                 words = ", ".join(unused) or "some that an earlier batch used"
                 raise ConfigError(UNUSED.format(reduction.entry, words))
-            late = reduction.armed if reduction.watched else -1 < gradient_version(reduction.probe) == reduction.before
-            if not late or self.find_unused_parameters:  # late: no backward pass has come here since the last call
-                return
+            grad = reduction.probe.grad
+            is_old = grad is not None and reduction.before >= 0 and version_of(grad) == reduction.before
+            if self.find_unused_parameters or not (reduction.armed if reduction.watched else is_old):
+                return  # else no backward pass has come here since the module was called
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if any(one.grad is not None for one in parameters):
             average_gradients(parameters, self.process_group)

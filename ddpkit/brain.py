@@ -666,8 +666,8 @@ class Brain(_Typed):
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
                 ``on_evaluate_start`` is overridden; or in a training batch.
         """
-        run, own_hook = self.__run, type(self).on_evaluate_start is not Brain.on_evaluate_start
-        self.__require_no_training("evaluate", recovers=not own_hook)
+        run = self.__run
+        self.__require_no_training("evaluate", recovers=type(self).on_evaluate_start is Brain.on_evaluate_start)
         _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", type(self))
         with run.stop.guarded("evaluate"):

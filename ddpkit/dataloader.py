@@ -695,7 +695,7 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
         return {"batch_sampler": batches}
     is_random = _is_torchs(sampler, RandomSampler)
     whole = type(sampler) is SequentialSampler or (is_random and not sampler.replacement)
-    if whole and len(sampler) == _length(loader.dataset):
+    if whole and hasattr(loader.dataset, "__len__") and len(sampler) == _length(loader.dataset):
         return {**sizes, "shuffle": is_random}
     return {**sizes, "sampler": sampler}
 

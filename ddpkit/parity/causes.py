@@ -226,7 +226,8 @@ class Diagnosis:
         self.side.brain.training_ctx = TorchAutocast(device_type=torch.device(self.side.brain.device).type)
         trained = [layer.eval() for layer in self.side.norm_layers.values() if layer.training]
         kind, words = self._loss(window) if self.side.joins and len(window.parts[0]) > 1 else ("unknown", UNKNOWN)
-        if kind == "unknown" and trained:  # the loss is right where they normalise each sample by itself
+        # The loss is right where they normalise each sample by itself.
+        if kind in {"unknown", "fit_batch"} and trained and len(window.parts[0]) > 1:
             kind, words = "batch-dependent", BATCH_DEPENDENT
         moved = ", ".join(self.first["moved"])
         return kind, words + (f" Each rank changes state by its own samples: {moved}." if moved else "")

@@ -94,7 +94,7 @@ class _Reduction:
 def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the ranks; or leave them as they are."""
     if not (state.defers or state.held):
-        state.fired = True
+        state.fired, state.armed = True, False
         return (state.hook or _average_of_all)(bucket)
     return _done(bucket.buffer())
 
@@ -212,8 +212,8 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
                 words = ", ".join(unused) or "some that an earlier batch used"
                 raise ConfigError(UNUSED.format(reduction.entry, words))
             grad = reduction.probe.grad
-            is_old = grad is not None and reduction.before >= 0 and version_of(grad) == reduction.before
-            if self.find_unused_parameters or not (reduction.armed if reduction.watched else is_old):
+            is_old = reduction.before == (-1 if grad is None else version_of(grad))
+            if not (reduction.armed if reduction.watched else is_old):
                 return  # else no backward pass has come here since the module was called
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if any(one.grad is not None for one in parameters):
@@ -296,7 +296,7 @@ class DDP(Strategy):
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name
-                watched = self.decides_late or self.options.static_graph
+                watched = self.decides_late or self.options.static_graph or self.options.find_unused_parameters
                 wrapped.choose_hook(_hook_of(self.options, module), watched=watched)
                 if self._order_matters():
                     self._orders[name] = GradientOrder(wrapped)
@@ -379,10 +379,10 @@ class DDP(Strategy):
     def _watched_pass(
         self, watched: list[_Reduction], uncounted: list[nn.Parameter], *, closes: bool
     ) -> Iterator[None]:
-        # In the last batch of a window DDP does not know what those before have used.
-        forgets = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
+        # In the last batch of a window DDP does not know what those before have used, unless no_sync was around them.
+        differ = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
         for reduction in watched:
-            reduction.defers = not closes or forgets
+            reduction.defers = not closes or (differ and self.decides_late)
         try:
             with hooked([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
                 yield

@@ -896,7 +896,7 @@ class TrainStep:
         if any(one is other for one in optimizers for other in self._unscaled):
             self.scaler.update(self.scaler.get_scale())  # they step once more, with gradients of the present scale
             self._unscaled = ()
-        done = (*self._unscaled, *optimizers)
+        done = (*self._unscaled, *(one for one in optimizers if optim.gradients([one])))
         waiting = optim.gradients([one for one in known if all(one is not other for other in done)])
         self._unscaled = done if waiting else ()
         return not waiting

@@ -192,6 +192,8 @@ def test_a_dataset_without_a_length_needs_a_sampler():
     brain = make(Line)
     fit(brain, Endless(), sampler=[3, 0, 9])
     assert brain.optimizer_step == 4
+    brain.fit([1], DataLoader(Endless(), batch_size=2, sampler=torch.utils.data.SequentialSampler(range(5))))
+    assert brain.optimizer_step == 7
 
 
 def test_loader_arguments_in_the_place_of_the_progress_bar():

@@ -419,7 +419,14 @@ class Twice(Scaled):
         return loss.detach()
 
 
-@pytest.mark.parametrize("cls", [Scaled, Twice])
+class Late(Scaled):
+    """The optimizer that steps has no gradients in the first batches."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(self.modules.front(batch[0]) if self.step > 3 else batch[0])
+
+
+@pytest.mark.parametrize("cls", [Scaled, Twice, Late])
 def test_gradients_of_frozen_optimizers_do_not_shift_the_scale(cls):
     """In powers of two, so that the bits are those without a scaler."""
     found = []

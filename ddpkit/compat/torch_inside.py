@@ -415,11 +415,11 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
     total.backward()  # type: ignore[no-untyped-call]
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor | None) -> int:
     """Return how often a tensor has been written to: each backward pass that reaches a gradient does.
 
     Args:
-        tensor: of any shape and dtype.
+        tensor: of any shape and dtype; None: -1.
 
     Ranks: local.
 
@@ -427,7 +427,7 @@ def version_of(tensor: torch.Tensor) -> int:
         >>> version_of(torch.ones(2).add_(1).mul_(2))
         2
     """
-    return tensor._version  # noqa: SLF001 -- what autograd itself compares
+    return -1 if tensor is None else tensor._version  # noqa: SLF001 -- what autograd itself compares
 
 
 def waits_for_gradients(module: Any) -> bool:

@@ -236,7 +236,7 @@ class Side:
         train_step, brain = self.parts.train_step, self.brain
         self.is_counted = brain.progress.window.counted is not None
         multiplier, optimizers = train_step.close_window(), train_step.note_optimizers_to_step(brain)
-        train_step.strategy.finish_gradients()
+        train_step.strategy.finish_gradients(optimizers)
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
         brain.progress.optimizer_step += 1

@@ -117,8 +117,12 @@ class Strategy:
         """Return a context for one backward pass of a window."""
         return NO_CONTEXT
 
-    def finish_gradients(self) -> None:
-        """Make sure that the gradients present are averages over the ranks."""
+    def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
+        """Make sure that the gradients present are averages over the ranks.
+
+        Args:
+            optimizers: that step now.
+        """
 
     def after_window(self) -> None:
         """Average over the ranks, after an optimizer step, what the strategy has let differ, if it is time."""

@@ -43,7 +43,7 @@ from ddpkit.strategies.base import (
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -198,10 +198,13 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
         if self.gradient_reduction.watched or self.gradient_reduction.hook is not None:
             self.register_comm_hook(self.gradient_reduction, _average_or_defer)
 
-    def reduce_leftovers(self) -> None:
+    def reduce_leftovers(self, optimizers: Collection[Any] = ()) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
 
         The ranks may have taken different branches, as long as each has some gradient, or none has any.
+
+        Args:
+            optimizers: that step now. For others the backward pass through the module may come later.
         """
         reduction = self.gradient_reduction
         if reduction.reduced:
@@ -211,9 +214,8 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
                 words = ", ".join(unused) or "some that an earlier batch used"
                 raise ConfigError(UNUSED.format(reduction.entry, words))
-            grad = reduction.probe.grad
-            is_old = reduction.before == (-1 if grad is None else version_of(grad))
-            if not (reduction.armed if reduction.watched else is_old):
+            old = reduction.armed if reduction.watched else reduction.before == version_of(reduction.probe.grad)
+            if not old or all(one is not reduction.probe for one in parameters_of(optimizers)):
                 return  # else no backward pass has come here since the module was called
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if any(one.grad is not None for one in parameters):
@@ -392,10 +394,10 @@ class DDP(Strategy):
             for reduction in watched:
                 reduction.defers = False
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
         for module in self.wrapped:
-            module.reduce_leftovers()
+            module.reduce_leftovers(optimizers)
         if others := [one for one in (*self._outside, *self._frozen) if one.requires_grad]:
             average_gradients(others)
         if self._used is not None:

@@ -267,7 +267,7 @@ class FSDP(Strategy):
         trained: list[Any] = [] if counts else [one for one in self._gathered.values() if one.requires_grad]
         return hooked([one.register_hook(torch.zeros_like) for one in trained]) if trained else NO_CONTEXT
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts.
 
         Raises:

@@ -40,7 +40,7 @@ from ddpkit.strategies.base import WholeState
 from ddpkit.strategies.ddp import APART, DDP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -341,12 +341,12 @@ class LocalSGD(DDP):
         for module in self.wrapped:
             module.require_backward_grad_sync = not self.steps_alone
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Finish gradients as DDP does; those of a rank alone stay as they are."""
         if self.steps_alone:
             self.is_apart = True
         else:
-            super().finish_gradients()
+            super().finish_gradients(optimizers)
 
     def after_window(self) -> None:
         """Average if it is time, by the optimizer steps of the run: then a resume does not move it."""

@@ -25,7 +25,7 @@ from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, PassedThrough, StreamFeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.training import Feed, Progress, Window
@@ -220,7 +220,7 @@ class VirtualRanks(Strategy):
         return total
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Add up the gradients of all shards, once the last of a step is computed.
 
         Raises:

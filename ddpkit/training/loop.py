@@ -746,7 +746,7 @@ class TrainStep:
         multiplier, optimizers = self.close_window(), self.note_optimizers_to_step(brain)
         if not optimizers:
             return
-        self.strategy.finish_gradients()
+        self.strategy.finish_gradients(optimizers)
         scaler = self._active_scaler
         if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
             optim.own_gradients(optimizers)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddpkit.strategies import ddp
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, points, sgd
 
@@ -108,37 +105,3 @@ def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_an_entry_that_the_last_loss_of_a_step_does_not_use(ranks, world_size, is_own, options):
     assert_equals_one_process(ranks, Auxiliary, world_size, options, is_own)
-
-
-class OldFitBatch(Regression):
-    """Sends a loss back by itself, as SpeechBrain's recipes do."""
-
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizers_step()
-        return loss.detach()
-
-
-class Looking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.out = nn.Embedding(5, 3, sparse=True).double(), nn.Linear(3, 1).double()
-
-    def forward(self, inputs):
-        return self.out(self.table((inputs.abs().sum(1) * 2).long() % 5))
-
-
-def count_averages(kind):
-    """Return how often gradients were averaged beside DDP, and the weights."""
-    torch.manual_seed(4)
-    brain = OldFitBatch({"net": Looking() if kind == "sparse" else Net()}, sgd(), None, QUIET)
-    with mock.patch.object(ddp, "average_gradients", wraps=ddp.average_gradients) as averaging:
-        brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
-    return averaging.call_count, torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_what_ddp_has_averaged_is_not_averaged_once_more(ranks, kind):
-    (calls, first), (_, second) = ranks.run(count_averages, kind)
-    assert (calls, first) == (0, second)

@@ -61,9 +61,9 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def _environments() -> Iterator[tuple[int, bytes]]:
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for folder in Path("/proc").glob("[0-9]*"):  # one of "*/environ" fails where a process ends meanwhile
         try:
-            yield int(path.parent.name), path.read_bytes()
+            yield int(folder.name), folder.joinpath("environ").read_bytes()
         except OSError:  # it has ended meanwhile
             continue
 

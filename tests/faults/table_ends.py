@@ -44,9 +44,9 @@ def draw_end(dice: Random, world_size: int) -> Trial:
 def mapped() -> set[int]:
     """Return the inodes in shared memory that living processes have mapped: a semaphore's name tells no owner."""
     inodes = set()
-    for path in Path("/proc").glob("[0-9]*/maps"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            lines = path.read_text().splitlines()
+            lines = folder.joinpath("maps").read_text().splitlines()
             inodes |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
     return inodes
 

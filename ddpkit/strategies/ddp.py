@@ -215,7 +215,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
                 words = ", ".join(unused) or "some that an earlier batch used"
                 raise ConfigError(UNUSED.format(reduction.entry, words))
             old = reduction.armed if reduction.watched else reduction.before == version_of(reduction.probe.grad)
-            if not old or all(one is not reduction.probe for one in parameters_of(optimizers)):
+            if not old or set(map(id, parameters_of(optimizers))).isdisjoint(map(id, self.module.parameters())):
                 return  # else no backward pass has come here since the module was called
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if any(one.grad is not None for one in parameters):

@@ -105,3 +105,29 @@ def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_an_entry_that_the_last_loss_of_a_step_does_not_use(ranks, world_size, is_own, options):
     assert_equals_one_process(ranks, Auxiliary, world_size, options, is_own)
+
+
+class InTwoOptimizers(own(Auxiliary)):
+    """One optimizer has the entry's weight, and steps last; the other has all else."""
+
+    steps_now = "rest"
+
+    def init_optimizers(self):
+        weight = self.modules.frozen.weight
+        rest = [one for one in self.modules.parameters() if one is not weight]
+        self.optimizers_dict = {"rest": torch.optim.SGD(rest, lr=0.1), "last": torch.optim.SGD([weight], lr=0.1)}
+
+    def freeze_optimizers(self, optimizers):
+        return {self.steps_now: optimizers[self.steps_now]}
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        self.backward(loss)
+        if self.should_step:
+            for self.steps_now in ("rest", "last"):
+                self.optimizers_step()
+        return loss.detach()
+
+
+def test_an_entry_of_two_optimizers_that_step_one_after_the_other(ranks):
+    assert_equals_one_process(ranks, InTwoOptimizers, 2, {})

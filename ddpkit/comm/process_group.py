@@ -392,11 +392,17 @@ def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
     """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
     for _ in poll_until(end):
         store = _connect(info.address, info.port, end, timeout)
-        is_full = bool(info.run_id) and store.check([f"ddpkit/rendezvous/done/{info.run_id}"])
-        # this rank completed that rendezvous itself, and joins again
-        if not is_full or store.get(f"ddpkit/here/{info.rank}").decode() == _me():
+        if not info.run_id or _is_ours(store, info):
             break
     return store
+
+
+def _is_ours(store: dist.Store, info: LaunchInfo) -> bool:
+    with contextlib.suppress(dist.DistNetworkError):  # the earlier command ends at this moment
+        is_full = store.check([f"ddpkit/rendezvous/done/{info.run_id}"])
+        # this rank completed that rendezvous itself, and joins again
+        return not is_full or store.get(f"ddpkit/here/{info.rank}").decode() == _me()
+    return False
 
 
 def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.Store:
@@ -484,15 +490,12 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
 
 def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> None:
     """Answer to every token until each rank has read its answer."""
-    missing, answered = set(range(1, info.world_size)), dict[int, str]()
+    missing = set(range(1, info.world_size))
     warned = time.monotonic() + WARNING_SECONDS
     for _ in poll_until(end):
         for rank in sorted(missing):
             if store.check([_place(rank)]):
-                token = store.get(_place(rank)).decode()
-                if answered.get(rank) != token:
-                    store.set(f"{_place(rank)}/{token}", name)
-                    answered[rank] = token
+                store.set(f"{_place(rank)}/{store.get(_place(rank)).decode()}", name)
             if store.check([f"ddpkit/rendezvous/joined/{name}/{rank}"]):
                 missing.discard(rank)
         if not missing:

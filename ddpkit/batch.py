@@ -119,7 +119,9 @@ class PaddedBatch:
         apply_default_convert: bool = True,
         nonpadded_stack: bool = True,
     ) -> None:
-        self.__length, self.__keys = len(examples), _keys_of(examples)
+        if not examples or not all(isinstance(one, Mapping) for one in examples):
+            raise DataError(f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}.")
+        self.__length, self.__keys = len(examples), list(examples[0])
         self.__moved: list[str] = []
         for key in self.__keys:
             if hasattr(self, key):
@@ -209,12 +211,6 @@ class BatchsizeGuesser:
         from ddpkit.data import guess_batch_size
 
         return guess_batch_size(batch)
-
-
-def _keys_of(examples: Sequence[Any]) -> list[str]:
-    if not examples or not all(isinstance(one, Mapping) for one in examples):
-        raise DataError(f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}.")
-    return list(examples[0])
 
 
 def _is_chosen(key: str, keys: Sequence[str] | None, values: Any) -> bool:

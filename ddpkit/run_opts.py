@@ -111,7 +111,8 @@ class Option:
         try:
             converted = self._convert(value)
         except (TypeError, ValueError, OverflowError):
-            raise self._error(value, where, self._noun) from None
+            noun = "true, false or auto" if self.type is bool and self.is_optional else self._noun
+            raise self._error(value, where, noun) from None
         if self.choices and converted not in self.choices:
             raise self._error(value, where, f"one of {', '.join(self.choices)}")
         if self.minimum is not None and converted < self.minimum:

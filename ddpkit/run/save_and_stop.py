@@ -189,7 +189,10 @@ class CheckpointPolicy:
                     self._finish_save(checkpointer)
                 raise
             finally:
-                self._release()
+                # what was recovered for this call goes, but for what the next one takes over from its end
+                keep_end = self.run_state.calls.later is None and not self.progress.step
+                self.rank_state.release(self._fit_loader, keep_end=keep_end)
+                self._fit_loader = self.run_state.expected_epoch = None
 
     def _end_call(self) -> None:
         """End a call of ``fit``: random streams and counts are equal in a resumed and an uninterrupted run."""
@@ -198,12 +201,6 @@ class CheckpointPolicy:
         calls.finished[calls.number] = self.progress.optimizer_step
         if self.checkpointer is not None and self.progress.epochs and not (self._has_saved or self.options.debug):
             logger.warning(NOTHING_SAVED)
-
-    def _release(self) -> None:
-        """Drop what was recovered for this call, but for what the next one takes over from its end."""
-        keep_end = self.run_state.calls.later is None and not self.progress.step
-        self.rank_state.release(self._fit_loader, keep_end=keep_end)
-        self._fit_loader = self.run_state.expected_epoch = None
 
     def choose_start(self) -> Start | None:
         """Decide, once for all ranks, what this call of ``fit`` starts from.

@@ -85,6 +85,7 @@ MIXED = (
     "torch.distributed.fsdp.register_fsdp_forward_method. Compute what needs a weight, such as a penalty, in the "
     "forward of the module that has it, and return it with the outputs."
 )
+OUT_OF_MEMORY = "Out of memory. In training, --auto_micro_batch cuts the global batch into parts that fit."
 NOT_DETERMINISTIC = (
     "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for an operation of this "
     'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave --virtual_ranks out.'
@@ -451,6 +452,8 @@ class StageRunner:
         except RuntimeError as error:
             if isinstance(error, DdpkitError):
                 raise
+            if isinstance(error, torch.OutOfMemoryError) and not self.options.auto_micro_batch:
+                logger.warning(OUT_OF_MEMORY, main_process_only=False)
             if MIXED_SAYS in str(error):
                 raise BatchError(MIXED.format(str(error).partition(",")[0])) from error
             if self.train_step.strategy.same_bits and "deterministic" in str(error):

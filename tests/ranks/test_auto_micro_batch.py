@@ -453,3 +453,11 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(caplog):
     with pytest.raises(torch.OutOfMemoryError, match="after the step"):
         make(Fails).fit([1], points(SAMPLES))
     assert "ran out of memory" not in caplog.text
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_without_the_option_a_lack_of_memory_names_it(option, caplog):
+    brain = make(most=0, micro_batch_size=4, auto_micro_batch=option)
+    with pytest.raises((torch.OutOfMemoryError, ConfigError)):
+        brain.fit([1], points(SAMPLES))
+    assert ("In training, --auto_micro_batch cuts the global batch into parts" in caplog.text) is not option

@@ -184,6 +184,7 @@ def test_yaml_values_are_typed(name, given, value):
         ("max_grad_norm", float("nan"), "expects a number"),
         ("debug", 2, "expects true or false"),
         ("debug", [], "expects true or false"),
+        ("sync_batchnorm", "of", "expects true, false or auto"),
         ("tqdm_barcolor", "RED", "expects a mapping"),
         ("compile_mode", {}, "expects text"),
         ("jit_module_keys", 3, "expects a list of names"),

@@ -15,7 +15,7 @@ from typing import Any
 
 # Not SIGALRM: pytest-timeout changes its handler in the middle of a test.
 WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-THREAD_GRACE_SECONDS = 2.0
+THREAD_GRACE_SECONDS = 30.0
 
 # Variables that others change for reasons of their own, in the middle of a test.
 FOREIGN_VARIABLES = {

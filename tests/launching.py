@@ -135,7 +135,8 @@ class Run:
         self.seconds = time.monotonic() - self.started
         left = self.alive()
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
         assert gone, f"still there after {self.seconds:.0f} s: {left}\n{self.out}\n{self.err}"
         return self

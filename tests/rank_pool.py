@@ -256,7 +256,7 @@ class RankPool:
 
 
 def _died(process: BaseProcess, what: str = "") -> RankOutcome:
-    process.join(timeout=CLOSE_SECONDS)  # its pipe closes a moment before it has ended
+    process.join(timeout=START_SECONDS)  # its pipe closes a moment before it has ended
     error = f"{what}exit code {process.exitcode}"
     return RankOutcome(ok=False, error_type="Died", error=error, is_spent=True)
 

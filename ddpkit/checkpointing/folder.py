@@ -1041,10 +1041,10 @@ def all_ranks_come(what: str, seconds: float) -> bool:
         begin = time.monotonic()
         while store.add(key, 0) < get_world_size() - 1:
             waited = time.monotonic() - begin
-            if waited > seconds:
-                return False
             if waited > TELL_SECONDS:
                 logger.warning_once(ALONE, what, seconds)
+            if waited > seconds:
+                return False
             time.sleep(0.001)
         store.delete_key(key)
         return True

@@ -41,8 +41,11 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        time.sleep(0.1)
-        where, waits = look_at(sys._current_frames()[thread.ident])
+        end = time.monotonic() + 60
+        where, waits = "", None
+        while "in wait_here, which" not in where and time.monotonic() < end:
+            time.sleep(0.01)
+            where, waits = look_at(sys._current_frames()[thread.ident])
     finally:
         event.set()
         thread.join()

@@ -481,15 +481,17 @@ SCRIPT = """
         def write(self, path, writer):
             import time
             if path.name == "model.ckpt":
-                time.sleep(0.5)
+                time.sleep(SECONDS[0])
             super().write(path, writer)
 
+    SECONDS = [0.0]
     storage.FILES = Slow()
     model = torch.nn.Linear(1500, 1500)
     checkpointer = Checkpointer(sys.argv[1], {"model": model})
     checkpointer.asynchronous = True
     checkpointer.save_checkpoint(name="one")
     checkpointer.wait()
+    SECONDS[0] = float(sys.argv[2])
     checkpointer.save_checkpoint(name="two")
 """
 
@@ -506,9 +508,9 @@ SCRIPT = """
 )
 def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that_alone(tmp_path, end, code, kept):
     script = textwrap.dedent(SCRIPT) + end + "\n"
-    ended = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "save"], capture_output=True, text=True, timeout=500, check=False
-    )
+    seconds = "600" if "kill" in end else "0.5"
+    command = [sys.executable, "-c", script, tmp_path / "save", seconds]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == code, ended.stderr
     assert sorted(p.name for p in (tmp_path / "save").glob("CKPT*")) == kept
     assert all(verify(path) == [] for path in (tmp_path / "save").glob("CKPT*"))

@@ -287,7 +287,7 @@ def waiting(text, training, counted=0):
 
 
 # Signals the shell as Slurm does, once this has come to `wait`, and ends when the signal is passed on to it.
-STOPS = "bash -c 'trap \"exit 3\" USR1; sleep 0.3; kill -USR1 $PPID; for n in {1..100}; do sleep 0.05; done; exit 9'"
+STOPS = "bash -c 'trap \"exit 3\" USR1; sleep 0.3; kill -USR1 $PPID; for n in {1..1200}; do sleep 0.05; done; exit 9'"
 
 
 def test_the_shell_waits_and_requeues_after_the_signal(write):
@@ -315,7 +315,7 @@ def test_the_shell_waits_for_slurm_to_find_out_that_a_node_is_lost(write):
     waits = "a node does not answer; Slurm will queue the job again if it stays so"
     assert waiting(text, failure, counted=4) == (7, ["ended with status 7", waits])
     assert waiting(text, "(exit 0)", counted=4) == (0, ["ended with status 0"])
-    late = "bash -c '(sleep 0.7; kill -USR1 $PPID) & exit 7'"
+    late = "bash -c '(until [ $(wc -l < $asked) -gt 3 ]; do sleep 0.05; done; kill -USR1 $PPID) & exit 7'"
     code, said = waiting(text, late, counted=1000)
     assert (code, said[1:3], said[-1]) == (0, [waits, "the time limit is near"], "scontrol requeue 77")
     ended = waiting(text, late.replace("USR1", "TERM"), counted=1000)

@@ -80,7 +80,7 @@ def test_a_cable_that_stays_cut_ends_both_sides(hosts, tmp_path):
         end = time.monotonic() + HANG_SECONDS + 10
         said = [ends(run, end - time.monotonic()) for run in runs]
     assert re.search(r"rank \d \(host2, pid \d+\): silent for \d+ s, last ", said[0]), said[0]
-    assert f"no answer for {HANG_SECONDS} s from the store on host1" in said[1]
+    assert re.search(r"no answer for \d+ s from the store on host1", said[1]), said[1]
     assert not read_ends(tmp_path / "results")
 
 
@@ -94,7 +94,7 @@ def test_a_cable_that_is_cut_while_the_main_process_works_alone(hosts, tmp_path)
         start = time.monotonic()
         waiting = ends(runs[1], HANG_SECONDS + 10)
         working = ends(runs[0], start + 4 + HANG_SECONDS + 10 - time.monotonic())
-    assert f"rank 1 (host2): no answer for {HANG_SECONDS} s from the store on host1" in waiting
+    assert re.search(r"rank 1 \(host2\): no answer for \d+ s from the store on host1", waiting), waiting
     assert re.search(r"rank 1 \(host2, pid \d+\): silent for \d+ s", working), working
 
 
@@ -169,13 +169,18 @@ def test_hosts_that_are_far_apart(hosts, tmp_path):
 def round_trip(one, other):
     """Return how many seconds it takes at best to be told by the other host that nobody listens; one is too long."""
     text = f"""
-        import contextlib, socket, time
-        found = []
+        import socket, time
+        found, lost = [], []
         for _ in range(5):  # the machine may be busy
             start = time.monotonic()
-            with contextlib.suppress(ConnectionRefusedError):
+            try:
                 socket.create_connection(({other.address!r}, 9), timeout=1)
-            found.append(time.monotonic() - start)
+            except ConnectionRefusedError:
+                found.append(time.monotonic() - start)
+            except OSError as error:
+                lost.append(error)
+        if not found:
+            raise lost[0]
         print(min(found))
     """
     return float(one.run(sys.executable, "-S", "-c", textwrap.dedent(text)))

@@ -149,12 +149,12 @@ def test_the_port_of_the_user_is_taken(stranger):
 def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     """torch alone waits for ever there, whatever its timeout."""
     monkeypatch.setattr(process_group, "CONNECT_SECONDS", 1.0)
-    made = []
-    monkeypatch.setattr(process_group.dist, "TCPStore", lambda *_, **__: made.append(1) or time.sleep(3))
+    made, end = threading.Event(), threading.Event()
+    monkeypatch.setattr(process_group.dist, "TCPStore", lambda *_, **__: made.set() or end.wait(60))
     with pytest.raises(LaunchError, match="does not answer as torch's store does"):
         open_store(info(1, port=stranger), LIMIT)
-    assert made
-    time.sleep(2.5)  # the thread ends
+    assert made.wait(20)
+    end.set()
 
 
 @pytest.mark.parametrize("place", [{"port": 0}, {"address": "", "port": 29500}, {"address": "", "port": 0}])

@@ -30,8 +30,7 @@ from ddpkit.run_opts import parse_arguments
 from ddpkit.types import Stage
 from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
 
-# Ten seconds on a machine of one's own; more where others keep its cores busy.
-LIMIT_SECONDS = 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+LIMIT_SECONDS = 100.0  # where a rank would wait for ever
 DATA = [(torch.tensor([float(x)]), torch.tensor([2.0 * x])) for x in range(8)]
 MAIN_RANK, OTHER_RANK = 0, 1
 
@@ -765,9 +764,7 @@ def launch(folder, *words, fault="", ranks=2, warm=True):
     (folder / "hparams.yaml").write_text(YAML)
     command = torchrun(ranks, "train.py", *words) if ranks > 1 else python("train.py", *words)
     run = Run(command, folder, {"FAULT": fault}, warm=warm).wait(60)
-    assert time.time() - max(float(path.read_text()) for path in folder.glob("time.*")) < LIMIT_SECONDS * PATIENCE, (
-        run.err
-    )
+    assert time.time() - max(float(path.read_text()) for path in folder.glob("time.*")) < 10.0 * PATIENCE, run.err
     return run
 
 

@@ -61,9 +61,10 @@ def raised(error):
 def test_the_report_is_what_torchrun_reads(report):
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    before = int(time.time())
     failure.record_for_launcher(raised(ValueError("two\nlines")))
     found = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(report))
-    assert abs(found.timestamp - time.time()) < 5
+    assert before <= found.timestamp <= time.time()
     assert found.message["message"] == "ValueError: two\nlines"
     stack = found.message["extraInfo"]["py_callstack"].splitlines()
     assert all(line.startswith("[rank3]: ") for line in stack)
@@ -83,8 +84,9 @@ def test_a_later_failure_replaces_an_earlier_one(report):
 
 @pytest.mark.parametrize("error", [MainProcessError("rank 0 failed"), LOST], ids=["main", "lost"])
 def test_what_is_second_hand_is_dated_later(report, error):
+    before = time.time()
     failure.record_for_launcher(error)
-    assert int(json.loads(report.read_text())["message"]["extraInfo"]["timestamp"]) > time.time()
+    assert int(json.loads(report.read_text())["message"]["extraInfo"]["timestamp"]) > before
 
 
 def test_a_report_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 
 from ddpkit.control.signals import REPEAT_SECONDS, SignalListener, _Listeners, signal_named
 from ddpkit.errors import ConfigError, RunStopped
+from tests.launching import wait_until
 
 
 @contextlib.contextmanager
@@ -126,8 +127,9 @@ def test_contexts_may_be_nested():
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
+def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error, monkeypatch):
     """Such as the evaluation of another Brain inside of fit, which has no beat any more."""
+    monkeypatch.setattr("ddpkit.control.signals.REPEAT_SECONDS", 600.0)
     outer, inner, third = SignalListener(), SignalListener(), SignalListener(["SIGUSR1"], [])
     with stopped(outer):
         with contextlib.suppress(ValueError), third.listening(), inner.listening():
@@ -138,7 +140,6 @@ def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
         assert (inner.stop_signal, inner.save_wanted) == (0, False)
         assert (outer.stop_signal, outer.save_wanted) == (signal.SIGTERM, True)
         assert third.stop_signal == 0, "which had no use for that one"
-        time.sleep(REPEAT_SECONDS / 4)
         signal.raise_signal(signal.SIGTERM)  # the echo of the one that the inner context has heard: does no harm
 
 
@@ -245,30 +246,49 @@ finally:
 
 LOOP = """
 import signal, sys, time
-from ddpkit.control.signals import SignalListener
-with SignalListener().listening():
+from ddpkit.control import signals
+signals.REPEAT_SECONDS = float(sys.argv[1])
+heard = signals.SignalListener()
+with heard.listening():
     print("ready", flush=True)
+    while not heard.stop_signal:
+        time.sleep(0.01)
+    print("heard", flush=True)
     while True:
         time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
-    run = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def one_that_has_heard(number, repeat_seconds):
+    """Yield a process that has heard a first signal."""
+    command = [sys.executable, "-c", LOOP, str(repeat_seconds)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert run.stdout.readline() == "ready\n"
         run.send_signal(number)
-        time.sleep(REPEAT_SECONDS / 4)
-        run.send_signal(number)  # that a launcher passes on what a scheduler has sent to everybody
-        time.sleep(REPEAT_SECONDS / 4)
-        assert run.poll() is None
-        time.sleep(2 * REPEAT_SECONDS)  # it may have heard the first one late
-        run.send_signal(number)
-        assert run.wait(10) == 128 + number
+        assert run.stdout.readline() == "heard\n"
+        yield run
     finally:
         run.kill()
         run.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_the_process_at_once(number):
+    with one_that_has_heard(number, repeat_seconds=0.1) as run:
+        ended = wait_until(lambda: run.poll() is not None or run.send_signal(number), 30)
+        assert (ended, run.poll()) == (True, 128 + number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_echo_of_a_signal_does_not_end_the_process(number):
+    """That a launcher passes on what a scheduler has sent to everybody."""
+    with one_that_has_heard(number, repeat_seconds=600) as run:
+        for _ in range(3):
+            run.send_signal(number)
+            time.sleep(0.2)
+        assert run.poll() is None
 
 
 DEAF = f"""
@@ -316,11 +336,17 @@ def test_only_the_signals_that_end_a_process_end_it_at_the_second():
             time.sleep(pause)
 
 
+def come_and_stay(pipe):
+    pipe.send("here")
+    time.sleep(600)
+
+
 def test_a_helper_that_a_script_forks_can_be_ended():
-    with SignalListener().listening():
-        helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    mine, its = multiprocessing.Pipe()
+    with mine, its, SignalListener().listening():
+        helper = multiprocessing.get_context("fork").Process(target=come_and_stay, args=(its,))
         helper.start()
-        time.sleep(0.2)
+        assert mine.recv() == "here"
         helper.terminate()
         helper.join(60)
         code = helper.exitcode

@@ -29,6 +29,7 @@ from ddpkit.control.watchdog import (
 )
 from ddpkit.training import Progress
 from ddpkit.types import Stage
+from tests.launching import wait_until
 
 
 class Clock:
@@ -675,10 +676,7 @@ def test_the_threads_themselves(caplog):
     watch.heartbeat._learn_failure = lambda _: json.loads("no json")
     with caplog.at_level(logging.WARNING):
         watch.start()
-        time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
-        first = RankStatus.read(store.get(beat_key(0))).beats
-        time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
-        assert RankStatus.read(store.get(beat_key(0))).beats > first > 0
+        assert wait_until(lambda: RankStatus.read(store.get(beat_key(0))).beats > 3, 10)  # get waits for the first
         watch.stop()
     assert not {"ddpkit-heartbeat", "ddpkit-watch"} & {thread.name for thread in threading.enumerate()}
 

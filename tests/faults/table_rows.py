@@ -142,7 +142,7 @@ def draw_kill(dice: Random, world_size: int) -> Trial:
 
 
 def _drawn_signal(dice: Random, row: str, world_size: int, kind: str, where: str, **facts: Any) -> Trial:
-    trial = drawn(dice, row, world_size, where, kind=kind, delay=round(dice.uniform(0, 0.2), 3), epochs=8, **facts)
+    trial = drawn(dice, row, world_size, where, kind=kind, delay=round(dice.uniform(0, 0.2), 3), epochs=16, **facts)
     targets = ["rank", "all", *(["launcher"] if trial.launcher == "torchrun" else [])]
     return dataclasses.replace(trial, target=dice.choice(targets), workers=dice.choice([0, 2]))
 

@@ -148,7 +148,7 @@ def test_f4_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_kille
 
 
 def test_f12_without_their_launcher_the_workers_end(tmp_path):
-    [run] = start(tmp_path, warm=False)
+    [run] = start(tmp_path, "epochs=1000", warm=False)
     until(tmp_path, "TRAIN", 5)
     run.signal(signal.SIGKILL)
     run.wait(GONE_SECONDS)
@@ -219,7 +219,7 @@ def test_f11_a_rank_that_keeps_the_interpreter_lock_is_named_by_the_others(tmp_p
 
 
 def test_work_of_the_main_process_has_no_limit_of_time(tmp_path):
-    words = ["--hang_warning=1", "--hang_timeout=3", "fault=sleep@main", "seconds=8", "size=40", "epochs=1"]
+    words = ["--hang_warning=3", "--hang_timeout=8", "fault=sleep@main", "seconds=13", "size=40", "epochs=1"]
     [run] = start(tmp_path, *words)
     run.wait(START_SECONDS)
     assert run.code == 0, run.err
@@ -227,7 +227,7 @@ def test_work_of_the_main_process_has_no_limit_of_time(tmp_path):
 
 
 def test_work_of_the_main_process_may_keep_the_interpreter_lock_for_longer_than_the_limit(tmp_path):
-    words = ["--hang_timeout=3", "fault=gil@main", "seconds=12", "size=40", "epochs=1"]
+    words = ["--hang_timeout=8", "fault=gil@main", "seconds=17", "size=40", "epochs=1"]
     runs = start(tmp_path, *words, by_hand=True)
     wait(runs)
     assert [run.code for run in runs] == [0, 0], said(runs)
@@ -267,7 +267,7 @@ def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     tmp_path, uninterrupted, name, target, stage, workers, by_hand
 ):
     words = ["epochs=2", "size=240", f"workers={workers}", f"stream={'yes' * ('stream' in stage)}"]
-    runs = start(tmp_path, *words, by_hand=by_hand)
+    runs = start(tmp_path, *words, "pause=0.1", by_hand=by_hand)  # slow enough that the signal comes before the end
     until(tmp_path, stage.partition(" ")[0], 4)
     number = signal.Signals[name]
     if target == "launcher":
@@ -322,7 +322,8 @@ def test_f9_workers_are_deaf_from_their_first_moment(tmp_path, context):
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_f4_workers_do_not_outlive_their_rank(tmp_path, context):
-    [run] = start(tmp_path, "workers=2", f"context={context}", processes=1, by_hand=True, warm=False)
+    words = ["workers=2", f"context={context}", "size=100000"]
+    [run] = start(tmp_path, *words, processes=1, by_hand=True, warm=False)
     until(tmp_path, "TRAIN", 3, ranks=1)
     assert len(workers_of(run)) >= 3
     run.signal(signal.SIGKILL)
@@ -340,9 +341,10 @@ def test_the_time_limit_stops_all_ranks(tmp_path):
 def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(tmp_path):
     runs = start(tmp_path, "fault=sleep@forward", "rank=1", by_hand=True)
     await_fault(tmp_path, runs)
-    runs[0].signal(signal.SIGINT)
-    time.sleep(3 * REPEAT_SECONDS)  # what comes at once is the same signal, by another way
-    runs[0].signal(signal.SIGINT)
-    assert wait_until(lambda: runs[0].process.poll() is not None, GONE_SECONDS)
+    for _ in range(10):  # a process that was kept from hearing the first one may take the second for its echo
+        runs[0].signal(signal.SIGINT)
+        time.sleep(3 * REPEAT_SECONDS)  # what comes at once is the same signal, by another way
+        if runs[0].process.poll() is not None:
+            break
     assert runs[0].code in {130, -signal.SIGINT}
     wait(runs, GONE_SECONDS)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ class Endless(sb.Brain):
 
 
 def test_f19_many_steps_leave_nothing_behind(tmp_path):
+    gc.collect()  # what earlier tests have left may have files open
     options = {"device": "cpu", "noprogressbar": True, "optimizer_step_limit": STEPS}
     brain = Endless(
         {"net": torch.nn.Linear(1, 1)},
@@ -67,6 +69,7 @@ def test_f19_many_steps_leave_nothing_behind(tmp_path):
 
 
 def test_f19_many_checkpoints_are_kept_and_found(tmp_path):
+    gc.collect()
     net = torch.nn.Linear(1, 1)
     checkpointer = Checkpointer(tmp_path, {"net": net})
     first = None

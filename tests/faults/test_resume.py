@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -167,7 +168,8 @@ def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(tmp_path, 
     run.signal(signal.SIGKILL)
     for pid in run.alive():
         if pid != run.process.pid:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     assert run.wait(10).code == -signal.SIGKILL
     again = start(folder, name="again", first=1, warm=warm).wait(90)
     assert again.code == 0, again.err

@@ -115,8 +115,8 @@ def test_a_restarted_attempt_has_the_folder_of_the_one_before(start, tmp_path):
     run = start("first", processes=2, options=("--max-restarts=1",))
     assert is_there(tmp_path / "first.trains"), run.err
     pid = (tmp_path / "first.trains").read_text()
-    (tmp_path / "first.go").touch()
     os.kill(int(pid), signal.SIGKILL)
+    (tmp_path / "first.go").touch()
     run.wait()
     assert run.code == 0, run.err
     assert (tmp_path / "first.trains").read_text() != pid

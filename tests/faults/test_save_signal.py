@@ -29,7 +29,7 @@ def test_a_save_signal_inside_a_window_of_an_own_fit_batch_resumes_bit_for_bit(t
     codes, plain = train(tmp_path / "plain", way, processes)
     assert codes == [0] * processes, plain
     codes, killed = train(tmp_path / "asked", way, processes, "signal")
-    assert codes[0] == -signal.SIGKILL, killed
+    assert -signal.SIGKILL in codes, killed
     assert "ends with" not in killed
     assert "inside of an optimizer step" not in killed
     codes, resumed = train(tmp_path / "asked", way, processes)

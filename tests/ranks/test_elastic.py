@@ -30,9 +30,11 @@ SCRIPT = """
     assert run_on_main(os.getpid)
     with open("worlds", "a") as file:
         file.write(f"{get_rank()}/{world}/{os.environ['TORCHELASTIC_RESTART_COUNT']}\\n")
-    while not Path("stop").exists():
+    stop = torch.zeros(1)
+    while not stop:
         time.sleep(0.1)
-        dist.all_reduce(ones)  # fails when the other is gone
+        stop.fill_(Path("stop").exists())
+        dist.all_reduce(stop)  # fails when the other is gone
     dist.barrier()
 """
 

@@ -104,7 +104,7 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
             break
         time.sleep(0.1)
-    time.sleep(4)  # until its task 1 is in
+    dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False).wait(["ddpkit/here/1"])  # its task 1 is in
     second = start(folders[1], srun("2", 3, **place)[:2])
     for run, words in zip(second, (f"port {port} of MASTER_PORT is taken", "two processes are rank 1"), strict=True):
         run.wait(50)
@@ -124,8 +124,8 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
 
 
 def late_for_a_barrier():
-    shorten_timeout(1.5)
     dist.all_reduce(torch.ones(1))
+    shorten_timeout(1.5)
     began, store = time.monotonic(), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["over"])
@@ -232,6 +232,7 @@ def leave_groups_of_nccl():
         process_group._destroy_groups(failed=False)
     finally:
         process_group.dist = before
+    dist.barrier()  # else the first rank may be gone before the other has connected
     return destroyed
 
 

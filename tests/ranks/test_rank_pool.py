@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,8 +43,18 @@ def test_a_failed_start_of_a_group_does_not_poison_the_runs_after_it():
         assert pool.run(sum_of_ranks, world_size=3) == [6.0, 6.0, 6.0]
 
 
-def test_the_cold_start_of_ranks_does_not_count_against_the_first_run():
-    with RankPool(timeout=2.0) as pool:  # less than an import of torch takes, more than a function that does nothing
+class SlowStart(RankPool):
+    """Ranks that take very long to start."""
+
+    def _start(self, world_size):
+        super()._start(world_size)
+        self.clock.now += 1000.0
+
+
+def test_the_cold_start_of_ranks_does_not_count_against_the_first_run(monkeypatch):
+    with SlowStart(timeout=100.0) as pool:
+        pool.clock = SimpleNamespace(now=time.monotonic())
+        monkeypatch.setattr("tests.rank_pool.time", SimpleNamespace(monotonic=lambda: pool.clock.now))
         assert pool.run(os.getenv, "RANK", world_size=2, init=False) == ["0", "1"]
 
 

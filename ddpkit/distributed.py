@@ -234,9 +234,8 @@ def _main_call(call: Callable[[], T], site: str) -> T | None:
 
 
 def _node_call(call: Callable[[], T], site: str) -> T | None:
-    number, ranks = _machine()
-    mine = dist.get_rank() == ranks[0]
-    return _on_one_rank(call, ranks[0], len(ranks) - 1, mine=mine, site=f"node{number} {site}")
+    number, (first, *others) = _machine()
+    return _on_one_rank(call, first, len(others), mine=dist.get_rank() == first, site=f"node{number} {site}")
 
 
 def _machine() -> tuple[int, tuple[int, ...]]:

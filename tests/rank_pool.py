@@ -248,7 +248,9 @@ class RankPool:
         """Wait until a process has finished its imports."""
         process, connection = self._workers[rank]
         with contextlib.suppress(EOFError):  # it has ended
-            if connection.poll(START_SECONDS) and connection.recv() == READY:
+            if not connection.poll(START_SECONDS):
+                process.kill()
+            elif connection.recv() == READY:
                 return
         outcome = _died(process, f"process {rank} of the pool did not start: ")
         self.close()

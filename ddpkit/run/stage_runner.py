@@ -452,7 +452,8 @@ class StageRunner:
         except RuntimeError as error:
             if isinstance(error, DdpkitError):
                 raise
-            if isinstance(error, torch.OutOfMemoryError) and not self.options.auto_micro_batch:
+            has_no_answer = self.options.auto_micro_batch or self.train_step.strategy.unrepeatable
+            if isinstance(error, torch.OutOfMemoryError) and not has_no_answer:
                 logger.warning(OUT_OF_MEMORY, main_process_only=False)
             if MIXED_SAYS in str(error):
                 raise BatchError(MIXED.format(str(error).partition(",")[0])) from error

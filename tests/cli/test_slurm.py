@@ -315,7 +315,8 @@ def test_the_shell_waits_for_slurm_to_find_out_that_a_node_is_lost(write):
     waits = "a node does not answer; Slurm will queue the job again if it stays so"
     assert waiting(text, failure, counted=4) == (7, ["ended with status 7", waits])
     assert waiting(text, "(exit 0)", counted=4) == (0, ["ended with status 0"])
-    late = "bash -c '(until [ $(wc -l < $asked) -gt 3 ]; do sleep 0.05; done; kill -USR1 $PPID) & exit 7'"
+    asked = "for n in {1..1200}; do [ $(wc -l < $asked) -gt 3 ] && break; sleep 0.05; done"
+    late = f"bash -c '({asked}; kill -USR1 $PPID) & exit 7'"
     code, said = waiting(text, late, counted=1000)
     assert (code, said[1:3], said[-1]) == (0, [waits, "the time limit is near"], "scontrol requeue 77")
     ended = waiting(text, late.replace("USR1", "TERM"), counted=1000)

@@ -15,7 +15,6 @@ import pytest
 
 from ddpkit.control.signals import REPEAT_SECONDS, SignalListener, _Listeners, signal_named
 from ddpkit.errors import ConfigError, RunStopped
-from tests.launching import wait_until
 
 
 @contextlib.contextmanager
@@ -251,7 +250,7 @@ signals.REPEAT_SECONDS = float(sys.argv[1])
 heard = signals.SignalListener()
 with heard.listening():
     print("ready", flush=True)
-    while not heard.stop_signal:
+    while not (heard.stop_signal and signals._Listeners.asked_at):
         time.sleep(0.01)
     print("heard", flush=True)
     while True:
@@ -277,8 +276,9 @@ def one_that_has_heard(number, repeat_seconds):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_ends_the_process_at_once(number):
     with one_that_has_heard(number, repeat_seconds=0.1) as run:
-        ended = wait_until(lambda: run.poll() is not None or run.send_signal(number), 30)
-        assert (ended, run.poll()) == (True, 128 + number)
+        time.sleep(0.5)
+        run.send_signal(number)
+        assert run.wait(50) == 128 + number
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -291,19 +291,19 @@ def test_the_echo_of_a_signal_does_not_end_the_process(number):
         assert run.poll() is None
 
 
-DEAF = f"""
+DEAF = """
 import ctypes, os, signal, threading, time
-from ddpkit.control.signals import SignalListener
+from ddpkit.control import signals
+signals.REPEAT_SECONDS = 0.1
 system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 
 def send(number):
-    for pause in (0.1, {REPEAT_SECONDS + 0.2}):
-        time.sleep(pause)
+    for pause in (2, 60):  # the second one ends the process
         os.kill(os.getpid(), number)
-        time.sleep(0.1)
+        time.sleep(pause)
     system.pthread_mutex_unlock(mutex)
 
-with SignalListener().listening():
+with signals.SignalListener().listening():
     system.pthread_mutex_lock(mutex)
     threading.Thread(target=send, args=(signal.%s,)).start()
     system.pthread_mutex_lock(mutex)  # where no signal calls the main thread back
@@ -346,7 +346,7 @@ def test_a_helper_that_a_script_forks_can_be_ended():
     with mine, its, SignalListener().listening():
         helper = multiprocessing.get_context("fork").Process(target=come_and_stay, args=(its,))
         helper.start()
-        assert mine.recv() == "here"
+        assert mine.poll(60)
         helper.terminate()
         helper.join(60)
         code = helper.exitcode
@@ -383,16 +383,17 @@ def test_a_signal_that_the_script_handles_itself_ends_nothing_however_often_it_c
         signal.signal(signal.SIGTERM, before)
 
 
-TWO_CALLS = f"""
+TWO_CALLS = """
 import contextlib, os, signal, time
-from ddpkit.control.signals import SignalListener
+from ddpkit.control import signals
 from ddpkit.errors import RunStopped
+signals.REPEAT_SECONDS = 0.1
 for call in range(2):
-    signals = SignalListener()
-    with contextlib.suppress(RunStopped), signals.listening():
+    listener = signals.SignalListener()
+    with contextlib.suppress(RunStopped), listener.listening():
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep({REPEAT_SECONDS + 0.1})
-        print(signals.stop_signal, flush=True)
+        time.sleep(2)
+        print(listener.stop_signal, flush=True)
         raise RunStopped(143, "SIGTERM")
 pid = os.fork()
 if pid == 0:
@@ -409,13 +410,14 @@ def test_a_script_that_catches_a_stop_is_asked_anew_and_its_end_can_be_hastened(
     assert (run.returncode, run.stdout.split()) == (143, ["15", "15", "-15"]), run.stderr
 
 
-NESTED = f"""
+NESTED = """
 import os, signal, time
-from ddpkit.control.signals import SignalListener
-with SignalListener().listening():
+from ddpkit.control import signals
+signals.REPEAT_SECONDS = 0.1
+with signals.SignalListener().listening():
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep({REPEAT_SECONDS + 0.1})
-    with SignalListener().listening():
+    time.sleep(2)
+    with signals.SignalListener().listening():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 """
@@ -431,12 +433,13 @@ def test_what_ends_a_process_is_the_second_of_its_kind(names):
     """Slurm sends SIGUSR1 as a warning, and SIGTERM at the end."""
     script = f"""
 import os, signal, time
-from ddpkit.control.signals import SignalListener
-with SignalListener().listening():
+from ddpkit.control import signals
+signals.REPEAT_SECONDS = 0.1
+with signals.SignalListener().listening():
     for name in {names}:
         print(name, flush=True)
         os.kill(os.getpid(), getattr(signal, name))
-        time.sleep({REPEAT_SECONDS + 0.2})
+        time.sleep(2)
     time.sleep(60)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)

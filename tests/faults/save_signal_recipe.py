@@ -1,7 +1,7 @@
 """A recipe with a ``fit_batch`` of its own: ``save_signal_recipe.py FOLDER WAY [signal]``.
 
 With ``signal``, rank 0 asks for a checkpoint in the middle of an accumulation window, between forward and backward; and
-every rank is killed in the middle of a window once that checkpoint is there.
+the run is killed in the middle of a window once that checkpoint is there.
 """
 
 from __future__ import annotations

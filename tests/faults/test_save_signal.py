@@ -25,7 +25,7 @@ def train(folder, way, processes, *words):
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("way", ["named", "scale", "factor"])
 def test_a_save_signal_inside_a_window_of_an_own_fit_batch_resumes_bit_for_bit(tmp_path, way, processes):
-    """The checkpoint waits for the end of a window, so that it lacks no gradient; then every rank is killed."""
+    """The checkpoint waits for the end of a window, so that it lacks no gradient; then the run is killed."""
     codes, plain = train(tmp_path / "plain", way, processes)
     assert codes == [0] * processes, plain
     codes, killed = train(tmp_path / "asked", way, processes, "signal")

@@ -77,12 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     parser.add_argument("command", nargs="?", choices=sorted(COMMANDS), help=argparse.SUPPRESS)
     parser.parse_args(words)
-    return _guarded(lambda: _help(parser))
-
-
-def _help(parser: argparse.ArgumentParser) -> int:
-    parser.print_help()
-    return 0
+    return _guarded(parser.print_help)
 
 
 def command_parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -149,10 +144,10 @@ def whole_number(minimum: int) -> Callable[[str], int]:
     return convert
 
 
-def _guarded(run: Callable[[], int]) -> int:
-    """Run a command; a user sees no traceback for what is not ddpkit's fault."""
+def _guarded(run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code; a user sees no traceback for what is not ddpkit's fault."""
     try:
-        status = run()
+        status = run() or 0
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

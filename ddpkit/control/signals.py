@@ -413,13 +413,6 @@ def ignored_signals() -> set[signal.Signals]:
     return {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
-def _kill_workers_at_exit() -> None:
-    """Kill leftover workers at exit; Python would wait for them forever."""
-    if _Here.process != os.getpid():
-        _Here.process = os.getpid()
-        at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear
-
-
 def at_exit(call: Callable[[], object]) -> None:
     """Register a function to run at exit, before ``multiprocessing`` waits for its children.
 
@@ -461,7 +454,9 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
     workers, init = getattr(loader, "num_workers", None), getattr(loader, "worker_init_fn", None)
     if workers == 0:
         return begin()
-    _kill_workers_at_exit()
+    if _Here.process != os.getpid():
+        _Here.process = os.getpid()
+        at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear, and waits for ever
     with _ignoring_signals(getattr(loader, "multiprocessing_context", None)):
         others = set(multiprocessing.active_children())
         if workers is not None:

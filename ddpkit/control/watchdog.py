@@ -443,7 +443,8 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at everything once."""
-        self._check_launcher()
+        if self.parent is not None and os.getppid() != self.parent:
+            self._end(f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the process ends.")
         self._check_failure()
         self._notice_steps()  # after a while in which this process was stopped, before the clocks are looked at
         self._check_store()
@@ -460,10 +461,6 @@ class Watchdog:
         if mark != self._mark or self.position.has_no_limit():
             self._mark, self._moved = mark, now
             self._next_warning = self.hang_warning
-
-    def _check_launcher(self) -> None:
-        if self.parent is not None and os.getppid() != self.parent:
-            self._end(f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the process ends.")
 
     def _check_failure(self) -> None:
         now = time.monotonic()

@@ -95,6 +95,7 @@ class StreamShard(IterableDataset[Any], Source):
 
     Attributes:
         whole: the user's own stream or loader.
+        parts: into how many the ranks and their workers divide it.
         divides_itself: whether the stream's own ``shard`` divides it over the ranks and their workers.
         keep_step: whether a rank without an item of the last block is given one that counts nothing.
         shows_first: whether the first thing that is read comes with a summary of the undivided stream's first items.
@@ -131,8 +132,8 @@ class StreamShard(IterableDataset[Any], Source):
         self.epoch = torch.zeros((), dtype=torch.int64)
         if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
-        readers = 1 if self.is_virtual else max(num_workers, 1)
-        self.divides_itself = not of_batches and _has_shards(dataset, self.number * readers)
+        self.parts = self.number * (1 if self.is_virtual else max(num_workers, 1))
+        self.divides_itself = not of_batches and _has_shards(dataset, self.parts)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes, if it wants to know; also the copies that running workers have."""

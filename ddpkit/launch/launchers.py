@@ -309,7 +309,9 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
         raise contradiction(reason, environ)
     job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
-    place |= rendezvous_address(environ, _host_of_task_zero(environ, one_node=tasks == on_node), run_id)
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if tasks == on_node else _first_host(nodes))
+    place |= rendezvous_address(environ, address, run_id)
     binding = environ.get("SLURM_GPU_BIND", "")
     per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return LaunchInfo(
@@ -326,13 +328,6 @@ def _ranks_on_node(environ: Mapping[str, str]) -> tuple[int, ...]:
     if re.fullmatch(r"\d+(,\d+)*", text) is None:
         raise contradiction(f"SLURM_GTIDS={text!r} is not a list of the ranks on this node, such as 0,1,2,3", environ)
     return tuple(map(int, text.split(",")))
-
-
-def _host_of_task_zero(environ: Mapping[str, str], *, one_node: bool) -> str:
-    given = environ.get("MASTER_ADDR")
-    if given or one_node:
-        return given or LOOPBACK
-    return _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
 
 
 def _first_host(text: str) -> str:

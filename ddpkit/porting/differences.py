@@ -64,7 +64,8 @@ def python_differences(tree: ast.Module) -> list[Note]:
         >>> note.lines, note.link
         ((2,), 'docs/how-to/own-fit-batch.md')
     """
-    found = set(_in_file(tree))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = {(node.lineno, kind) for node in calls if (kind := _CLASSES.get(_last(node.func)))}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and _is_brain(node):
             found |= {*_in_class(node), *_in_code(node)}
@@ -102,12 +103,6 @@ def _last(node: ast.AST) -> str:
 def _is_brain(node: ast.ClassDef) -> bool:
     methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
     return bool(methods & _HOOKS) or any(_last(base).endswith("Brain") for base in node.bases)
-
-
-def _in_file(tree: ast.Module) -> Found:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (kind := _CLASSES.get(_last(node.func))):
-            yield node.lineno, kind
 
 
 def _in_class(brain: ast.ClassDef) -> Found:

@@ -72,7 +72,7 @@ class AutoMicroBatch:
         self._room: torch.Tensor | None = None  # held while a larger size is tried: for what an optimizer will keep
         self._random: dict[str, Any] | None = None  # as the step began
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []  # likewise
-        self._sent: list[torch.Tensor] = []  # buffers that rank 0 sends after an agreement, as DDP in a forward pass
+        self._sends: list[nn.Module] = []  # whose buffers rank 0 sends after an agreement, as DDP in a forward pass
 
     def require(self, loader: Any) -> None:
         """Refuse what cannot be repeated, or divided.
@@ -199,7 +199,7 @@ class AutoMicroBatch:
             if self._parts(self._between()) < self._plan.micro_batches:
                 raise StepFitsError
         self._is_open, self._searches, self._room = False, False, None
-        for buffer in self._sent:
+        for buffer in [buffer for module in self._sends for buffer in module.buffers()]:
             torch.distributed.broadcast(buffer, src=0)
 
     def _before_statistics(self) -> None:
@@ -221,9 +221,9 @@ class AutoMicroBatch:
         owners = dict(step.modules.named_modules())
         places = [(name.rpartition("."), one) for name, one in step.modules.named_buffers() if name in saved]
         self._buffers = [(owners[path], name, one) for (path, _, name), one in places]
-        self._sent = []
-        for module in getattr(step.strategy, "wrapped", ()):
-            self._sent += module.module.buffers() if module.broadcast_buffers else ()
+        wrapped = getattr(step.strategy, "wrapped", ())
+        self._sends = [module.module for module in wrapped if module.broadcast_buffers]
+        for module in wrapped:
             module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
         self._random, step.agree = None, self.agree
         self._searches, self._fits, self._fails = not step.progress.optimizer_step, 0, 0

@@ -179,6 +179,10 @@ class StageRunner:
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             brain.on_stage_start(Stage.TRAIN, epoch)
+            plan = plan_of(loader)
+            if plan is not None:
+                plan.epoch = 0  # to draw anew: the hook may have changed what it draws from
+                set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
             train_step.strategy.follow(self.modules)
             if train_step.ema is not None:
@@ -292,6 +296,8 @@ class StageRunner:
         """
         with self._logging(stage, epoch):
             progress, schedule = self.progress, self.train_step.schedule
+            is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
+            after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
             brain.on_stage_start(stage, epoch)
             self.modules.eval()
             progress.step = 0
@@ -308,7 +314,7 @@ class StageRunner:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
             with torch.no_grad(), self._unsaved(), self._explaining():
                 brain.on_stage_end(stage, loss, epoch)
-            progress.step, progress.meter = 0, progress.new_meter()
+            progress.step, progress.meter = after
             return loss
 
     def _evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:

@@ -272,7 +272,8 @@ def order_of(loader: Any) -> dict[str, str | int]:
         samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
         return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **samples}
     if isinstance(dataset, StreamShard):
-        return {"order": f"of {type(dataset.whole).__name__}", **_shuffle(dataset.whole)}
+        own = {"shards (its own, processes x workers)": dataset.parts} if dataset.divides_itself else {}
+        return {"order": f"of {type(dataset.whole).__name__}", **own, **_shuffle(dataset.whole)}
     return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
 
 
@@ -656,6 +657,7 @@ class RunState:
         self._flags: list[tuple[str, nn.Parameter, bool]] = []  # whether each parameter was trained as training began
         self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
         self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
+        self._evaluated_at = (0, 0)  # calls of fit and optimizer steps before that
 
     # ------------------------------------------------------------------ saving
 
@@ -707,8 +709,8 @@ class RunState:
 
     def _as_evaluated(self) -> dict[str, Any]:
         """Return the entries of a save without training: they are those of the recovered checkpoint."""
-        progress = self.progress
-        if progress.is_fitting or self.calls.number or self.train_step.optimizers or progress.optimizer_step:
+        trains = self.progress.is_fitting or (self.train_step.optimizers and not self.calls.number)  # in an own loop
+        if trains or self._evaluated_at != (self.calls.number, self.progress.optimizer_step):
             return {}
         return {**(self._evaluated_state or {}), EVALUATED: True}
 
@@ -740,8 +742,8 @@ class RunState:
         """
         folder = self.recovered = path.parent
         if not self.progress.is_fitting:
-            found = brain_file_or_nothing(folder)
-            self._evaluated_state = found if "step" in found else None
+            found, at = brain_file_or_nothing(folder), (self.calls.number, self.progress.optimizer_step)
+            self._evaluated_state, self._evaluated_at = (found if "step" in found else None), at
             return
         start = self.start
         is_start = start is not None and isinstance(start.resume, Checkpoint) and start.resume.path == folder

@@ -25,7 +25,7 @@ from ddpkit.comm import require_agreement
 from ddpkit.compat import GradientOrder, show_order, version_of, waits_for_gradients
 from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import (
@@ -57,6 +57,10 @@ UNUSED = (
     "gradient of each before it averages. Return all tensors that the loss is made of from forward(). Where steps "
     "differ in what they use, give --find_unused_parameters, and not --static_graph; freeze what no step uses "
     "(requires_grad_(False))."
+)
+OTHER_ENTRIES = (
+    "the ranks have used different entries of modules in the same steps, whose gradients were averaged with each other "
+    "since the last checkpoint. Use the same on all ranks, or one entry for all choices (--find_unused_parameters)."
 )
 
 
@@ -275,6 +279,7 @@ class DDP(Strategy):
         self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
         self._modules = nn.ModuleDict()
         self._outside: list[nn.Parameter] = []  # of the optimizers, but in no entry of the modules
+        self._order = 0  # a number that follows from the entries that each optimizer step has used
         self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
 
     def wrap(self, modules: nn.ModuleDict) -> None:
@@ -289,7 +294,7 @@ class DDP(Strategy):
         self._modules = modules
         for name, module in modules.items():
             trained = trained_parameters(module)
-            if isinstance(module, DistributedDataParallel) or self._trained.get(name) == trained:
+            if self._trained.get(name) == trained:
                 continue
             refuse_wrapped(name, module, f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}")
             self._trained[name] = trained
@@ -316,16 +321,12 @@ class DDP(Strategy):
         return averages and matters and not options.find_unused_parameters
 
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Wrap entries again whose trainable parameters have changed since they were wrapped.
+        """Wrap new entries, and those again whose trainable parameters have changed since they were wrapped.
 
         DDP averages the gradients of all parameters that were trainable when it was made, and waits for all of them.
         """
         self._close_orders()
-        changed = [
-            name
-            for name, before in self._trained.items()
-            if name in modules and trained_parameters(modules[name]) != before
-        ]
+        changed = [name for name, one in modules.items() if self._trained.get(name) != trained_parameters(one)]
         if not changed:
             return
         logger.info("Other parameters than before are trained in: %s.", ", ".join(changed))
@@ -396,6 +397,8 @@ class DDP(Strategy):
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
+        if len(self.wrapped) > 1:
+            self._order = hash((self._order, *[one.gradient_reduction.reduced for one in self.wrapped]))
         for module in self.wrapped:
             module.reduce_leftovers(optimizers)
         if others := [one for one in (*self._outside, *self._frozen) if one.requires_grad]:
@@ -489,7 +492,13 @@ class DDP(Strategy):
         return {entry: hook for entry, hook in found.items() if hasattr(hook, "forget")}
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
-        """Give every rank the batch statistics of rank 0, where each rank has its own."""
+        """Give every rank the batch statistics of rank 0, where each rank has its own.
+
+        Raises:
+            RankMismatchError: the ranks have used other entries of modules in their steps.
+        """
+        if len(self.wrapped) > 1 and len(set(distributed.exchange(self._order, site="entries"))) > 1:
+            raise RankMismatchError(OTHER_ENTRIES)
         if self.options.sync_batchnorm is False:
             for part in batch_norms(modules):
                 for buffer in part.buffers(recurse=False):

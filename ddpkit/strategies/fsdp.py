@@ -48,11 +48,11 @@ logger = get_logger(__name__)
 
 FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
 OTHER_BLOCKS = (
-    "strategy='fsdp': the ranks have not used the same blocks in the same order. The weights of a block are gathered "
-    "from all ranks at once, so that ranks which used different blocks have computed with a mixture of them. The steps "
+    "strategy='fsdp': the ranks have not used the same blocks in the same order, or other parameters of a block. "
+    "Weights of a block are gathered, and its gradients added, at once, so that the ranks have mixed them. The steps "
     "since the last checkpoint may be wrong; they are not saved. Choose what a batch uses in the same way on all ranks "
-    "(a torch.Generator with the same seed), put the alternatives into one block (--fsdp_blocks), or use "
-    "--strategy=ddp or zero1 with --find_unused_parameters."
+    "(a torch.Generator with the same seed); or use --strategy=ddp or zero1 with --find_unused_parameters, and put the "
+    "alternatives into one entry of modules."
 )
 WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older torch has fewer
 CANNOT = (
@@ -274,6 +274,7 @@ class FSDP(Strategy):
             RankMismatchError: the ranks have used other blocks; looked at in the first steps.
         """
         self._reshard()
+        self._order = hash((self._order, *[one.grad is None for root in self.roots for one in root.parameters()]))
         if self._compared < FIRST_STEPS:
             self._compared += 1
             self._require_same_order(exchange(self._order, site="blocks"))

@@ -286,7 +286,9 @@ class VirtualRanks(Strategy):
         if window.counted is not None and not window.closes:
             count, window.counted = wide_number(window.counted, self.device), 0.0
         contiguous = (None if one is None else one.contiguous() for one in gradients)
-        part: Part = [wide_number(1.0, self.device), count, *self._moves(), *contiguous]
+        pairs = [(self._buffer(name), before) for name, before in self._before.items()]
+        moves = [None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs]
+        part: Part = [wide_number(1.0, self.device), count, *moves, *contiguous]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
         if self._adds_at_once:
@@ -309,11 +311,6 @@ class VirtualRanks(Strategy):
         owner, attribute = self._buffers[name]
         found: torch.Tensor = getattr(owner, attribute)
         return found
-
-    def _moves(self) -> list[torch.Tensor | None]:
-        """Return how far this shard moved each buffer; None for a buffer that did not move."""
-        pairs = [(self._buffer(name), before) for name, before in self._before.items()]
-        return [None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs]
 
     def _move(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         wide = self._widened(now)

@@ -538,6 +538,29 @@ def drop(after, *, reshard):
     return str(caught.value)
 
 
+class Chooses(nn.Module):
+    """Two layers of one shape in one block, of which each rank uses another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(FEATURES, CLASSES).double(), nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, inputs):
+        return (self.second if self.training and not if_main_process() else self.first)(inputs)
+
+
+def choose():
+    with pytest.raises(RankMismatchError) as caught:
+        fit(Classifier, {"net": Chooses()})
+    return str(caught.value)
+
+
+def test_ranks_that_use_other_parameters_of_a_block_are_told(ranks):
+    for message in ranks.run(choose):
+        assert "or other parameters of a block" in message
+
+
 @pytest.mark.parametrize(
     ("after", "reshard"),
     [(0, True), pytest.param(0, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow)],

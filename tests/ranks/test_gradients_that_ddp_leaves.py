@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ddpkit.distributed import get_rank
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, points, sgd
 
@@ -131,3 +132,65 @@ class InTwoOptimizers(own(Auxiliary)):
 
 def test_an_entry_of_two_optimizers_that_step_one_after_the_other(ranks):
     assert_equals_one_process(ranks, InTwoOptimizers, 2, {})
+
+
+class ByRank(Regression):
+    """The ranks choose different entries, whose weights have one shape."""
+
+    def compute_forward(self, batch, stage):
+        entry = self.modules.one if get_rank() else self.modules.other
+        return entry(batch[0])
+
+
+def choose(options):
+    modules = {"one": nn.Linear(3, 1).double(), "other": nn.Linear(3, 1).double()}
+    brain = ByRank(modules, sgd(lr=0.1), None, {**QUIET, "global_batch_size": 8, **options})
+    brain.fit([1], points(16))
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}], ids=str)
+def test_ranks_that_use_different_entries_are_told_at_the_end_of_the_pass(ranks, options):
+    """DDP itself mixes their gradients without a word."""
+    for outcome in ranks.outcomes(choose, options, world_size=2):
+        assert outcome.error_type == "RankMismatchError", outcome.trace
+        assert "the ranks have used different entries of modules" in outcome.error
+
+
+class Grows(Regression):
+    """Gets one more entry: when the optimizer is made, or when the second epoch begins."""
+
+    def add(self):
+        torch.manual_seed(5 + (get_rank() or 0))  # rank 0's values count
+        self.modules["head"] = nn.Linear(3, 1).double()
+        self.optimizer.add_param_group({"params": list(self.modules.head.parameters())})
+
+    def init_optimizers(self):
+        super().init_optimizers()
+        if self.at == 0:
+            self.add()
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN and epoch == self.at:
+            self.add()
+
+    def compute_forward(self, batch, stage):
+        found = self.modules.net(batch[0])
+        return found + self.modules.head(batch[0]) if "head" in self.modules else found
+
+
+def grow(at, options):
+    torch.manual_seed(4)
+    sizes = {"global_batch_size": 12}
+    brain = Grows({"net": nn.Linear(3, 1).double()}, sgd(lr=0.1), None, {**QUIET, **sizes, **options})
+    brain.at = at
+    brain.fit([1, 2, 3], points(48), train_loader_kwargs={"shuffle": True})
+    return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}], ids=str)
+def test_an_entry_that_comes_later(ranks, at, options):
+    expected = torch.tensor(grow(at, {}))
+    found = torch.tensor(ranks.run(grow, at, options, world_size=2))
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)

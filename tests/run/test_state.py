@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import ddpkit
 from ddpkit.base import load_plain_yaml
 from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import Sharding, shard
 from ddpkit.errors import ConfigError
 from ddpkit.run.save_and_stop import INTRA_EPOCH_KEY
-from ddpkit.run.state import EVALUATED, Start, StepPlan
+from ddpkit.run.state import EVALUATED, Start, StepPlan, order_of
 
 
 class Brain(ddpkit.Brain):
@@ -256,3 +258,23 @@ def test_debugging_persistently_writes_where_it_was_told(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     Brain(checkpointer, debug=True, debug_persistently=True)
     assert Path(checkpointer.checkpoints_dir) == tmp_path
+
+
+class Cuts(IterableDataset):
+    """A stream that divides itself."""
+
+    num_shards = 8
+
+    def shard(self, num_shards, index):
+        return self
+
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_a_stream_that_divides_itself_says_into_how_many_parts():
+    """Its order is another on another number of processes or workers, which a run that goes on is told."""
+    one, four = (order_of(shard(Cuts(), Sharding(0, world), num_workers=2)) for world in (1, 2))
+    name = "shards (its own, processes x workers)"
+    assert (one[name], four[name]) == (2, 4)
+    assert name not in order_of(shard(Cuts(), Sharding(0, 9)))

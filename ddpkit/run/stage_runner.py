@@ -179,9 +179,8 @@ class StageRunner:
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             brain.on_stage_start(Stage.TRAIN, epoch)
-            plan = plan_of(loader)
-            if plan is not None:
-                plan.epoch = 0  # to draw anew: the hook may have changed what it draws from
+            if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
+                plan.epoch = 0  # to draw anew, but from no generator: the hook may have changed what it draws from
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
             train_step.strategy.follow(self.modules)

@@ -23,6 +23,7 @@ from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
+from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import (
     NO_CONTEXT,
     Strategy,
@@ -274,7 +275,7 @@ class FSDP(Strategy):
             RankMismatchError: the ranks have used other blocks; looked at in the first steps.
         """
         self._reshard()
-        self._order = hash((self._order, *[one.grad is None for root in self.roots for one in root.parameters()]))
+        self._order = hash((self._order, *[one.grad is None for one in parameters_of(optimizers)]))
         if self._compared < FIRST_STEPS:
             self._compared += 1
             self._require_same_order(exchange(self._order, site="blocks"))

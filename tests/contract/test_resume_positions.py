@@ -110,6 +110,11 @@ def test_what_a_sampler_draws_from_may_be_set_as_an_epoch_begins(tmp_path):
     assert seen == [[epoch] * 4 for epoch in (1, 1, 2, 2, 3, 3)]
 
 
+def test_batches_of_a_generator_are_enough_for_one_epoch(tmp_path):
+    _, steps, seen = train(tmp_path, {"batch_sampler": ([number] for number in range(3))}, epochs=1)
+    assert (steps, seen) == (3, [[0], [1], [2]])
+
+
 class Saves(Regression):
     """Saves at the end of a test."""
 

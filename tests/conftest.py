@@ -16,6 +16,9 @@ from _pytest.doctest import DoctestModule
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started pytest in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 from ddpkit.logger import MultiProcessLoggerAdapter
 from tests import warm_starts
 from tests.guards import Picture

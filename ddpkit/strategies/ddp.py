@@ -59,8 +59,8 @@ UNUSED = (
     "(requires_grad_(False))."
 )
 OTHER_ENTRIES = (
-    "the ranks have used different entries of modules in the same steps, whose gradients were averaged with each other "
-    "since the last checkpoint. Use the same on all ranks, or one entry for all choices (--find_unused_parameters)."
+    "the ranks have used different entries of modules in the same steps. Their gradients were averaged together: "
+    "checkpoints of this pass are wrong. Use the same, or one entry for all choices (--find_unused_parameters)."
 )
 
 

@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 
 FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
 OTHER_BLOCKS = (
-    "strategy='fsdp': the ranks have not used the same blocks in the same order, or other parameters of a block. "
+    "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same parameters. "
     "Weights of a block are gathered, and its gradients added, at once, so that the ranks have mixed them. The steps "
     "since the last checkpoint may be wrong; they are not saved. Choose what a batch uses in the same way on all ranks "
     "(a torch.Generator with the same seed); or use --strategy=ddp or zero1 with --find_unused_parameters, and put the "

@@ -461,3 +461,29 @@ def test_without_the_option_a_lack_of_memory_names_it(option, caplog):
     with pytest.raises((torch.OutOfMemoryError, ConfigError)):
         brain.fit([1], points(SAMPLES))
     assert ("In training, --auto_micro_batch cuts the global batch into parts" in caplog.text) is not option
+
+
+class Assigns(nn.Module):
+    """Assigns a buffer anew in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(3, 1).double()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean = 0.7 * self.mean + 0.3 * inputs.detach().mean(0)
+        return self.layer(inputs - self.mean)
+
+
+def assign(option):
+    given = {**QUIET, "global_batch_size": GLOBAL, "auto_micro_batch": option}
+    brain = Regression({"model": Assigns()}, lambda of: torch.optim.SGD(of, lr=0.1), None, given)
+    brain.fit([1], points(SAMPLES))
+    return brain.raw_modules.model.layer.weight.tolist()
+
+
+def test_buffers_that_are_assigned_anew_are_sent_as_without_the_option(ranks):
+    assert ranks.run(assign, True) == ranks.run(assign, False)

@@ -558,7 +558,7 @@ def choose():
 
 def test_ranks_that_use_other_parameters_of_a_block_are_told(ranks):
     for message in ranks.run(choose):
-        assert "or other parameters of a block" in message
+        assert "or not the same parameters" in message
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddpkit.distributed import get_rank
+from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, points, sgd
 
@@ -154,6 +155,18 @@ def test_ranks_that_use_different_entries_are_told_at_the_end_of_the_pass(ranks,
     for outcome in ranks.outcomes(choose, options, world_size=2):
         assert outcome.error_type == "RankMismatchError", outcome.trace
         assert "the ranks have used different entries of modules" in outcome.error
+
+
+def wrap_by_hand():
+    modules = {"net": nn.parallel.DistributedDataParallel(nn.Linear(3, 1).double())}
+    with pytest.raises(ConfigError) as caught:
+        Regression(modules, sgd(lr=0.1), None, {**QUIET, "global_batch_size": 8}).fit([1], points(16))
+    return str(caught.value)
+
+
+def test_an_entry_that_the_recipe_has_wrapped_is_refused(ranks):
+    for message in ranks.run(wrap_by_hand):
+        assert "modules['net'] is wrapped or sharded already (DistributedDataParallel)" in message
 
 
 class Grows(Regression):

@@ -279,7 +279,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         random.setstate((version, tuple(words), gauss_next))
         numpy = state["numpy"]
         np.random.set_state(  # noqa: NPY002 -- the global state is what users draw from
-            {**numpy, "state": {"key": numpy["key"].numpy().astype(np.uint32), "pos": numpy["pos"]}}
+            {**numpy, "state": {"key": numpy["key"].cpu().numpy().astype(np.uint32), "pos": numpy["pos"]}}
         )
         torch.set_rng_state(state["torch_cpu"].cpu())
     except (ValueError, TypeError, KeyError, RuntimeError) as error:

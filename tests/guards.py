@@ -24,6 +24,8 @@ FOREIGN_VARIABLES = {
     "KMP_INIT_AT_FORK",  # the same
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile, on its first use
     "TRITON_CACHE_DIR",  # torch.compile, on its first use
+    "TRITON_PTXAS_PATH",  # the same, on GPUs
+    "CUDA_MODULE_LOADING",  # torch, when it first computes on a GPU
 }
 
 

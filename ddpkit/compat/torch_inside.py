@@ -137,17 +137,15 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
         >>> multiply_all(ones, 3.0); ones
         [tensor([3.]), tensor([3., 3.])]
     """
-    at_once: Any = getattr(torch, "_foreach_mul_", None)
+    at_once: Any = getattr(torch, "_foreach_mul_", lambda ones, number: [one.mul_(number) for one in ones])
     if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
         factor = factor.to(torch.float32)  # else one kernel each; not half precision, which cannot say a small factor
     for device in {tensor.device for tensor in tensors}:
         own = [tensor for tensor in tensors if tensor.device == device]
-        there = factor.to(device) if isinstance(factor, torch.Tensor) else factor
-        if at_once is not None:
-            at_once(own, there)
-            continue
-        for tensor in own:
-            tensor.mul_(there)
+        there = factor
+        if isinstance(factor, torch.Tensor) and factor.device != device:  # a copy from the CPU would wait for the GPU
+            there = factor.item() if factor.is_cpu else factor.to(device)
+        at_once(own, there)
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

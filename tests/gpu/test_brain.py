@@ -52,12 +52,14 @@ def group_norm(channels):
     return nn.GroupNorm(2, channels)
 
 
-def train(dtype=torch.float32, samples=64, norm=nn.BatchNorm1d, **options):
+def train(dtype=torch.float32, samples=64, norm=nn.BatchNorm1d, scale=None, **options):
     brain = Classifier(
         {"net": make_net(dtype, norm)},
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         run_opts={"noprogressbar": True, **options},
     )
+    if scale is not None and brain.scaler.is_enabled():
+        brain.scaler = torch.amp.GradScaler("cuda", init_scale=scale)
     data = make_data(samples, dtype=dtype)
     brain.fit(range(1, 4), data, data[:20], train_loader_kwargs={"batch_size": 16, "shuffle": True})
     return brain, {name: value.cpu() for name, value in brain.raw_modules.state_dict().items()}
@@ -363,7 +365,7 @@ class Padded(Classifier):
         return super().compute_forward((batch.x.data, batch.y), stage)
 
     def compute_objectives(self, predictions, batch, stage):
-        return super().compute_objectives(predictions, (batch.x.data, batch.y), stage)
+        return super().compute_objectives(predictions, (batch.x.data, batch.y.data), stage)
 
 
 def fit_padded(samples=256, **options):
@@ -442,4 +444,4 @@ def test_the_benchmark_of_gpus_runs():
     assert done.returncode == 0, done.stderr
     rows = {line[:32].strip(): line[32:].split() for line in done.stdout.splitlines()[2:]}
     assert rows["small, fp32"][-1] == "same"
-    assert float(rows["small, fp32"][-4]) == 0.0, "a step waits for nothing"
+    assert float(rows["small, fp32"][-4]) < 0.05, "only now and then a step asks for the losses"

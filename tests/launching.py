@@ -28,8 +28,13 @@ PATIENCE = 5.0
 NOT_HANDED_DOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
+# One node alone need not tell others that it is alive: torchrun leaves the thread for it running when a signal ends it,
+# and aborts, with code -6, if that is in a call of the store then.
+ALIVE_ONCE_A_DAY = "--rdzv-conf=keep_alive_interval=86400"
+
+
 def torchrun(processes: int, *words: str) -> list[str]:
-    return [str(BIN / "torchrun"), "--standalone", f"--nproc_per_node={processes}", *words]
+    return [str(BIN / "torchrun"), "--standalone", ALIVE_ONCE_A_DAY, f"--nproc_per_node={processes}", *words]
 
 
 def python(*words: str) -> list[str]:

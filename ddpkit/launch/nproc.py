@@ -111,7 +111,9 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
         )
     os.environ[NPROC] = str(number)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
-    where = ["--standalone", "--local_addr=localhost"]  # in a container the name of the host may have no address
+    # In a container the name of the host may have no address. And one node alone need not tell others that it is alive:
+    # torchrun leaves the thread for it running when a signal ends it, and aborts if it is in a call of the store then.
+    where = ["--standalone", "--local_addr=localhost", "--rdzv_conf=keep_alive_interval=86400"]
     launcher = ["-m", "torch.distributed.run", *where, f"--nproc_per_node={number}", "--no_python", "--"]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 
 import pytest
-from torch.distributed.run import get_args_parser
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.run import config_from_args, get_args_parser
 
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch import nproc
@@ -135,13 +138,24 @@ def test_this_process_becomes_torchrun(monkeypatch, machine, number, given, thre
     monkeypatch.setattr(sys, "orig_argv", ["python", *words])
     become_torchrun(number)
     [(program, found)] = started
-    where = ["--standalone", "--local_addr=localhost"]
+    where = ["--standalone", "--local_addr=localhost", "--rdzv_conf=keep_alive_interval=86400"]
     options = ["-m", "torch.distributed.run", *where, f"--nproc_per_node={number}", "--no_python", "--"]
     assert program == sys.executable
     assert found == [sys.executable, *options, sys.executable, *words]
     assert os.environ == {"OMP_NUM_THREADS": threads, "DDPKIT_NPROC": number}
     launcher = get_args_parser().parse_args(found[3:])
     assert [launcher.training_script, *launcher.training_script_args] == [sys.executable, *words], "all is the script's"
+
+
+def test_torchrun_has_no_thread_in_the_store_when_a_signal_ends_it(monkeypatch, machine):
+    """By default it has one every 5 s, for the first time 5 s after the start; see :mod:`ddpkit.launch.nproc`."""
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *words: started.append(words[1]))
+    monkeypatch.setattr(os, "environ", {})
+    become_torchrun(2)
+    config, _, _ = config_from_args(get_args_parser().parse_args(started[0][3:]))
+    parameters = RendezvousParameters("c10d", "localhost:0", "test", 1, 1, **config.rdzv_configs)
+    assert get_rendezvous_handler(parameters).settings.keep_alive_interval == timedelta(days=1)
 
 
 def test_cores_are_those_that_may_be_used():

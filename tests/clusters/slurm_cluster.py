@@ -51,7 +51,16 @@ ENDED = {
     "DEADLINE",
 }
 
-# Credentials that expire soon make a requeued job start again after ten seconds instead of two minutes.
+# Of a job, in a report: what Slurm knows, and how many lines of its output and of each daemon's log.
+TOLD = ("JobId", "JobState", "Reason", "Restarts", "ExitCode", "RunTime", "StartTime", "NodeList")
+OUTPUT_LINES = 25
+LOG_LINES = 15
+LINE_LENGTH = 160
+NODE_LINE = re.compile(r"not responding|now responding|returned to service|slurmd version|_rpc_signal_tasks: ")
+DETAIL = re.compile(r"\] debug:(?! +(?:_rpc|_handle_signal|credential|signal for))|debug levels|plugin loaded")
+
+# Credentials that expire soon make a requeued job start again after six seconds instead of two minutes. What Slurm had
+# to tell its nodes about the first attempt may then still be under way: see `bring_back`.
 SETTINGS = """\
 ClusterName=ddpkit
 SlurmctldHost={head}
@@ -67,6 +76,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdDebug=debug
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -142,11 +152,21 @@ class Job:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={limit}")
 
     def report(self) -> str:
-        """Return what helps when something goes wrong."""
-        logs = [tail(path, 8) for path in sorted(self.cluster.folder.glob("slurm*.log")) if ".said" not in path.name]
-        state = self.cluster.run("scontrol", "show", "job", self.number)
+        """Return what helps when something goes wrong; short, as a long one is cut off where it is shown."""
+        known = self.facts()
+        state = " ".join(f"{name}={known.get(name)}" for name in TOLD)
+        logs = [self._said(path) for path in sorted(self.cluster.folder.glob("slurm*.log")) if ".said" not in path.name]
+        nodes = self.cluster.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T %E")
         left = [f"{one.pid}: {' '.join(one.command)}" for one in self.processes()]
-        return "\n".join([state, "processes:", *left, self.output, *logs])
+        output = tail(self.folder / f"slurm-{self.number}.out", OUTPUT_LINES)
+        return "\n".join([state, nodes, *logs, "processes:", *left, output])
+
+    def _said(self, log: Path) -> str:
+        """Return the last lines of a daemon's log that are about this job, or about a node that comes or goes."""
+        own = re.compile(rf"JobId={self.number}\b|\bjob(id)? {self.number}\b|StepId={self.number}\.|\[{self.number}\.")
+        lines = log.read_text(errors="replace").splitlines()
+        told = [line for line in lines if (own.search(line) or NODE_LINE.search(line)) and not DETAIL.search(line)]
+        return "\n".join([f"--- {log.name}", *(line[:LINE_LENGTH] for line in told[-LOG_LINES:])])
 
 
 @dataclass
@@ -213,13 +233,33 @@ class SlurmCluster:
         kill(self.machines[node].processes)
 
     def bring_back(self, node: int) -> None:
-        """Start a node again that was lost."""
+        """Start a node again that Slurm has found to be lost, and give it no job before it has its old messages.
+
+        The controller keeps what it could not deliver: for ten seconds it tries to end the jobs that the node had, and
+        once a minute to kill the steps that srun gave up. These messages name no attempt of a job: if it runs again
+        when they come, they end its new processes. So this takes a minute.
+        """
+        self.run("scontrol", "update", f"NodeName={NODES[node]}", "State=DRAIN", "Reason=it comes back")
         self.daemons.start_node(node)
+        assert wait_until(lambda: self._states()[node] == "drained", START_SECONDS), self.run("sinfo", "-N", "-l")
+        # A message on its way from the queue to the one who sends it is in neither: so look twice.
+        assert wait_until(lambda: self._has_sent_all() and self._has_sent_all(), 90), self.run("sdiag")
+        self.run("scontrol", "update", f"NodeName={NODES[node]}", "State=RESUME")
+
+    def _has_sent_all(self) -> bool:
+        """Say whether the controller has no message left that it is sending, or has to send again."""
+        time.sleep(0.1)
+        said = self.run("sdiag")
+        counts = re.findall(r"^Agent (?:count|queue size):\s*(\d+)", said, re.MULTILINE)
+        assert len(counts) == 2, said
+        return counts == ["0", "0"]
+
+    def _states(self) -> list[str]:
+        time.sleep(0.1)
+        return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
 
     def _is_idle(self) -> bool:
-        time.sleep(0.1)
-        states = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
-        return states == ["idle"] * len(NODES)
+        return self._states() == ["idle"] * len(NODES)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,15 @@ def test_tensors_are_multiplied_at_once_or_one_by_one(at_once, factor, monkeypat
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]
 
 
+def test_a_count_on_the_cpu_multiplies_gradients_elsewhere_as_a_number(monkeypatch):
+    """Copied there from memory that is not pinned it would make the host wait: "meta" stands for a GPU here."""
+    factors = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda ones, factor: factors.append(factor))
+    multiply_all([torch.ones(1), torch.ones(1, device="meta")], torch.tensor(0.1, dtype=torch.float64))
+    assert sorted(factors, key=lambda one: isinstance(one, torch.Tensor)) == [pytest.approx(0.1), torch.tensor(0.1)]
+    assert isinstance(factors[0], float) != isinstance(factors[1], float)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]], ids=str)
 def test_the_norm_of_all_has_the_bits_of_torchs(at_once, dtypes, monkeypatch):

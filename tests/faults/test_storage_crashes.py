@@ -124,7 +124,7 @@ WHOLE = {"one more", "in place, and one deleted"}
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("title", SCENARIOS)
 def test_f5_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
-    stride = 1 if mode == "sync" and title in WHOLE else 3
+    stride = 1 if mode == "sync" and title in WHOLE else 5
     first = 1 + list(SCENARIOS).index(title) % stride
     points, outcomes = zygote(crash_everywhere, tmp_path, title, mode, stride, CrashingFiles, first)
     assert len(points) > 100

@@ -205,7 +205,7 @@ def test_d4_d7_o3_o5_any_sizes(ranks, world_size, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_any_sizes_at_length(ranks, world_size):
-    compare(ranks, world_size, draw(10 + world_size, 200))
+    compare(ranks, world_size, draw(10 + world_size, 80))
 
 
 @pytest.mark.grid

@@ -13,7 +13,6 @@ from torch import nn
 
 from ddpkit import optim
 from ddpkit.checkpointing import torch_recovery, torch_save
-from ddpkit.compat import multiply_all
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.optim import (
     StepResult,
@@ -391,15 +390,6 @@ def test_minor_1_the_count_multiplies_gradients_in_their_own_dtype_which_is_one_
         take_step([torch.optim.SGD([weight], lr=0.0)], max_norm, multiplier=torch.tensor(0.25, dtype=torch.float64))
     own = torch.float64 if dtype is torch.float16 else dtype  # a small factor would be nothing in half precision
     assert factors == [own, own]
-
-
-def test_a_count_on_the_cpu_multiplies_gradients_elsewhere_as_a_number(monkeypatch):
-    """Copied there from memory that is not pinned it would make the host wait: "meta" stands for a GPU here."""
-    factors = []
-    monkeypatch.setattr(torch, "_foreach_mul_", lambda ones, factor: factors.append(factor))
-    multiply_all([torch.ones(1), torch.ones(1, device="meta")], torch.tensor(0.1, dtype=torch.float64))
-    assert sorted(factors, key=lambda one: isinstance(one, torch.Tensor)) == [pytest.approx(0.1), torch.tensor(0.1)]
-    assert isinstance(factors[0], float) != isinstance(factors[1], float)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])

@@ -10,8 +10,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 MARKS  ?= not slow and not faults and not launch
 # More for pytest: make test PYTEST_ARGS="-k sampler -x"
 PYTEST_ARGS ?=
-# How many processes run tests side by side. Tests wait for processes that start: three keep two cores busy.
-JOBS ?= 3
+# How many processes run tests side by side. Tests wait for processes that start: four keep two cores busy.
+JOBS ?= 4
 # For the table of faults: --rows F1,F9, --trials N, --kills N, --seed S (python -m tests.faults.table --help).
 FAULTS_ARGS ?=
 

@@ -91,6 +91,7 @@ def test_a_script_that_has_gone_is_not_compared(tmp_path):
     assert "script" in moved
 
 
+@pytest.mark.slow
 def test_there_is_no_script_on_the_command_line_or_in_a_notebook(tmp_path):
     command = "from ddpkit.comm.agreement import *; print(recipe_facts(type('Mine', (), {}), 'none.yaml'))"
     run = Run(python("-c", command), tmp_path).wait()

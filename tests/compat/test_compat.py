@@ -60,6 +60,7 @@ def parent_of_a_process():
     return reader.recv()
 
 
+@pytest.mark.slow
 def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
     scripts, connect = parent_of_a_process(), forkserver.connect_to_new_process
     with own_forkserver():

@@ -100,7 +100,9 @@ class MovesWeights(Noisy):
                 self.modules.net[0].bias.add_(torch.rand(4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dies_at", [(1, 1), (2, 1), (2, 3), (2, 10), (3, 4)])
+@pytest.mark.parametrize(
+    "dies_at", [(2, 3), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (2, 10), (3, 4)))]
+)
 def test_weights_that_are_moved_as_an_epoch_begins_are_moved_once(tmp_path, dies_at):
     assert_exact(tmp_path, lambda: points(20), dies_at, cls=MovesWeights, ckpt_interval_steps=2)
 

@@ -400,7 +400,9 @@ class Endless(IterableDataset):
         self.place = state["place"]
 
 
-@pytest.mark.parametrize(("persistent", "workers"), [(True, 1), (False, 1), (False, 0)])
+@pytest.mark.parametrize(
+    ("persistent", "workers"), [(True, 1), pytest.param(False, 1, marks=pytest.mark.slow), (False, 0)]
+)
 def test_data_that_no_checkpoint_can_ask_is_told(tmp_path, caplog, persistent, workers):
     def start(epochs):
         counter, net = EpochCounter(epochs), linear()

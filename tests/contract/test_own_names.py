@@ -119,6 +119,7 @@ def test_no_plausible_name_is_one_of_the_contract():
     assert set(PLAUSIBLE) & (METHODS | ATTRIBUTES | OPTIONS) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_attribute", [False, True], ids=["methods", "attributes"])
 def test_a_recipe_that_defines_every_plausible_name_trains_and_resumes_as_without_them(tmp_path, as_attribute):
     own = dict.fromkeys(PLAUSIBLE, object() if as_attribute else refuse)

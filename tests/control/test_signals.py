@@ -428,7 +428,9 @@ def test_a_call_inside_of_another_one_is_not_asked_anew():
     assert run.returncode == 143, run.stderr
 
 
-@pytest.mark.parametrize("names", [["SIGTERM", "SIGTERM"], ["SIGUSR1", "SIGTERM", "SIGTERM"]], ids=len)
+@pytest.mark.parametrize(
+    "names", [["SIGTERM", "SIGTERM"], pytest.param(["SIGUSR1", "SIGTERM", "SIGTERM"], marks=pytest.mark.slow)], ids=len
+)
 def test_what_ends_a_process_is_the_second_of_its_kind(names):
     """Slurm sends SIGUSR1 as a warning, and SIGTERM at the end."""
     script = f"""

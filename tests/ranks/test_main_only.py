@@ -592,6 +592,7 @@ def peer_dies():
     return ddp.run_on_main(counted)
 
 
+@pytest.mark.slow
 def test_the_pool_itself_reports_a_rank_that_dies(ranks):
     with pytest.raises(RankPoolError) as caught:
         ranks.run(peer_dies, timeout=8)

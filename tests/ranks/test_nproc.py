@@ -52,7 +52,8 @@ def ready(folder: Path, processes: int) -> bool:
     return wait_until(lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60)
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 3])
 def test_nproc(tmp_path, processes):
     """More than there are cores, too. Started cold, and ended as Python ends."""
     run = Run(python(write(tmp_path), *WORDS, f"--nproc={processes}", "--lr=0.5"), tmp_path).wait()

@@ -136,9 +136,11 @@ def test_a_fault_in_a_batch_of_one_rank_has_its_traceback(folder):
 @pytest.mark.parametrize(
     "mistake",
     [
-        "an unknown option",
         "what fit refuses",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("what the Brain refuses", "a part of the Brain")),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("an unknown option", "what the Brain refuses", "a part of the Brain")
+        ),
     ],
 )
 def test_torchrun_says_it_once_in_its_summary(folder, mistake):

@@ -304,7 +304,10 @@ def test_the_next_fit_begins_without_the_error_of_one_that_was_interrupted(late)
 # -------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("dies_at", [(1, 3), (1, 4), (2, 2), (2, 7)], ids=str)
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "dies_at", [(1, 3), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 4), (2, 2), (2, 7)))], ids=str
+)
 @pytest.mark.parametrize("kind", ["AdamW", "momentum"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(late, tmp_path, kind, dies_at):
     def run(folder, dies_at=None):

@@ -592,6 +592,7 @@ def test_persistent_workers_end_with_their_loader():
     assert not worker.is_alive(), "nothing but the loader holds them, not even in a circle"
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned():
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": start}
     loader = shard(Noisy("all", size=6), Sharding(seed=SEED), batch_size=2, **options)

@@ -57,7 +57,13 @@ def test_the_benchmark_of_gpus_runs_on_a_cpu_and_ends_with_the_bits_of_the_loop_
     assert done.returncode == 0, done.stderr
     rows = {line[:32].strip(): line[32:].strip() for line in done.stdout.splitlines()[2:]}
     refused = {name for name, figures in rows.items() if figures == "not on a CPU"}
-    assert refused == {"small, fp16", "transformer, fp16", "small, reduce-overhead", "transformer, reduce-overhead"}
+    assert refused == {
+        "small, fp16",
+        "transformer, fp16",
+        "small, reduce-overhead",
+        "transformer, reduce-overhead",
+        "as before, looked at first",
+    }
     assert ("checkpoint" in rows) == (processes == 1)
     trained = rows.keys() - refused - {"checkpoint"}
     assert len(trained) == 10

@@ -280,7 +280,8 @@ class OptionTypes:
     data_parallel_backend: bool = option(False, WHERE, "all GPUs from one process (nn.DataParallel)")
     data_parallel_count: int = option(-1, "", "no effect")
     distributed_backend: str = option(None, WHERE, "nccl, gloo or mpi", form="NAME", shown="nccl on GPUs, else gloo")
-    distributed_timeout_minutes: float = option(30.0, WHERE, "longest wait for other processes", form="M", above=0)
+    distributed_timeout_minutes: float = option(30.0, WHERE, "longest wait for other processes", form="M", above=0,
+        shown="30.5")
 
     strategy: str = option("auto", STRATEGY, "what each process holds of the model",
         choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)

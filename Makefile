@@ -69,9 +69,9 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 	$(BIN)/sphinx-build -q -b html -n -W --keep-going docs docs/_build/html
 
 # The environment is complete before anything runs: with `make -j2 check` the launchers' tests, which mostly wait, run
-# beside the others.
+# beside the others, of which there are fewer at a time then.
 check: $(VENV)/.installed-ecosystem  ## all of it, the slower tests too: what CI runs
-	DDPKIT_TEST_WHOLE_EXIT=1 $(MAKE) lint types layers test launch docs MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
+	DDPKIT_TEST_WHOLE_EXIT=1 $(MAKE) lint types layers test launch docs JOBS=3 MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -48,7 +48,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import ddp_init_group, get_world_size, if_main_process
 from ddpkit.types import Stage
 
-MAX_NORM, SECONDS_A_TURN, COUNTED = 5.0, 0.4, 64
+MAX_NORM, SECONDS_A_TURN, COUNTED = 5.0, 0.4, 32
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -21,11 +21,13 @@ HANG_SECONDS = 10
 HOSTS = {"host1", "host2"}
 STATIC = ("--nproc-per-node=1", "--node-rank={rank}", "--master-addr=host1", "--master-port=29500")
 C10D = ("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=host1:29500")
+# A host that starts late is waited for, and one that is silent for some seconds is not lost: else torchrun begins with
+# one host on a loaded machine, and then again, when the two may miss each other for good.
 ELASTIC = (
     *C10D,
     "--nnodes=1:2",
     "--max-restarts=2",
-    "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+    "--rdzv-conf=last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=4",
 )
 
 

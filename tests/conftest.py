@@ -16,9 +16,6 @@ from _pytest.doctest import DoctestModule
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started pytest in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 from ddpkit.logger import MultiProcessLoggerAdapter
 from tests import warm_starts
 from tests.guards import Picture
@@ -99,13 +96,13 @@ def pytest_configure(config) -> None:
     And let the import of ``ddpkit.speechbrain`` change nothing here: tests of it start processes of their own. The
     process that warm ones are forked from is one for all processes that run tests side by side.
     """
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
     os.environ["DDPKIT_SPEECHBRAIN"] = "0"
     multiprocessing.set_forkserver_preload(warm_starts.PRELOADED)  # whoever starts it first
     if getattr(config.option, "numprocesses", None):
         os.environ[warm_starts.SERVER] = warm_starts.prepare()
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, usual)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """What a training step costs on a GPU, against a loop by hand in the same run: time, waits for the GPU, memory.
 
-    python benchmarks/gpu.py                     # one GPU, 4 minutes
+    python benchmarks/gpu.py                     # one GPU, some minutes
     python benchmarks/gpu.py --processes 2       # two GPUs, DDP over NCCL
     python benchmarks/gpu.py --rows fp16 moved   # only rows with one of these words in their name
     python benchmarks/gpu.py --device cpu        # tiny, to see that it runs; times mean nothing there

@@ -34,6 +34,7 @@ demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of 
 test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" $(PYTEST_ARGS)
 
+launch: export DDPKIT_TEST_WHOLE_EXIT = 1
 launch: $(VENV)/.installed-dev  ## run the tests with real launchers and clusters, of which there can be one at a time
 	$(BIN)/python -m pytest -m launch $(PYTEST_ARGS)
 
@@ -71,7 +72,7 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 # The environment is complete before anything runs: with `make -j2 check` the launchers' tests, which mostly wait, run
 # beside the others, of which there are fewer at a time then.
 check: $(VENV)/.installed-ecosystem  ## all of it, the slower tests too: what CI runs
-	DDPKIT_TEST_WHOLE_EXIT=1 $(MAKE) lint types layers test launch docs JOBS=3 MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
+	$(MAKE) lint types layers test launch docs JOBS=3 MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

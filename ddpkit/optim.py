@@ -317,7 +317,8 @@ def take_late_step(
     is_plain = isinstance(multiplier, float) and multiplier == 1.0
     if not is_plain:
         norm = norm * multiplier
-    late, skip = LateStep(norm, max_norm), 1.0 - ((norm < math.inf) & (norm >= 0.0)).float()
+    late = LateStep(norm, max_norm)
+    skip = ((norm if is_plain else norm.sqrt()) * 0.0).ne_(0.0).float()  # 1 where not finite, or negative: a few kernels
     clips = max_norm is not None and max_norm > 0.0
     if clips:
         clip = torch.clamp((norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)  # 1 where nothing is clipped

@@ -42,6 +42,8 @@ def pytest_collection():
     try:
         return (yield)
     finally:
+        if "PYTEST_XDIST_WORKER" in os.environ and (torch := sys.modules.get("torch")):
+            torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports much, sooner or later
         gc.collect()
         gc.freeze()
         gc.enable()

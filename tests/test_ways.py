@@ -170,7 +170,9 @@ def save_of_rank_0(folder, is_async):
     return way if dist.get_rank() == 0 else None
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["in the background", "at once"])
+@pytest.mark.parametrize(
+    "is_async", [pytest.param(True, marks=pytest.mark.slow), False], ids=["in the background", "at once"]
+)
 def test_a_save_of_three_ranks(ranks, tmp_path, is_async):
     """With what is saved: the Brain, the counter, the loader, and what each rank has of its own; with its thread."""
     way = ranks.run(save_of_rank_0, tmp_path, is_async, world_size=3)[0]

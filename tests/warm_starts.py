@@ -6,7 +6,7 @@ What it shares with the others is what was set when Python started, such as the 
 ending itself start processes cold, and so does one test at least of each kind.
 
 To take torch's modules apart at its end costs a process 0.4 s, too: a forked one runs what was registered for its exit,
-and leaves its memory to the system. `make check` sets WHOLE_EXIT; there each ends as Python does.
+and leaves its memory to the system. `make launch` sets WHOLE_EXIT; there each ends as Python does.
 
 Run as a script, this is the process that is forked.
 """

@@ -57,7 +57,7 @@ def write_stderr_into(path, worker):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     stderr = tmp_path / "stderr"
     loader = DataLoader(

@@ -79,7 +79,7 @@ def test_values_and_positions_of_a_large_order_are_uniform():
 @pytest.mark.parametrize("size", [SMALL + 5, pytest.param(3 * SMALL, marks=pytest.mark.slow)])
 def test_every_position_takes_every_value_over_the_epochs(size):
     """Where the first sample stands, and what stands first, over many epochs of a Feistel order."""
-    epochs, cells = 4000, 16
+    epochs, cells = 2000, 16
     first = np.array([Order(size, 9, epoch).indices(0, 1)[0] for epoch in range(epochs)])
     last = np.array([Order(size, 9, epoch).indices(size - 1, size)[0] for epoch in range(epochs)])
     for values in (first, last):

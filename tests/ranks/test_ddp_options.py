@@ -189,7 +189,7 @@ def train_mortal(folder, dies_at, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"static_graph": True},
+        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
         pytest.param({"static_graph": True, "grad_accumulation_factor": 2}, marks=pytest.mark.slow),
         pytest.param({"ddp_comm_hook": "bf16"}, marks=pytest.mark.slow),
         POWER,

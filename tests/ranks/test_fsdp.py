@@ -773,6 +773,7 @@ def test_no_rank_ever_holds_a_model_on_the_meta_device_whole(ranks):
         assert max(held) < 0.8 * whole
 
 
+@pytest.mark.slow
 def test_a_run_from_the_meta_device_goes_on(ranks, tmp_path):
     whole = ranks.run(functools.partial(train_from_meta, tmp_path / "whole"))
     ranks.run(functools.partial(train_from_meta, tmp_path / "part", dies_at=(2, 5), ckpt_interval_steps=1))
@@ -787,6 +788,7 @@ def evaluate_from_meta(folder):
     return loss, sum(map(is_sharded, brain.raw_modules.parameters()))
 
 
+@pytest.mark.slow
 def test_an_evaluation_alone_divides_a_model_on_the_meta_device(ranks, tmp_path):
     told = ranks.run(functools.partial(train_from_meta, tmp_path))[0]["told"]
     for loss, divided in ranks.run(evaluate_from_meta, tmp_path):

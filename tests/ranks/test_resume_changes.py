@@ -62,7 +62,7 @@ def train(folder, kind, dies_at, factor):
 
 @pytest.mark.parametrize(
     "kind",
-    ["plan", "stream", "looped", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sampler", "looped stream"))],
+    ["plan", "stream", *(pytest.param(one, marks=pytest.mark.slow) for one in ("looped", "sampler", "looped stream"))],
 )
 def test_an_unchanged_recipe_is_told_nothing_on_any_number_of_ranks(ranks, tmp_path, kind):
     ranks.run(train, tmp_path / "2", kind, (1, 5), 3, world_size=2)

@@ -55,7 +55,7 @@ def count(number):
     return brain.known, brain.optimizer_step
 
 
-@pytest.mark.parametrize("number", [1, 22, 33])
+@pytest.mark.parametrize("number", [1, 33, pytest.param(22, marks=pytest.mark.slow)])
 def test_the_number_of_steps_follows_the_number_of_processes(ranks, number):
     for world in (1, 2, 3):
         steps = math.ceil(math.ceil(number / (4 * world)) / 2)

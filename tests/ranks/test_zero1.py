@@ -124,14 +124,14 @@ def train_with(strategy, kind, folder, options):
 SETTINGS = [
     ("Recipe", {"remove_vector_weight_decay": True, "ema_decay": 0.8, "grad_accumulation_factor": 2}),
     ("TwoOptimizers", {"grad_accumulation_factor": 1}),
-    ("OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}),
-    ("Growing", {"grad_accumulation_factor": 2}),
     ("Unfreezing", {"find_unused_parameters": True}),
+    pytest.param("OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}, marks=pytest.mark.slow),
+    pytest.param("Growing", {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "options"), SETTINGS, ids=[kind for kind, _ in SETTINGS])
+@pytest.mark.parametrize(("kind", "options"), SETTINGS)
 def test_zero1_has_the_bits_of_ddp_and_the_numbers_of_one_process(ranks, world_size, kind, options):
     alone, alone_losses, whole, alone_average = train_with("zero1", kind, None, options)
     expected = ranks.run(train_with, "ddp", kind, None, options, world_size=world_size)

@@ -318,7 +318,8 @@ def take_late_step(
     if not is_plain:
         norm = norm * multiplier
     late = LateStep(norm, max_norm)
-    skip = ((norm if is_plain else norm.sqrt()) * 0.0).ne_(0.0).float()  # 1 where not finite, or negative: a few kernels
+    # 1 where it is not finite, or negative: in as few kernels as can be, each of which the host has to launch.
+    skip = ((norm if is_plain else norm.sqrt()) * 0.0).ne_(0.0).float()
     clips = max_norm is not None and max_norm > 0.0
     if clips:
         clip = torch.clamp((norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)  # 1 where nothing is clipped

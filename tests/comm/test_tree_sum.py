@@ -50,7 +50,8 @@ def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False):
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**20], ids=["in chunks", "whole"])
 @pytest.mark.parametrize(
-    ("parts", "world_size"), [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3), (8, 4), (8, 8)]
+    ("parts", "world_size"),
+    [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3), (8, 4), pytest.param(8, 8, marks=pytest.mark.slow)],
 )
 def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size, whole_bytes):
     alone = add_up(parts)

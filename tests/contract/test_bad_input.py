@@ -805,7 +805,9 @@ def test_real_run_of_the_recipe_itself(tmp_path):
             None,
             marks=pytest.mark.slow,
         ),
-        (["hparams.yaml"], "before", ["OverflowError: boom before the group"], None),
+        pytest.param(
+            ["hparams.yaml"], "before", ["OverflowError: boom before the group"], None, marks=pytest.mark.slow
+        ),
         pytest.param(["hparams.yaml"], "recipe", ["OverflowError: boom in the recipe"], 1, marks=pytest.mark.slow),
         (["hparams.yaml"], "forward", ["OverflowError: boom in forward"], 1),
         pytest.param(["hparams.yaml"], "valid", ["OverflowError: boom in validation"], 1, marks=pytest.mark.slow),

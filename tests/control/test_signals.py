@@ -312,7 +312,7 @@ with signals.SignalListener().listening():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux's C library")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_second_signal_is_not_lost_that_came_while_the_main_thread_was_busy_in_c(number):
     """Python tells a main thread of two signals as of one."""
     script = DEAF % number.name

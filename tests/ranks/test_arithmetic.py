@@ -348,7 +348,7 @@ class EpochCounterOnce:
         return iter(range(1, self.limit + 1))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(ranks, world_size, tmp_path):
     """A place in the epoch is one between optimizer steps, however many batches these take on a rank."""
     whole, steps = train_to_the_middle(tmp_path / "whole", 2)

@@ -106,8 +106,9 @@ def trained_twice(name):
     return train(**options), train(activation_checkpointing=["Block"], **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 1])
 def test_checkpointed_blocks_give_the_same_bits_and_compute_twice(ranks, name, world_size):
     run = [trained_twice(name)] if world_size == 1 else ranks.run(trained_twice, name, world_size=2)
     evaluated = 2 * 10  # passes of the validations, which are not done twice

@@ -62,7 +62,11 @@ def train(cls, options, number):
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("cls", "more"),
-    [(Regression, {}), (Sums, {"local_sgd_start": 3}), (Regression, {"grad_accumulation_factor": 3})],
+    [
+        pytest.param(Regression, {}, marks=pytest.mark.slow),
+        (Sums, {"local_sgd_start": 3}),
+        (Regression, {"grad_accumulation_factor": 3}),
+    ],
 )
 def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, size, cls, more):
     """Also where one rank has no sample in the last batch: its gradient is zero, and its weights count as any."""

@@ -85,7 +85,8 @@ def test_the_values_are_those_of_the_whole_set(ranks, world, shard):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(2, 2), (1, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (3, 2)))]
+    ("before", "after"),
+    [(2, 2), (1, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (3, 2)))],
 )
 def test_a_resume_in_the_middle_of_an_epoch(ranks, tmp_path, before, after):
     options = {"folder": tmp_path, "ckpt_interval_steps": 2, "shard_evaluation": True}

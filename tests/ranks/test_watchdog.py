@@ -136,7 +136,7 @@ class SlowStart(Regression):
         super().on_fit_start()
 
 
-@pytest.mark.parametrize("kind", [SlowLoader, SlowStart])
+@pytest.mark.parametrize("kind", [SlowLoader, pytest.param(SlowStart, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_of_fit(ranks, kind):
     told = [text for _, lines, _ in ranks.run(stand_still, kind, init=False) for text in lines]
     assert any(is_told(kind, text) for text in told), told

@@ -50,7 +50,7 @@ def train(urls, num_workers):
     return brain.seen
 
 
-@pytest.mark.parametrize(("world", "num_workers"), [(1, 0), (2, 0), (2, 2), (3, 0)])
+@pytest.mark.parametrize(("world", "num_workers"), [(1, 0), (2, 2), (3, 0), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_a_pipeline_is_divided_by_its_node_splitter(ranks, shards, world, num_workers):
     parts = ranks.run(train, shards, num_workers, world_size=world)
     assert Counter(itertools.chain.from_iterable(parts)) == dict.fromkeys(range(SHARDS * EACH), 2)

@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --processes 2       # two GPUs, DDP over NCCL
     python benchmarks/gpu.py --rows fp16 moved   # only rows with one of these words in their name
     python benchmarks/gpu.py --device cpu        # tiny, to see that it runs; times mean nothing there
+    python benchmarks/gpu.py --device cpu --turns 15 --rows small   # of tiny models: what the host does in a step
 
 Both loops train the same model on the same batches, in turns: forward, backward, clipping, finite check, fused AdamW.
 `ratio` is the median of the turns' ratios of ddpkit to the loop by hand, with its quartiles. `waits` is how often a
@@ -33,7 +34,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -199,7 +200,7 @@ class Model(Brain):
 def make_brain(row: Row, sizes: Sizes, device: str) -> Model:
     compiling = {} if row.mode is None else {"compile": True, "compile_mode": row.mode}
     options = {"device": device, "noprogressbar": True, "max_grad_norm": MAX_NORM, "precision": row.precision}
-    with mock.patch.object(optim, "GPUS", () if row.looks_first else optim.GPUS):
+    with mock.patch.object(optim, "GPUS", () if row.looks_first else ("cuda", "cpu")):
         return Model({"net": make_net(row.kind, sizes)}, adamw, run_opts={**options, **compiling, **row.options})
 
 
@@ -352,6 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=1, help="a GPU each")
+    parser.add_argument("--turns", type=int, help="how often each row is measured")
     parser.add_argument("--rows", nargs="*", default=[""], help="words of the names of rows")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.processes:
@@ -367,7 +369,10 @@ def main() -> None:
         ddp_init_group({"device": device})
     rows = [row for row in ROWS if any(word in row.name for word in arguments.rows)]
     checkpoint = any(word in "checkpoint" for word in arguments.rows)
-    report(rows, TINY if device == "cpu" else Sizes(), device, checkpoint=checkpoint)
+    sizes = TINY if device == "cpu" else Sizes()
+    if arguments.turns is not None:
+        sizes = replace(sizes, turns=arguments.turns, most_steps=Sizes.most_steps)
+    report(rows, sizes, device, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def take_late_step(
     if not is_plain:
         norm = norm * multiplier
     late = LateStep(norm, max_norm)
-    # 1 where it is not finite, or negative: in as few kernels as can be, each of which the host has to launch.
+    # 1 where it is not finite, or made negative: in few kernels, each of which the host has to launch.
     skip = ((norm if is_plain else norm.sqrt()) * 0.0).ne_(0.0).float()
     clips = max_norm is not None and max_norm > 0.0
     if clips:

@@ -111,7 +111,7 @@ class Option:
         try:
             converted = self._convert(value)
         except (TypeError, ValueError, OverflowError):
-            noun = "true, false or auto" if self.type is bool and self.is_optional else self._noun
+            noun = "on, off or auto" if self.type is bool and self.is_optional else self._noun
             raise self._error(value, where, noun) from None
         if self.choices and converted not in self.choices:
             raise self._error(value, where, f"one of {', '.join(self.choices)}")
@@ -365,8 +365,7 @@ class OptionTypes:
         form="A B", shown="SIGTERM SIGINT SIGUSR1")
     save_signals: list[str] = option(["SIGUSR2"], STOPPING, "signals that save a checkpoint", form="A B",
         shown="SIGUSR2")
-    hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never",
-        form="S", minimum=0)
+    hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never", form="S", minimum=0)
     hang_timeout: float = option(1800.0, STOPPING, "end the run after so long without a step; 0: never", form="S",
         minimum=0)
 
@@ -379,7 +378,8 @@ class OptionTypes:
         shown="all")
     compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes",
         form="A B", shown="none", is_attribute=False)
-    compile_mode: str = option("default", COMPILING, "torch's mode, e.g. reduce-overhead", form="MODE", needs=_COMPILED)
+    compile_mode: str = option("default", COMPILING, "torch's mode, e.g. reduce-overhead", form="MODE", needs=_COMPILED,
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"))
     compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error", needs=_COMPILED)
     compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes", needs=_COMPILED)
 

@@ -54,7 +54,7 @@ from ddpkit.base import (
     unwrap,
 )
 from ddpkit.checkpointing.storage import BLOCK_BYTES, FILE_THREADS, write_file
-from ddpkit.distributed import get_rank, main_process_only
+from ddpkit.distributed import get_rank, main_process_only, require_all_ranks
 from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stateful
@@ -248,19 +248,21 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
         By name the states that were divided, with plain tensors on the CPU; on other ranks than rank 0 they are empty,
         since each tensor is dropped as soon as it is gathered.
 
+    Raises:
+        LaunchError: in main-only code, if a state is divided.
+
     Ranks: collective; the same objects in the same order on all ranks.
 
     Example:
         >>> whole_states({"net": nn.Linear(1, 1)})
         {}
     """
-    found = {}
+    found, keep = {}, not get_rank()
     for name, obj in objects.items():
         state = saved_state(obj)
         if _has(state, is_sharded):
-            found[name] = map_values(
-                state, lambda one: gather_whole(one, keep=not get_rank()) if is_sharded(one) else one
-            )
+            require_all_ranks("whole_state_dict")
+            found[name] = map_values(state, lambda one: gather_whole(one, keep=keep) if is_sharded(one) else one)
     return found
 
 
@@ -283,7 +285,10 @@ def whole_state_dict(obj: Any) -> Any:
     Returns:
         On rank 0 the state, with plain tensors; None on the other ranks.
 
-    Ranks: collective. In main-only code each rank's part alone is there: call it before, on every rank.
+    Raises:
+        LaunchError: in main-only code, where each rank's part alone is there: call it before, on every rank.
+
+    Ranks: collective.
 
     Example:
         >>> sorted(whole_state_dict(nn.Linear(2, 1)))

@@ -99,7 +99,7 @@ class AutoMicroBatch:
             ),
         }
         for words in (words for words, is_so in refused.items() if is_so):
-            raise ConfigError(f"auto_micro_batch does not work {words}. Else leave --auto_micro_batch out.")
+            raise ConfigError(f"auto_micro_batch does not work {words}. Change that, or leave --auto_micro_batch out.")
 
     def run(self, one_pass: Callable[[], float], loader: Any) -> float:
         """Make a pass; after each step that was too large, make what is left of it, in smaller micro-batches.

@@ -649,6 +649,16 @@ def test_a_forward_pass_of_the_main_process_alone_is_an_error(ranks, reshard):
         assert "the forward pass of net (strategy='fsdp') was called inside main-only code (run_on_main" in message
 
 
+class GathersAlone(Classifier):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        run_on_main(lambda: whole_state_dict(self.modules.net))
+
+
+def test_whole_states_for_the_main_process_alone_are_an_error(ranks):
+    for message in ranks.run(message_of, GathersAlone, (LaunchError, MainProcessError), None, timeout=60):
+        assert "whole_state_dict was called inside main-only code (run_on_main" in message
+
+
 class Outside(Classifier):
     def init_optimizers(self):
         self.optimizers_dict = {"outside": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}

@@ -184,7 +184,7 @@ def test_yaml_values_are_typed(name, given, value):
         ("max_grad_norm", float("nan"), "expects a number"),
         ("debug", 2, "expects true or false"),
         ("debug", [], "expects true or false"),
-        ("sync_batchnorm", "of", "expects true, false or auto"),
+        ("sync_batchnorm", "of", "expects on, off or auto"),
         ("tqdm_barcolor", "RED", "expects a mapping"),
         ("compile_mode", {}, "expects text"),
         ("jit_module_keys", 3, "expects a list of names"),
@@ -194,6 +194,16 @@ def test_yaml_values_are_checked(name, given, reason):
     with pytest.raises(ConfigError) as caught:
         RunOptions().resolved({name: given})
     assert f"{name} {reason}, got {given!r} in the hparams YAML" in str(caught.value)
+
+
+def test_a_mode_of_the_compiler_that_torch_does_not_know_is_refused():
+    """torch would tell it when it compiles, and the modules would train without."""
+    with pytest.raises(ConfigError, match=r"^compile_mode expects one of default, reduce-overhead, .*, got 'max' in"):
+        RunOptions().resolved({"compile_mode": "max"})
+    from torch._inductor import list_mode_options
+
+    for mode in list_mode_options():
+        assert RunOptions().resolved({"compile_mode": mode}).compile_mode == mode
 
 
 def test_intervals_are_checked_over_the_sources():

@@ -162,8 +162,8 @@ def ready_made_loader(data):
         "workers",
         "ready-made",
         pytest.param("ready-made with workers", marks=pytest.mark.slow),
-        "batch sampler",
-        "whole batches",
+        pytest.param("batch sampler", marks=pytest.mark.slow),
+        pytest.param("whole batches", marks=pytest.mark.slow),
     ],
 )
 def test_loaders_of_all_kinds_are_continued_where_they_were(tmp_path, how):

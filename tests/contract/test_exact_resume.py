@@ -182,7 +182,7 @@ def test_a_stream_with_a_state_goes_on_without_reading_again(tmp_path, make, die
 
 
 @pytest.mark.parametrize(
-    "dies_at", [(2, 1), (2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 4), (3, 10)])]
+    "dies_at", [(2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 4), (2, 1), (3, 10)])]
 )
 def test_a_loader_with_a_state_goes_on_without_reading_again(tmp_path, dies_at):
     made = []

@@ -217,7 +217,9 @@ def run(folder, *, cls=Scheduled, dies_at=None, batch_size=4, seed=7, run_opts=L
     return brain
 
 
-@pytest.mark.parametrize("cls", [Scheduled, OldStyle, pytest.param(Tracing, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cls", [Scheduled, *(pytest.param(one, marks=pytest.mark.slow) for one in (OldStyle, Tracing))]
+)
 def test_a_resumed_run_does_not_scale_twice(tmp_path, cls):
     whole = run(tmp_path / "whole", cls=cls)
     killed = run(tmp_path / "killed", cls=cls, dies_at=6)

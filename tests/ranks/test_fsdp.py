@@ -209,7 +209,7 @@ def count_reduce_scatters(**options):
     return sum("reduce_scatter" in event.name() for event in events if event.name().startswith("c10d::"))
 
 
-@pytest.mark.parametrize(("keeps_whole", "per_step"), [(False, 6), (True, 3)])
+@pytest.mark.parametrize(("keeps_whole", "per_step"), [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)])
 def test_whole_gradients_are_divided_once_per_step_instead_of_in_each_micro_batch(ranks, keeps_whole, per_step):
     """Two blocks and the rest."""
     count = functools.partial(count_reduce_scatters, fsdp_whole_gradients=keeps_whole)

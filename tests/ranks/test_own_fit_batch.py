@@ -101,6 +101,7 @@ def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes
         assert losses_there == pytest.approx(losses, abs=1e-10)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("name", ["OneLoss", "Tokens"])
 def test_a_repeated_batch_is_in_no_batch_statistics(ranks, name, factor):

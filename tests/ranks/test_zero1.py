@@ -124,7 +124,7 @@ def train_with(strategy, kind, folder, options):
 SETTINGS = [
     ("Recipe", {"remove_vector_weight_decay": True, "ema_decay": 0.8, "grad_accumulation_factor": 2}),
     ("TwoOptimizers", {"grad_accumulation_factor": 1}),
-    ("Unfreezing", {"find_unused_parameters": True}),
+    pytest.param("Unfreezing", {"find_unused_parameters": True}, marks=pytest.mark.slow),
     pytest.param("OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}, marks=pytest.mark.slow),
     pytest.param("Growing", {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
 ]

@@ -100,7 +100,7 @@ def code_facts() -> dict[str, str]:
     }
     own = sorted(name for name, file in files.items() if file.endswith(".py") and not is_library(file))
     digests = {name: file_digest(files[name]) for name in own[-MOST_FILES:]}
-    return {name: f"{files[name].rpartition(os.sep)[2]} (code {digest})" for name, digest in digests.items() if digest}
+    return {name: f"{Path(files[name]).name} (code {digest})" for name, digest in digests.items() if digest}
 
 
 def recipe_facts(brain_class: type, param_file: str = "") -> dict[str, str]:

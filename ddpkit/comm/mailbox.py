@@ -23,12 +23,12 @@ import contextlib
 import hashlib
 import inspect
 import logging
-import os
 import pickle
 import re
 import time
 import weakref
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -118,7 +118,7 @@ def call_path(frame: FrameType | None) -> str:
 def _steps(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
         code = frame.f_code
-        yield f"{code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {code.co_name}"
+        yield f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         if code.co_name == "<module>":
             break
         frame = frame.f_back

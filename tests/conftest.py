@@ -43,7 +43,7 @@ def pytest_collection():
         return (yield)
     finally:
         if "PYTEST_XDIST_WORKER" in os.environ and (torch := sys.modules.get("torch")):
-            torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports much, sooner or later
+            torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first imports much, which stays, too
         gc.collect()
         gc.freeze()
         gc.enable()

@@ -59,7 +59,7 @@ WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older to
 CANNOT = (
     "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of a parameter by other "
     "numbers than the whole, or torch fails. Use one that works on each element by itself, such as torch.optim.AdamW; "
-    "or --strategy=ddp, or zero1 but for LBFGS."
+    "or --strategy=ddp; --strategy=zero1 works too, except with LBFGS."
 )
 
 

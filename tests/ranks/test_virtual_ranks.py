@@ -356,10 +356,10 @@ def case(name):
 
 
 # Of each of these another case shows the same: own fit_batch and batches of one's own, uneven shards in micro-batches
-# and of a stream, fewer samples than shards, a sampler; noise in collating, and of batch norm without bf16.
+# and of a stream, fewer samples than shards, a sampler, noise in collating.
 AT_LENGTH = {
     *("accumulation, counts", "uneven shards", "a stream", "a short stream, workers", "a batch sampler"),
-    *("noise in workers", "batch norm, bf16", "a stream with shards, workers", "batches count the same"),
+    "noise in workers",
 }
 
 

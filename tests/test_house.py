@@ -22,14 +22,6 @@ INSIDE = {path.stem for path in FILES if path.parent != PACKAGE}
 
 MAX_FUNCTION_LINES = 50
 MAX_INHERITED_LINES = 400  # code lines of a class and of those of the package that it inherits from
-# 12,000 for the core; 2,500 for recipes that move over (porting, speechbrain, batch, schedulers, metric_stats,
-# parameter_transfer, self.log, loggers); 3,000 for bigger models and the same bits on any number of processes.
-MAX_CODE_LINES = 17_500
-MAX_LAYERS = 8
-MAX_FILES_AT_THE_TOP = 28
-MAX_FILES_OF_A_PACKAGE = 12
-MAX_CHAIN = 14  # of modules that import each other
-MAX_REFERENCE_PAGES = 31
 
 # Modules whose classes are no place for `Ranks:`: the exception tree is drawn and
 # explained in one docstring, and the types of `types.py` do nothing by themselves.
@@ -114,23 +106,14 @@ def test_more_arguments_only_with_a_reason():
 # ----------------------------------------------------------------------------------------------------- rooms and layers
 
 
-@pytest.mark.parametrize("folder", [PACKAGE, *FOLDERS], ids=named)
-def test_a_folder_is_small_enough_to_be_read(folder):
-    most = MAX_FILES_AT_THE_TOP if folder == PACKAGE else MAX_FILES_OF_A_PACKAGE
-    assert len(list(folder.glob("*.py"))) <= most
-
-
 def test_the_brain_inherits_from_nothing_and_no_class_is_large_with_what_it_inherits():
     assert ddpkit.Brain.__mro__ == (ddpkit.Brain, object)
     sizes = {one.__name__: house.inherited_size(one) for one in house.classes()}
     assert {name: size for name, size in sizes.items() if size > MAX_INHERITED_LINES} == {}
 
 
-def test_the_package_is_small_and_its_layers_are_few():
-    assert sum(map(house.code_lines, FILES)) <= MAX_CODE_LINES
-    assert len(house.longest_chain()) <= MAX_CHAIN
+def test_nothing_reaches_into_something_private_outside_of_compat():
     assert house.private_reaches() == 0
-    assert house.layers() <= MAX_LAYERS
 
 
 def test_imports_go_downward_only():
@@ -236,7 +219,6 @@ def test_every_module_is_in_the_reference_once_on_the_page_of_its_package():
     pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
     found = [(name, page) for page, text in pages.items() for name in re.findall(r"module:: (ddpkit\S*)", text)]
     page_of = dict(found)
-    assert len(pages) <= MAX_REFERENCE_PAGES
     assert sorted(name for name, _ in found) == [name for name in MODULES if name != "ddpkit"]
     assert [name for name in page_of if page_of[name] != page_of[".".join(name.split(".")[:2])]] == []
     assert [page for page, text in pages.items() if not re.match(r"# .*\n\n\w|# .*\n\n`", text)] == []  # what it is for

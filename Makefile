@@ -81,7 +81,7 @@ bench-peers: $(VENV)/.installed-dev  ## a step in other libraries, each in an en
 	$(BIN)/python benchmarks/peers.py
 
 clean:  ## remove what was built, cached or trained here (not .venv)
-	rm -rf build dist *.egg-info docs/_build examples/*/results
+	rm -rf build dist *.egg-info docs/_build examples/*/results .ci/clone
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find ddpkit tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 

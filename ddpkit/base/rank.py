@@ -43,15 +43,25 @@ T = TypeVar("T")
 # Where a rank that waits for others is, and not itself at fault: files of torch, and of this package.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 _WAITING_OWN = {"mailbox.py", "distributed.py", "gathering.py"}
+_PACKAGE = PurePath(__file__).parents[1]  # a folder above it may have the same name: that of a clone
 # Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
 _DEVICE_READS = (
-    "ddpkit/optim.py", "ddpkit/metrics.py", "ddpkit/distributed.py", "ddpkit/syncbn.py", "ddpkit/comm/tree_sum.py",
-    "ddpkit/strategies/ddp.py",
+    *(
+        (_PACKAGE / name).as_posix()
+        for name in (
+            "optim.py",
+            "metrics.py",
+            "distributed.py",
+            "syncbn.py",
+            "comm/tree_sum.py",
+            "strategies/ddp.py",
+        )
+    ),
     "torch/nn/modules/_functions.py", "torch/amp/grad_scaler.py", "torch/cuda/__init__.py", "torch/cuda/streams.py",
 )  # fmt: skip
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 AT_LOADER = ", waiting for its loader"
-_NOT_THE_USERS = (str(PurePath(os.__file__).parent), str(PurePath(__file__).parents[1]), "<")
+_NOT_THE_USERS = (f"{PurePath(os.__file__).parent}{os.sep}", f"{_PACKAGE}{os.sep}", "<")
 # Frames of a rank of an elastic agent that has finished and waits for the other ranks: inner and outer.
 _WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
 
@@ -577,7 +587,7 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _is_waiting(path: PurePath) -> bool:
-    is_own = path.name in _WAITING_OWN and "ddpkit" in path.parts
+    is_own = path.name in _WAITING_OWN and _PACKAGE in path.parents
     return is_own or any(part in path.as_posix() for part in _WAITING_FILES)
 
 

@@ -170,5 +170,35 @@ def test_files_that_tell_who_waits_are_there():
     """They are named as texts, which no rename finds."""
     package = Path(ddpkit.__file__).parent
     assert {path.name for path in package.rglob("*.py")} >= rank._WAITING_OWN
-    own = [name.removeprefix("ddpkit/") for name in rank._DEVICE_READS if name.startswith("ddpkit/")]
-    assert [name for name in own if not (package / name).is_file()] == []
+    own = [Path(name) for name in rank._DEVICE_READS if name.startswith(package.as_posix())]
+    assert len(own) > 1
+    assert [path for path in own if not path.is_file()] == []
+
+
+def test_files_of_a_user_in_a_clone_of_the_same_name_are_the_users():
+    """A clone is named as the package in it, and recipes are written in the clone."""
+    package = Path(ddpkit.__file__).parent
+    clone = package.parent.with_name("ddpkit")
+    files = [clone / "optim.py", clone / "distributed.py", clone / "recipe" / "gathering.py"]
+    found = {path.name: status_in(path) for path in files}
+    assert [(name, status.waits) for name, status in found.items()] == [(path.name, False) for path in files]
+    assert [name for name, status in found.items() if f"{name}:1 in" not in status.where] == []
+    assert not rank.is_library(str(package.with_name("ddpkit_recipes") / "train.py"))
+
+
+def status_in(path):
+    """Return the status of a thread that stands in a line of a file."""
+    lock = threading.Lock()
+    lock.acquire()
+    code = compile("lock.acquire()", str(path), "exec")
+    thread = threading.Thread(target=exec, args=(code, {"lock": lock}))
+    thread.start()
+    try:
+        position = Position(main_thread=thread.ident, waits_for_device=True)
+        end = time.monotonic() + 60
+        while path.name not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
+            time.sleep(0.001)
+        return position.own_status(0, 1.0, look=True)
+    finally:
+        lock.release()
+        thread.join()

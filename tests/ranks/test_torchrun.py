@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ddpkit
 from tests.launching import Run, free_port, python, soon, start_by_hand, torchrun, wait_until
 
 RECIPE = """
@@ -151,7 +152,8 @@ def test_torch_distributed_launch(tmp_path):
     assert run.code == 0, run.err
     reports(tmp_path, 2)
     assert "train.py" not in run.err, "only the launcher itself may complain"
-    assert "ddpkit/" not in run.err, "no warning of a file of this package"
+    package = f"{Path(ddpkit.__file__).parent}/"  # the path of the launcher may have the name of a clone in it
+    assert package not in run.err, "no warning of a file of this package"
 
 
 def test_data_parallel_backend_under_torchrun_shows_both_commands(tmp_path):

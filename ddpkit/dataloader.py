@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.data import StreamPosition, Summary
+    from ddpkit.data import FirstItems, StreamPosition
 
 __all__ = [
     "LoopedLoader",
@@ -49,7 +49,6 @@ __all__ = [
     "deal_batches",
     "default_seed",
     "distributed_loader_specifics",
-    "first_samples",
     "is_batches",
     "keep_states",
     "make_dataloader",
@@ -59,6 +58,7 @@ __all__ = [
     "resume_at",
     "set_epoch",
     "shard",
+    "spread_samples",
     "state_at",
     "state_at_end",
 ]
@@ -620,8 +620,8 @@ def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBat
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
-def first_samples(loader: Any, number: int = 1, readings: int = 1) -> list[Summary] | None:
-    """Summarize the first samples of a sharded dataset, for a comparison with the other ranks.
+def spread_samples(loader: Any, number: int, readings: int = 1) -> FirstItems | None:
+    """Summarize a few samples of a sharded dataset, for a comparison with the other ranks.
 
     Args:
         loader: any.
@@ -630,24 +630,25 @@ def first_samples(loader: Any, number: int = 1, readings: int = 1) -> list[Summa
             of the dataset and its generators, and would draw the same noise.
 
     Returns:
-        Sketches of them, reading after reading; None where the loader has no such dataset, or they cannot be loaded.
+        Their indices, and sketches of them, reading after reading. None where the loader has no such dataset, or they
+        cannot be loaded.
 
     Ranks: local.
 
-    State: nothing of this process changes but what loading sample 0 changes in the dataset, without workers.
+    State: nothing of this process changes but what loading them changes in the dataset, without workers.
 
     Example:
-        >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
-        ([{'0': '0'}], None)
+        >>> spread_samples(shard(range(9), Sharding(0, 2)), 2), spread_samples([1, 2], 2)
+        (((0, 4), [{'0': '0'}, {'0': '4'}]), None)
     """
     plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
     if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
         return None
     try:
         indices = sorted({place * len(dataset) // number for place in range(number)})
-        return load_keyed(loader, indices * readings, summarize, plan.seed)
+        return tuple(indices), load_keyed(loader, indices * readings, summarize, plan.seed)
     except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
-        logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
+        logger.debug("%d samples of %s cannot be loaded.", number, type(dataset).__name__, exc_info=True)
         return None
 
 

@@ -1,4 +1,5 @@
 from ddpkit.comm.agreement import (
+    SELECTED as SELECTED,
     data_facts as data_facts,
     failures_of as failures_of,
     model_facts as model_facts,

@@ -48,6 +48,7 @@ OWN_OF_EACH_RANK = frozenset(
     {"device", "local_rank", "param_file", "log_config", "noprogressbar", "tqdm_colored_bar", "tqdm_barcolor"}
 )
 SCRIPT, YAML_FILE, MODULE = "script", "hyperparameter file", "module "
+SELECTED = "samples that "
 SOFTWARE = ("Python", "torch", "numpy", "ddpkit")
 _UNKNOWN_TO_SOME = (SCRIPT, YAML_FILE, MODULE)  # a rank that does not know such a fact has no other one
 _DEFAULT_ADVICE = "Start every rank with the same script, the same command line and the same data."
@@ -56,6 +57,9 @@ _ADVICE = {
     (SCRIPT, MODULE, "Brain"): "Give every machine the same files of code.",
     (YAML_FILE,): "Give every rank the same YAML; what differs between machines, such as a folder, belongs on the "
     "command line: --name=value.",
+    (SELECTED,): "A split of the data must be the same on all ranks. Seed it: give random_split a generator, KFold or "
+    "train_test_split a random_state; or call seed_everything first. If each rank shall keep a part of its own, give a "
+    "DataLoader of it with `loader.is_sharded = True`.",
 }
 
 

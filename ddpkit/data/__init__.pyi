@@ -1,6 +1,7 @@
 from ddpkit.data.likeness import (
+    FEW_ITEMS as FEW_ITEMS,
     MOST_ITEMS as MOST_ITEMS,
-    Summary as Summary,
+    FirstItems as FirstItems,
     require_alike as require_alike,
     summarize as summarize,
 )
@@ -17,6 +18,7 @@ from ddpkit.data.plan import (
     require_positive as require_positive,
     set_epoch_inside as set_epoch_inside,
 )
+from ddpkit.data.selection import selection_facts as selection_facts
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,
     is_stateful as is_stateful,

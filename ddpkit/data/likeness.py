@@ -1,4 +1,4 @@
-"""Do all ranks read the same data? The first items tell, as far as they can.
+"""Do all ranks read the same data? The first items of a stream tell, or a few of a dataset, as far as they can.
 
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
 silence. So the ranks compare summaries of the first items. Numbers, texts and shapes must be equal. Noise from a
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+FEW_ITEMS = 4  # of a dataset, spread over it: with one alone, splits that share sample 0 look the same
 MOST_ITEMS = 8  # that are looked at
 _MOST_LEAVES, _MOST_ENTRIES, _MOST_DEPTH = 64, 8, 6  # of an item
 _MOST_VALUES = 16  # of an array of floats
@@ -35,7 +36,8 @@ _LONGEST_SHOWN = 60
 _CLOSE = 1e-3  # of the mean size of an array: other processors round in other ways
 
 Summary = dict[str, Any]
-FirstItems = tuple[tuple[int, ...], list[Summary]]  # where they are, as epoch and block; ranks elsewhere do not compare
+#: Where items are: as epoch and block of a stream, as indices of a dataset. Ranks elsewhere do not compare.
+FirstItems = tuple[tuple[int, ...], list[Summary]]
 
 
 def summarize(item: Any) -> Summary:

@@ -48,7 +48,7 @@ from ddpkit.distributed import get_rank, get_world_size, is_distributed_initiali
 from ddpkit.errors import RankFailedError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
-from ddpkit.training import compare_first_samples, length_of
+from ddpkit.training import compare_samples, length_of, selected_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +159,7 @@ class Preflight:
                 raise type(error)(f"{error}\n(rank {get_rank()} called {call} at {path})") from error.__cause__
 
     def compare_data(self, **loaders: Any) -> None:
-        """Compare the loaders of all ranks: lengths, and the first samples.
+        """Compare the loaders of all ranks: lengths, which samples they select, and a few samples.
 
         Args:
             loaders: by stage; the ranks' ``train`` loaders must have equal numbers of batches.
@@ -172,9 +172,10 @@ class Preflight:
         facts: dict[str, str] = {}
         for name, loader in loaders.items():
             facts |= data_facts(name, loader, length_of(loader), sharded=name == "train")
+            facts |= selected_facts(name, loader)
         require_agreement(facts)
         for name, loader in loaders.items():
-            compare_first_samples(name, loader)
+            compare_samples(name, loader)
 
     def compare_optimizers(self) -> None:
         """Compare the classes and the settings of the optimizers of all ranks.

@@ -9,7 +9,7 @@ from ddpkit.training.feed import (
     StreamFeed as StreamFeed,
     batch_sizes as batch_sizes,
     check_train_data as check_train_data,
-    compare_first_samples as compare_first_samples,
+    compare_samples as compare_samples,
     compared as compared,
     count_epochs as count_epochs,
     counting as counting,
@@ -21,6 +21,7 @@ from ddpkit.training.feed import (
     move_ahead as move_ahead,
     profiled as profiled,
     require_same_draw as require_same_draw,
+    selected_facts as selected_facts,
     size_of as size_of,
 )
 from ddpkit.training.gathering import (

@@ -29,14 +29,17 @@ from ddpkit.base import POSITION, temporarily
 from ddpkit.comm import require_agreement
 from ddpkit.control import start_loading
 from ddpkit.data import (
+    FEW_ITEMS,
     MOST_ITEMS,
     DealtBatchSampler,
     PlannedBatchSampler,
     StreamLoader,
     StreamShard,
     guess_batch_size,
+    layers,
     one_by_one,
     require_alike,
+    selection_facts,
 )
 from ddpkit.dataloader import (
     LoopedLoader,
@@ -44,11 +47,11 @@ from ddpkit.dataloader import (
     Sharding,
     deal_batches,
     default_seed,
-    first_samples,
     is_batches,
     plan_of,
     reshard,
     shard,
+    spread_samples,
 )
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, DataError
@@ -784,8 +787,35 @@ def require_same_draw(loader: Any) -> None:
         require_agreement(facts)
 
 
-def compare_first_samples(name: str, loader: Any) -> None:
-    """Make sure that all ranks hold the same dataset, where each is given its part of it: by a sample or two.
+def selected_facts(name: str, loader: Any) -> dict[str, str]:
+    """Describe which samples a planned loader's dataset selects, and a sampler where its draw is divided.
+
+    Args:
+        name: such as ``"train"``.
+        loader: of this rank, or None.
+
+    Returns:
+        One entry per selection; none for a loader that a recipe has divided by itself.
+
+    Ranks: local.
+
+    Example:
+        >>> selected_facts("train", [1, 2])
+        {}
+    """
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    plan = plan_of(inner)
+    if plan is None:
+        return {}
+    facts = selection_facts(name, inner.dataset)
+    if plan.world_size > 1 and not isinstance(plan.source, int):
+        for sampler in layers(plan.source):
+            facts |= selection_facts(name, sampler)
+    return facts
+
+
+def compare_samples(name: str, loader: Any) -> None:
+    """Make sure that all ranks hold the same dataset, where each is given its part of it: by a few samples.
 
     Args:
         name: such as ``"train"``.
@@ -797,21 +827,25 @@ def compare_first_samples(name: str, loader: Any) -> None:
     Ranks: collective.
 
     Example:
-        >>> compare_first_samples("train", [1, 2])
+        >>> compare_samples("train", [1, 2])
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     plan = plan_of(inner)
     if plan is None or plan.world_size == 1:
         return
-    found = first_samples(inner)
+
+    def read_again() -> Any:
+        found = spread_samples(inner, MOST_ITEMS, readings=2)
+        return None if found is None else found[1]
+
     require_alike(
-        None if found is None else ((), found),
-        lambda: first_samples(inner, MOST_ITEMS, readings=2),
+        spread_samples(inner, FEW_ITEMS) or spread_samples(inner, 1),  # one of the few may be broken
+        read_again,
         f"{name}: the ranks do not hold the same data, and each would be given one part in {plan.world_size} of it: "
         f"the samples of {type(inner.dataset).__name__} differ, and most would be lost in silence. Let every rank load "
-        "all files, in the same order (sort a list of files), and seed what is random. If each rank shall keep files "
-        "of its own, give a DataLoader of them with `loader.is_sharded = True`",
-        f"the first samples of {name}",
+        "all files, in the same order (sort a list of files), and seed what is random, such as a split. If each rank "
+        "shall keep files of its own, give a DataLoader of them with `loader.is_sharded = True`",
+        f"some samples of {name}",
     )
 
 

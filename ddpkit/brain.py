@@ -23,7 +23,7 @@ from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.run import Run, StepPlan
+from ddpkit.run import EpochPlan, Run, StepPlan, note_epoch
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.train_logger import join_loggers
@@ -629,7 +629,7 @@ class Brain(_Typed):
             run.policy.keep_global_batch(start, is_looped=is_looped)
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
-            sizes = self.__plan_steps(train, valid)
+            sizes = self.__plan_steps(train, valid, epoch_counter)
             with POSITION.at("on_fit_start"), run.policy.starting(start):
                 self.on_fit_start()
             run.policy.load_deferred()
@@ -796,7 +796,7 @@ class Brain(_Typed):
                 return None if data is None else loaders.adapt(data, stage)
             return self.make_dataloader(data, stage=stage, **loader_kwargs)
 
-    def __plan_steps(self, train: Any, valid: Any) -> BatchSizes:
+    def __plan_steps(self, train: Any, valid: Any, epoch_counter: Any) -> BatchSizes:
         """Compare the data of the ranks; from its length follow batches, steps and learning-rate scale."""
         run, options = self.__run, self.run_opts
         run.preflight.compare_data(train=train, valid=valid)
@@ -805,10 +805,15 @@ class Brain(_Typed):
         length, shards = length_of(train), run.strategy.shards
         check_train_data(train, length)
         length, factor = length and length // shards, options.grad_accumulation_factor // shards
-        run.length = found = RunLength.of(length, factor, run.epochs, options)
-        self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
         sizes = batch_sizes(train, length, factor, get_world_size(), run.strategy.virtual_ranks)
-        run.policy.run_state.step_plan = StepPlan.of(sizes, train)
+        state = run.policy.run_state
+        state.step_plan = StepPlan.of(sizes, train)
+        steps = RunLength.of(length, factor, None, options).steps_per_epoch
+        is_counter = isinstance(getattr(epoch_counter, "limit", None), int)
+        epoch = None if steps is None or length is None else EpochPlan(steps, length, goes_on=is_counter)
+        ahead = note_epoch(state, epoch)
+        run.length = found = RunLength.of(length, factor, run.epochs, options, ahead=ahead)
+        self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
         run.lr_scaling.choose(options, sizes)
         return sizes
 

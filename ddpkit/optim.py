@@ -16,6 +16,8 @@ weird trick for parallelizing convolutional neural networks", 2014 (arXiv:1404.5
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
 import threading
@@ -35,7 +37,7 @@ from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import BatchSizes
@@ -477,18 +479,27 @@ class Schedule:
         optimizer: the scheduler's.
         every: ``"step"`` or ``"epoch"``.
         total_steps: how many steps it was made for; None where that is not known.
+        make: makes the scheduler for another number of steps; None: that number was not asked for.
 
     Attributes:
         stepped_at: the optimizer step after which the last epoch's step was made.
 
     Ranks: local; alike on every rank.
 
-    State: the scheduler's state, ``total_steps`` and ``stepped_at``.
+    State: the scheduler's state, ``every``, ``total_steps`` and ``stepped_at``.
     """
 
-    def __init__(self, scheduler: Any, optimizer: Optimizer, every: str, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizer: Optimizer,
+        every: str,
+        total_steps: int | None,
+        make: Callable[[int | None], Any] | None = None,
+    ) -> None:
         self.scheduler, self.optimizer, self.every, self.total_steps = scheduler, optimizer, every, total_steps
         self.stepped_at = 0
+        self._make = make
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -529,24 +540,88 @@ class Schedule:
         try:
             self.scheduler.step(*loss)
         except ValueError as error:
+            made = "" if self._make is None else f" was made for {_count(self.total_steps, self.every)} and"
             raise ConfigError(
-                f"{type(self.scheduler).__name__} was made for {self.total_steps} {self.every}s and cannot go on: "
-                f"{error}. Train no longer than that, or use a schedule without an end."
+                f"{type(self.scheduler).__name__}{made} cannot go on: {error}. Train no longer than that, or use a "
+                "schedule without an end."
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state, ``total_steps`` and ``stepped_at``."""
-        state = self.scheduler.state_dict()
-        return {"scheduler": state, "total_steps": self.total_steps, "stepped_at": self.stepped_at}
+        """Return the scheduler's state, ``every``, ``total_steps`` and ``stepped_at``."""
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "every": self.every,
+            "total_steps": self.total_steps,
+            "stepped_at": self.stepped_at,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; say so where the schedule was made for another number of steps."""
-        before, now = state["total_steps"], self.total_steps
-        if before != now:
-            made = f"{type(self.scheduler).__name__} of the checkpoint was made for {before} {self.every}s"
-            logger.warning("The %s; this run has %s. The schedule keeps its original length.", made, now)
+        """Go on from a state, with the length that the schedule had there; say so where the script has another.
+
+        A function may have put the number of steps where no state has it. So it is called once more, with the number
+        that it was called with when the checkpoint's run began.
+        """
+        total, every = state["total_steps"], state.get("every", self.every)
+        has_length = self._make is not None
+        if every != self.every or (has_length and total != self.total_steps):
+            self._tell_length(total, every, has_length=has_length)
+        if self._make is not None and total != self.total_steps:
+            with _settings_kept(self.optimizer):
+                self.scheduler = self._make(total)
+        own = self.scheduler.state_dict()
         self.scheduler.load_state_dict(state["scheduler"])
-        self.total_steps, self.stepped_at = before, state["stepped_at"]
+        self._tell_settings(own, state["scheduler"])
+        self.every, self.total_steps, self.stepped_at = every, total, state["stepped_at"]
+
+    def _tell_length(self, total: int | None, every: str, *, has_length: bool) -> None:
+        """Say that the schedule keeps its length, or the unit that it counts in."""
+        name = type(self.scheduler).__name__
+        before, now = f"{every}s", f"{self.every}s"
+        if has_length:
+            before, now = _count(total, every), _count(self.total_steps, self.every)
+        logger.warning(KEEPS_LENGTH, name, before, now)
+
+    def _tell_settings(self, own: Any, saved: Any) -> None:
+        """Say which settings of the script have no effect, because a state has them, too."""
+        if not (isinstance(own, dict) and isinstance(saved, dict)):
+            return
+        settings = inspect.signature(type(self.scheduler)).parameters.keys() - {"last_epoch"}
+        names = sorted(settings & own.keys() & saved.keys())
+        plain = [name for name in names if isinstance(own[name], (bool, int, float, str, list, tuple, type(None)))]
+        changed = [f"{name} {saved[name]} -> {own[name]}" for name in plain if saved[name] != own[name]]
+        if changed:
+            logger.warning(KEEPS_SETTINGS, type(self.scheduler).__name__, ", ".join(changed))
+
+
+KEEPS_LENGTH = (
+    "The schedule %s was made for %s, and this run has %s. It goes on as it was made. For a schedule of another length "
+    "begin a new run from the checkpoint's weights: load them before fit, and give --resume=never."
+)
+KEEPS_SETTINGS = (
+    "The schedule %s has other settings than those with which the checkpoint's run began (%s), without effect: it goes "
+    "on with the checkpoint's."
+)
+
+
+def _count(number: int | None, what: str) -> str:
+    """Return a number of steps or epochs in words."""
+    return f"an unknown number of {what}s" if number is None else f"{number} {what}{'' if number == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def _settings_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Return a context after which an optimizer has the settings that it had: a new scheduler sets the first rates."""
+    before = [
+        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in ({name: group[name] for name in group if name != "params"} for group in optimizer.param_groups)
+    ]
+    yield
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        for name, value in settings.items():
+            if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
+                group[name].copy_(value)  # a step may have been compiled with this very tensor
+            else:
+                group[name] = value
 
 
 def make_schedule(
@@ -567,6 +642,16 @@ def make_schedule(
 
     Ranks: local; alike on every rank.
     """
+    make = functools.partial(_make_scheduler, scheduler_class, optimizer)
+    asks = _asks_for_length(scheduler_class)
+    schedule = Schedule(make(total_steps), optimizer, every, total_steps, make if asks else None)
+    if schedule.follows_loss and every != "epoch":
+        raise ConfigError("ReduceLROnPlateau follows the valid loss: use it with --scheduler_every=epoch.")
+    return schedule
+
+
+def _make_scheduler(scheduler_class: Callable[..., Any], optimizer: Optimizer, total_steps: int | None) -> Any:
+    """Call ``scheduler_class`` for a number of steps, and check what it returns."""
     arguments, keywords = _arguments_for(scheduler_class, total_steps)
     name = getattr(getattr(scheduler_class, "func", scheduler_class), "__name__", "")
     try:
@@ -579,21 +664,30 @@ def make_schedule(
             "whose number of steps is None, give optimizer_step_limit."
         ) from error
     _require(scheduler, f"scheduler_class ({name}) must return a scheduler", "step", "state_dict", "load_state_dict")
-    schedule = Schedule(scheduler, optimizer, every, total_steps)
-    if schedule.follows_loss and every != "epoch":
-        raise ConfigError("ReduceLROnPlateau follows the valid loss: use it with --scheduler_every=epoch.")
-    return schedule
+    return scheduler
 
 
 def _arguments_for(scheduler_class: Any, total_steps: int | None) -> tuple[list[Any], dict[str, Any]]:
     """Return how the number of steps is handed over: by position, by name, or not at all."""
-    parameters = inspect.signature(scheduler_class).parameters
-    given = getattr(scheduler_class, "keywords", {})
-    is_class = isinstance(getattr(scheduler_class, "func", scheduler_class), type)
-    names = [name for name in (("total_steps", "T_max") if is_class else ("total_steps",)) if name in parameters]
-    if (is_class and (total_steps is None or not names)) or any(name in given for name in names):
+    is_class, names = _parameters_for_length(scheduler_class)
+    if not _asks_for_length(scheduler_class) or (is_class and total_steps is None):
         return [], {}
     return ([], {names[0]: total_steps}) if names else ([total_steps], {})
+
+
+def _asks_for_length(scheduler_class: Any) -> bool:
+    """Return whether ``scheduler_class`` is called with the number of steps, where that is known."""
+    is_class, names = _parameters_for_length(scheduler_class)
+    given = getattr(scheduler_class, "keywords", {})
+    return bool(names or not is_class) and not any(name in given for name in names)
+
+
+def _parameters_for_length(scheduler_class: Any) -> tuple[bool, list[str]]:
+    """Return whether ``scheduler_class`` is a class, and its parameters for the number of steps."""
+    parameters = inspect.signature(scheduler_class).parameters
+    is_class = isinstance(getattr(scheduler_class, "func", scheduler_class), type)
+    known = ("total_steps", "T_max") if is_class else ("total_steps",)
+    return is_class, [name for name in known if name in parameters]
 
 
 def rm_vector_weight_decay(modules: torch.nn.Module) -> list[dict[str, Any]]:

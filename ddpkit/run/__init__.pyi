@@ -4,3 +4,7 @@ from ddpkit.run.parts import (
 from ddpkit.run.state import (
     StepPlan as StepPlan,
 )
+from ddpkit.run.total_steps import (
+    EpochPlan as EpochPlan,
+    note_epoch as note_epoch,
+)

@@ -533,6 +533,7 @@ class FitCalls:
         number: calls so far, this one included.
         finished: optimizer steps after each finished call, by its number.
         later: a checkpoint of a later call, and its run state; else None.
+        later_ends_epoch: whether that checkpoint was made at the end of an epoch.
 
     Ranks: local; equal on all ranks.
 
@@ -547,6 +548,7 @@ class FitCalls:
         self.number = 0
         self.finished: dict[int, int] = {}
         self.later: tuple[Path, Mapping[str, Any]] | None = None
+        self.later_ends_epoch = True
 
     def accept(self, path: Path, state: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint was made in this call; keep a checkpoint of a later call in :attr:`later`.
@@ -630,6 +632,8 @@ class RunState:
         states: run states of checkpoints that this process has read; the main process alone.
         step_plan: what an optimizer step is made of.
         asked_plan: the step plan in the options, if another number of processes had to change it.
+        steps_per_epoch: optimizer steps of an epoch; None where that is not known.
+        steps_ahead: by how many steps the run is ahead of one that has always had the present batches.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
         is_recovered_here: whether that checkpoint was made in this call of ``fit``.
         expected_epoch: the epoch after a resume from the recovered checkpoint.
@@ -647,6 +651,8 @@ class RunState:
         self.states: States = {}
         self.step_plan = StepPlan(None, None)
         self.asked_plan: StepPlan | None = None
+        self.steps_per_epoch: int | None = None
+        self.steps_ahead = 0
         self.recovered: Path | None = None
         self.is_recovered_here = True
         self.expected_epoch: int | None = None
@@ -685,6 +691,8 @@ class RunState:
             "samples": int(samples),
             **vars(replace(self.step_plan, grad_accumulation_factor=factor)),
             "asked": vars(self.asked_plan or self.step_plan),
+            "steps_per_epoch": self.steps_per_epoch,
+            "steps_ahead": self.steps_ahead,
             "fit": self.calls.number,
             "finished": [self.calls.finished.get(number) for number in range(1, self.calls.number)],
             "lacks": self.lacks,
@@ -756,6 +764,7 @@ class RunState:
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")
         self.is_recovered_here = self.calls.accept(folder, state)
+        self.calls.later_ends_epoch = end_of_epoch
         if not self.is_recovered_here:
             if self.calls.later is None and not end_of_epoch:
                 logger.warning(EARLIER, state["fit"], self.calls.number)

@@ -342,7 +342,9 @@ class RunLength:
     total_steps: int | None = None
 
     @classmethod
-    def of(cls, length: int | None, factor: int, epochs: int | None, options: RunOptions) -> RunLength:
+    def of(
+        cls, length: int | None, factor: int, epochs: int | None, options: RunOptions, *, ahead: int = 0
+    ) -> RunLength:
         """Work it out.
 
         Args:
@@ -350,14 +352,16 @@ class RunLength:
             factor: batches per optimizer step.
             epochs: as :func:`count_epochs` returned them.
             options: ``debug``, ``debug_batches`` and ``optimizer_step_limit`` count.
+            ahead: steps that a resumed run has made beyond those that the present batches would have made.
         """
         limit = options.optimizer_step_limit
         if length is not None and options.debug:
             length = min(length, options.debug_batches)
         steps = None if length is None else -(-length // factor)
-        total = limit if steps is None or epochs is None else min(steps * epochs, limit or steps * epochs)
+        whole = None if steps is None or epochs is None else steps * epochs + ahead
+        total = limit if whole is None else min(whole, limit or whole)
         if steps and total is not None:
-            epochs = -(-total // steps)
+            epochs = -(-(total - ahead) // steps)
         return cls(epochs, steps, total)
 
 

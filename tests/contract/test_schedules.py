@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     OneCycleLR,
     ReduceLROnPlateau,
+    SequentialLR,
     StepLR,
 )
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +26,7 @@ from ddpkit.types import Stage
 from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 from .test_brain_resume import Killed
 
+SLOW = pytest.mark.slow
 DATA, VALID = points(22), points(5, seed=6)  # batches of 4: six, in three steps of two
 
 
@@ -368,15 +370,103 @@ def test_a_killed_run_resumes_its_schedule_to_the_last_bit(kind, dies_at, tmp_pa
     assert found.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"]
 
 
-def test_a_run_that_goes_on_for_longer_says_that_its_schedule_does_not(tmp_path, caplog):
-    counter = EpochCounter(2)
-    fit(brain_with(warm, tmp_path, counter=counter), counter, valid=VALID)
-    longer = EpochCounter(3)
-    brain = brain_with(warm, tmp_path, counter=longer)
-    fit(brain, longer, valid=VALID)
-    assert brain.total_steps == 18
-    words = "The LambdaLR of the checkpoint was made for 12 steps; this run has 18. The schedule keeps its original "
-    assert f"{words}length." in caplog.messages
+def in_two_parts(optimizer, total_steps):
+    parts = [warm(optimizer, total_steps), CosineAnnealingLR(optimizer, total_steps)]
+    return SequentialLR(optimizer, parts, [total_steps // 3])
+
+
+def run_of(folder, scheduler_class, epochs, *, batch_size=4, dies_at=None, **options):
+    """Train as a script does that is started again with the number of epochs that is given."""
+    counter = EpochCounter(epochs)
+    brain = brain_with(scheduler_class, folder, counter=counter, ckpt_interval_steps=1, **options)
+    brain.dies_at = dies_at
+    try:
+        fit(brain, counter, valid=VALID, batch_size=batch_size)
+    except Killed:
+        assert dies_at is not None
+    return brain
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler_class", "same"),
+    [
+        ("LambdaLR", warm, partial(warm, total_steps=12)),
+        ("CosineAnnealingLR", CosineAnnealingLR, partial(CosineAnnealingLR, T_max=12)),
+        pytest.param("LambdaLR", partial(warm, warmup=1.0), partial(warm, total_steps=12, warmup=1.0), marks=SLOW),
+        pytest.param("SequentialLR", in_two_parts, partial(in_two_parts, total_steps=12), marks=SLOW),
+    ],
+    ids=["function", "T_max", "partial", "sequential"],
+)
+def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
+    kind, scheduler_class, same, tmp_path, caplog
+):
+    first = run_of(tmp_path, scheduler_class, 2)
+    longer = run_of(tmp_path, scheduler_class, 4, dies_at=(4, 2))
+    last = run_of(tmp_path, scheduler_class, 4)
+    assert (first.total_steps, longer.total_steps, last.total_steps) == (12, 24, 24)
+    assert first.rates + longer.rates + last.rates == pytest.approx(torch_rates(same, 24), rel=1e-12, abs=0)
+    words = f"The schedule {kind} was made for 12 steps, and this run has 24 steps. It goes on as it was made."
+    assert sum(one.startswith(words) for one in caplog.messages) == 2
+    assert "begin a new run from the checkpoint's weights" in caplog.text
+
+
+def test_a_schedule_of_epochs_keeps_its_length_too(tmp_path, caplog):
+    run_of(tmp_path, warm, 2, scheduler_every="epoch")
+    brain = run_of(tmp_path, warm, 4, scheduler_every="epoch")
+    assert brain.rates == torch_rates(partial(warm, total_steps=2), 24, every=6)[12:]
+    assert "was made for 2 epochs, and this run has 4 epochs. It goes on as it was made." in caplog.text
+
+
+def test_a_schedule_goes_on_in_the_unit_in_which_it_began(tmp_path, caplog):
+    run_of(tmp_path, CosineAnnealingLR, 2, dies_at=(2, 1))
+    brain = run_of(tmp_path, CosineAnnealingLR, 2, scheduler_every="epoch")
+    assert brain.rates == torch_rates(partial(CosineAnnealingLR, T_max=12), 12)[6:]
+    assert "was made for 12 steps, and this run has 2 epochs. It goes on as it was made." in caplog.text
+
+
+def test_a_schedule_that_was_given_its_length_follows_nothing_else(tmp_path, caplog):
+    given = partial(CosineAnnealingLR, T_max=9)
+    run_of(tmp_path, given, 2)
+    brain = run_of(tmp_path, given, 3)
+    assert brain.rates == pytest.approx(torch_rates(given, 18)[12:], rel=1e-12)
+    assert "It goes on as it was made" not in caplog.text
+    run_of(tmp_path, partial(CosineAnnealingLR, T_max=20), 4)
+    assert "The schedule CosineAnnealingLR has other settings than those with which the checkpoint's run" in caplog.text
+    assert "(T_max 9 -> 20), without effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "dies_at", "now", "total"),
+    [
+        (4, (2, 4), 8, 9 + 2 + 2 * 3),  # 12 of the 22 samples of epoch 2 are done: its first step is made once more
+        pytest.param(8, (2, 1), 4, 3 + 3 * 6, marks=SLOW),
+        pytest.param(8, (2, 3), 4, 5 + 2 + 2 * 6, marks=SLOW),
+    ],
+)
+def test_the_total_follows_from_the_steps_that_are_done_and_those_that_are_left(before, dies_at, now, total, tmp_path):
+    run_of(tmp_path, None, 4, batch_size=before, dies_at=dies_at)
+    again = run_of(tmp_path, None, 4, batch_size=now, dies_at=(3, 1))
+    last = run_of(tmp_path, None, 4, batch_size=now)
+    assert again.total_steps == last.total_steps == last.optimizer_step == total
+
+
+@SLOW
+def test_the_total_of_a_later_call_of_fit_does_not_count_the_steps_of_an_earlier_one(tmp_path):
+    def script(batch_size, dies_at=None):
+        first, second = EpochCounter(1), EpochCounter(3)
+        brain = brain_with(None, tmp_path, counter=first, ckpt_interval_steps=1)
+        brain.checkpointer.add_recoverable("second", second)
+        fit(brain, first, valid=VALID, batch_size=batch_size)
+        brain.dies_at = dies_at
+        try:
+            fit(brain, second, valid=VALID, batch_size=batch_size)
+        except Killed:
+            assert dies_at is not None
+        return brain
+
+    script(4, (2, 1))
+    brain = script(8)
+    assert (brain.total_steps, brain.optimizer_step) == (6 + 2 * 3, 6 + 6 + 2 * 3)
 
 
 def test_a_checkpoint_without_the_schedule_is_refused(tmp_path):

@@ -61,6 +61,8 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
         "loss_sum": 10.0,
         "loss_count": 4.0,
         "samples": 20,
+        "steps_per_epoch": None,
+        "steps_ahead": 0,
     }
     brain = Brain()
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)

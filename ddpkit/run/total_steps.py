@@ -1,0 +1,93 @@
+"""The optimizer steps of a call of ``fit`` that goes on with other batches than those with which it began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.checkpointing import Checkpoint
+from ddpkit.run.state import StepPlan
+
+if TYPE_CHECKING:
+    from ddpkit.run.state import RunState
+
+__all__ = ["EpochPlan", "note_epoch"]
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """What an epoch is made of in this call of ``fit``.
+
+    Attributes:
+        steps: optimizer steps of an epoch.
+        batches: batches of a process in an epoch.
+        goes_on: whether the epoch counter goes on after the epochs that are done; a range begins anew.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> EpochPlan(steps=3, batches=6, goes_on=True).steps
+        3
+    """
+
+    steps: int
+    batches: int
+    goes_on: bool
+
+
+def note_epoch(run_state: RunState, epoch: EpochPlan | None) -> int:
+    """Note for the next checkpoints what an epoch is made of; return by how many steps the run is ahead of that.
+
+    A run that has always had the present batches is not ahead. After a change of the batches a run may have made more
+    steps until here, or fewer. The difference belongs to the steps of the whole call.
+
+    Args:
+        run_state: knows what this call of ``fit`` starts from, and has the step plan of now.
+        epoch: of now; None where its length is not known.
+
+    Ranks: local; equal on all ranks.
+    """
+    state, end_of_epoch = _start_of(run_state)
+    if epoch is None:
+        run_state.steps_per_epoch = None
+        run_state.steps_ahead = 0
+    else:
+        run_state.steps_per_epoch = epoch.steps
+        run_state.steps_ahead = _steps_ahead(
+            run_state.step_plan, epoch, state, end_of_epoch=end_of_epoch
+        )
+    return run_state.steps_ahead
+
+
+def _start_of(run_state: RunState) -> tuple[Mapping[str, Any], bool]:
+    """Return the state of the checkpoint that this call of ``fit`` goes on from, and whether an epoch ended there."""
+    calls, start = run_state.calls, run_state.start
+    if calls.later is not None and calls.later[1].get("fit") == calls.number:
+        return calls.later[1], calls.later_ends_epoch
+    if start is None or start.state is None or not isinstance(start.resume, Checkpoint):
+        return {}, True
+    is_of_this_call = start.state.get("fit", calls.number) == calls.number
+    ends_epoch = bool(start.resume.meta.get("end-of-epoch", True))
+    return (start.state if is_of_this_call else {}), ends_epoch
+
+
+def _steps_ahead(
+    plan: StepPlan, now: EpochPlan, state: Mapping[str, Any], *, end_of_epoch: bool
+) -> int:
+    """Return the steps that were made, less those that the present batches make of the same data.
+
+    While the steps of an epoch do not change, the difference stays what it was in the checkpoint.
+    """
+    before, known, epoch = StepPlan.read(state), state.get("steps_per_epoch"), state.get("epoch")
+    has_changed = bool(plan.changes(before)) if known is None else known != now.steps
+    if not has_changed or not isinstance(epoch, int):
+        return int(state.get("steps_ahead", 0))
+    place = (epoch - 1 + int(end_of_epoch)) * now.steps if now.goes_on else 0
+    if not end_of_epoch:
+        batches, _ = plan.place(before, state["step"], state.get("samples", 0))
+        is_over = batches >= now.batches
+        place += now.steps if is_over else batches // (plan.grad_accumulation_factor or 1)
+    finished = [number for number in state.get("finished") or () if number is not None]
+    done: int = state["optimizer_step"] - (finished[-1] if finished else 0)
+    return done - place

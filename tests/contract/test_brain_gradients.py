@@ -15,7 +15,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, NonFiniteLossError
 from ddpkit.types import Stage
 
-from .recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
+from .recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 
 
 def flat_change(brain, before):
@@ -225,6 +225,29 @@ def test_o4_patience_starts_again_with_every_epoch():
     brain = make(nonfinite_patience=2)
     brain.fit([1, 2, 3], with_nan(5, 0, 4))
     assert brain.optimizer_step == 9
+
+
+def test_patience_goes_on_where_a_run_is_resumed_in_the_middle_of_an_epoch(tmp_path):
+    """Two steps that are not finite were skipped before the stop: the third is one too many."""
+
+    class Stops(Regression):
+        stops_at = None
+
+        def on_fit_batch_start(self, batch, should_step):
+            if self.step == self.stops_at:
+                raise Killed
+
+    def fit(stops_at=None):
+        counter = EpochCounter(1)
+        options = {"nonfinite_patience": 2, "ckpt_interval_steps": 1}
+        brain = make(Stops, folder=tmp_path, recoverables={"counter": counter}, **options)
+        brain.stops_at = stops_at
+        brain.fit(counter, with_nan(9, 0, 2, 5, 6))
+
+    with pytest.raises(Killed):
+        fit(stops_at=5)
+    with pytest.raises(NonFiniteLossError, match=r"3 steps of epoch 1.*batch 6, after optimizer step 3"):
+        fit()
 
 
 def test_o4_a_window_with_one_bad_batch_is_skipped_whole():

@@ -26,7 +26,7 @@ class Counting(Brain):
 
     def compute_forward(self, batch, stage):
         if stage is Stage.TRAIN:
-            if self.step == self.dies_at:
+            if self.dies_at in {self.step, (self.progress.epoch, self.step)}:
                 raise Killed
             self.seen += batch[0].flatten().long().tolist()
         return self.modules.net(batch[0] / 100)
@@ -163,6 +163,28 @@ def test_more_data_after_the_end_of_an_epoch_is_not_told(tmp_path, caplog):
 def test_a_stream_with_a_state_goes_on_in_the_data_with_another_batch_size(tmp_path, before, now):
     run(tmp_path, Placed(80), dies_at=13, batch_size=before)
     assert run(tmp_path, Placed(80), batch_size=now) == list(range(12 * before, 80))
+
+
+class GoesOn(Placed):
+    """Gives so many numbers in an epoch, and other ones in the next."""
+
+    def __init__(self, size):
+        super().__init__(3 * size)
+        self.size = size
+
+    def __iter__(self):
+        for _ in range(self.size - self.place % self.size):
+            self.place += 1
+            yield self.data[self.place - 1]
+
+
+@pytest.mark.parametrize("batches", [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))])
+def test_a_stream_of_few_batches_is_not_put_where_it_was_in_the_epoch_before(tmp_path, batches):
+    """As few batches as places are remembered: those of the first epoch have not all been replaced in the second."""
+    options = {"ckpt_interval_steps": 1}
+    run(tmp_path, GoesOn(4 * batches), dies_at=(2, 2), epochs=2, options=options, batch_size=4)
+    rest = run(tmp_path, GoesOn(4 * batches), epochs=3, options=options, batch_size=2)
+    assert rest == list(range(4 * batches + 4, 12 * batches))
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(nn.BatchNorm1d, False), (nn.LayerNorm, True)])

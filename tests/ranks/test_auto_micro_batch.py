@@ -164,6 +164,31 @@ def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, c
         assert size[0] == micro or number != 2
 
 
+# Memory lacks in the second micro-batch of a step: the first has told its loss and its values already.
+IN_THE_SECOND_BATCH = {  # what the model is like, and the sizes that the run ends with
+    "of a later step": ({"after": 3}, (3, 4)),
+    "of a later step, backwards": ({"after": 3, "backward": True}, (3, 4)),
+    "of the first step, where a larger size is tried after it": ({"after": 1}, (4, 3)),
+}
+
+
+@pytest.mark.parametrize("case", IN_THE_SECOND_BATCH)
+def test_the_epoch_in_which_memory_runs_out_tells_each_sample_once(case):
+    model, found = IN_THE_SECOND_BATCH[case]
+    shown = {}
+    for option, given in {True: {"most": 4, "model": model}, False: {}}.items():
+        brain = make(auto_micro_batch=option, micro_batch_size=6, **given)
+        shown[option] = told(brain, brain.fit([1], points(SAMPLES), points(7)))
+        assert sizes(brain) == (found if option else (6, 2))
+    assert_close(shown[True], shown[False])
+
+
+def test_the_noise_of_an_attempt_that_failed_is_drawn_again():
+    found, size, expected, begun, _ = both(IN_THE_FIRST_STEP["noise"][0])
+    assert found == expected
+    assert size == begun == (3, 4)
+
+
 # Samples of a step and how many fit on one of two processes; the sizes that are tried, None for all at once.
 SEARCHES = {
     (48, 3): [None, 12, 6, 3, 4, 3],

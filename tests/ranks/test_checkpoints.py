@@ -391,6 +391,30 @@ def test_nodes_that_do_not_share_the_folder_get_its_files_from_rank_0(ranks, tmp
     assert ranks.run(resume_on_own_disks, tmp_path / "a", True) == [([[1.0, 1.0]], "CKPT+a/text.ckpt: of rank 0")] * 2
 
 
+PIECE = 16 << 20  # bytes that are sent at a time
+
+
+class Large(torch.nn.Module):
+    """Is saved in a file of two pieces."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.register_buffer("table", torch.arange(PIECE // 4 + 1000, dtype=torch.int32) * step)
+
+
+def resume_a_large_file(folder):
+    model = Large(step=1 + dist.get_rank())
+    checkpointer = OnOwnDisk(folder, {"model": model})
+    checkpointer.load_mode = "broadcast"
+    checkpointer.save_checkpoint(name="a")
+    checkpointer.recover_if_possible()
+    return torch.equal(model.table, Large(step=1).table)
+
+
+def test_a_file_that_is_sent_in_several_pieces_is_whole_on_every_rank(ranks, tmp_path):
+    assert ranks.run(resume_a_large_file, tmp_path) == [True, True]
+
+
 def test_without_the_word_for_it_such_a_node_says_what_it_lacks(ranks, tmp_path):
     _, lacking = ranks.run(resume_on_own_disks, tmp_path / "a", False)
     assert lacking.startswith("cannot load /nowhere/CKPT+a/model.ckpt")

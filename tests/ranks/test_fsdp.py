@@ -433,9 +433,10 @@ def fit_one(name):
     "name",
     [
         "two nets",
+        "own fit_batch",
         *(
             pytest.param(one, marks=pytest.mark.slow)
-            for one in ("own fit_batch", "batch norm", "a frozen net", "unfreezes", "tied", "recomputed", "offloaded")
+            for one in ("batch norm", "a frozen net", "unfreezes", "tied", "recomputed", "offloaded")
         ),
     ],
 )

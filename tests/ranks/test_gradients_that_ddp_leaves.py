@@ -70,7 +70,11 @@ def whole(weight):
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().flatten()
 
 
-def train(cls, world_size, options, is_own=False):
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
+
+
+def train(cls, world_size, options, is_own=False, adam=False):
     """Return all weights at the end, after steps of 12 samples in two batches."""
     torch.manual_seed(4)
     modules = {"net": Net(), "frozen": nn.Linear(3, 1).double()}
@@ -78,14 +82,15 @@ def train(cls, world_size, options, is_own=False):
         for one in (modules["net"].second, modules["frozen"]):
             one.requires_grad_(False)
     sizes = {"global_batch_size": 12, "micro_batch_size": 6 // world_size}
-    brain = (own(cls) if is_own else cls)(modules, sgd(lr=0.1), None, {**QUIET, **sizes, **options})
+    opt = adamw if adam else sgd(lr=0.1)
+    brain = (own(cls) if is_own else cls)(modules, opt, None, {**QUIET, **sizes, **options})
     brain.fit([1, 2], points(48), train_loader_kwargs={"shuffle": True})
     return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
 
 
-def assert_equals_one_process(ranks, cls, world_size, options, is_own=False):
-    expected = torch.tensor(train(cls, 1, {}, is_own))
-    found = torch.tensor(ranks.run(train, cls, world_size, options, is_own, world_size=world_size))
+def assert_equals_one_process(ranks, cls, world_size, options, is_own=False, adam=False):
+    expected = torch.tensor(train(cls, 1, {}, is_own, adam))
+    found = torch.tensor(ranks.run(train, cls, world_size, options, is_own, adam, world_size=world_size))
     assert torch.equal(found[0], found[-1])
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
 
@@ -108,6 +113,23 @@ def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_an_entry_that_the_last_loss_of_a_step_does_not_use(ranks, world_size, is_own, options):
     assert_equals_one_process(ranks, Auxiliary, world_size, options, is_own)
+
+
+class InOddSteps(Regression):
+    """Uses a layer, and an entry, in no batch of every other step."""
+
+    def compute_forward(self, batch, stage):
+        is_odd = self.optimizer_step % 2 == 1
+        outputs = self.modules.net(batch[0], both=is_odd)
+        return outputs + self.modules.frozen(batch[0]) if is_odd else outputs
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("is_own", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_parameter_that_no_batch_of_a_step_uses_is_not_moved_by_decay_or_momentum(ranks, options, is_own):
+    """Where gradients are averaged as the optimizers step, no process has one of it: a zero would move it."""
+    options = {"find_unused_parameters": True, **options}
+    assert_equals_one_process(ranks, InOddSteps, 2, options, is_own, adam=True)
 
 
 class InTwoOptimizers(own(Auxiliary)):

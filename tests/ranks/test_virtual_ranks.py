@@ -380,6 +380,42 @@ def test_noise_in_a_prediction_and_in_what_follows_is_the_same(ranks):
     assert ranks.run(predict, world_size=2) == [predict()] * 2
 
 
+class Centred(nn.Linear):
+    """Keeps a running mean of its inputs, which for equal shards is that of the whole batch."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.double()
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs - self.mean)
+        if self.training:
+            self.mean.lerp_(inputs.detach().mean(0), 0.3)
+        return outputs
+
+
+def train_centred(**options):
+    """Train on batches of 4, and a last one of 3, which leaves one of four shards without a sample."""
+    modules = {"net": Centred(), "head": nn.Identity()}
+    given = {"device": "cpu", "noprogressbar": True, "global_batch_size": 4, **options}
+    brain = Classifier(modules, lambda of: torch.optim.AdamW(of, lr=0.1), run_opts=given)
+    data = [(inputs.double(), label) for inputs, label in points(11)]
+    result = brain.fit([1, 2], data, train_loader_kwargs={"shuffle": True})
+    return brain.raw_modules.state_dict(), result.train_loss, result.logged
+
+
+def test_a_shard_without_a_sample_counts_nothing():
+    """Neither in the buffers nor in the weights: as without virtual ranks, where there are no shards."""
+    expected, *reported = train_centred()
+    found, *shown = train_centred(virtual_ranks=4)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    assert shown[0] == pytest.approx(reported[0], rel=1e-12)
+    assert shown[1]["train"] == pytest.approx(reported[1]["train"], rel=1e-6)  # in float32
+
+
 def eight_shards():
     """Dropout, AdamW, clipping, averaged weights; 53 samples are three batches of 16 and one of 5."""
     return train(virtual_ranks=8, ema_decay=0.9, shard_evaluation=True)

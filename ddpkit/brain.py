@@ -857,6 +857,7 @@ class Brain(_Typed):
         if not self.__run.is_prepared:
             self.__run.is_prepared = True
             self.__run.preflight.compare_optimizers()
+            self.__run.train_step.watch_first_step(self)
 
     def __run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""

@@ -32,6 +32,7 @@ from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import ExactMeter, LossMeter, counted_by
 from ddpkit.reporting import LoggedValues
+from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -594,6 +595,7 @@ class TrainStep:
         optimizer: the single one, where a recipe has no names; or None.
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
+        first_gradients: watches the training until its first step with gradients; None after it.
         agree: called before the ranks send each other anything of an optimizer step; or None.
 
     Ranks: collective.
@@ -625,6 +627,7 @@ class TrainStep:
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
+        self.first_gradients: FirstGradients | None = FirstGradients(self.name)
         self.agree: Callable[[], None] | None = None
         self._gc_interval = options.gc_interval
         self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
@@ -673,6 +676,8 @@ class TrainStep:
                 raise BatchError(MIXED.format(self.name))
             window.has_means = window.is_weighed = True
             scale = window.loss_scale
+        if self.first_gradients is not None:
+            self.first_gradients.note(loss, self.progress.step)
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
             backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph)
 
@@ -747,6 +752,8 @@ class TrainStep:
         if not optimizers:
             return
         self.strategy.finish_gradients(optimizers)
+        if self.first_gradients is not None:
+            self._compare_first_gradients(brain)
         scaler = self._active_scaler
         if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
             optim.own_gradients(optimizers)
@@ -765,6 +772,24 @@ class TrainStep:
         if progress.window.closes:
             progress.window_end = progress.step
         self._follow(optimizers, multiplier, result, progress.step)
+
+    def watch_first_step(self, brain: StepHooks) -> None:
+        """Have the first step compared, too, that a ``fit_batch`` of the recipe makes by itself."""
+        first = self.first_gradients
+        if first is not None and self.recipe.has_own_fit_batch:
+            named = self.named_optimizers()
+            first.watch(named, lambda *_: first.compare(brain, self.modules, named))
+
+    def _compare_first_gradients(self, brain: StepHooks) -> None:
+        """Warn, before the first step with gradients, of parameters that are not trained; look no more after it."""
+        first = self.first_gradients
+        if first is None:
+            return
+        if first.is_settled:
+            first.stop()
+            self.first_gradients = None
+        else:
+            first.compare(brain, self.modules, self.named_optimizers())
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
         """Step without a wait for the GPU, if that can be; look at it at once where something follows each step."""
@@ -834,7 +859,11 @@ class TrainStep:
 
     @contextlib.contextmanager
     def warning_without_steps(self) -> Iterator[None]:
-        """Warn if no optimizer step is counted in the first epoch, though all of its gradients were finite."""
+        """Warn if no optimizer step is counted in the first epoch, though all of its gradients were finite.
+
+        Raises:
+            ConfigError: no optimizer has had a gradient in any step.
+        """
         progress = self.progress
         first, before = progress.window_end, progress.optimizer_step
         yield
@@ -842,6 +871,10 @@ class TrainStep:
         # fp16 may skip all steps of a short epoch.
         if progress.window_end > first and not (has_stepped or progress.epochs or self.scaler.is_enabled()):
             logger.warning(NO_STEP, self.name)
+        if self.first_gradients is not None and progress.window_end > first:
+            self.first_gradients.require(self.named_optimizers())
+            self.first_gradients.stop()
+            self.first_gradients = None
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""

@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,8 +29,10 @@ __all__ = [
     "close_logging",
     "format_order_of_magnitude",
     "get_logger",
+    "log_file_of",
     "setup_logging",
     "shown_path",
+    "without_console",
 ]
 
 LEVEL_VARIABLES = ("DDPKIT_LOG_LEVEL", "SB_LOG_LEVEL")
@@ -169,6 +171,44 @@ def get_logger(name: str) -> MultiProcessLoggerAdapter:
         >>> logger.info("once"); logger.info("everywhere", main_process_only=False)
     """
     return MultiProcessLoggerAdapter(logging.getLogger(name))
+
+
+def log_file_of() -> str:
+    """Return the file that this process's log goes to, as :func:`setup_logging` has opened it; empty without any.
+
+    On ranks above 0 there is none before their first warning.
+
+    Ranks: local.
+
+    Example:
+        >>> log_file_of()
+        ''
+    """
+    handlers = [one for one in logging.getLogger().handlers if isinstance(one, _LogFile) and not one.has_failed]
+    return next((one.baseFilename for one in handlers if Path(one.baseFilename).exists()), "")
+
+
+@contextlib.contextmanager
+def without_console() -> Iterator[None]:
+    """Send what is logged inside a ``with`` block into files alone.
+
+    Ranks: local.
+
+    State: the level of ddpkit's console handlers, for the block.
+
+    Example:
+        >>> with without_console():
+        ...     get_logger("ddpkit.example").error("for the file")
+    """
+    consoles = [one for one in logging.getLogger().handlers if isinstance(one, TqdmCompatibleStreamHandler)]
+    before = [one.level for one in consoles]
+    for one in consoles:
+        one.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for one, level in zip(consoles, before, strict=True):
+            one.setLevel(level)
 
 
 class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]  # likewise

@@ -22,6 +22,7 @@ from ddpkit.base.rank import (
     is_library as is_library,
     is_second_hand as is_second_hand,
     line_of as line_of,
+    output_identity as output_identity,
     rank_if_known as rank_if_known,
     size as size,
     spans as spans,

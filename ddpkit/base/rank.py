@@ -672,6 +672,7 @@ class Reason:
         session: in which call of ``fit`` or ``evaluate`` it was, from 1; 0: in none.
         is_final: whether its process has ended with it.
         line: of the user's code where it failed, such as ``"train.py:12 in compute_forward"``.
+        output: of :func:`output_identity`: where its process writes.
 
     Ranks: local.
 
@@ -689,6 +690,7 @@ class Reason:
     session: int = 0
     is_final: bool = False
     line: str = ""
+    output: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
@@ -697,7 +699,8 @@ class Reason:
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
         place = here.place() or str(vars(error).get(PLACE, ""))
         text, line = text_and_line(error)
-        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line)
+        output = output_identity()
+        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line, output)
 
     def who(self) -> str:
         """Return ``"rank 1 (node7, pid 4711)"``."""
@@ -707,11 +710,31 @@ class Reason:
         """Return one line."""
         if not self.trace:
             return f"{self.who()} {self.text}"
-        return f"{self.who()} failed first{self.where() and f', {self.where()}'}: {self.text}"
+        return self.told("failed first")
+
+    def told(self, how: str) -> str:
+        """Return one line with other words than "failed first"."""
+        return f"{self.who()} {how}{self.where() and f', {self.where()}'}: {self.text}"
 
     def where(self) -> str:
         """Return ``"in TRAIN of epoch 3 at step 1204, at train.py:12 in compute_forward"``, or what is known of it."""
         return ", ".join(words for words in (self.place, self.line and f"at {self.line}") if words)
+
+
+def output_identity() -> str:
+    """Return what is equal for processes that write their errors to one terminal, pipe or file; empty if unknown.
+
+    Ranks: local.
+
+    Example:
+        >>> output_identity() == output_identity()
+        True
+    """
+    try:
+        status = os.fstat(sys.stderr.fileno())
+    except (AttributeError, OSError, ValueError):  # none, closed, or no file: as in a notebook
+        return ""
+    return "/".join(map(str, (*this_place(), status.st_dev, status.st_ino)))
 
 
 def text_and_line(error: BaseException) -> tuple[str, str]:
@@ -806,6 +829,20 @@ class FailureReport:
             return None
 
         return self._asked(find, otherwise=None)
+
+    def note(self, name: str, value: str) -> None:
+        """Keep a text for the other ranks."""
+        self._asked(lambda store: store.set(f"ddpkit/note/{name}", value), otherwise=None)
+
+    def noted(self, name: str) -> str | None:
+        """Return the text that a rank has kept under a name, or None where there is none yet."""
+        key = f"ddpkit/note/{name}"
+        return self._asked(lambda store: store.get(key).decode() if store.check([key]) else None, otherwise=None)
+
+    def has_notes(self, names: Sequence[str]) -> bool:
+        """Say whether there is a text under each of some names; yes where the store is gone: no wait must go on."""
+        keys = [f"ddpkit/note/{name}" for name in names]
+        return self._asked(lambda store: bool(store.check(keys)), otherwise=True)
 
     def is_first_to(self, what: str) -> bool:
         """Say whether this rank is the first of all that asks this."""

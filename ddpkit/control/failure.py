@@ -1,7 +1,9 @@
 """What a process does when it fails: it says why, where the launcher and the other ranks will look.
 
 The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which torchrun
-makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.rank`).
+makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.rank`). Its traceback is printed
+once, by the rank that failed first; a rank that fails after it, in the same way, is named beside it
+(:mod:`ddpkit.control.failure_order`). torchrun's summary then has the reason alone.
 
 Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines the file's format;
 torchrun takes the failure with the lowest timestamp, in whole seconds, for the root cause.
@@ -32,15 +34,19 @@ from ddpkit.base import (
     line_of,
     rank_if_known,
     replacing,
+    spans,
     text_and_line,
 )
+from ddpkit.control.failure_order import OTHER, SAME, SAME_LINE, FailureOrder
 from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped
-from ddpkit.logger import get_logger
+from ddpkit.logger import get_logger, log_file_of, shown_path, without_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
+AFTER = "_ddpkit_after"  # attribute of an exception: the rank that failed before this one in the same call of fit
+LAUNCHER_SECONDS = 2.0  # for the launcher to end what has failed as the first rank did
 PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message alone, and exit with this code
 USAGE_CODE = 2  # as argparse
 IN_BATCH = re.compile(r" at step [1-9]")  # in the words for a place
@@ -120,8 +126,7 @@ def _end_plainly(error: BaseException) -> NoReturn:
     report, reason = PROCESS.report, None
     own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
     is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
-    # torchrun starts each rank in a session of its own; nobody reads what others write who inherit its variables.
-    launcher_reads = "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
+    launcher_reads = _launcher_reads()
     if not is_first:
         _await_first(report, launcher_reads)
     if report is not None and not report.tell(own):
@@ -135,6 +140,14 @@ def _end_plainly(error: BaseException) -> NoReturn:
         if not (launcher_reads and _write_error_file(text, text, time.time())):
             sys.stderr.write(f"{text}\n")
     raise SystemExit(vars(error).get(PLAIN, USAGE_CODE))
+
+
+def _launcher_reads() -> bool:
+    """Say whether torchrun reads this process's error file.
+
+    torchrun starts each rank in a session of its own; nobody reads what others write who inherit its variables.
+    """
+    return "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
 
 
 def _await_first(report: FailureReport | None, launcher_reads: bool) -> None:
@@ -171,12 +184,19 @@ def record_for_launcher(error: BaseException) -> None:
     _write_error_file(text_and_line(error)[0], trace, time.time() + is_second_hand(error))
 
 
-def _write_error_file(message: str, trace: str, timestamp: float) -> bool:
-    """Write the launcher's error file; say whether there is one, and it has been written."""
+def _write_error_file(message: str, trace: str, timestamp: float, **more: str) -> bool:
+    """Write the launcher's error file; say whether there is one, and it has been written.
+
+    Args:
+        message: type and message of the exception.
+        trace: what torchrun shows in its summary.
+        timestamp: seconds; it takes the lowest for the root cause.
+        **more: what it leaves alone.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    info = {"py_callstack": trace, "timestamp": str(int(timestamp))}
+    info = {"py_callstack": trace, "timestamp": str(int(timestamp)), **more}
     report = {"message": {"message": message, "extraInfo": info}}
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         with replacing(Path(path)) as unfinished:
@@ -224,21 +244,120 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
     if PROCESS.report is None or is_second_hand(error):
         return
     reason = Reason.of(PROCESS.report.rank, error, is_final=is_final)
-    PROCESS.report.tell(reason)
+    first = None if PROCESS.report.tell(reason) else PROCESS.report.first_failure()
+    if first is not None:
+        vars(error)[AFTER] = first.rank
     if multiprocessing.parent_process() is not None:  # whose end reaches no excepthook, so that it is said here
-        logger.error("%s", reason.summary(), main_process_only=False)
+        words = reason.summary() if first is None else reason.told(f"failed after {first.who()}")
+        logger.error("%s", words, main_process_only=False)
 
 
-def _note_uncaught(error: BaseException) -> BaseException:
-    """Note an exception that ends this process; return what is behind it, as it is to be shown."""
+def _behind(error: BaseException) -> BaseException:
+    """Return what is behind an exception that ends this process, as it is to be shown."""
     PROCESS.failed = news = explained(error)
     if isinstance(news, KeyboardInterrupt):  # Ctrl-C ends all ranks at once, and each would print a long traceback
         news = KeyboardInterrupt(f"at {line_of(traceback.extract_tb(news.__traceback__))}")
     elif isinstance(news, FolderInUseError) or (is_second_hand(news) and news.__cause__ is None):
         news.__suppress_context__, news.__traceback__ = True, None
-    record_for_launcher(news)
-    _tell(news, is_final=True)
     return news
+
+
+def _log(error: BaseException, *, is_shown: bool = True) -> None:
+    """Write an exception into the experiment's log; say on the console that it comes, if it does."""
+    if PROCESS.log is not None and is_shown:
+        PROCESS.log(error)
+    elif PROCESS.log is not None:
+        with without_console():
+            PROCESS.log(error)
+
+
+def _record_printed(error: BaseException, words: str, *, is_first: bool = True, is_known: bool = False) -> None:
+    """Write the launcher's error file for an exception whose traceback is read elsewhere.
+
+    torchrun's summary has the reason alone, unless nobody sees what its processes write: it has put that into files.
+
+    Args:
+        error: the exception.
+        words: its reason.
+        is_first: whether no other rank failed before.
+        is_known: whether the rank that did has the same traceback.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    whole = "".join(traceback.format_exception(error)).rstrip()
+    is_hidden = Path(path).with_name("stderr.log").exists()
+    lines = [*whole.splitlines(), words] if is_hidden and not is_known else [words]
+    trace = "\n".join(f"[rank{os.environ.get('RANK', '?')}]: {line}" for line in lines)
+    _write_error_file(text_and_line(error)[0], trace, time.time() + (not is_first), traceback=whole)
+
+
+def _show(error: BaseException, previous: Callable[..., object]) -> None:
+    """Print an exception that ends this process, and its reason last; a line where the first rank shows the same."""
+    report = PROCESS.report
+    own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
+    if report is None:
+        _log(error)
+        _record_printed(error, own.told("failed"))
+        previous(type(error), error, error.__traceback__)
+        return
+    order = FailureOrder(report, own)
+    order.take_turn(vars(error).get(AFTER))
+    if order.first is None:
+        _show_as_first(order, error, previous)
+    else:
+        _show_after(order, order.first, error, previous)
+
+
+def _show_as_first(order: FailureOrder, error: BaseException, previous: Callable[..., object]) -> None:
+    _log(error)
+    _record_printed(error, order.summary())
+    previous(type(error), error, error.__traceback__)
+    ranks = order.await_others()
+    if ranks:
+        logger.error("The same on rank%s %s.", "s" if len(ranks) > 1 else "", spans(ranks), main_process_only=False)
+    logger.error("%s", order.summary(), main_process_only=False)  # below the long traceback
+    order.note_shown(ranks)
+
+
+_LIKENESS = {SAME: "the same traceback", SAME_LINE: "the same traceback and another message"}
+
+
+def _show_after(order: FailureOrder, first: Reason, error: BaseException, previous: Callable[..., object]) -> None:
+    _log(error, is_shown=False)
+    likeness = order.likeness()
+    place = _written_traceback()
+    words = _LIKENESS.get(likeness, f"another traceback ({place or 'above'})")
+    line = order.own.told(f"failed after {first.who()}, with {words}")
+    _record_printed(error, line, is_first=False, is_known=likeness != OTHER)
+    is_silent = likeness == SAME and order.is_read_beside_first()
+    if is_silent and order.come_after(is_silent=True):
+        _leave_to_launcher()
+        return
+    if likeness == OTHER and not place:
+        previous(type(error), error, error.__traceback__)
+    logger.error("%s", line, main_process_only=False)
+    if not is_silent:
+        order.come_after(is_silent=False)
+
+
+def _written_traceback() -> str:
+    """Return the file that has, or gets, the traceback of this rank; empty without any."""
+    path = log_file_of() if PROCESS.log is not None else ""
+    return shown_path(path) if path else os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def _leave_to_launcher() -> None:
+    """Wait briefly for torchrun to end this process: what ends by itself it lists as one more failure."""
+    if not _launcher_reads():
+        return
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    end = time.monotonic() + LAUNCHER_SECONDS
+    while time.monotonic() < end:
+        if asked:  # what then ends with another code than 0 it lists, too
+            raise SystemExit(0)
+        time.sleep(NAP_SECONDS)
 
 
 class UncaughtHook:
@@ -265,16 +384,17 @@ class UncaughtHook:
         if os.getpid() != self.process or PROCESS.failed is not None:
             self.previous(kind, error, trace)
             return
-        if PROCESS.log is not None:
-            PROCESS.log(error)
         if is_shown_without_traceback(error):
+            _log(error)
             _end_plainly(error)
-        news = _note_uncaught(error)
-        is_short = isinstance(news, (KeyboardInterrupt, FolderInUseError)) or is_second_hand(news)
-        self.previous(type(news), news, news.__traceback__)
-        if PROCESS.report is not None and not is_short:
-            reason = Reason.of(PROCESS.report.rank, news, is_final=True)
-            logger.error("%s", reason.summary(), main_process_only=False)  # below the long traceback
+        news = _behind(error)
+        if isinstance(news, (KeyboardInterrupt, FolderInUseError)) or is_second_hand(news):
+            _log(error)
+            record_for_launcher(news)
+            _tell(news, is_final=True)
+            self.previous(type(news), news, news.__traceback__)
+        else:
+            _show(news, self.previous)
 
 
 def watch_uncaught(report: FailureReport | None = None) -> None:

@@ -280,7 +280,8 @@ def test_2_5_the_exception_of_another_rank_is_logged_and_left_for_torchrun(tmp_p
     assert "ValueError: the reason" in (tmp_path / "out" / "log.rank1.txt").read_text()
     message = json.loads(report.read_text())["message"]
     assert message["message"] == "ValueError: the reason"
-    assert "ZeroDivisionError" in message["extraInfo"]["py_callstack"]
+    assert "ZeroDivisionError" in message["extraInfo"]["traceback"]
+    assert message["extraInfo"]["py_callstack"].endswith("ValueError: the reason")
     assert names_in(tmp_path / "out") == ["log.rank1.txt"]
 
 

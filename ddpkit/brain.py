@@ -161,7 +161,8 @@ class Brain(_Typed):
         device: of this rank, such as ``"cuda:1"``.
         optimizers_dict: name -> optimizer, once :meth:`init_optimizers` has run.
         step: batches of the current stage so far; counts from 1 while a batch is worked on.
-        optimizer_step: updates since the run began.
+        optimizer_step: updates since the run began: windows in which an optimizer has stepped. The steps of several
+            optimizers in one window, or of one optimizer several times, count once.
         steps_per_epoch: optimizer steps of an epoch on this number of processes, with accumulation; known before
             :meth:`init_optimizers`. None where the length of the data is not known, as of a stream.
         total_steps: optimizer steps of this call of :meth:`fit`, from the first epoch that its counter counts, those
@@ -497,6 +498,9 @@ class Brain(_Typed):
 
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
+
+        A :meth:`fit_batch` of your own may call it several times in a window. They count as one step, and the average
+        of the weights and the schedule follow once, when ``fit_batch`` has returned.
 
         Raises:
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.

@@ -249,7 +249,8 @@ class AutoMicroBatch:
         options.micro_batch_size, options.grad_accumulation_factor = size, factor
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
-        progress.meter, progress.window = progress.train_meter or progress.new_meter(), Window()
+        progress.meter = progress.train_meter or progress.new_meter()
+        progress.window = Window(number=progress.window.number)
         self.run_state.step_plan = replace(self.run_state.step_plan, grad_accumulation_factor=factor, per_process=size)
         with torch.no_grad():
             for owner, name, before in self._buffers:

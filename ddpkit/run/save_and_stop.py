@@ -446,6 +446,7 @@ class CheckpointPolicy:
         is_in_pass, self._has_saved = self.progress.is_in_pass, True
         if self.train_step.strategy.is_apart:
             raise CheckpointError(APART)
+        self.train_step.end_window()  # an own fit_batch saves after its steps
         if end_of_epoch and is_in_pass:
             logger.warning_once(
                 "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run that goes "

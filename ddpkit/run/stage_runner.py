@@ -219,6 +219,7 @@ class StageRunner:
         progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter.copy(), None
         progress.is_in_pass, progress.result_at = True, 0  # the result is of the epoch before
         self._begin(Stage.TRAIN, loader)
+        self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
@@ -239,6 +240,7 @@ class StageRunner:
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.settle()
+            self.train_step.end_window()
             progress.window.stepped()
             self.train_step.strategy.end_pass(self.modules)
             saves.on_average()
@@ -566,7 +568,8 @@ class _IntraEpochSaves:
     def __init__(self, train_step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
         self.progress, self.train_step, self.policy, self.stop = train_step.progress, train_step, policy, stop
         self.saves_by_steps = options.ckpt_interval_steps > 0
-        self.follows_windows = self.saves_by_steps or train_step.freezes or train_step.strategy.averages_weights
+        averages = train_step.strategy.averages_weights
+        self.follows_windows = self.saves_by_steps or train_step.freezes or train_step.waits_for_window or averages
         self._put_off: SyncReport | None = None  # until the ranks' weights are averaged
         self._start_anew()
 
@@ -587,10 +590,11 @@ class _IntraEpochSaves:
             self._save_if_due(report.main_seconds, 0)
 
     def on_window(self) -> None:
-        """Drop the gradients of frozen optimizers; save if enough steps have passed.
+        """Do what follows the steps of the window; drop the gradients of frozen optimizers; save if it is time.
 
         What was asked for while the ranks' weights were not the same is done after their average.
         """
+        self.train_step.end_window()
         self.train_step.drop_frozen_gradients()
         self.train_step.strategy.after_window()
         self.on_average()

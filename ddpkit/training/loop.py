@@ -74,6 +74,10 @@ class Window:
         divisor: what these sums were divided by.
         average: returns, at the window's end, the average of ``counted`` over the ranks.
         is_overdue: whether a window with sums has ended without a step.
+        number: of the window; counts on where nothing divides the training into windows.
+        stepped_in: number of the last window in which optimizers have stepped.
+        skipped_in: number of the last window in which a step was skipped for its gradients.
+        clipped_in: number of the last window in which gradients were clipped.
 
     Ranks: local; ``closes``, ``correction`` and what is deferred is equal on all ranks.
 
@@ -99,6 +103,10 @@ class Window:
     divisor: float = 1.0
     average: Callable[[], float | torch.Tensor] | None = None
     is_overdue: bool = False
+    number: int = 0
+    stepped_in: int = -1
+    skipped_in: int = -1
+    clipped_in: int = -1
 
     @property
     def scale(self) -> float:
@@ -108,6 +116,7 @@ class Window:
 
     def begin(self) -> None:
         """Note that the coming micro-batch is the first of a window."""
+        self.number += 1
         self.is_weighed = self.is_asked = False
         self.is_overdue = self.counted is not None
 
@@ -633,6 +642,7 @@ class TrainStep:
         self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
+        self._waiting: list[torch.optim.Optimizer] = []  # have stepped in the window that is not over
 
     @property
     def _active_scaler(self) -> torch.amp.GradScaler | None:
@@ -751,6 +761,8 @@ class TrainStep:
         multiplier, optimizers = self.close_window(), self.note_optimizers_to_step(brain)
         if not optimizers:
             return
+        if not progress.is_in_pass:  # in a loop of the recipe's own each call is a step
+            progress.window.number += 1
         self.strategy.finish_gradients(optimizers)
         if self.first_gradients is not None:
             self._compare_first_gradients(brain)
@@ -771,7 +783,7 @@ class TrainStep:
         )
         if progress.window.closes:
             progress.window_end = progress.step
-        self._follow(optimizers, multiplier, result, progress.step)
+        self._follow(optimizers, multiplier, result, progress.step, progress.window.number)
 
     def watch_first_step(self, brain: StepHooks) -> None:
         """Have the first step compared, too, that a ``fit_batch`` of the recipe makes by itself."""
@@ -798,8 +810,8 @@ class TrainStep:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
-        step = progress.step  # the result is looked at in a later batch
-        progress.leave_open(lambda: self._follow(optimizers, multiplier, late.result(), step))
+        step, number = progress.step, progress.window.number  # the result is looked at in a later batch
+        progress.leave_open(lambda: self._follow(optimizers, multiplier, late.result(), step, number))
         by_step = self.schedule is not None and self.schedule.every == "step"
         if self.ema is not None or by_step or self.options["ddp_comm_hook"] is not None:
             progress.settle()
@@ -887,16 +899,18 @@ class TrainStep:
             window.multiplier = window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
         return window.stepped()
 
-    def _follow(self, optimizers: list[Any], multiplier: Any, result: optim.StepResult, step: int) -> None:
-        """Do what follows a step, made or skipped."""
-        follow = self._follow_step if result.stepped else self._follow_skipped
-        follow(optimizers, multiplier, result, step)
-
-    def _follow_skipped(
-        self, _: list[torch.optim.Optimizer], multiplier: Any, result: optim.StepResult, step: int
+    def _follow(
+        self, optimizers: list[Any], multiplier: Any, result: optim.StepResult, step: int, number: int
     ) -> None:
+        """Do what follows a step, made or skipped, in the window of this number."""
+        if result.stepped:
+            self._follow_step(optimizers, result, step, number)
+        else:
+            self._follow_skipped(multiplier, result, step, number)
+
+    def _follow_skipped(self, multiplier: Any, result: optim.StepResult, step: int, number: int) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
-        scaler = self._active_scaler
+        scaler, window = self._active_scaler, self.progress.window
         if result.norm < 0:  # by the multiplier's sign
             raise BatchError(
                 f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
@@ -908,20 +922,53 @@ class TrainStep:
             )
         elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more the scale is to blame, and has been lowered
             self.strategy.forget_errors()
-            self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
+            if window.skipped_in != number:
+                window.skipped_in = number
+                self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
 
-    def _follow_step(self, stepped: list[torch.optim.Optimizer], _: Any, result: optim.StepResult, step: int) -> None:
-        """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
-        self.progress.clipped += result.clipped
+    def _follow_step(self, stepped: list[torch.optim.Optimizer], result: optim.StepResult, step: int, n: int) -> None:
+        """Count the window of this number, in which optimizers have stepped; average the weights, step the schedule.
+
+        Several steps in one window count once, as ``total_steps`` counts windows.
+        """
+        progress, window = self.progress, self.progress.window
+        if result.clipped and window.clipped_in != n:
+            window.clipped_in = n
+            progress.clipped += 1
         if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients
-            self.progress.count_skipped(result.norm, None, step)
-        self.progress.optimizer_step += 1
+            progress.count_skipped(result.norm, None, step)
+        is_first = window.stepped_in != n
+        if is_first:
+            window.stepped_in = n
+            progress.optimizer_step += 1
+        if progress.is_in_pass and self.waits_for_window:
+            self._waiting += stepped
+        elif is_first:
+            self._follow_window(stepped)
+        if is_first and self._gc_interval and progress.optimizer_step % self._gc_interval == 0:
+            gc.collect()
+
+    @property
+    def waits_for_window(self) -> bool:
+        """Whether something follows a window only when it is over: an own ``fit_batch`` may step several times."""
+        by_step = self.schedule is not None and self.schedule.every == "step"
+        return self.recipe.has_own_fit_batch and (self.ema is not None or by_step)
+
+    def forget_window(self) -> None:
+        """Forget what an interrupted pass has left."""
+        self._waiting.clear()
+
+    def end_window(self) -> None:
+        """Average the weights and step the schedule after a window in which an own ``fit_batch`` has stepped."""
+        if self._waiting:
+            stepped, self._waiting = self._waiting, []
+            self._follow_window(stepped)
+
+    def _follow_window(self, stepped: list[torch.optim.Optimizer]) -> None:
         if self.ema is not None:
             self.ema.update()
         if self.schedule is not None:
             self.schedule.after_step(stepped)
-        if self._gc_interval and self.progress.optimizer_step % self._gc_interval == 0:
-            gc.collect()
 
     def _note_unscaled(self, optimizers: list[torch.optim.Optimizer]) -> bool:
         """Note which optimizers are unscaled; return whether no gradients wait with the present scale."""

@@ -49,7 +49,7 @@ def options(**given):
 class Host:
     """Stands for the recipe and for all parts of a run: the loss of a batch is its mean."""
 
-    freezes = False
+    freezes = waits_for_window = False
     ema = schedule = base_seed = None
 
     def __init__(self, **given):
@@ -71,6 +71,11 @@ class Host:
 
     def tighten_timeouts(self):
         self.settled = True
+
+    def forget_window(self):
+        """Nothing waits for the end of a window."""
+
+    end_window = forget_window
 
     def drop_frozen_gradients(self):
         """No optimizer is frozen."""

@@ -90,7 +90,17 @@ class RankMismatchError(LaunchError):
 
 
 class BatchError(DdpkitError, TypeError):
-    """A hook returned something that the loop cannot train on."""
+    """A hook returned something that the loop cannot train on.
+
+    Args:
+        message: what was returned, why that cannot work, and what to do.
+        hook: name of the hook, such as ``"compute_objectives"``, whose line in the recipe is then shown; empty where
+            the traceback leads to the line.
+    """
+
+    def __init__(self, message: str = "", *, hook: str = "") -> None:
+        super().__init__(message)
+        self.hook = hook
 
 
 class DataError(DdpkitError, ValueError):

@@ -56,3 +56,4 @@ from ddpkit.base.states import (
     sharded_like as sharded_like,
     unwrap as unwrap,
 )
+from ddpkit.base.user_line import code_of as code_of, note_line_of as note_line_of

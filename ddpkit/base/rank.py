@@ -582,8 +582,23 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """
     if not frames:
         return ""
-    frame = next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
+    frame = user_frame(frames)
     return f"{PurePath(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+def user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """Return the innermost of some lines that is user code; without one, the innermost line.
+
+    Args:
+        frames: of a traceback, the innermost last; at least one.
+
+    Ranks: local.
+
+    Example:
+        >>> user_frame([traceback.FrameSummary("/home/me/train.py", 12, "forward", lookup_line=False)]).lineno
+        12
+    """
+    return next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
 
 
 def _is_waiting(path: PurePath) -> bool:
@@ -646,6 +661,7 @@ def spans(numbers: Iterable[int]) -> str:
 NAP_SECONDS = 0.02
 LONGEST_REASON = 4000
 LONGEST_TRACE = 20_000
+HOOK_LINE = "_ddpkit_hook_line"  # attribute of an exception: the line of the recipe that it is about
 PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
 
 # How torch raises in a rank what was raised in a worker of its loader.
@@ -752,12 +768,28 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
     if of_worker is None:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
         text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
-        causes = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
-        return text, line_of([frame for trace in causes for frame in traceback.extract_tb(trace)])
+        return text, line_of(frames_of(error))
     last = of_worker["trace"].rstrip().splitlines()[-1]
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', of_worker["trace"])
-    frames = [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
-    return f"{last} (in {of_worker['worker']})", line_of(frames)
+    return f"{last} (in {of_worker['worker']})", line_of(frames_of(error))
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the lines that lead to an exception, those of its cause last; or the one line that it is about.
+
+    Ranks: local.
+
+    Example:
+        >>> frames_of(ValueError("never raised"))
+        []
+    """
+    if HOOK_LINE in vars(error):
+        return [vars(error)[HOOK_LINE]]
+    of_worker = OF_WORKER.search(str(error))
+    if of_worker is not None:
+        found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', of_worker["trace"])
+        return [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
+    causes = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
+    return [frame for trace in causes for frame in traceback.extract_tb(trace)]
 
 
 class FailureReport:

@@ -29,6 +29,7 @@ from ddpkit.base import (
     PROCESS,
     FailureReport,
     Reason,
+    code_of,
     explained,
     is_second_hand,
     line_of,
@@ -38,7 +39,7 @@ from ddpkit.base import (
     text_and_line,
 )
 from ddpkit.control.failure_order import OTHER, SAME, SAME_LINE, FailureOrder
-from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped
+from ddpkit.errors import BatchError, ConfigError, DataError, FolderInUseError, LaunchError, RankFailedError, RunStopped
 from ddpkit.logger import get_logger, log_file_of, shown_path, without_console
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 AFTER = "_ddpkit_after"  # attribute of an exception: the rank that failed before this one in the same call of fit
 LAUNCHER_SECONDS = 2.0  # for the launcher to end what has failed as the first rank did
 PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message alone, and exit with this code
+SHOWN_WITH_CODE = (BatchError, DataError)  # usage errors, of what a hook has returned or a dataset has given
 USAGE_CODE = 2  # as argparse
 IN_BATCH = re.compile(r" at step [1-9]")  # in the words for a place
 FIRST_WORD_SECONDS = 2.0  # for the first rank of a machine to say what all of them are about to say
@@ -80,8 +82,9 @@ def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None
 
 
 def is_shown_without_traceback(error: BaseException) -> bool:
-    """Say whether an exception is a :class:`ConfigError`, or marked by :func:`show_without_traceback`, in a script.
+    """Say whether an exception is a usage error, or marked by :func:`show_without_traceback`, in a script.
 
+    A :class:`BatchError` or a :class:`DataError` is one wherever it comes from; its line of the recipe is shown.
     A :class:`ConfigError` of a batch has its traceback: it comes from the recipe's code, perhaps on one rank alone.
 
     Ranks: local.
@@ -90,9 +93,13 @@ def is_shown_without_traceback(error: BaseException) -> bool:
         >>> is_shown_without_traceback(ValueError("a bug"))
         False
     """
-    is_of_batch = IN_BATCH.search(vars(error).get(PLACE, "")) is not None
-    is_plain = (isinstance(error, ConfigError) and not is_of_batch) or PLAIN in vars(error)
+    is_config = isinstance(error, ConfigError) and not _is_of_batch(error)
+    is_plain = is_config or isinstance(error, SHOWN_WITH_CODE) or PLAIN in vars(error)
     return is_plain and not hasattr(sys, "ps1") and not sys.flags.interactive
+
+
+def _is_of_batch(error: BaseException) -> bool:
+    return IN_BATCH.search(vars(error).get(PLACE, "")) is not None
 
 
 @contextlib.contextmanager
@@ -121,25 +128,42 @@ def usage_errors() -> Iterator[None]:
 
 
 def _end_plainly(error: BaseException) -> NoReturn:
-    """Print the message, unless the first rank of this machine prints it; then exit."""
+    """Print the message, unless another rank prints it; then exit.
+
+    That is the first rank of this machine; for an error of a batch, which may be of one rank alone, the first that
+    failed.
+    """
     PROCESS.failed = error
     report, reason = PROCESS.report, None
     own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
     is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
+    is_of_batch = report is not None and _is_of_batch(error)
+    speaks = AFTER not in vars(error) if is_of_batch else is_first
     launcher_reads = _launcher_reads()
-    if not is_first:
+    if not speaks:
         _await_first(report, launcher_reads)
-    if report is not None and not report.tell(own):
+    if report is not None and not report.tell(own) and not (is_of_batch and speaks):
         reason = report.first_failure()
     if reason is not None:
         PROCESS.failed = RankFailedError(reason.summary())
-    if is_first or reason is None:
+    is_told_beside = is_of_batch and reason is not None and reason.host == own.host
+    if reason is None or (is_first and not is_told_beside):
         on_rank = "" if is_first else f" on rank {own.rank}"
-        where = "" if PLAIN in vars(error) else f" ({own.where()})"  # what the command line says is in no line of code
-        text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}{where}"
+        text = f"{Path(sys.argv[0]).name}: error{on_rank}: {_sentence(error, own)}"
         if not (launcher_reads and _write_error_file(text, text, time.time())):
             sys.stderr.write(f"{text}\n")
     raise SystemExit(vars(error).get(PLAIN, USAGE_CODE))
+
+
+def _sentence(error: BaseException, own: Reason) -> str:
+    """Return what is wrong and where; below that the line of the recipe, if an error of data or of a batch has one."""
+    if PLAIN in vars(error):  # what the command line says is in no line of code
+        return str(error)
+    if not isinstance(error, SHOWN_WITH_CODE):
+        return f"{error} ({own.where()})"
+    message = own.text.partition(": ")[2] or str(error)  # a worker of a loader gives its whole traceback as a message
+    code = code_of(error)
+    return f"{message} ({own.where()})" + (code and f"\n    {code}")
 
 
 def _launcher_reads() -> bool:
@@ -216,6 +240,8 @@ def failure_notice() -> Iterator[None]:
 
     Ranks: local.
 
+    State: ``sys.excepthook``, if the exception is a usage error, see :func:`watch_uncaught`.
+
     Example:
         >>> with failure_notice():
         ...     pass
@@ -234,6 +260,8 @@ def failure_notice() -> Iterator[None]:
             _tell(news, is_final=ends)
         if POSITION.progress is not None:
             vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()
+        if is_shown_without_traceback(news):
+            watch_uncaught()
         if news is error:
             raise
         raise news from news.__cause__

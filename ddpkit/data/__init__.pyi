@@ -32,3 +32,4 @@ from ddpkit.data.streams import (
     stream_loader as stream_loader,
     worker_key as worker_key,
 )
+from ddpkit.data.unusable import require_dataset as require_dataset

@@ -21,13 +21,14 @@ from ddpkit.distributed import (
     start_sum_over_ranks,
     sum_over_ranks,
 )
-from ddpkit.errors import BatchError, ConfigError, DdpkitError, RunStopped
+from ddpkit.errors import BatchError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.save_and_stop import exit_code
+from ddpkit.run.stage_errors import explaining
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
@@ -76,19 +77,6 @@ EVALUATE = (
 PREDICT = (
     f"predict: {_PARTS} the data. Give the Brain a model that is not sharded; or collect the outputs in "
     "compute_objectives and call evaluate, without shard_evaluation, in which each rank runs over all of the data."
-)
-MIXED_SAYS = "mixed torch.Tensor and DTensor"  # in torch 2.13
-MIXED = (
-    'A weight that is divided over the ranks met a whole tensor: "{}". '
-    "With --strategy=fsdp, or fully_shard in a recipe, weights are whole only inside of a forward pass. Call an entry "
-    "of modules, self.modules.net(inputs), and not a layer of it; for another method than forward see "
-    "torch.distributed.fsdp.register_fsdp_forward_method. Compute what needs a weight, such as a penalty, in the "
-    "forward of the module that has it, and return it with the outputs."
-)
-OUT_OF_MEMORY = "Out of memory. In training, --auto_micro_batch cuts the global batch into parts that fit."
-NOT_DETERMINISTIC = (
-    "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for an operation of this "
-    'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave --virtual_ranks out.'
 )
 
 
@@ -191,13 +179,13 @@ class StageRunner:
             if not progress.step:
                 progress.nonfinite = 0
             one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
-            with self._explaining():
+            with self._explaining(brain):
                 found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
             progress.avg_train_loss = progress.train_loss = found
             brain.zero_grad(set_to_none=True)
             if train_step.schedule is not None:
                 train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
-            with self._unsaved(), self._explaining():
+            with self._unsaved(), self._explaining(brain):
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
             progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
 
@@ -303,7 +291,7 @@ class StageRunner:
             self.modules.eval()
             progress.step = 0
             with (
-                self._explaining(),
+                self._explaining(brain),
                 self._stoppable(),
                 self._averaged_weights(stage),
                 self._evaluating(loader),
@@ -313,7 +301,7 @@ class StageRunner:
                 progress.step, progress.valid_loss = 0, loss
                 if schedule is not None:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
-            with torch.no_grad(), self._unsaved(), self._explaining():
+            with torch.no_grad(), self._unsaved(), self._explaining(brain):
                 brain.on_stage_end(stage, loss, epoch)
             progress.step, progress.meter = after
             return loss
@@ -358,7 +346,7 @@ class StageRunner:
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
         with temporarily(progress, seen=seen, step=0), self._stoppable(), progress.logged.during(None, None):
-            with self._averaged_weights(Stage.TEST), self._evaluating(loader, PREDICT):
+            with self._explaining(brain), self._averaged_weights(Stage.TEST), self._evaluating(loader, PREDICT):
                 outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
             gathered: list[Any] = gather_results(seen, outputs)
         return gathered
@@ -451,22 +439,8 @@ class StageRunner:
         except RunStopped as stopped:
             self.stop.stop_evaluation(stopped)
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Return a context in which errors of torch that come from a strategy's way of working say what to do."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, DdpkitError):
-                raise
-            has_no_answer = self.options.auto_micro_batch or self.train_step.strategy.unrepeatable
-            if isinstance(error, torch.OutOfMemoryError) and not has_no_answer:
-                logger.warning(OUT_OF_MEMORY, main_process_only=False)
-            if MIXED_SAYS in str(error):
-                raise BatchError(MIXED.format(str(error).partition(",")[0])) from error
-            if self.train_step.strategy.same_bits and "deterministic" in str(error):
-                raise ConfigError(NOT_DETERMINISTIC.format(self.options.virtual_ranks, error)) from error
-            raise
+    def _explaining(self, brain: StageHooks) -> AbstractContextManager[None]:
+        return explaining(brain, self.options, self.train_step.strategy)
 
     @contextlib.contextmanager
     def _unsaved(self) -> Iterator[None]:
@@ -645,6 +619,7 @@ def _rows(output: Any, count: int | None, name: str) -> list[Any]:
         raise BatchError(
             f"{name}.predict_batch returned a {type(output).__name__}{shape}, not one output for each of {samples}. "
             "Return a tensor whose first dimension is the samples', a list with an entry per sample, or a tuple or a "
-            "dict of these."
+            "dict of these.",
+            hook="predict_batch",
         )
     return rows_of(output)

@@ -39,6 +39,7 @@ from ddpkit.data import (
     layers,
     one_by_one,
     require_alike,
+    require_dataset,
     selection_facts,
 )
 from ddpkit.dataloader import (
@@ -154,6 +155,9 @@ class LoaderFactory:
             stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
             loader_kwargs: as for :meth:`ddpkit.brain.Brain.make_dataloader`; may be changed.
         """
+        is_read_again = stage is not Stage.TEST or bool(loader_kwargs)
+        has_own_indices = any(loader_kwargs.get(name) is not None for name in ("sampler", "batch_sampler"))
+        require_dataset(dataset, is_read_again=is_read_again, has_own_indices=has_own_indices)
         looped = loader_kwargs.pop("looped_nominal_epoch", None)
         if str(self._options.device).startswith("cuda") and (loader_kwargs or not is_batches(dataset)):
             loader_kwargs.setdefault("pin_memory", True)

@@ -33,6 +33,7 @@ from ddpkit.logger import get_logger
 from ddpkit.metrics import ExactMeter, LossMeter, counted_by
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.first_gradients import FirstGradients
+from ddpkit.training.loss_errors import explained_backward, loss_problem
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -384,24 +385,15 @@ def evaluate_epoch(
 
 # ---------------------------------------------------------------------------------------- a loss and its backward pass
 
-PARTS = (
-    "{}.fit_batch called backward() twice on losses that share a part of one module, and DDP averages each gradient "
-    'once: "{}". Add the losses up and call self.backward once; or put all passes under `with self.no_sync():`.'
-)
-
-FREED = (
-    '{}: the backward pass came to weights that --strategy=fsdp has freed: "{}". Four things lead there. An operation '
-    "in place on the output of a module (outputs += 1, outputs.masked_fill_(...)), which cuts off what gathers them: "
-    "write outputs = outputs + 1. A module that returns an object, in which torch does not find the tensors: return "
-    "them, or a tuple, list, dict or dataclass of them. Gradients of gradients (torch.autograd.grad with "
-    "create_graph=True, as for a gradient penalty): use --strategy=zero1 or ddp. A second backward pass over one "
-    "forward pass: add the losses up, or call the module once more."
-)
-FREED_SAYS = "storage of size 0"  # so a tensor whose memory was freed says, in torch 2.13
-
 
 def backward(
-    loss: Any, scale: float, scaler: torch.amp.GradScaler | None, name: str, *, retain_graph: bool = False
+    loss: Any,
+    scale: float,
+    scaler: torch.amp.GradScaler | None,
+    name: str,
+    *,
+    retain_graph: bool = False,
+    has_own_fit_batch: bool = True,
 ) -> None:
     """Back-propagate a weighted loss; if that fails, raise an error that names the problem with the loss.
 
@@ -411,6 +403,7 @@ def backward(
         scaler: multiplies it further; or None.
         name: of the recipe's class, for the message.
         retain_graph: keep the graph for another backward pass.
+        has_own_fit_batch: whether the recipe calls ``backward`` by itself, for the message.
 
     Raises:
         BatchError: the loss is not a tensor of one number, or does not depend on any parameter; DDP has averaged a part
@@ -430,14 +423,10 @@ def backward(
         else:  # the bits of loss * scale, two products less
             back_propagate(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        if "mark a variable ready only once" in str(error):
-            raise BatchError(PARTS.format(name, str(error).partition(".")[0])) from error
-        if FREED_SAYS in str(error):
-            raise BatchError(FREED.format(name, str(error).partition("\n")[0])) from error
-        problem = loss_problem(loss)
-        if problem is None:
+        news = explained_backward(error, loss, name, has_own_fit_batch=has_own_fit_batch)
+        if news is None:
             raise
-        raise BatchError(f"{name}.compute_objectives returned {problem}") from error
+        raise news from error
 
 
 def one_number(loss: Any, name: str, hook: str = "compute_objectives") -> torch.Tensor | float:
@@ -462,7 +451,7 @@ def one_number(loss: Any, name: str, hook: str = "compute_objectives") -> torch.
             return loss.detach() if loss.requires_grad else loss
     elif isinstance(loss, (int, float)):
         return float(loss)
-    raise BatchError(f"{name}.{hook} returned {loss_problem(loss)}")
+    raise BatchError(f"{name}.{hook} returned {loss_problem(loss)}", hook=hook)
 
 
 def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tuple[Any, Any]:
@@ -502,31 +491,8 @@ def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tup
         if not isinstance(loss_sum, (torch.Tensor, float, int)) or getattr(loss_sum, "numel", int)() > 1:
             problem = f"in (loss_sum, count) {loss_problem(loss_sum)}"
     if problem is not None:
-        raise BatchError(f"{name}.{hook} returned {problem}")
+        raise BatchError(f"{name}.{hook} returned {problem}", hook=hook)
     return loss_sum, count
-
-
-def loss_problem(loss: Any) -> str | None:
-    """Return the problem with a loss in words, or None.
-
-    Ranks: local.
-
-    Example:
-        >>> loss_problem(3.0)
-        'a float, not a tensor: return the loss itself, without .item().'
-    """
-    if loss is None:
-        return "a NoneType, not a tensor: look for a missing return."
-    if not isinstance(loss, torch.Tensor):
-        return f"a {type(loss).__name__}, not a tensor: return the loss itself, without .item()."
-    if loss.numel() != 1:
-        return f"a tensor of shape {tuple(loss.shape)}, not one number: return its mean over the batch."
-    if loss.requires_grad:
-        return None
-    return (
-        "a loss that does not require a gradient: it does not depend on a trainable parameter. Look for "
-        "torch.no_grad(), .detach() and frozen parameters."
-    )
 
 
 # -------------------------------------------------------------------------------------------------- the optimizer step
@@ -550,6 +516,7 @@ APART = (
     "through hparams or a module's inner parts. Call self.optimizers_step(), which averages the rest, and not the "
     "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
 )
+NO_OPTIMIZERS = "{}.freeze_optimizers returned None: look for a missing return."
 NO_STEP = (
     "No optimizer step of %s was counted in its first epoch. Give opt_class, or fill optimizers_dict in "
     "init_optimizers; return optimizers from freeze_optimizers; in a fit_batch of your own call self.backward(loss), "
@@ -683,13 +650,14 @@ class TrainStep:
             scale = self._count(count)
         else:
             if window.counted is not None:
-                raise BatchError(MIXED.format(self.name))
+                raise BatchError(MIXED.format(self.name), hook="compute_objectives")
             window.has_means = window.is_weighed = True
             scale = window.loss_scale
         if self.first_gradients is not None:
             self.first_gradients.note(loss, self.progress.step)
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
-            backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph)
+            own = self.recipe.has_own_fit_batch
+            backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph, has_own_fit_batch=own)
 
     def note_loss(self, loss: Any) -> tuple[Any, Any]:
         """Note the loss of the current micro-batch.
@@ -713,9 +681,10 @@ class TrainStep:
         """Add to the window's count, and return the factor for the loss sum; at the window's end, start to average."""
         window = self.progress.window
         if window.has_means:
-            raise BatchError(MIXED.format(self.name))
+            raise BatchError(MIXED.format(self.name), hook="compute_objectives")
         if window.counted is not None and (window.is_overdue or window.counted_at == self.progress.step):
-            raise BatchError((NOT_DIVIDED if window.is_overdue else TWO_SUMS).format(self.name))
+            words = NOT_DIVIDED if window.is_overdue else TWO_SUMS
+            raise BatchError(words.format(self.name), hook="fit_batch")
         if not window.count:
             count = 0.0
         elif isinstance(count, torch.Tensor):
@@ -822,7 +791,7 @@ class TrainStep:
         if self.optimizers is not None:
             chosen = brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
             if chosen is None:
-                raise BatchError(f"{self.name}.freeze_optimizers returned None: look for a missing return.")
+                raise BatchError(NO_OPTIMIZERS.format(self.name), hook="freeze_optimizers")
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
@@ -914,7 +883,8 @@ class TrainStep:
         if result.norm < 0:  # by the multiplier's sign
             raise BatchError(
                 f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
-                "count must be >= 0."
+                "count must be >= 0.",
+                hook="compute_objectives",
             )
         if math.isinf(multiplier):
             logger.warning_once(

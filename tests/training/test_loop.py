@@ -401,8 +401,8 @@ NO_SCALER = None
 BAD_LOSSES = [
     (3.0, r"returned a float, not a tensor: return the loss itself, without \.item\(\)"),
     (None, "returned a NoneType, not a tensor"),
-    ({"loss": torch.ones(())}, "returned a dict, not a tensor"),
-    ([torch.ones(())], "returned a list, not a tensor"),
+    ({"loss": torch.ones(())}, "returned a dict with the keys 'loss': return one loss, such as the sum"),
+    ([torch.ones(())], "returned a list of 1: return the mean loss, or the tuple"),
     ("text", "returned a str, not a tensor"),
     (torch.ones(2, 3, requires_grad=True), r"returned a tensor of shape \(2, 3\), not one number: return its mean"),
     (torch.ones(0, requires_grad=True), r"returned a tensor of shape \(0,\), not one number"),

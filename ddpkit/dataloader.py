@@ -26,7 +26,6 @@ from ddpkit.data import (
     guess_batch_size,
     is_sharded,
     layers,
-    one_by_one,
     set_epoch_inside,
     stream_loader,
     summarize,
@@ -247,9 +246,24 @@ class SaveableDataLoader(DataLoader[Any]):
         self.load(path, end_of_epoch)
 
 
+class _NominalEpochs:
+    """The batches of a looped loader, to which ``iter()`` does nothing; after the end of an epoch comes the next."""
+
+    def __init__(self, loader: LoopedLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> _NominalEpochs:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._loader)
+
+
 @register_checkpoint_hooks
 class LoopedLoader:
     """Cuts an endless stream or a long loader into epochs of a fixed number of batches.
+
+    An iterator of it ends with each nominal epoch, and ``next()`` after that end begins the next one.
 
     Args:
         loader: started again whenever it ends.
@@ -290,7 +304,7 @@ class LoopedLoader:
         if not self._recovered:
             self.step = 0
         self._recovered = False
-        return one_by_one(self)  # to which iter() does nothing
+        return _NominalEpochs(self)  # to which iter() does nothing
 
     def __next__(self) -> Any:
         if self.step >= self.epoch_length:

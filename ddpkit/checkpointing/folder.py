@@ -82,7 +82,9 @@ LoadMode = Literal["all", "broadcast"]
 
 
 class Checkpoint(NamedTuple):
-    """One saved checkpoint; two are equal when their paths are.
+    """One saved checkpoint; two are equal when they have one path and were saved at one time.
+
+    A checkpoint may be deleted, and another saved under its name.
 
     Attributes:
         path: its directory.
@@ -93,8 +95,9 @@ class Checkpoint(NamedTuple):
 
     Example:
         >>> path = Path("CKPT+a")
-        >>> Checkpoint(path, {"unixtime": 1.0}, {}) == Checkpoint(path, {"unixtime": 2.0}, {})
-        True
+        >>> one, same, other = (Checkpoint(path, {"unixtime": time}, {}) for time in (1.0, 1.0, 2.0))
+        >>> one == same, one == other
+        (True, False)
     """
 
     path: Path
@@ -102,7 +105,9 @@ class Checkpoint(NamedTuple):
     paramfiles: dict[str, Path]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Checkpoint) and self.path == other.path
+        if not isinstance(other, Checkpoint) or self.path != other.path:
+            return False
+        return as_number(self.meta.get("unixtime")) == as_number(other.meta.get("unixtime"))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -373,6 +378,7 @@ class DamageLog:
     Attributes:
         reasons: for each damaged checkpoint, by path: what is damaged.
         latest: the greatest ``unixtime`` of all checkpoints seen, in seconds since 1970.
+        used: names that checkpoints have had which may be gone. No new one is called so by itself.
 
     Ranks: local.
 
@@ -391,6 +397,7 @@ class DamageLog:
     def __init__(self) -> None:
         self.reasons: dict[Path, str] = {}
         self.latest = 0.0
+        self.used: set[str] = set()
 
     def note_time(self, checkpoint: Checkpoint) -> None:
         """Update :attr:`latest` with a checkpoint's time; later checkpoints get a later time."""
@@ -739,8 +746,11 @@ class CheckpointFolder:
         if name is not None:
             return self.lock.folder / f"{DIRECTORY_PREFIX}+{name}"
         start = f"{DIRECTORY_PREFIX}+{time.strftime('%Y-%m-%d+%H-%M-%S')}"
-        paths = (self.lock.folder / f"{start}+{number:02d}" for number in itertools.count())
-        return next(path for path in paths if not os.path.lexists(path))
+        used = self.damage_log.used
+        names = (f"{start}+{number:02d}" for number in itertools.count())
+        name = next(one for one in names if one not in used and not os.path.lexists(self.lock.folder / one))
+        used.add(name)
+        return self.lock.folder / name
 
     # ------------------------------------------------------------------------------------ choosing
 
@@ -790,6 +800,7 @@ class CheckpointFolder:
         counted = [each for each in readable if each.path not in log.reasons and log.is_whole(each, "size")]
         for checkpoint in deletable(counted, retention):
             self.lock.require()
+            log.used.add(checkpoint.path.name)
             remove_directory(checkpoint.path)
             logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", shown_path(checkpoint.path))
 

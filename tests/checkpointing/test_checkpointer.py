@@ -938,3 +938,30 @@ def test_what_no_recoverable_has_taken_up_is_known(tmp_path):
 def test_quantized_weights_are_refused_by_name(dtype):
     with pytest.raises(ConfigError, match=r"net\.codes has 8 bits: such codes have no mean"):
         average_state_dicts([{"net.codes": torch.ones(2).to(dtype)}])
+
+
+def test_a_name_is_not_used_again_within_a_second(checkpointer, monkeypatch):
+    monkeypatch.setattr(checkpoint_folder.time, "strftime", lambda *_: "2026-01-02+03-04-05")
+    found = []
+    for _ in range(3):
+        found.append(checkpointer.save_checkpoint().path.name)
+        checkpointer.delete_checkpoints(num_to_keep=0)
+    assert found == [f"CKPT+2026-01-02+03-04-05+{number:02d}" for number in range(3)]
+
+
+def test_the_name_of_a_checkpoint_of_an_earlier_process_is_not_used_again_either(checkpointer, monkeypatch):
+    monkeypatch.setattr(checkpoint_folder.time, "strftime", lambda *_: "2026-01-02+03-04-05")
+    checkpointer.save_checkpoint()
+    again = Checkpointer(checkpointer.checkpoints_dir, {"value": Value()})
+    again.delete_checkpoints(num_to_keep=0)
+    assert again.save_checkpoint().path.name == "CKPT+2026-01-02+03-04-05+01"
+
+
+def test_a_checkpoint_that_was_saved_under_the_name_of_another_is_another(checkpointer):
+    first = checkpointer.save_checkpoint(name="best")
+    second = checkpointer.save_checkpoint(name="best")
+    assert first.path == second.path
+    assert first != second
+    assert len({first, second}) == 2
+    assert second == checkpointer.find_checkpoint()
+    assert {second: "loss"}[checkpointer.find_checkpoint()] == "loss"

@@ -660,6 +660,18 @@ def test_how_many_samples_a_batch_has(batch, size):
     assert guess_batch_size(batch) == size
 
 
+@pytest.mark.parametrize("begin", [iter, lambda looped: looped], ids=["iterator", "loader"])
+def test_next_after_the_end_of_a_nominal_epoch_begins_the_next(begin):
+    looped = make_dataloader(range(5), looped_nominal_epoch=3, batch_size=1)
+    batches, found = begin(looped), []
+    for _ in range(3):
+        found.append(flat([next(batches) for _ in range(3)]))
+        assert next(batches, "the end") == "the end"
+    assert found == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    batches = iter(looped)
+    assert [flat(batches), flat(batches)] == [[4, 0, 1], [2, 3, 4]]
+
+
 def test_nothing_to_loop_over():
     with pytest.raises(DataError, match=r"LoopedLoader: list yields no batch at all"):
         list(LoopedLoader([], 2))

@@ -64,6 +64,13 @@ logger = get_logger(__name__)
 LEAST_MEAN_BYTES = 1 << 20  # of a storage, for threads to copy it sooner than torch reads it
 MOST_MISFITS = 6  # lines of torch's list of what does not fit
 START_ANEW = " Make it as it was when this was saved, or start anew: --resume=never, or another experiment folder."
+FROM_WEIGHTS = (
+    " Make it as it was when this was saved. Or begin anew from the weights alone: load them before fit by "
+    "ddpkit.parameter_transfer.Pretrainer, and give --resume=never, or another experiment folder."
+)
+OTHER_LAYERS = " Pretrainer loads what both have by name; a layer of another shape needs another name."
+GROUPS = "The checkpoint has parameter groups of {} tensors, and the script makes groups of {}."
+LATER_GROUPS = " A group that the run has added later has to be there at its start: add it in init_optimizers."
 
 HookT = TypeVar("HookT", bound=Callable[..., object])
 
@@ -372,7 +379,7 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         else:
             obj.load_state_dict(state)
     except Exception as error:
-        raise _misfit(obj, path, error, START_ANEW) from error
+        raise _misfit(obj, path, error, _way_out(obj, state)) from error
 
 
 def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
@@ -591,11 +598,29 @@ ON_META = (
 )
 
 
+def _way_out(obj: Any, state: Any) -> str:
+    """Say how to go on where the state of a checkpoint does not fit an object: also with another head or optimizer."""
+    if isinstance(obj, nn.Module):
+        return FROM_WEIGHTS + OTHER_LAYERS
+    if not isinstance(obj, Optimizer):
+        return START_ANEW
+    saved, made = _group_sizes(state), _group_sizes(obj.state_dict())
+    if not saved or saved == made:
+        return FROM_WEIGHTS
+    later = LATER_GROUPS if len(saved) > len(made) else ""
+    return f" {GROUPS.format(saved, made)}{later}{FROM_WEIGHTS}"
+
+
+def _group_sizes(state: Any) -> list[int]:
+    groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
+    return [len(group["params"]) for group in groups]
+
+
 def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> CheckpointError:
     lines = str(error).splitlines()  # of a module, one for each parameter
     if len(lines) > MOST_MISFITS:
         lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]
-    text, kind = "\n".join(lines).removesuffix("."), CheckpointError
+    text, kind = "\n".join(lines).rstrip(". "), CheckpointError
     if type(error) not in (RuntimeError, ValueError, CheckpointError):  # a fault of the recipe, or no memory
         text, advice = f"{type(error).__name__}: {text}", ""
     elif isinstance(obj, (nn.Module, Optimizer)):

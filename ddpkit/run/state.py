@@ -60,8 +60,8 @@ OTHER_SETTINGS = (
 )
 OTHER_OPTIMIZER = (
     "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other settings and cannot "
-    "go on with its state. Go on with {2}. Or begin anew from the weights alone: load the file of the module in the "
-    "checkpoint with torch.load(..., weights_only=True) before fit, and give --resume=never."
+    "go on with its state. Go on with {2}. Or begin anew from the weights alone: load them before fit by "
+    "ddpkit.parameter_transfer.Pretrainer, and give --resume=never, or another experiment folder."
 )
 
 

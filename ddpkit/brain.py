@@ -131,11 +131,11 @@ class Brain(_Typed):
     In the order of a run::
 
         fit:       make_dataloader (TRAIN, VALID), on_fit_start, and for every epoch:
-                     on_stage_start(TRAIN), for every batch:
+                     modules.train(), on_stage_start(TRAIN), for every batch:
                        fit_batch: on_fit_batch_start, compute_forward, compute_objectives, optimizers_step,
                                   on_fit_batch_end
                      on_stage_end(TRAIN)
-                     on_stage_start(VALID), evaluate_batch for every batch, on_stage_end(VALID)
+                     modules.eval(), on_stage_start(VALID), evaluate_batch for every batch, on_stage_end(VALID)
         evaluate:  make_dataloader (TEST), on_evaluate_start, on_stage_start(TEST), evaluate_batch for every batch,
                    on_stage_end(TEST)
         predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
@@ -322,7 +322,11 @@ class Brain(_Typed):
         raise NotImplementedError(f"{name} must define compute_objectives(self, predictions, batch, stage)")
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Called before a stage, on all ranks; ``epoch`` is None for TEST."""
+        """Called before a stage, on all ranks; ``epoch`` is None for TEST.
+
+        The modules are in the mode of the stage already, training or evaluation. A part that is set to another mode
+        here, such as ``self.modules.backbone.eval()``, keeps it for the stage.
+        """
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
         """Called after a stage, on all ranks, with the mean loss over all ranks' samples."""
@@ -638,7 +642,7 @@ class Brain(_Typed):
                 self.on_fit_start()
             run.policy.load_deferred()
             run.policy.run_state.restore_trained_flags(self.raw_modules)
-            self.__scale_learning_rates()
+            self.__follow_optimizers()
             self.__check_prepared(validates=valid is not None)
             if run.policy.is_done_before(train):
                 return self.__fit_result("done_before")
@@ -841,11 +845,13 @@ class Brain(_Typed):
         self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step
         self.__run.strategy.wrap(self.modules)
 
-    def __scale_learning_rates(self) -> None:
+    def __follow_optimizers(self) -> None:
         named = self.__run.train_step.named_optimizers()
         others = {name: one for name, one in vars(self).items() if isinstance(one, torch.optim.Optimizer)}
         known = {id(one) for one in named.values()}
-        self.__run.lr_scaling.follow({**named, **{name: one for name, one in others.items() if id(one) not in known}})
+        every = {**named, **{name: one for name, one in others.items() if id(one) not in known}}
+        self.__run.lr_scaling.follow(every)
+        self.__run.train_step.drop_casts_after_steps(every)
 
     def __check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""

@@ -34,6 +34,7 @@ from ddpkit.compat import multiply_all, norm_of_all, watches_all_steps
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DdpkitError
 from ddpkit.logger import get_logger
+from ddpkit.precision import drop_casts
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -350,11 +351,10 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
         return False
     for optimizer in optimizers:
         parts = vars(optimizer)
-        hooks = [parts.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
         own: Any = parts.get("step")
         inner = own.__wrapped__ if hasattr(own, "_wrapped_by_lr_sched") else None  # torch's schedulers wrap it
         is_plain = own is None or inner is type(optimizer).step
-        if type(optimizer) not in WITH_FUSED or any(hooks) or not is_plain:
+        if type(optimizer) not in WITH_FUSED or _is_watched(optimizer) or not is_plain:
             return False
         for group in optimizer.param_groups:
             kept = "exp_avg" if "betas" in group else "momentum_buffer" if group["momentum"] else ""
@@ -362,6 +362,12 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
             if not group["fused"] or any(optimizer.state.get(one, {}).get(kept) is None for one in stepping):
                 return False
     return True
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Say whether a hook sees the steps of an optimizer; one that only drops casts does not look."""
+    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    return any(one is not drop_casts for found in hooks if found for one in found.values())
 
 
 def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool:

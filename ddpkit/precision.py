@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["AMPConfig", "Precision", "TorchAutocast", "fwd_default_precision"]
+__all__ = ["AMPConfig", "Precision", "TorchAutocast", "drop_casts", "fwd_default_precision"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -146,6 +146,27 @@ class Precision:
         self.evaluation_ctx = TorchAutocast(device_type=device_type, dtype=eval_dtype)
         scaled = dtype is torch.float16 and device_type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+
+
+def drop_casts(*_: Any) -> None:
+    """Drop the casts of weights that autocast has kept: a hook after the steps of an optimizer.
+
+    Autocast casts a weight once, and keeps the result until its outermost context ends. A step inside of the context
+    changes the weight, and the next forward pass would compute with the old one.
+
+    Args:
+        _: the optimizer, and the arguments of its step.
+
+    Ranks: local.
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html, ``cache_enabled``.
+
+    Example:
+        >>> net = torch.nn.Linear(1, 1)
+        >>> sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        >>> _ = sgd.register_step_post_hook(drop_casts)
+    """
+    torch.clear_autocast_cache()
 
 
 @overload

@@ -27,6 +27,7 @@ from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
+from ddpkit.run.module_modes import kept_modes, stage_mode
 from ddpkit.run.save_and_stop import exit_code
 from ddpkit.run.stage_errors import explaining
 from ddpkit.train_logger import run_event
@@ -166,7 +167,8 @@ class StageRunner:
             progress, train_step = self.progress, self.train_step
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
-            brain.on_stage_start(Stage.TRAIN, epoch)
+            with stage_mode(lambda: self.modules, training=True):
+                brain.on_stage_start(Stage.TRAIN, epoch)
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
                 plan.epoch = 0  # to draw anew, but from no generator: the hook may have changed what it draws from
                 set_epoch(loader, epoch)
@@ -174,7 +176,6 @@ class StageRunner:
             train_step.strategy.follow(self.modules)
             if train_step.ema is not None:
                 train_step.ema.follow()
-            self.modules.train()
             brain.zero_grad()
             if not progress.step:
                 progress.nonfinite = 0
@@ -283,12 +284,12 @@ class StageRunner:
         Returns:
             The mean loss over all samples, one number for all ranks.
         """
-        with self._logging(stage, epoch):
+        with self._logging(stage, epoch), self._modes_of_fit(stage):
             progress, schedule = self.progress, self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
-            brain.on_stage_start(stage, epoch)
-            self.modules.eval()
+            with stage_mode(lambda: self.modules, training=False):
+                brain.on_stage_start(stage, epoch)
             progress.step = 0
             with (
                 self._explaining(brain),
@@ -340,8 +341,12 @@ class StageRunner:
         Returns:
             One output per sample of all ranks, in dataset order, on every rank.
         """
+        with self._modes_of_fit(Stage.TEST):
+            self.modules.eval()
+            return self._predict(brain, loader, precision, enable_bar=enable_bar)
+
+    def _predict(self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
         progress = self.progress
-        self.modules.eval()
         seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
@@ -387,6 +392,11 @@ class StageRunner:
         with self.progress.logged.during(stage, epoch):
             self.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
+
+    def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
+        """Return a context after which the modules are in their modes again, where a hook of ``fit`` evaluates."""
+        is_inside = stage is Stage.TEST and self.progress.is_fitting
+        return kept_modes(self.modules) if is_inside else contextlib.nullcontext()
 
     def _begin(self, stage: Stage, loader: Any) -> None:
         """Note, for gathering and for the metrics, what a stage runs over, and whether it is divided over the ranks."""

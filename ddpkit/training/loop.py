@@ -17,6 +17,7 @@ import contextlib
 import functools
 import gc
 import math
+import weakref
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,13 +32,14 @@ from ddpkit.distributed import sum_exactly, sum_over_ranks
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import ExactMeter, LossMeter, counted_by
+from ddpkit.precision import drop_casts
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.training.loss_errors import explained_backward, loss_problem
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -605,6 +607,7 @@ class TrainStep:
         self.sum_divisor: float | None = None
         self.first_gradients: FirstGradients | None = FirstGradients(self.name)
         self.agree: Callable[[], None] | None = None
+        self._dropping_casts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._gc_interval = options.gc_interval
         self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
@@ -753,6 +756,20 @@ class TrainStep:
         if progress.window.closes:
             progress.window_end = progress.step
         self._follow(optimizers, multiplier, result, progress.step, progress.window.number)
+
+    def drop_casts_after_steps(self, optimizers: Mapping[str, Any]) -> None:
+        """Have autocast cast weights anew after each step, where a step may be made inside of its context.
+
+        Args:
+            optimizers: by name.
+        """
+        kinds = {"cpu", self.device.partition(":")[0]} - {"meta"}
+        if not (self.recipe.has_own_fit_batch or any(map(torch.is_autocast_enabled, kinds))):
+            return  # then the library steps, outside of it
+        for one in optimizers.values():
+            if isinstance(one, torch.optim.Optimizer) and one not in self._dropping_casts:
+                self._dropping_casts.add(one)
+                one.register_step_post_hook(drop_casts)
 
     def watch_first_step(self, brain: StepHooks) -> None:
         """Have the first step compared, too, that a ``fit_batch`` of the recipe makes by itself."""

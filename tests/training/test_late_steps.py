@@ -25,6 +25,7 @@ from ddpkit.control import PeriodicSync
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.optim import StepCounters, gradients, make_optimizer, take_late_step, take_step
+from ddpkit.precision import drop_casts
 from ddpkit.run import stage_runner
 from tests.host_reads import HostReads
 
@@ -547,3 +548,14 @@ def test_counters_that_are_behind_are_not_there():
     assert counters.follow is None
     with pytest.raises(AttributeError, match="'StepCounters' object has no attribute 'steps'"):
         counters.steps  # noqa: B018
+
+
+def test_a_hook_that_only_drops_casts_does_not_wait_for_the_norm():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    optimizer.register_step_post_hook(drop_casts)
+    weight.sum().backward()
+    assert take_late_step([optimizer], None) is not None
+    optimizer.register_step_post_hook(lambda *_: None)
+    weight.sum().backward()
+    assert take_late_step([optimizer], None) is None

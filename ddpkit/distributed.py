@@ -43,6 +43,7 @@ __all__ = [
     "ddp_broadcast",
     "ddp_init_group",
     "ddp_prevent_block",
+    "environment_without_launch",
     "exchange",
     "gather_objects",
     "get_local_rank",
@@ -88,15 +89,15 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
         LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
-            processes do not come or cannot be reached.
+            processes do not come or cannot be reached; or a rank has started this process, with its own variables.
         RankFailedError: another process has ended meanwhile; the message says which.
         RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
             in the backend; on every rank.
 
     Ranks: collective.
 
-    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`) and a hook at the end of the process,
-    once per group.
+    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`), a hook at the end of the process,
+    once per group, and ``DDPKIT_RANK_PROCESS`` in the environment: programs that a rank starts see that it is taken.
 
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
@@ -132,6 +133,31 @@ def _find_launch() -> LaunchInfo:
     from ddpkit.launch import find_launch  # all launchers: not for those who ask for a rank alone
 
     return find_launch()
+
+
+def environment_without_launch(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment for a program that a rank starts and that is to run as a single process.
+
+    A program inherits the variables of the rank that starts it. Where it uses ddpkit, too, it is refused as a second
+    process of that rank, unless it is started with this.
+
+    Args:
+        environ: the environment to copy; None copies ``os.environ``.
+
+    Returns:
+        A copy without what a launcher (torchrun, ``--nproc``, Slurm, MPI) says about ranks.
+
+    Ranks: local.
+
+    Example:
+        >>> import subprocess, sys
+        >>> words = [sys.executable, "-c", "import os; raise SystemExit('RANK' in os.environ)"]
+        >>> run_on_main(lambda: subprocess.run(words, env=environment_without_launch()).returncode)
+        0
+    """
+    from ddpkit.launch import without_launch  # likewise
+
+    return without_launch(os.environ if environ is None else environ)
 
 
 def rank_prefixed_message(message: str) -> str:

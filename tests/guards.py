@@ -25,6 +25,7 @@ FOREIGN_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile, on its first use
     "TRITON_CACHE_DIR",  # torch.compile, on its first use
     "TRITON_PTXAS_PATH",  # the same, on GPUs
+    "DDPKIT_RANK_PROCESS",  # comes with a process group of several ranks, to stay
     "CUDA_MODULE_LOADING",  # torch, when it first computes on a GPU
 }
 

@@ -43,10 +43,10 @@ from ddpkit.base import (
 from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
 from ddpkit.comm.mailbox import Runtime, control_group, get_runtime
 from ddpkit.compat import all_groups
-from ddpkit.control import FINAL_REPORT_SECONDS, Watchdog, at_exit, kill_workers, watch_uncaught
+from ddpkit.control import FINAL_REPORT_SECONDS, Watchdog, at_exit, kill_workers, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.launch import LOOPBACK, find_launch
+from ddpkit.launch import LOOPBACK, find_launch, mark_rank_process, refuse_child_of_rank
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
     info = find_launch()
     if not info.is_distributed:
         return
+    with usage_errors():
+        refuse_child_of_rank(info)
     device = resolve_device(run_opts.get("device"), info)
     backend = check_backend(run_opts.get("distributed_backend"), device)
     hang_timeout = float(run_opts.get("hang_timeout") or 0.0)
@@ -258,6 +260,7 @@ def _guard_group(*, hosts_store: bool, destroy: bool) -> None:
         return
     runtime.is_guarded, runtime.hosts_store = True, hosts_store
     watch_uncaught(runtime.report)
+    mark_rank_process()
     POSITION.waits_for_device = "nccl" in dist.get_backend()
     # Groups before the current one are over: their connections close, but for a store that others may still ask.
     kept: Callable[[], Runtime | None] = (lambda: runtime) if hosts_store else weakref.ref(runtime)

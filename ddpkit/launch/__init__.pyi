@@ -1,3 +1,8 @@
+from ddpkit.launch.child_processes import (
+    mark_rank_process as mark_rank_process,
+    refuse_child_of_rank as refuse_child_of_rank,
+    without_launch as without_launch,
+)
 from ddpkit.launch.launchers import (
     LOOPBACK as LOOPBACK,
     NPROC as NPROC,

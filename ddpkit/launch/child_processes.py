@@ -1,0 +1,127 @@
+"""Programs that a rank starts, such as ``subprocess.run([python, "evaluate.py"])``: they inherit the rank's variables.
+
+To such a program its environment says that it is rank 0 of several, though a living process is that already. It would
+wait for ranks that never come. So a rank leaves a mark in its environment once it has joined its process group, and a
+process that finds another one's mark, beside the same variables of the launcher, is refused. A launcher that is started
+inside a rank sets other variables, and its ranks are not.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ddpkit.base import MPI_LAUNCHERS, state_and_start
+from ddpkit.errors import LaunchError
+from ddpkit.launch.launchers import NPROC, PARITY, find_launch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddpkit.launch.launchers import LaunchInfo
+
+#: Which process is the rank that the launcher's variables beside it are for.
+RANK_PROCESS = "DDPKIT_RANK_PROCESS"
+
+_NAMES = {
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
+    *(
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "ROLE_WORLD_SIZE",
+        NPROC,
+        PARITY,
+        RANK_PROCESS,
+    ),
+    *(one.rank for one in MPI_LAUNCHERS.values()),
+    *(one.world_size for one in MPI_LAUNCHERS.values()),
+    *(name for one in MPI_LAUNCHERS.values() for name in (*one.local_rank, *one.local_world_size)),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"),
+}
+_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_")
+_TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that a message shows
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy an environment without what a launcher (torchrun, ``--nproc``, Slurm, MPI) says about ranks.
+
+    Args:
+        environ: the environment.
+
+    Ranks: local.
+
+    Example:
+        >>> without_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "HOME": "/root"})
+        {'HOME': '/root'}
+    """
+    return {name: value for name, value in environ.items() if not _is_of_launch(name)}
+
+
+def _is_of_launch(name: str) -> bool:
+    return name in _NAMES or name.startswith(_PREFIXES)
+
+
+def mark_rank_process() -> None:
+    """Leave a mark for programs that this process starts: it is the rank that the environment tells of.
+
+    Ranks: local.
+
+    State: ``DDPKIT_RANK_PROCESS`` in ``os.environ``, where a launcher has started several processes.
+
+    Example:
+        >>> mark_rank_process()  # no launcher: nothing happens
+    """
+    info = find_launch()
+    if info.world_size > 1:
+        os.environ[RANK_PROCESS] = f"{_this_process()} {_launch_of(info)}"
+
+
+def refuse_child_of_rank(info: LaunchInfo) -> None:
+    """Raise if another process has joined the process group as this rank, and has started this one.
+
+    Args:
+        info: what the environment tells.
+
+    Raises:
+        LaunchError: it has. The message says how to start this process instead.
+
+    Ranks: local.
+
+    Example:
+        >>> refuse_child_of_rank(find_launch({}))
+    """
+    process, _, launch = os.environ.get(RANK_PROCESS, "").partition(" ")
+    if launch != _launch_of(info) or process == _this_process():
+        return
+    pid = process.partition(":")[0]
+    is_torchs = info.launcher in {"torchrun", "environment"}
+    names = [name for name in os.environ if (name in _TORCHS if is_torchs else _is_of_launch(name))]
+    found = " ".join(f"{name}={os.environ[name]}" for name in sorted(names))
+    raise LaunchError(
+        f"this process (pid {os.getpid()}) was started by rank {info.rank} (pid {pid}) and has inherited its variables "
+        f"({found}). So it would wait as a second rank {info.rank} for ranks that run already, and never come. "
+        "To run alone, start it without these variables: "
+        "subprocess.run(..., env=ddpkit.distributed.environment_without_launch()). "
+        "To run as several processes, start it with torchrun. If every rank starts one, and they are to be the ranks "
+        f"of a group of their own, remove {RANK_PROCESS} from their environment."
+    )
+
+
+def _this_process() -> str:
+    pid = os.getpid()
+    return f"{pid}:{state_and_start(pid)[1]}"
+
+
+def _launch_of(info: LaunchInfo) -> str:
+    run = info.run_id or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{info.launcher} {info.rank} of {info.world_size} at {info.address}:{info.port} {run}"

@@ -50,6 +50,7 @@ __all__ = [
     "create_experiment_directory",
     "ddp_init_group",
     "if_main_process",
+    "load_hparams",
     "main_process_only",
     "parse_arguments",
     "run_on_main",

@@ -15,6 +15,7 @@ from ddpkit import (
     epoch_loop as epoch_loop,
     errors as errors,
     experiment as experiment,
+    hparams as hparams,
     logger as logger,
     metric_stats as metric_stats,
     metrics as metrics,
@@ -61,6 +62,9 @@ from ddpkit.errors import (
 )
 from ddpkit.experiment import (
     create_experiment_directory as create_experiment_directory,
+)
+from ddpkit.hparams import (
+    load_hparams as load_hparams,
 )
 from ddpkit.precision import (
     AMPConfig as AMPConfig,

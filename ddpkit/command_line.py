@@ -10,7 +10,7 @@ import difflib
 import platform
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML  # a part of HyperPyYAML, which parses the overrides with it later
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
-from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.errors import ConfigError
+from ddpkit.recipe_yaml import check_references, pairs, read_document, with_overrides
 from ddpkit.run_opts import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 
 __all__ = ["CommandLine", "help_text", "override_line", "read_command_line"]
@@ -105,10 +106,12 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     param_file = _take_param_file(arguments, loose)
     given = {a.name: _value(a, a.option) for a in arguments if a.option is not None}
     overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
-    nodes = _read_top_level(param_file)
+    document = read_document(param_file)
+    nodes = {key.value: value for key, value in pairs(document.root)}
     _check_overrides(overrides, nodes, param_file)
     values = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
     text = "\n".join(override_line(key, value) for key, value in values.items())
+    check_references(with_overrides(document, text), includes=False)
     return CommandLine(param_file, given, text, _options_in(nodes))
 
 
@@ -237,32 +240,6 @@ def _value(argument: _Argument, option: Option) -> Any:
 
 
 # ------------------------------------------------------------------------------------------- the YAML
-
-
-def _read_top_level(param_file: str) -> dict[str, Node]:
-    """Read the top-level keys."""
-    path = Path(param_file)
-    if not path.is_file():  # a pipe could be read only once
-        text = f"There is no file {param_file!r} to read hyperparameters from."
-        raise MissingFileError(f"{text} The current folder is {str(Path.cwd())!r}.")
-    try:
-        root = YAML(typ="safe", pure=True).compose(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{param_file!r} cannot be read as a text file: {error}.") from error
-    except YAMLError as error:
-        raise ConfigError(f"{param_file!r} is not valid YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(root, MappingNode):
-        raise ConfigError(f"{param_file!r} must hold `key: value` lines at its top level.")
-    return dict(_pairs(root))
-
-
-def _pairs(mapping: MappingNode) -> Iterator[tuple[str, Node]]:
-    """Yield the keys of a mapping with their values; keys merged by ``<<`` come first."""
-    for key, value in mapping.value:
-        if key.tag == f"{_YAML_TAG}merge":
-            for part in value.value if isinstance(value, SequenceNode) else [value]:
-                yield from _pairs(part)
-    yield from ((key.value, value) for key, value in mapping.value if isinstance(key, ScalarNode))
 
 
 def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -77,8 +76,7 @@ def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     # Joins the processes that torchrun started. Under plain python there is nothing to join.
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     # The main process prepares the data; the others wait for it, however long it takes.

@@ -9,7 +9,6 @@ First the new head is trained on the frozen trunk, then both, the trunk with a s
 from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
@@ -90,8 +89,7 @@ def pretrain(trunk, file):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     ddpkit.run_on_main(pretrain, args=[hparams["trunk"], hparams["pretrained_file"]])  # the others wait

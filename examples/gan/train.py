@@ -7,10 +7,8 @@ Two optimizers take turns in a fit_batch of the recipe's own.
 """
 
 import math
-from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.utils.data import Dataset
 
 import ddpkit
@@ -100,8 +98,7 @@ class Gan(ddpkit.Brain):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     brain = Gan(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])

@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -69,8 +68,7 @@ def padded(lines):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     lines, every = lines_of(hparams["text_file"]), hparams["valid_every"]

@@ -6,10 +6,8 @@
 hparams.yaml says what is trained, for both scripts.
 """
 
-from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from spirals import spirals
 from torch.nn.functional import cross_entropy
 
@@ -52,8 +50,7 @@ def evaluate(net, loader, device):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     modules = torch.nn.ModuleDict({"net": hparams["net"]}).to(run_opts.device)

@@ -6,9 +6,7 @@
 hparams.yaml says what is trained, for both scripts.
 """
 
-from pathlib import Path
 
-from hyperpyyaml import load_hyperpyyaml
 from spirals import spirals
 from torch.nn.functional import cross_entropy
 
@@ -40,8 +38,7 @@ class Spirals(ddpkit.Brain):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     brain = Spirals({"net": hparams["net"]}, hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])

@@ -10,10 +10,8 @@ All three train the same network, the last one with the same bits as the first.
 import math
 import os
 import signal
-from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
@@ -97,8 +95,7 @@ class WaveBrain(ddpkit.Brain):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     brain = WaveBrain(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])

@@ -7,10 +7,8 @@ Sequences have 4 to 60 characters. Batches are of similar lengths, padded, and a
 """
 
 import random
-from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.nn.functional import cross_entropy
 
 import ddpkit
@@ -70,8 +68,7 @@ class Tagger(ddpkit.Brain):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     data = {"train": tagged_sequences(600, seed=1), "valid": tagged_sequences(200, seed=2)}

@@ -4,9 +4,7 @@ python memory.py hparams.yaml --width=256 --depth=6
 torchrun --standalone --nproc_per_node=2 memory.py hparams.yaml --width=256 --depth=6
 """
 
-from pathlib import Path
 
-from hyperpyyaml import load_hyperpyyaml
 from train import Sorting, strings
 
 import ddpkit
@@ -47,8 +45,7 @@ def main():
     processes = ddpkit.distributed.get_world_size()
     rows = ["| strategy | processes | parameters | gradients | optimizer state | together |", "|" + "---|" * 6]
     for way in WAYS if processes > 1 else ("single",):
-        with Path(hparams_file).open(encoding="utf-8") as file:
-            hparams = load_hyperpyyaml(file, overrides)
+        hparams = ddpkit.load_hparams(hparams_file, overrides)
         found = count(hparams, {**run_opts, "strategy": way})
         shown = " | ".join(f"{one:.1f} MB" for one in (*found, sum(found)))
         rows.append(f"| {way} | {processes} | {shown} |")

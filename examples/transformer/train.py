@@ -4,10 +4,8 @@ python train.py hparams.yaml                                                    
 torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --strategy=zero1    two, half of the optimizer each
 """
 
-from pathlib import Path
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from torch.nn import functional as F
 
 import ddpkit
@@ -52,8 +50,7 @@ def strings(number, digits, seed):
 def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
-    with Path(hparams_file).open(encoding="utf-8") as file:
-        hparams = load_hyperpyyaml(file, overrides)
+    hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     train = strings(hparams["num_train"], hparams["digits"], seed=1)

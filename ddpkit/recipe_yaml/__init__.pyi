@@ -1,0 +1,16 @@
+from ddpkit.recipe_yaml.construction import (
+    construct as construct,
+)
+from ddpkit.recipe_yaml.document import (
+    Document as Document,
+    pairs as pairs,
+    read_document as read_document,
+    with_overrides as with_overrides,
+)
+from ddpkit.recipe_yaml.named_modules import (
+    named_modules as named_modules,
+)
+from ddpkit.recipe_yaml.static_checks import (
+    check_overrides as check_overrides,
+    check_references as check_references,
+)

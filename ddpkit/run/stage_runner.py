@@ -236,7 +236,8 @@ class StageRunner:
             self.train_step.warn_if_diverged()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
-            return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar, samples_before)
+            trained = epoch, progress.optimizer_step
+            return self._finish(Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before)
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Make the feed of a training pass. For a stream the ranks exchange the sizes of their batches."""
@@ -284,7 +285,10 @@ class StageRunner:
         Returns:
             The mean loss over all samples, one number for all ranks.
         """
-        with self._logging(stage, epoch), self._modes_of_fit(stage):
+        place = epoch, self.progress.optimizer_step
+        if epoch is None:
+            place = self.policy.run_state.place_of_weights()
+        with self._logging(stage, place[0]), self._modes_of_fit(stage):
             progress, schedule = self.progress, self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
@@ -297,7 +301,7 @@ class StageRunner:
                 self._averaged_weights(stage),
                 self._evaluating(loader),
             ):
-                loss = self._evaluate(brain, loader, stage, epoch, enable_bar=enable_bar)
+                loss = self._evaluate(brain, loader, stage, epoch, place, enable_bar=enable_bar)
             if stage is Stage.VALID:
                 progress.step, progress.valid_loss = 0, loss
                 if schedule is not None:
@@ -307,7 +311,17 @@ class StageRunner:
             progress.step, progress.meter = after
             return loss
 
-    def _evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+    def _evaluate(
+        self,
+        brain: StageHooks,
+        loader: Any,
+        stage: Stage,
+        epoch: int | None,
+        trained: tuple[int | None, int],
+        *,
+        enable_bar: bool,
+    ) -> float:
+        """Evaluate every batch; ``trained``: the epoch and the optimizer steps of the weights."""
         require_same_draw(loader)
         self.progress.meter, self.progress.is_in_pass = self.progress.new_meter(), False
         self._begin(stage, loader)
@@ -325,7 +339,7 @@ class StageRunner:
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
             evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=stop_sync)
             stop_sync.await_others()
-            return self._finish(stage, epoch, time.monotonic() - started, bar)
+            return self._finish(stage, trained, time.monotonic() - started, bar)
 
     # ------------------------------------------------------------------ prediction
 
@@ -459,8 +473,19 @@ class StageRunner:
         yield
         self.progress.train_meter = meter
 
-    def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar, before: int = 0) -> float:
-        """Compute the mean loss over all ranks, report and return it; ``before``: samples trained before a restart."""
+    def _finish(
+        self, stage: Stage, trained: tuple[int | None, int], seconds: float, bar: ProgressBar, before: int = 0
+    ) -> float:
+        """Compute the mean loss over all ranks, report and return it.
+
+        Args:
+            stage: that is over.
+            trained: the epoch and the optimizer steps of the weights.
+            seconds: that it took.
+            bar: shows the loss.
+            before: samples trained before a restart.
+        """
+        epoch, steps = trained
         progress, copies = self.progress, 1
         meter, seen = progress.meter, progress.seen
         if seen is not None:
@@ -479,7 +504,7 @@ class StageRunner:
         if bad:
             words = "%s: %d batches had a loss that is not finite; they are left out of the mean."
             logger.warning(words, stage.name, int(bad))
-        facts: dict[str, Any] = {"loss": mean, "samples": int(samples), "optimizer_step": progress.optimizer_step}
+        facts: dict[str, Any] = {"loss": mean, "samples": int(samples), "optimizer_step": steps}
         if stage is Stage.TRAIN:
             self._tell_clipped(epoch)
             facts["clipped_share"] = progress.clipped_share

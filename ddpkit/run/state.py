@@ -664,6 +664,7 @@ class RunState:
         self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
         self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
         self._evaluated_at = (0, 0)  # calls of fit and optimizer steps before that
+        self._fitted_epoch: Any = None  # of the checkpoint that was recovered in fit
 
     # ------------------------------------------------------------------ saving
 
@@ -722,6 +723,18 @@ class RunState:
             return {}
         return {**(self._evaluated_state or {}), EVALUATED: True}
 
+    def place_of_weights(self) -> tuple[Any, int]:
+        """Return the epoch and the number of optimizer steps of the weights that the modules have now.
+
+        They are those of the checkpoint that was recovered last outside of ``fit``, or of the last training. The epoch
+        is None where nothing was trained, or the checkpoint does not say it.
+        """
+        progress, state = self.progress, self._evaluated_state
+        is_loaded = self._evaluated_at == (self.calls.number, progress.optimizer_step) and not progress.is_fitting
+        if is_loaded and state is not None:
+            return state.get("epoch") or None, state.get("optimizer_step", progress.optimizer_step)
+        return progress.epoch or self._fitted_epoch, progress.optimizer_step
+
     # ------------------------------------------------------------------ recovering
 
     def find_again(self, path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
@@ -761,6 +774,7 @@ class RunState:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.progress.look()
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
+        self._fitted_epoch = state.get("epoch")
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")
         self.is_recovered_here = self.calls.accept(folder, state)

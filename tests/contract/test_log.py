@@ -115,7 +115,7 @@ def test_it_is_in_the_statistics_of_the_loggers_and_in_the_log_of_the_run(tmp_pa
         ("TEST", {"loss": -1.0, "one": 2.0})
     ]
     ends = [(one["stage"], one["epoch"], one["values"]) for one in events if one["event"] == "logged"]
-    assert ends == [("VALID", 1, {"score": 3.0}), ("VALID", 2, {"score": 3.0}), ("TEST", None, {"score": 3.0})]
+    assert ends == [("VALID", 1, {"score": 3.0}), ("VALID", 2, {"score": 3.0}), ("TEST", 2, {"score": 3.0})]
 
 
 def test_a_training_is_reported_once_where_both_stages_log(tmp_path):

@@ -157,6 +157,36 @@ def test_the_start_says_that_gradients_are_clipped_and_the_epoch_how_often(caplo
     assert [event.get("clipped_share") for event in stages] == [0.25, None, 0.25, None]
 
 
+def test_a_test_is_written_with_the_epoch_and_the_steps_of_its_weights(events, tmp_path):
+    class Saving(Regression):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage is Stage.TEST:
+                self.log("score", 1.0)
+            elif self.checkpointer is not None:
+                self.checkpointer.save_and_keep_only(meta={"order": -epoch}, num_to_keep=9)
+
+    def last_test():
+        stage, logged = [one for one in events() if one.get("stage") == "TEST"][-2:]
+        assert (stage["event"], logged["event"]) == ("stage", "logged")
+        assert stage["epoch"] == logged["epoch"]
+        return stage["epoch"], stage["optimizer_step"]
+
+    def evaluated(brain, **keys):
+        brain.evaluate(data, **keys)
+        return last_test()
+
+    counter, data = EpochCounter(3), points(8)
+    brain = make(Saving, folder=tmp_path / "save", recoverables={"counter": counter})
+    assert evaluated(brain) == (None, 0)
+    brain.fit(counter, data, train_loader_kwargs={"batch_size": 4})
+    assert evaluated(brain, max_key="order") == (1, 2)
+    assert evaluated(brain) == (3, 6)
+    assert evaluated(make(Saving, folder=tmp_path / "save"), max_key="order") == (1, 2)
+    without = make(Saving)
+    without.fit([1, 2], data, train_loader_kwargs={"batch_size": 4})
+    assert evaluated(without) == (2, 4)
+
+
 def test_the_share_of_clipped_steps_is_that_of_torch_by_hand(events):
     """Plain linear regression by hand, with torch's own clipping: the same number of steps is clipped."""
     data, clipped = [(3 * x, y) for x, y in points(40)], 0

@@ -129,7 +129,8 @@ def train(host, loader, epoch=1, *, enable_bar=False):
 def evaluate(host, loader, stage, epoch):
     runner = runner_of(host)
     with runner._logging(stage, epoch):
-        return runner._evaluate(host, loader, stage, epoch, enable_bar=False)
+        trained = 5 if epoch is None else epoch, host.progress.optimizer_step
+        return runner._evaluate(host, loader, stage, epoch, trained, enable_bar=False)
 
 
 @pytest.mark.parametrize("loader", [[[1], [2], [3], [4], [5]], DataLoader(Stream(5), batch_size=1)])
@@ -370,7 +371,7 @@ def test_stages_are_written_to_the_log_of_the_run(tmp_path):
     found = [{key: event[key] for key in ("stage", "epoch", "loss", "samples")} for event in events if "stage" in event]
     assert found == [
         {"stage": "TRAIN", "epoch": 5, "loss": 1.5, "samples": 4},
-        {"stage": "TEST", "epoch": None, "loss": 8.0, "samples": 1},
+        {"stage": "TEST", "epoch": 5, "loss": 8.0, "samples": 1},
     ]
     assert ["clipped_share" in event for event in events] == [True, False]
 

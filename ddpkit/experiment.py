@@ -26,6 +26,7 @@ from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
 from ddpkit.launch import PARITY
 from ddpkit.logger import close_logging, get_logger, setup_logging
+from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
 from ddpkit.train_logger import run_event, set_run_log, written
@@ -53,13 +54,14 @@ def create_experiment_directory(
 ) -> None:
     """Make the experiment's folder, note in it what is run, and start logging.
 
-    The main process writes ``hyperparams.yaml`` (references resolved), a copy of the calling script,
-    ``env.log`` and, from then on, ``log.txt`` (everything from DEBUG on) and ``metrics.jsonl`` (see
-    :class:`ddpkit.train_logger.RunLog`). A rank above 0 that has a warning to log writes ``log.rank<r>.txt`` as well.
+    The main process writes ``hyperparams.yaml`` (references resolved), copies of the calling script and of the
+    modules beside it that the YAML names, ``env.log`` and, from then on, ``log.txt`` (everything from DEBUG on) and
+    ``metrics.jsonl`` (see :class:`ddpkit.train_logger.RunLog`). A rank above 0 that has a warning to log writes
+    ``log.rank<r>.txt`` as well.
 
     The folder belongs to one run at a time, until its main process ends. While it lives, a second start is refused
-    before anything is written; so call this before data is prepared. Later starts overwrite the first three files and
-    append to the others. Whoever starts with ``--test_only`` leaves those three as they are, is not refused, and logs
+    before anything is written; so call this before data is prepared. Later starts overwrite the files of the start and
+    append to the others. Whoever starts with ``--test_only`` leaves those as they are, is not refused, and logs
     to ``log.test_only.txt`` and ``metrics.test_only.jsonl``.
 
     From then on every rank also logs the exception that ends it, before Python prints it as usual, and leaves
@@ -224,6 +226,8 @@ def _files_to_write(
         files["hyperparams.yaml"] = _resolved_hyperparams(Path(hyperparams), overrides).encode()
     if script is not None:
         files[script.name] = script
+    if script is not None and hyperparams is not None:
+        files.update(_modules_beside(script, Path(hyperparams), overrides))
     if save_env_desc:
         files["env.log"] = get_environment_description(script.parent if script else None).encode()
     return files
@@ -239,13 +243,32 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
             f"hyperparams_to_save={str(path)!r}: {error.filename!r} does not exist. "
             "Give the YAML file that the recipe was started with."
         ) from error
-    except (YAMLError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (YAMLError, ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ConfigError(
-            f"hyperparams_to_save={str(path)!r} with overrides={overrides!r} cannot be resolved: {error}. "
+            f"hyperparams_to_save={str(path)!r} with overrides={overrides!r} cannot be resolved: "
+            f"{_mistake(path, overrides) or error}. "
             "Check the file's references and that the overrides have its structure."
         ) from error
     today = dt.datetime.now(tz=dt.timezone.utc).date()
     return f"# Generated {today} from:\n# {path.resolve()}\n# yamllint disable\n{resolved}"
+
+
+def _modules_beside(script: Path, path: Path, overrides: Mapping[str, Any] | str | None) -> dict[str, Path]:
+    """Return the files of the modules beside a script that a YAML file names, by their paths in its folder."""
+    try:
+        document = with_overrides(read_document(str(path)), overrides)
+    except ConfigError:  # it can be resolved, so that it is empty or a list: it names none
+        return {}
+    return named_module_files(document, script.parent)
+
+
+def _mistake(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
+    """Say what is wrong in a YAML file, with line and key; empty if it is not seen without loading the file."""
+    try:
+        check_references(with_overrides(read_document(str(path)), overrides))
+    except ConfigError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path, *, keep: bool) -> None:
@@ -258,6 +281,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path
         if keep and target.exists():
             continue
         if isinstance(content, bytes) or not (target.exists() and target.samefile(content)):
+            target.parent.mkdir(parents=True, exist_ok=True)  # of a module in a package
             with replacing(target) as unfinished:
                 unfinished.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
     if log_file.exists() and log_file.stat().st_size > 0:

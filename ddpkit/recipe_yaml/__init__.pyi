@@ -8,7 +8,7 @@ from ddpkit.recipe_yaml.document import (
     with_overrides as with_overrides,
 )
 from ddpkit.recipe_yaml.named_modules import (
-    named_modules as named_modules,
+    named_module_files as named_module_files,
 )
 from ddpkit.recipe_yaml.static_checks import (
     check_overrides as check_overrides,

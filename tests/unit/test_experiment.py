@@ -327,3 +327,59 @@ def test_the_git_revision(tmp_path):
         ["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     )
     assert f"Git revision of {tmp_path}: {found.stdout.strip()}" in get_environment_description(tmp_path)
+
+
+# ------------------------------------------------------------------------------ what the recipe is made of
+
+OWN_MODULES = {
+    "models.py": "class Net:\n    pass\n",
+    "parts/__init__.py": "",
+    "parts/blocks.py": "class Block:\n    pass\n",
+    "more.yaml": "inner: !name:extra.made\n",
+    "extra.py": "def made():\n    pass\n",
+    "unnamed.py": "",
+    "train.yaml": (
+        "net: !new:models.Net\nblock: !name:parts.blocks.Block\nmore: !include:more.yaml\n"
+        "linear: !name:torch.nn.Linear\nswapped: null\n"
+    ),
+    "train.py": (
+        "import ddpkit\n"
+        "overrides = 'swapped: !name:swapped.make'\n"
+        "ddpkit.load_hparams('train.yaml', overrides)\n"
+        "ddpkit.create_experiment_directory('out', 'train.yaml', overrides)\n"
+    ),
+    "swapped.py": "def make():\n    pass\n",
+}
+
+
+def test_the_folder_keeps_the_modules_beside_the_script_that_the_yaml_names(tmp_path):
+    for name, text in OWN_MODULES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    run = Run(python("train.py"), tmp_path, warm=True).wait()
+    assert run.code == 0, run.err
+    kept = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.py")}
+    assert kept == {"train.py", "models.py", "parts/__init__.py", "parts/blocks.py", "extra.py", "swapped.py"}
+    assert {name: (tmp_path / "out" / name).read_text() for name in kept} == {name: OWN_MODULES[name] for name in kept}
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n"])
+def test_hyperparams_without_keys_are_kept_as_they_are(tmp_path, recipe, text):
+    recipe.write_text(text)
+    create(tmp_path / "out", recipe)
+    assert (tmp_path / "out" / "hyperparams.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: !ref <c>\n", "train.yaml:2, key 'b': !ref <c> names nothing: 'c' is no key of"),
+        ("a: 1\na: 2\n", "train.yaml:2, key 'a': the key is there twice, first in line 1"),
+        ("a: !ref <b>/x\nb: !ref <a>/y\n", "train.yaml:1, key 'a': the references go round in a circle: a -> b -> a"),
+    ],
+)
+def test_a_mistake_in_hyperparams_is_told_with_its_line(tmp_path, recipe, text, said):
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match="cannot be resolved") as caught:
+        create(tmp_path / "out", recipe)
+    assert said in str(caught.value)

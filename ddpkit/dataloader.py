@@ -36,7 +36,7 @@ from ddpkit.logger import get_logger
 from ddpkit.seed import global_seed, mix_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from ddpkit.data import FirstItems, StreamPosition
@@ -64,6 +64,10 @@ __all__ = [
 
 logger = get_logger(__name__)
 
+NOTHING_DROPPED = (
+    "drop_last=True has no effect in an evaluation: every sample counts once, on any number of processes. To leave "
+    "samples out, give a smaller dataset, such as a torch.utils.data.Subset."
+)
 DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 DEFAULT_SEED = 563375142
 
@@ -94,6 +98,8 @@ class Sharding:
         micro_batches: batches that those are worked on in, one after the other.
         virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes as many of their
             parts as it stands for, one after another. None: the ranks themselves.
+        may_drop: whether ``drop_last`` counts. In an evaluation it does not: what it leaves out follows from the number
+            of ranks.
 
     Ranks: local.
 
@@ -109,6 +115,7 @@ class Sharding:
     global_batch_size: int | None = None
     micro_batches: int = 1
     virtual_ranks: int | None = None
+    may_drop: bool = True
 
     @property
     def shards(self) -> int:
@@ -469,7 +476,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         >>> [batch.tolist() for batch in loader]
         [[2, 3], [4]]
     """
-    options = dict(loader_kwargs)
+    options = _with_all_samples(loader_kwargs, sharding)
     if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
         _refuse(sharding, "global_batch_size", "batches that are made already, by a batch_sampler or by the dataset")
     if isinstance(dataset, IterableDataset):
@@ -574,6 +581,15 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
         )
     own = StreamShard(loader, sharding, of_batches=True)
     return StreamLoader(own, worker_key(sharding), batch_size=None, collate_fn=as_it_is)
+
+
+def _with_all_samples(loader_kwargs: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
+    """Return a copy of loader arguments, without ``drop_last`` where nothing may be left out."""
+    options = dict(loader_kwargs)
+    if options.get("drop_last") and not sharding.may_drop:
+        logger.warning_once(NOTHING_DROPPED)
+        options["drop_last"] = False
+    return options
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:

@@ -237,8 +237,8 @@ class LoaderFactory:
             micro = 1 if size is None else factor
             return Sharding.of_this_rank(global_batch_size=size, micro_batches=micro, virtual_ranks=virtual_ranks)
         if options.shard_evaluation or self._divides_evaluation:
-            return Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks)
-        return Sharding(seed=default_seed())
+            return Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks, may_drop=False)
+        return Sharding(seed=default_seed(), may_drop=False)
 
 
 @dataclass(frozen=True, eq=False)

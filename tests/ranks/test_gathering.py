@@ -140,11 +140,10 @@ def test_workers_change_nothing(ranks):
         assert_results(found, range(7))
 
 
-def test_drop_last_leaves_the_same_out(ranks):
-    for [(_, _, found)] in ranks.run(evaluate_with, "dropped", True):
-        assert_results(found, range(4))  # a global batch is 2 ranks x 2
-    for [(_, _, found)] in ranks.run(evaluate_with, "dropped", False):
-        assert_results(found, range(6))
+@pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_evaluation_drops_nothing(ranks, shard):
+    for [(_, _, found)] in ranks.run(evaluate_with, "dropped", shard):
+        assert_results(found, range(7))
 
 
 def in_drawn_order():

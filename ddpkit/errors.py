@@ -70,7 +70,7 @@ class MissingFileError(ConfigError, FileNotFoundError):
 
 
 class MissingExtraError(ConfigError, ImportError):
-    """An optional dependency is needed and not installed; the message names the extra."""
+    """An optional dependency is needed and not installed; the message names its package."""
 
     def __str__(self) -> str:
         """Show the message alone."""

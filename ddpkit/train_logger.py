@@ -419,7 +419,7 @@ class FileTrainLogger(_MainTrainLogger):
 
 @register_checkpoint_hooks
 class TensorboardLogger(_MainTrainLogger):
-    """Writes statistics for TensorBoard. Needs ``pip install ddpkit[tensorboard]``.
+    """Writes statistics for TensorBoard. Needs ``pip install tensorboard``.
 
     Every value is written under ``<name>/<stage>``, every element of a list as a step of its own.
 
@@ -451,7 +451,7 @@ class TensorboardLogger(_MainTrainLogger):
         if importlib.util.find_spec("tensorboard") is None:
             raise MissingExtraError(
                 "TensorboardLogger needs tensorboard, which is not installed. "
-                "Run `pip install ddpkit[tensorboard]`, or leave the logger out of the recipe."
+                "Run `pip install tensorboard`, or leave the logger out of the recipe."
             )
         self.save_dir = os.fspath(save_dir)
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
@@ -685,7 +685,7 @@ class ProgressSampleLogger:
         Raises:
             ConfigError: a file cannot be written.
             KeyError: ``formats`` names a format that is not defined.
-            ModuleNotFoundError: an image is to be saved, and torchvision is not installed.
+            MissingExtraError: an image is to be saved, and torchvision is not installed.
 
         Ranks: all, or the main process alone; only it writes.
         """
@@ -703,7 +703,7 @@ class ProgressSampleLogger:
 
         Raises:
             ConfigError: as :meth:`save`.
-            ModuleNotFoundError: as :meth:`save`.
+            MissingExtraError: as :meth:`save`.
 
         Ranks: all, or the main process alone; only it writes.
         """
@@ -716,6 +716,11 @@ class ProgressSampleLogger:
 
 
 def _save_image(data: torch.Tensor, path: str) -> None:
-    from torchvision.utils import save_image  # type: ignore[import-not-found, unused-ignore]
-
+    try:
+        from torchvision.utils import save_image  # type: ignore[import-not-found, unused-ignore]
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "An image is saved with torchvision, which is not installed. "
+            "Run `pip install torchvision`, or choose another format for it in `formats`."
+        ) from error
     save_image(data, path)

@@ -30,7 +30,7 @@ CLOSE = {"rtol": 0, "atol": 1e-10}
 def needs(*packages):
     """Marks for a module whose tests import heavy packages, which a plain `make test` neither installs nor runs."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    reason = f"{', '.join(missing)}: in the extra `ecosystem`, pip install -e .[ecosystem]"
+    reason = f"{', '.join(missing)}: in the extra `ecosystem`, pip install -e '.[ecosystem]'"
     return [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=reason)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,3 +103,20 @@ def test_pip_installs_a_clone_so_that_it_is_imported_from_everywhere(clone, tmp_
         folder.mkdir(exist_ok=True)
         shown = subprocess.check_output([python, "-c", code], cwd=folder, env=variables, text=True)
         assert shown.strip() == str(clone / "ddpkit" / "__init__.py")
+
+
+INSTALLED_BY = re.compile(r"pip install (?P<words>[^`#\n]+)")
+SAYING = ("README.md", "ddpkit/**/*.py", "docs/**/*.md", "examples/**/*.py", "examples/**/*.md", "tests/**/*.py")
+
+
+def test_what_is_said_of_pip_works_in_every_shell_and_without_an_index_that_has_ddpkit():
+    """It is on none, so that `ddpkit[...]` is found nowhere; and zsh takes brackets without quotes for file names."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: pip install {words}"
+        for pattern in SAYING
+        for path in ROOT.glob(pattern)
+        if path.name != Path(__file__).name and path.name != "changelog.md"
+        for words in INSTALLED_BY.findall(path.read_text(encoding="utf-8"))
+        if "ddpkit[" in words or ("[" in words and "'.[" not in words)
+    ]
+    assert wrong == []

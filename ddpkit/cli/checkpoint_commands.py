@@ -372,7 +372,7 @@ def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
             handle.flush()
             os.fsync(handle.fileno())
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{error}: run `pip install ddpkit[safetensors]`, or give --format=pt.") from error
+        raise MissingExtraError(f"{error}: run `pip install safetensors`, or give --format=pt.") from error
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {str(path)!r} as {form}: {reason}.") from error

@@ -97,7 +97,8 @@ def _nothing(parts: list[str], number: int, found: Any) -> str:
     part, before = parts[number], ".".join(parts[:number])
     if not before:
         if len(parts) > 1:
-            return f"there is no module {part!r} to import.{meant(part, _top_modules())}"
+            close = meant(part, _top_modules()) or " Install it, or correct the name."
+            return f"there is no module {part!r} to import.{close}"
         here = (
             " The script's own names are found as __main__.NAME."
             if hasattr(_script(), part)

@@ -57,7 +57,7 @@ def prepare_digits(data_file, split_seed, valid_size, test_size):
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ddpkit.MissingExtraError(
-            "The digits come with scikit-learn, which is not installed: pip install 'ddpkit[examples]'"
+            "The digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8), 0 to 1

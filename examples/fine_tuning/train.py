@@ -59,7 +59,7 @@ def digits(kinds):
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ddpkit.MissingExtraError(
-            "The digits come with scikit-learn, which is not installed: pip install 'ddpkit[examples]'"
+            "The digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     data = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)

@@ -562,7 +562,7 @@ def test_safetensors_that_is_not_installed_is_named(ckpt, three, tmp_path, monke
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     status, _, err = ckpt("export", three.path, "--recoverable", "model", "--output", tmp_path / "a.safetensors")
     assert status == 1
-    assert "run `pip install ddpkit[safetensors]`, or give --format=pt" in err[0]
+    assert "run `pip install safetensors`, or give --format=pt" in err[0]
     assert not (tmp_path / "a.safetensors").exists()
 
 

@@ -15,7 +15,7 @@ from tests.launching import Run, python, torchrun
 
 # Looked for and not imported: importing it takes seconds, in a process that only starts others.
 if importlib.util.find_spec("sklearn") is None:
-    pytest.skip("the digits come with scikit-learn: pip install 'ddpkit[examples]'", allow_module_level=True)
+    pytest.skip("the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
 
@@ -181,4 +181,4 @@ def test_without_scikit_learn_the_extra_is_named(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ImportError('as if it were not installed')")
     run = Run(python(*COMMAND), tmp_path).wait()
     assert run.code == 2
-    assert "pip install 'ddpkit[examples]'" in run.tail(1)
+    assert "pip install scikit-learn" in run.tail(1)

@@ -25,7 +25,7 @@ CONTENTS = shutil.ignore_patterns("results", "__pycache__")
 
 def copy_of(name, folder):
     if name in EXTRAS and importlib.util.find_spec(EXTRAS[name]) is None:
-        pytest.skip("needs pip install 'ddpkit[examples]'")
+        pytest.skip("needs pip install scikit-learn")
     return Path(shutil.copytree(EXAMPLES / name, folder / name, ignore=CONTENTS))
 
 

@@ -16,7 +16,7 @@ from tests.contract.recipes import make
 from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
 
-wds = pytest.importorskip("webdataset", reason="webdataset is in the dev extra: pip install -e .[dev]")
+wds = pytest.importorskip("webdataset", reason="webdataset is in the dev extra: pip install -e '.[dev]'")
 
 SHARDS, EACH = 4, 6
 

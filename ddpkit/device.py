@@ -27,7 +27,9 @@ __all__ = [
     "default_backend",
     "infer_device",
     "own_first",
+    "physical_device",
     "resolve_device",
+    "sees_own_alone",
     "use_deterministic_kernels",
     "widest_float",
 ]
@@ -36,6 +38,9 @@ logger = get_logger(__name__)
 
 # Devices without a number: there is one of them at most.
 _SINGLE_DEVICES = ("mps",)
+
+# Variables that hide accelerators from a process.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def count_devices(kind: str) -> int:
@@ -184,7 +189,55 @@ def _own_index(kind: str, info: LaunchInfo) -> int:
     """
     if not info.is_distributed and dist.is_available() and dist.is_initialized():
         return current_index(kind)
-    return 0 if info.own_devices and count_devices(kind) < info.local_world_size else info.local_rank
+    count = count_devices(kind)
+    if info.own_devices and count < info.local_world_size:
+        return 0
+    return 0 if sees_own_alone(kind, info) else info.local_rank
+
+
+def sees_own_alone(kind: str, info: LaunchInfo) -> bool:
+    """Say whether a process that is one of several on its node seems to be shown its own accelerator alone.
+
+    submitit, Slurm with ``--gpus-per-task``, and a script that sets ``CUDA_VISIBLE_DEVICES`` for each process do that.
+    Where torchrun has not been told of visible devices, all its processes see the same. Whether two processes have come
+    to one device is found out when they meet: :func:`physical_device`.
+
+    Args:
+        kind: a torch device type.
+        info: the place of this process.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.launch.launchers import LaunchInfo
+        >>> sees_own_alone("cpu", LaunchInfo("environment", 1, 1, 2, 2))
+        False
+    """
+    if kind in {"cpu", *_SINGLE_DEVICES} or info.local_world_size == 1 or count_devices(kind) != 1:
+        return False
+    return info.launcher != "torchrun" or any(os.environ.get(name) for name in _VISIBLE)
+
+
+def physical_device(device: str) -> str:
+    """Return what is equal for two processes of a machine that compute on one accelerator; empty where unknown.
+
+    Args:
+        device: such as ``"cuda:0"``.
+
+    Ranks: local.
+
+    Example:
+        >>> physical_device("cpu")
+        ''
+    """
+    kind = torch.device(device).type
+    module = getattr(torch, kind, None)
+    properties = getattr(module, "get_device_properties", None)
+    if kind == "cpu" or not callable(properties):
+        return ""
+    number = str(getattr(properties(torch.device(device)), "uuid", ""))
+    part = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is divided (MIG)
+    return f"{number} {part}" if number and part.startswith("MIG-") else number
 
 
 def default_backend(device: str) -> str:

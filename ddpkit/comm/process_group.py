@@ -39,14 +39,15 @@ from ddpkit.base import (
     is_second_hand,
     spans,
     state_and_start,
+    this_place,
 )
 from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
 from ddpkit.comm.mailbox import Runtime, control_group, get_runtime
 from ddpkit.compat import all_groups
 from ddpkit.control import FINAL_REPORT_SECONDS, Watchdog, at_exit, kill_workers, usage_errors, watch_uncaught
-from ddpkit.device import default_backend, resolve_device
+from ddpkit.device import default_backend, physical_device, resolve_device, sees_own_alone
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.launch import LOOPBACK, find_launch, mark_rank_process, refuse_child_of_rank
+from ddpkit.launch import LOOPBACK, find_launch, mark_rank_process, refuse_child_of_rank, refuse_lonely_node
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
         return
     info = find_launch()
     if not info.is_distributed:
+        with usage_errors():
+            refuse_lonely_node()
         return
     with usage_errors():
         refuse_child_of_rank(info)
@@ -109,6 +112,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
                 facts = {"number of processes": str(info.world_size), "backend": backend}
                 facts |= {**software_facts(), **code_facts()}
                 compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
+            claim_device(store, info, device)
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)
             runtime.timeout, runtime.watchdog = timeout, watchdog
@@ -132,6 +136,36 @@ def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
         return report.find_reason(None)
     report.tell(Reason.of(report.rank, error, is_final=True))
     return None
+
+
+def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
+    """Take the accelerator of this process, where each is shown its own alone: two of a machine may have come to one.
+
+    Args:
+        store: of this attempt.
+        info: the place of this process.
+        device: of this process.
+
+    Raises:
+        LaunchError: another rank has it.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.launch import LaunchInfo
+        >>> claim_device(dist.HashStore(), LaunchInfo("environment", 1, 1, 2, 2), "cpu")
+    """
+    if info.own_devices or not sees_own_alone(torch.device(device).type, info):
+        return
+    number = physical_device(device)
+    key = "/".join(("ddpkit/device", *this_place(), number))
+    holder = int(store.compare_set(key, "", str(info.rank)).decode()) if number else info.rank
+    if holder != info.rank:
+        raise LaunchError(
+            f"Not enough GPUs: rank {holder} and rank {info.rank} on {host_name()} see one GPU each, and it is the "
+            f"same ({number}). Give each process another one (CUDA_VISIBLE_DEVICES), launch with "
+            "--nproc_per_node=1, or run on the CPU with --device=cpu --distributed_backend=gloo."
+        )
 
 
 def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float) -> Watchdog:

@@ -14,3 +14,6 @@ from ddpkit.launch.launchers import (
 from ddpkit.launch.nproc import (
     become_torchrun as become_torchrun,
 )
+from ddpkit.launch.platforms import (
+    refuse_lonely_node as refuse_lonely_node,
+)

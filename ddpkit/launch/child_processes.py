@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ddpkit.base import MPI_LAUNCHERS, state_and_start
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launchers import NPROC, PARITY, find_launch
+from ddpkit.launch.platforms import NUMBERS_OF_NODES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +47,7 @@ _NAMES = {
     *(one.rank for one in MPI_LAUNCHERS.values()),
     *(one.world_size for one in MPI_LAUNCHERS.values()),
     *(name for one in MPI_LAUNCHERS.values() for name in (*one.local_rank, *one.local_world_size)),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS", *NUMBERS_OF_NODES),
 }
 _PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_")
 _TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that a message shows

@@ -25,6 +25,7 @@ from typing import Any
 
 from ddpkit.base import MPI_LAUNCHERS, in_slurm_step, size
 from ddpkit.errors import LaunchError
+from ddpkit.launch.platforms import numbers_nodes, refuse_numbers_of_nodes
 
 NO_LAUNCHER = "none"
 NPROC = "DDPKIT_NPROC"  # how many ranks --nproc has torchrun start, in their environment
@@ -270,6 +271,9 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: of torchrun, Ray, or set by hand."""
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
+    node = numbers_nodes(environ)
+    if node is not None:
+        raise refuse_numbers_of_nodes(node)
     rank, local_rank, world_size = (count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
     named = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}

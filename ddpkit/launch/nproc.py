@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launchers import NPROC, describe_environment, find_launch
+from ddpkit.launch.platforms import refuse_lonely_node
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
 
     Raises:
         ConfigError: the number makes no sense, or the running script cannot be started again.
-        LaunchError: a launcher has started this process already.
+        LaunchError: a launcher has started this process already, or this is one of several nodes.
 
     Ranks: local; the process becomes the parent of the ranks.
 
@@ -104,6 +105,7 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
             f"{info.rank} of {info.world_size}.\n{describe_environment(os.environ)}\n"
             "Use one of the two: leave --nproc out, or start the script with python alone."
         )
+    refuse_lonely_node()
     if sys.argv[0] in NOT_SCRIPTS:
         raise ConfigError(
             "--nproc starts the running script again, and there is none: this is an interactive Python, or code from a "

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddpkit import device
+from ddpkit.comm import process_group
+from ddpkit.comm.process_group import claim_device
 from ddpkit.device import default_backend, infer_device, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch import LaunchInfo, find_launch
@@ -201,9 +204,64 @@ def test_a_launcher_that_shows_each_process_its_own_gpu(machine):
     assert resolve_device("cpu", own) == "cpu"
     machine(cuda=4)  # not bound after all: each sees all of them
     assert resolve_device("cuda", own) == "cuda:2"
+
+
+@pytest.mark.parametrize("launcher", ["environment", "slurm", "openmpi", "torchrun"])
+def test_who_sees_one_gpu_and_is_one_of_several_takes_that(machine, monkeypatch, launcher):
+    """submitit exports LOCAL_RANK=3, and shows each process one GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    info = LaunchInfo(launcher, 3, 3, 4, 4)
     machine(cuda=1)
+    assert resolve_device(None, info) == resolve_device("cuda", info) == "cuda:0"
+    machine(cuda=4)
+    assert resolve_device("cuda", info) == "cuda:3"
+    machine(cuda=2)
+    with pytest.raises(ConfigError, match="Not enough GPUs: this is LOCAL_RANK=3"):
+        resolve_device("cuda", info)
+    machine(mps=1)
     with pytest.raises(ConfigError, match="Not enough GPUs"):
-        resolve_device("cuda", LaunchInfo("slurm", 2, 2, 4, 4))
+        resolve_device("mps", info)
+
+
+def test_processes_of_torchrun_that_nothing_is_hidden_from_see_the_same_gpu(machine):
+    machine(cuda=1)
+    with pytest.raises(ConfigError, match="Not enough GPUs: this is LOCAL_RANK=1"):
+        resolve_device("cuda", ranks(1))
+    assert resolve_device("cuda", ranks(0)) == "cuda:0"
+
+
+def test_two_ranks_that_come_to_one_physical_gpu_are_refused(machine, monkeypatch):
+    machine(cuda=1)
+    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f2")
+    store = dist.HashStore()
+    places = [LaunchInfo("environment", rank, rank, 2, 2) for rank in range(2)]
+    claim_device(store, places[1], "cuda:0")
+    claim_device(store, places[1], "cuda:0")  # the same rank again
+    with pytest.raises(LaunchError, match=r"Not enough GPUs: rank 1 and rank 0 on .* the same \(GPU-8f2\)"):
+        claim_device(store, places[0], "cuda:0")
+    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f3")
+    claim_device(store, places[0], "cuda:0")
+    monkeypatch.setattr(process_group, "this_place", lambda: ("another", "", ""))
+    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f2")
+    claim_device(store, places[0], "cuda:0")
+
+
+def test_who_shares_a_gpu_by_a_launchers_leave_is_not_compared(machine, monkeypatch):
+    machine(cuda=1)
+    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f2")
+    store = dist.HashStore()
+    for rank in range(2):
+        claim_device(store, LaunchInfo("slurm", rank, rank, 2, 2, own_devices=True), "cuda:0")
+        claim_device(store, LaunchInfo("environment", rank, rank, 2, 2), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"), [("0", "GPU-1"), ("MIG-aa", "GPU-1 MIG-aa"), ("MIG-bb", "GPU-1 MIG-bb")]
+)
+def test_parts_of_a_divided_gpu_are_devices_of_their_own(monkeypatch, visible, number):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    assert device.physical_device("cuda:0") == number
 
 
 @pytest.fixture

@@ -358,9 +358,10 @@ class Brain(_Typed):
                 outputs = self.compute_forward(batch, Stage.TRAIN)
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
             train_step.backward(loss)
+        result, loss = train_step.note_loss(loss)
         if should_step:
             self.optimizers_step()
-        result, loss = train_step.note_loss(loss)
+        self.progress.result_at = self.progress.step
         self.on_fit_batch_end(batch, outputs, loss, should_step)
         return result
 
@@ -871,18 +872,22 @@ class Brain(_Typed):
 
     def __run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
-        if self.__is_step_limit_reached() and not self.step:
+        if self.__is_step_limit_reached() and (not self.step or self.progress.is_validated):
             logger.info("optimizer_step_limit=%s has been reached before.", self.run_opts.optimizer_step_limit)
             return "optimizer_step_limit"
+        progress = self.progress
+        progress.validates = valid is not None
+        progress.ask_for_epochs()
         for epoch in epoch_counter:
             self._fit_train(train, epoch, enable)
             self._fit_valid(valid, epoch, enable)
-            self.progress.end_epoch()
+            progress.end_epoch()
             if self.run_opts.debug and 0 < self.run_opts.debug_epochs <= epoch:
                 return "debug"
             if self.__is_step_limit_reached():
                 return "optimizer_step_limit"
-        if self.optimizer_step and not self.progress.epochs:
+        progress.end_epochs()
+        if self.optimizer_step and not progress.epochs:
             return "done_before"
         return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
 

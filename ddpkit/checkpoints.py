@@ -21,7 +21,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -170,7 +170,8 @@ class Checkpointer:
             returned. The Brain sets it from the option while ``fit`` begins.
         last_loaded: the directory of the last load; None: none yet.
         not_taken: names of its entries that no recoverable has loaded, sorted.
-        around_save: returns a context for every save; called with whether an epoch has ended.
+        around_save: returns a context for every save; called with whether an epoch has ended, by the call. If the
+            context's value is a bool, that is what the checkpoint says.
         tell_epoch: returns the epoch of a save.
         whole_states: None, or a function that makes sharded states whole before a save: called with the objects that
             :func:`torch_save` saves, by name, it returns what is saved instead of some. Every rank must save then.
@@ -217,7 +218,7 @@ class Checkpointer:
         self.resume: str | Checkpoint = "auto"
         self.last_loaded: Path | None = None
         self.not_taken: tuple[str, ...] = ()
-        self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        self.around_save: Callable[[bool], AbstractContextManager[bool | None]] = lambda _: contextlib.nullcontext()
         self.tell_epoch: Callable[[], int | None] = lambda: None
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self._damage_log = DamageLog()
@@ -603,7 +604,21 @@ class Checkpointer:
         if start is not None and any(one.path.samefile(start.path) for one in found):  # whatever it was called
             found = [one for one in found if ckpt_recency(one) > ckpt_recency(start)]
         if found:
-            self._folder().set_aside(found)
+            self.set_these_aside(found)
+
+    def set_these_aside(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Move checkpoints of this folder into a subfolder, where no search finds them, and name it.
+
+        Args:
+            checkpoints: which.
+
+        Raises:
+            CheckpointError: another run holds the folder.
+            OSError: one cannot be moved.
+
+        Ranks: main only.
+        """
+        self._folder().set_aside(checkpoints)
 
     def require_hooks(self) -> dict[str, SaveHook]:
         """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
@@ -650,7 +665,8 @@ class Checkpointer:
         verbosity: int,
         retention: Retention | None = None,
     ) -> Checkpoint | None:
-        with self.around_save(end_of_epoch):
+        with self.around_save(end_of_epoch) as known:
+            end_of_epoch = end_of_epoch if known is None else known
             if name is not None:
                 check_file_name(name, "the name of a checkpoint,")
             objects, hooks, epoch = self.recoverables, self.require_hooks(), self.tell_epoch()

@@ -375,15 +375,19 @@ class LoopedLoader:
             self._inner = None
         raise DataError(f"LoopedLoader: {type(self.loader).__name__} yields no batch at all.")
 
-    def state_in_pass(self) -> dict[str, Any]:
-        """Return which pass over the data this rank is in, how far, and what the data says of where that is."""
-        marks = _marks(self.loader)
+    def state_in_pass(self, undone: int = 0) -> dict[str, Any]:
+        """Return which pass over the data this rank is in, how far, and what the data says of where that is.
+
+        Args:
+            undone: how many batches were drawn of this pass and are not done: 1 while the last one is worked on.
+        """
+        marks, done = _marks(self.loader), self._in_pass - undone
         return {
             "pass": self._passes,
-            "in_pass": self._in_pass,
-            "done": _done_in(self.loader, self._in_pass),
+            "in_pass": done,
+            "done": _done_in(self.loader, done),
             "has_begun": self._inner is not None,
-            "loader": None if marks is None else marks.around(self._in_pass),
+            "loader": None if marks is None else marks.around(done),
         }
 
     def resume_in_pass(self, state: dict[str, Any] | None) -> None:
@@ -419,7 +423,8 @@ class LoopedLoader:
             state: what :meth:`state_in_pass` returned when the checkpoint was made, or None.
         """
         if self._recovered and step != self.step:
-            if self.step and (state is None or not state["has_begun"]):
+            is_next = not step and self.step == self.epoch_length  # the nominal epoch after a whole one
+            if self.step and not is_next and (state is None or not state["has_begun"]):
                 self._go_to(self.total_steps * step // self.step)
             self.step = step
         self.resume_in_pass(state)
@@ -855,7 +860,7 @@ def state_at(loader: Any, step: int) -> Any:
         True
     """
     if isinstance(loader, LoopedLoader):
-        return loader.state_in_pass()
+        return loader.state_in_pass(int(loader.step == step + 1))
     marks = _marks(loader)
     around = None if marks is None else marks.around(step)
     return None if around is None else {**around, "step": step, "batch": _batch_size(loader)}

@@ -95,6 +95,7 @@ class WeightAverage:
         self._parameters: list[torch.Tensor] = []
         self._statistics: list[_Weight] = []  # looked up anew: some layers replace theirs
         self._is_applied = False
+        self._own: list[torch.Tensor] = []  # the weights themselves, while the averages are in their place
 
     @torch.no_grad()
     def update(self) -> None:
@@ -159,14 +160,34 @@ class WeightAverage:
             return
         self.follow()
         weights = self._weights_now()
-        own = [weight.detach().clone() for weight in weights]
+        self._own = [weight.detach().clone() for weight in weights]
         self._is_applied = True
         try:
             _copy(self._followed, weights)
             yield
         finally:
-            _copy(own, weights)
+            _copy(self._own, weights)
             self._is_applied = False
+            self._own = []
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context inside of :meth:`applied` in which the modules have their own weights; else it does nothing.
+
+        Every save of the Brain's checkpointer is made in it.
+
+        Ranks: local.
+        """
+        if not self._is_applied:
+            yield
+            return
+        weights = self._weights_now()
+        averages = [weight.detach().clone() for weight in weights]
+        try:
+            _copy(self._own, weights)
+            yield
+        finally:
+            _copy(averages, weights)
 
     def evaluated(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
         """Return :meth:`applied` for a stage, if there is an average to evaluate.

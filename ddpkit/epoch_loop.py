@@ -52,6 +52,7 @@ class EpochCounter:
         self.current = 0
         self.limit = _count(limit, "limit")
         self._has_counted = False
+        self._unfinished = 0  # the epoch that a checkpoint was made in the middle of, until it is counted again
 
     def __iter__(self) -> EpochCounter:
         return self
@@ -63,18 +64,27 @@ class EpochCounter:
                 logger.info(done, self.current, self.limit)
             raise StopIteration
         self.current += 1
-        self._has_counted = True
+        self._has_counted, self._unfinished = True, 0
         logger.info("Going into epoch %d", self.current)
         return self.current
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(str(self.current), encoding="utf-8")
+        Path(path).write_text(str(self._to_save()), encoding="utf-8")
+
+    def _to_save(self) -> int:
+        """Return the epoch that has been counted; before it is counted again, the one that a checkpoint has begun."""
+        return self._unfinished if self.current == self._unfinished - 1 else self.current
+
+    def _go_on_from(self, epoch: int, *, end_of_epoch: bool) -> None:
+        """Go on after an epoch, or with it."""
+        self.current = epoch if end_of_epoch else max(epoch - 1, 0)  # 0: of a later call of fit
+        self._unfinished = 0 if end_of_epoch else epoch
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         saved = _read(path, int, "the number of an epoch")
-        self.current = saved if end_of_epoch else max(saved - 1, 0)  # 0: of a later call of fit
+        self._go_on_from(saved, end_of_epoch=end_of_epoch)
 
 
 @register_checkpoint_hooks
@@ -165,7 +175,7 @@ class EpochCounterWithStopper(EpochCounter):
             self.should_stop = False
             return
         epochs = self.current - max(self.best_limit, self.limit_warmup)
-        self.should_stop = epochs >= self.limit_to_stop
+        self.should_stop = epochs >= max(self.limit_to_stop, 1)
         if self.should_stop:
             logger.info("%d epochs without improvement over %g: patience is exhausted.", epochs, self.best_score)
 
@@ -182,7 +192,7 @@ class EpochCounterWithStopper(EpochCounter):
         from ddpkit.base import dump_plain_yaml
 
         state = {
-            "current_epoch": self.current,
+            "current_epoch": self._to_save(),
             "best_epoch": self.best_limit,
             "best_score": self.best_score,
             "should_stop": self.should_stop,
@@ -202,7 +212,7 @@ class EpochCounterWithStopper(EpochCounter):
             return int(saved["current_epoch"]), int(saved["best_epoch"]), score, bool(saved["should_stop"])
 
         epoch, self.best_limit, self.best_score, self.should_stop = _read(path, parse, "a stopper's YAML")
-        self.current = epoch if end_of_epoch else max(epoch - 1, 0)
+        self._go_on_from(epoch, end_of_epoch=end_of_epoch)
 
 
 def _read(path: str | os.PathLike[str], parse: Callable[[str], Any], expected: str) -> Any:

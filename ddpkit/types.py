@@ -36,7 +36,8 @@ class FitResult:
             metric did not improve (``should_stop``); ``"optimizer_step_limit"``; ``"debug"``: ``debug_epochs`` are
             over. Without any training: ``"done_before"``: a checkpoint says that the epochs, or this call, were over
             already; ``"test_only"``.
-        epochs: that ended in this call; not those before a restart.
+        epochs: that ended in this call; not those before a restart. With ``"optimizer_step_limit"`` the last may be
+            unfinished: a run with a larger limit goes on inside of it.
         optimizer_steps: updates since the run began, those before a restart and of earlier calls included.
         train_loss: mean over the last epoch's training, over all ranks; None if none ended in this call.
         valid_loss: mean over the last validation, over all ranks; None if there was none.

@@ -52,6 +52,7 @@ class RankStates:
         gathered: the states of all ranks, for the saves that follow until it is set to None; on other ranks than rank 0
             only how many they are. None: nothing was gathered.
         loaded: this rank's state from the checkpoint that was loaded last, until it is used; else None.
+        recovered: the states of all ranks from that checkpoint, until the training goes on: what is saved before that.
         is_of_as_many: whether that checkpoint was made by as many ranks.
         is_complete: whether it also had the state of every one.
 
@@ -71,6 +72,7 @@ class RankStates:
         self._collect = collect
         self.gathered: list[dict[str, Any] | None] | None = None
         self.loaded: dict[str, Any] | None = None
+        self.recovered: dict[str, Any] | None = None
         self.is_of_as_many = self.is_complete = False
         self._have_been_waited_for = False
 
@@ -84,6 +86,7 @@ class RankStates:
         """
         gathered: list[dict[str, Any] | None] = [*gather_objects(self._collect)]
         self.gathered = gathered if if_main_process() else [None] * len(gathered)
+        self.recovered = None
 
     def gather_if_all_come(self) -> bool:
         """Collect the states as :meth:`gather` does, if every rank makes this call and not the main process alone.
@@ -110,6 +113,8 @@ class RankStates:
 
         Ranks: local; the main process saves it.
         """
+        if self.recovered is not None:
+            return self.recovered
         ranks = self.gathered
         if ranks is None:
             ranks = [None] * get_world_size()
@@ -227,7 +232,7 @@ class RankState:
         if states is not None:
             keep_states(loader)
             _warn_out_of_reach(loader, resumed=is_resumed)
-            states.gathered = None
+            states.gathered = states.recovered = None
             own, states.loaded = states.loaded or self._of_last_call(loader), None
             self._from_last_call = None
             if states.is_complete:
@@ -276,7 +281,6 @@ class RankState:
         """
         if self.states is None:
             return
-        self.states.gathered = None
         loaded, self.states.loaded = self.states.loaded, None
         if loaded is not None and keep_end:
             self._from_last_call = _source_of(loader), loaded
@@ -313,7 +317,7 @@ class RankState:
     def _losses_so_far(self) -> LossMeter:
         """Return the losses of this rank, including the current batch if it has been trained on."""
         progress = self.progress
-        if not self.is_inside_batch or progress.result is None or progress.result_at != progress.step:
+        if not self.is_inside_batch or progress.result is None or progress.result_of != progress.step:
             return progress.meter
         meter, window, result = progress.meter.copy(), progress.window, progress.result
         if isinstance(result, tuple):

@@ -30,10 +30,12 @@ from ddpkit.distributed import alone, get_rank, get_world_size, is_distributed_i
 from ddpkit.errors import CheckpointError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
+from ddpkit.run.save_position import SavePosition
 from ddpkit.run.state import NEVER, NEWEST, RunState, Start, choose_start, modules_not_saved, optimizers_not_saved
 from ddpkit.run_opts import OPTION_BY_NAME, parse_duration
 from ddpkit.strategies import batch_norms
 from ddpkit.train_logger import run_event
+from ddpkit.training import EpochPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +90,7 @@ class CheckpointPolicy:
         parts = self.progress, train_step.strategy, train_step.modules
         self.rank_state = RankState(*parts, saves=checkpointer is not None)
         self.run_state = RunState(train_step, self.rank_state)
-        self._has_own_fit_batch = train_step.recipe.has_own_fit_batch
+        self.position = SavePosition(self.run_state, has_own_fit_batch=train_step.recipe.has_own_fit_batch)
         self._fit_loader: Any = None
         self._is_between_batches = False
         self._has_saved = False  # in this call of fit
@@ -214,7 +216,9 @@ class CheckpointPolicy:
         state, checkpointer = self.run_state, self.checkpointer
         state.calls.number += 1
         if checkpointer is not None:
-            choose = functools.partial(choose_start, is_first=state.start is None, known=state.states)
+            choose = functools.partial(
+                choose_start, is_first=state.start is None, known=state.states, is_debug=bool(self.options.debug)
+            )
             state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
         elif self.options.resume not in {"auto", "never"}:
             logger.warning("Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume)
@@ -298,8 +302,11 @@ class CheckpointPolicy:
         self.checkpointer.recover_if_possible()
 
     def _load_ranks(self, states: Any, path: Path, end_of_epoch: bool) -> None:
-        if self.progress.is_fitting and self.run_state.is_recovered_here:
-            states.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)
+        found, is_fitting = safe_load(path), self.progress.is_fitting
+        if is_fitting and self.run_state.is_recovered_here:
+            states.load_state_dict(found, end_of_epoch=end_of_epoch)
+        if not is_fitting or self.progress.phase in {EpochPhase.OUTSIDE, EpochPhase.RECOVERED}:
+            states.recovered = found  # in an epoch a recipe may recover something else
 
     def load_deferred(self) -> None:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
@@ -389,15 +396,14 @@ class CheckpointPolicy:
         self.progress.settle()
         sums = self.progress.add_totals(self.rank_state.own_sums())
         self.rank_state.end_pass()
-        with self._with_sums(sums):
+        with self.position.with_sums(sums):
             self._save_intra_epoch(self.checkpointer)
 
     def save_before_evaluation(self) -> None:
         """Save where training ended before the evaluation that is now stopped."""
-        progress, sums = self.progress, self.progress.train_sums
-        if self.checkpointer is None or not progress.is_fitting or progress.train_meter is None or sums is None:
-            return
-        with _at_last_update(progress), self._with_sums(list(sums)):
+        progress = self.progress
+        is_trained = progress.phase is EpochPhase.TRAINED and progress.train_meter is not None
+        if self.checkpointer is not None and progress.is_fitting and is_trained:
             self._save_intra_epoch(self.checkpointer)
 
     def _save_intra_epoch(self, checkpointer: Checkpointer) -> None:
@@ -407,17 +413,6 @@ class CheckpointPolicy:
                 end_of_epoch=False,
                 ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
             )
-
-    @contextlib.contextmanager
-    def _with_sums(self, sums: list[float] | None) -> Iterator[None]:
-        """Return a context for a save with the loss sums of all ranks; None: this rank's sums stand for all."""
-        self.run_state.loss_sums = sums
-        try:
-            yield
-        finally:
-            self.run_state.loss_sums = None
-            if self.rank_state.states is not None:
-                self.rank_state.states.gathered = None
 
     def _whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make states whole that are divided over the ranks, if every rank saves and not the main process alone."""
@@ -441,52 +436,27 @@ class CheckpointPolicy:
     # ------------------------------------------------------------------ a save that a recipe makes
 
     @contextlib.contextmanager
-    def _around_save(self, end_of_epoch: bool) -> Iterator[None]:
-        """Return a context for every save of the checkpointer; it changes only saves inside of a training batch."""
-        is_in_pass, self._has_saved = self.progress.is_in_pass, True
+    def _around_save(self, end_of_epoch: bool) -> Iterator[bool]:
+        """Return a context for every save of the checkpointer: with the training's own position and weights.
+
+        Yields:
+            Whether the checkpoint is of the end of an epoch, which the recipe may not know.
+        """
+        self._has_saved = True
         if self.train_step.strategy.is_apart:
             raise CheckpointError(APART)
         self.train_step.end_window()  # an own fit_batch saves after its steps
-        if end_of_epoch and is_in_pass:
-            logger.warning_once(
-                "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run that goes "
-                "on from it leaves out the rest of the epoch. Save with end_of_epoch=False."
-            )
-        if end_of_epoch or not is_in_pass or self._is_between_batches:
-            yield
-        else:
-            with self._saving_inside_batch():
-                yield
-
-    @contextlib.contextmanager
-    def _saving_inside_batch(self) -> Iterator[None]:
-        """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
-        progress, step, states = self.progress, self.progress.step, self.rank_state.states
-        is_known = progress.result is not None and progress.result_at == step
-        pending = progress.window.pending(step) or (0 if is_known else progress.window.pending(step - 1))
-        if pending:
-            words = "A checkpoint is made inside of an optimizer step: the gradients of %d batch(es) are not in it."
-            logger.warning_once(words, pending)
-        is_before = not (pending or is_known or self._has_own_fit_batch) and progress.window_end == step - 1
-        self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
-        self.rank_state.is_inside_batch = not is_before
-        try:
-            with _at_last_update(progress) if is_before else contextlib.nullcontext():
-                have_all_come = states is not None and states.gather_if_all_come()
-                with self._with_sums(progress.add_totals(self.rank_state.own_sums()) if have_all_come else None):
-                    yield
-        finally:
-            self.run_state.lacks, self.rank_state.is_inside_batch = None, False
+        ema = self.train_step.ema
+        with (
+            contextlib.nullcontext() if ema is None else ema.suspended(),
+            self.position.of_save(end_of_epoch, is_between_batches=self._is_between_batches) as has_ended,
+        ):
+            yield has_ended
 
 
 def _newest(checkpointer: Checkpointer) -> Path | None:
     newest = max(checkpointer.list_checkpoints(), key=ckpt_recency, default=None)
     return None if newest is None else newest.path
-
-
-def _at_last_update(progress: Progress) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which progress is reset to the last optimizer step."""
-    return temporarily(progress, step=progress.window_end, meter=progress.train_meter or progress.meter)
 
 
 # ------------------------------------------------------------------------------------------------ when and why it stops

@@ -79,6 +79,7 @@ PREDICT = (
     f"predict: {_PARTS} the data. Give the Brain a model that is not sharded; or collect the outputs in "
     "compute_objectives and call evaluate, without shard_evaluation, in which each rank runs over all of the data."
 )
+CUT = "optimizer_step_limit=%s ends epoch %d after batch %d. With a larger limit a run goes on from there."
 
 
 class StageHooks(LoopHooks, StepHooks, Protocol):
@@ -167,6 +168,7 @@ class StageRunner:
             progress, train_step = self.progress, self.train_step
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
+            progress.begin_training()
             with stage_mode(lambda: self.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
@@ -184,7 +186,7 @@ class StageRunner:
                 found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
             progress.avg_train_loss = progress.train_loss = found
             brain.zero_grad(set_to_none=True)
-            if train_step.schedule is not None:
+            if train_step.schedule is not None and progress.is_whole:
                 train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
             with self._unsaved(), self._explaining(brain):
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
@@ -205,8 +207,7 @@ class StageRunner:
         feed = self.train_step.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
-        progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter.copy(), None
-        progress.is_in_pass, progress.result_at = True, 0  # the result is of the epoch before
+        progress.begin_pass()
         self._begin(Stage.TRAIN, loader)
         self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
@@ -225,7 +226,10 @@ class StageRunner:
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
             on_window = saves.on_window if saves.follows_windows else None
             with self.train_step.warning_without_steps():
-                train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+                is_limited = train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+            progress.is_whole = not is_limited or (feed.length is not None and progress.step >= feed.length)
+            if not progress.is_whole:
+                logger.info(CUT, options.optimizer_step_limit, epoch, progress.step)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.settle()
@@ -304,7 +308,8 @@ class StageRunner:
                 loss = self._evaluate(brain, loader, stage, epoch, place, enable_bar=enable_bar)
             if stage is Stage.VALID:
                 progress.step, progress.valid_loss = 0, loss
-                if schedule is not None:
+                progress.is_validated = True
+                if schedule is not None and progress.is_whole:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
             with torch.no_grad(), self._unsaved(), self._explaining(brain):
                 brain.on_stage_end(stage, loss, epoch)
@@ -323,7 +328,7 @@ class StageRunner:
     ) -> float:
         """Evaluate every batch; ``trained``: the epoch and the optimizer steps of the weights."""
         require_same_draw(loader)
-        self.progress.meter, self.progress.is_in_pass = self.progress.new_meter(), False
+        self.progress.meter = self.progress.new_meter()
         self._begin(stage, loader)
         started = time.monotonic()
         progress, strategy, is_shared = self.progress, self.train_step.strategy, self.options.shard_evaluation
@@ -495,7 +500,7 @@ class StageRunner:
         loss_sum, count, bad, samples = progress.logged.sync(own, at_end=True)
         mean = float(loss_sum / count) if count else float("nan")
         if stage is Stage.TRAIN:
-            progress.train_sums, progress.is_in_pass = (loss_sum, count, samples), False
+            progress.end_pass((loss_sum, count, int(samples)))
         bad, samples = int(bad) // copies, int(samples) // copies
         bar.partial = False
         bar.show(progress.step, mean, samples - before)

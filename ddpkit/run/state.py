@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -29,6 +29,7 @@ from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 from ddpkit.run_opts import BATCHES, GRADIENTS, OPTIONS
+from ddpkit.training import EpochPhase
 
 if TYPE_CHECKING:
     from ddpkit.checkpoints import Checkpointer
@@ -42,6 +43,8 @@ DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older
 NOMINAL = "nominal epoch"
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
+DEBUG = "debug"  # whether the run that saved a checkpoint had the option `debug`
+REHEARSED = "%s was saved with --debug: its epochs had a few batches each, and count as whole ones."
 _ALIKE = {"optimizer_step_limit", "activation_checkpointing", "auto_micro_batch"}
 _OTHERS = {"virtual_ranks", "ddp_comm_hook", "local_sgd_start", "local_sgd_period", "sync_batchnorm", "ema_decay"}
 #: Options that change a run's numbers, except options that follow from the number of processes.
@@ -390,7 +393,12 @@ States = dict[tuple[Path, float], dict[str, Any]]
 
 
 def choose_start(
-    checkpointer: Checkpointer, resume: str, *, is_first: bool = True, known: States | None = None
+    checkpointer: Checkpointer,
+    resume: str,
+    *,
+    is_first: bool = True,
+    known: States | None = None,
+    is_debug: bool = False,
 ) -> Start:
     """Decide what a call of ``fit`` starts from.
 
@@ -404,6 +412,8 @@ def choose_start(
         is_first: whether it is the first call of this process. For a recipe that recovers something in every call, a
             later one starts from the newest checkpoint, whatever the option says.
         known: run states that were read before; what is read now is added, so that no file is read twice.
+        is_debug: whether the run has the option ``debug``. Another run does not go on from what a run with ``debug``
+            has saved, whose epochs had a few batches: it moves such checkpoints into a subfolder, too.
 
     Raises:
         CheckpointError: the folder cannot be read, or holds nothing that is whole; or the path is not a checkpoint.
@@ -418,6 +428,8 @@ def choose_start(
     """
     found = checkpointer.list_checkpoints()
     states = _states_of(found, {} if known is None else known)
+    if is_first and resume == NEWEST and not is_debug:
+        found = _without_rehearsals(checkpointer, found, states)
     trained = [one for one in found if states[one.path].get(EVALUATED) is not True]
     own, chosen = trained or found, None  # where only evaluations have saved, theirs
     if not is_first:
@@ -433,8 +445,22 @@ def choose_start(
     if chosen is None:
         return Start(resume, len(found))
     state = states[chosen.path] if chosen.path in states else brain_file_or_nothing(chosen.path)
+    if not is_debug and state.get(DEBUG) is True:
+        logger.warning(REHEARSED, chosen.path)
     asked = state.get("asked")  # the step plan as the options gave it, before a change for another number of processes
     return Start(chosen, len(found), StepPlan.read(asked if isinstance(asked, Mapping) else state), state or None)
+
+
+def _without_rehearsals(
+    checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Mapping[str, Any]]
+) -> list[Checkpoint]:
+    """Move checkpoints of runs with the option ``debug`` away, and return the others."""
+    rehearsals = [one for one in found if states[one.path].get(DEBUG) is True]
+    if rehearsals:
+        words = "%d checkpoint(s) in %s were saved with --debug: this run does not go on from them."
+        logger.warning(words, len(rehearsals), checkpointer.checkpoints_dir)
+        checkpointer.set_these_aside(rehearsals)
+    return [one for one in found if one not in rehearsals]
 
 
 def _states_of(found: Iterable[Checkpoint], known: States) -> dict[Path, dict[str, Any]]:
@@ -615,6 +641,24 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
 # ------------------------------------------------------------------------ the run's part of a checkpoint
 
 
+class PassedOn(NamedTuple):
+    """What a checkpoint said of the run, for a save before the training goes on.
+
+    Attributes:
+        state: its entries.
+        end_of_epoch: whether it was of the end of an epoch.
+
+    Ranks: local.
+
+    Example:
+        >>> PassedOn({"fit": 2}, end_of_epoch=False).end_of_epoch
+        False
+    """
+
+    state: Mapping[str, Any]
+    end_of_epoch: bool
+
+
 class RunState:
     """The run's part of a checkpoint, ``brain.ckpt``.
 
@@ -663,6 +707,8 @@ class RunState:
         self._flags: list[tuple[str, nn.Parameter, bool]] = []  # whether each parameter was trained as training began
         self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
         self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
+        self._later_end = True  # whether the checkpoint of a later call was of the end of an epoch
+        self._evaluated_end = True  # and whether that was of the end of an epoch
         self._evaluated_at = (0, 0)  # calls of fit and optimizer steps before that
         self._fitted_epoch: Any = None  # of the checkpoint that was recovered in fit
 
@@ -702,7 +748,10 @@ class RunState:
             "trained": {name: one.requires_grad for name, one, begun in self._flags if one.requires_grad is not begun},
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "options": {name: self.options[name] for name in TELLING},
-            **self._as_evaluated(),
+            "whole": progress.is_whole,
+            "stages_done": progress.has_done_stages,
+            DEBUG: bool(self.options.debug),
+            **({} if (passed_on := self.passed_on) is None else passed_on.state),
         }
         from ddpkit.base import dump_plain_yaml  # loads yaml: not for a Brain alone
 
@@ -716,12 +765,16 @@ class RunState:
             return self.progress.train_sums  # the epoch's training is over
         return [one * get_world_size() for one in self.rank_state.own_sums()]  # its own share stands for all
 
-    def _as_evaluated(self) -> dict[str, Any]:
-        """Return the entries of a save without training: they are those of the recovered checkpoint."""
+    @property
+    def passed_on(self) -> PassedOn | None:
+        """What a save holds that comes before any training: what the recovered checkpoint says of the run."""
+        later = self.calls.later
+        if later is not None:  # this call of fit is done; the next one goes on from there
+            return PassedOn(later[1], self._later_end)
         trains = self.progress.is_fitting or (self.train_step.optimizers and not self.calls.number)  # in an own loop
         if trains or self._evaluated_at != (self.calls.number, self.progress.optimizer_step):
-            return {}
-        return {**(self._evaluated_state or {}), EVALUATED: True}
+            return None
+        return PassedOn({**(self._evaluated_state or {}), EVALUATED: True}, self._evaluated_end)
 
     def place_of_weights(self) -> tuple[Any, int]:
         """Return the epoch and the number of optimizer steps of the weights that the modules have now.
@@ -765,6 +818,7 @@ class RunState:
         if not self.progress.is_fitting:
             found, at = brain_file_or_nothing(folder), (self.calls.number, self.progress.optimizer_step)
             self._evaluated_state, self._evaluated_at = (found if "step" in found else None), at
+            self._evaluated_end = end_of_epoch
             return
         start = self.start
         is_start = start is not None and isinstance(start.resume, Checkpoint) and start.resume.path == folder
@@ -780,6 +834,7 @@ class RunState:
         self.is_recovered_here = self.calls.accept(folder, state)
         self.calls.later_ends_epoch = end_of_epoch
         if not self.is_recovered_here:
+            self._later_end = end_of_epoch
             if self.calls.later is None and not end_of_epoch:
                 logger.warning(EARLIER, state["fit"], self.calls.number)
             return
@@ -812,9 +867,14 @@ class RunState:
         progress.nonfinite = state.get("nonfinite", 0)
         progress.clipped = state.get("clipped", 0)
         progress.avg_train_loss = state["avg_train_loss"]
+        count = Fraction(state.get("loss_count", progress.step))
+        loss_sum = Fraction(state.get("loss_sum", progress.avg_train_loss * float(count)))
+        exact = isinstance(state.get("loss_sum"), str)
+        if progress.phase is EpochPhase.OUTSIDE:
+            progress.is_whole = bool(state.get("whole"))
+            progress.is_validated = bool(state.get("stages_done"))
+            progress.recover_inside((loss_sum, count, samples) if exact else (float(loss_sum), float(count), samples))
         if not get_rank():
-            count = Fraction(state.get("loss_count", progress.step))
-            loss_sum = Fraction(state.get("loss_sum", progress.avg_train_loss * float(count)))
             progress.meter.restore(loss_sum, count, samples=samples)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
@@ -831,7 +891,9 @@ class RunState:
     def check_epoch(self, epoch: int) -> None:
         """Warn where the epoch counter does not go on with the epoch of the checkpoint."""
         expected, self.expected_epoch = self.expected_epoch, None
-        if expected not in {None, epoch}:
+        if expected is not None and epoch == expected + 1 and self.progress.is_whole:
+            self.progress.forget_position()  # saved between two epochs: the next one begins
+        elif expected not in {None, epoch}:
             words = "The checkpoint goes on with epoch %d, the epoch counter with %d: make the counter a recoverable."
             logger.warning(words, expected, epoch)
 

@@ -1,3 +1,7 @@
+from ddpkit.training.epoch_phase import (
+    BETWEEN_PASSES as BETWEEN_PASSES,
+    EpochPhase as EpochPhase,
+)
 from ddpkit.training.feed import (
     BatchSizes as BatchSizes,
     Counts as Counts,

@@ -34,6 +34,7 @@ from ddpkit.logger import get_logger
 from ddpkit.metrics import ExactMeter, LossMeter, counted_by
 from ddpkit.precision import drop_casts
 from ddpkit.reporting import LoggedValues
+from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.training.loss_errors import explained_backward, loss_problem
 from ddpkit.types import Stage
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from ddpkit.training.gathering import Seen
 
 logger = get_logger(__name__)
+
+_IN_PASS = EpochPhase.IN_PASS  # to look a member up costs a call
 
 
 @dataclass
@@ -151,10 +154,15 @@ class Progress(optim.StepCounters):
         epoch: of the current or last stage.
         step: batches of the current stage, on this rank.
         began_at: updates before the current epoch.
-        is_in_pass: whether a training stage is reading its batches.
-        window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped.
+        phase: how far the current epoch is.
+        is_whole: whether the last training stage has read all of its data; not if ``optimizer_step_limit`` ended it.
+        validates: whether this call of ``fit`` has data for a validation.
+        is_validated: whether the validation of this epoch is over, but for ``on_stage_end``.
+        window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped;
+            in an epoch that goes on from a checkpoint and has not begun again, those of the checkpoint.
         train_meter: losses of the training stage of this epoch on this rank, up to ``window_end``; None before it.
-        train_sums: their sum over all ranks, its weight, and the samples; None until that stage is over.
+        train_sums: their sum over all ranks, its weight, and the samples, where nothing has been trained since; else
+            None.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         has_told_clipping: whether a line has said that gradients are clipped.
@@ -162,8 +170,9 @@ class Progress(optim.StepCounters):
         meter: losses of the current stage on this rank.
         seen: which samples this rank has seen in the current or last stage; None before the first.
         loader: of the current or last training stage.
-        result: the return value of ``fit_batch`` while ``on_fit_batch_end`` runs; it may belong to an older batch.
-        result_at: number of the batch of ``result``.
+        result: the return value of ``fit_batch`` once its loss is known; it may belong to an older batch.
+        result_of: number of the batch of ``result``.
+        result_at: the same, once the optimizers have stepped too, or have had their chance: ``on_fit_batch_end`` runs.
         epochs: number of epochs that ended in this call of ``fit``.
         train_loss: mean training loss of the last finished epoch, over all ranks; None before the first.
         valid_loss: likewise of the validation.
@@ -181,7 +190,10 @@ class Progress(optim.StepCounters):
     epoch: int = 0
     step: int = 0
     began_at: int = 0
-    is_in_pass: bool = False
+    phase: EpochPhase = EpochPhase.OUTSIDE
+    is_whole: bool = False
+    validates: bool = False
+    is_validated: bool = False
     window_end: int = 0
     avg_train_loss: float = 0.0
     is_fitting: bool = False
@@ -189,10 +201,11 @@ class Progress(optim.StepCounters):
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
     train_meter: LossMeter | None = None
-    train_sums: tuple[float, float, float] | None = None
+    train_sums: tuple[Any, Any, int] | None = None
     seen: Seen | None = None
     loader: Any = None
     result: Any = None
+    result_of: int = 0
     result_at: int = 0
     epochs: int = 0
     train_loss: float | None = None
@@ -212,21 +225,88 @@ class Progress(optim.StepCounters):
         self.new_meter = functools.partial(self.new_meter, copies=True)
         self.meter = self.new_meter()
 
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a training stage is reading its batches."""
+        return self.phase is _IN_PASS
+
+    @property
+    def has_done_stages(self) -> bool:
+        """Whether nothing of this epoch is left but to end its last hook, if the epoch goes no further."""
+        is_trained = self.phase in {EpochPhase.TRAINED, EpochPhase.OVER}
+        return self.is_validated or (is_trained and not self.validates)
+
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
         self.look()
         self.error = None
         self.step, self.window, self.meter = 0, Window(), self.new_meter()
         self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
-        self.is_in_pass = False
-        self.result, self.result_at = None, 0
+        self.phase = EpochPhase.OUTSIDE
+        self.is_whole = self.is_validated = False
+        self.result, self.result_of, self.result_at = None, 0, 0
         self.epochs, self.train_loss, self.valid_loss = 0, None, None
         self.logged.values.clear()
 
     def end_epoch(self) -> None:
         """Note that an epoch is over, its evaluation and its checkpoint too."""
-        self.train_meter, self.window_end = None, 0
+        self.train_meter = None
         self.epochs += 1
+        if self.phase is EpochPhase.TRAINED:
+            self.phase = EpochPhase.OVER
+
+    def ask_for_epochs(self) -> None:
+        """Note that the epochs of this call of ``fit`` are counted from now on."""
+        if self.phase is EpochPhase.OUTSIDE:
+            self.phase = EpochPhase.ASKED
+
+    def end_epochs(self) -> None:
+        """Note that there are no more epochs."""
+        if self.phase is EpochPhase.ASKED and not self.epochs:
+            self.phase = EpochPhase.OUTSIDE
+
+    def recover_inside(self, sums: tuple[Any, Any, int]) -> None:
+        """Note the position of a checkpoint from the middle of an epoch, which has not begun again.
+
+        Args:
+            sums: of the losses of all ranks, their weights, and the samples so far.
+        """
+        self.phase = EpochPhase.RECOVERED
+        self.window_end = self.step
+        self.train_sums = sums
+
+    def forget_position(self) -> None:
+        """Begin the next epoch at its first batch, whatever the position was."""
+        self.step, self.meter = 0, self.new_meter()
+        self.avg_train_loss = 0.0
+        self.nonfinite = 0
+
+    def begin_training(self) -> None:
+        """Note that the training stage of an epoch begins, or one that a checkpoint has left."""
+        if not self.step:
+            self.window_end = 0
+            self.train_sums = (0.0, 0.0, 0)
+            self.is_whole = False
+        self.phase = EpochPhase.BEGUN
+        self.is_validated = False
+
+    def begin_pass(self) -> None:
+        """Note that the training stage reads its batches now; the last result is of the epoch before."""
+        self.phase = _IN_PASS
+        self.window_end = self.step
+        self.train_meter = self.meter.copy()
+        self.train_sums = None
+        self.is_whole = False
+        self.result_of = self.result_at = 0
+
+    def end_pass(self, sums: tuple[Any, Any, int]) -> None:
+        """Note that the training stage has read its last batch.
+
+        Args:
+            sums: as :meth:`recover_inside`.
+        """
+        self.phase = EpochPhase.TRAINED
+        self.train_sums = sums
 
     @property
     def clipped_share(self) -> float:
@@ -298,7 +378,7 @@ def train_epoch(
     *,
     on_window: Callable[[], None] | None = None,
     tell: Callable[[], Requests] = Requests,
-) -> None:
+) -> bool:
     """Train on every batch of a feed.
 
     Args:
@@ -310,13 +390,16 @@ def train_epoch(
         on_window: called after every optimizer step, if given; at the same step on every rank.
         tell: returns what this rank tells at a sync, beyond its losses.
 
+    Returns:
+        Whether ``stop_at`` has ended the pass; there may be no further batch all the same.
+
     Ranks: collective.
     """
     progress, name = brain.progress, type(brain).__name__
     window, meter = progress.window, progress.meter
     sync.start(progress.step)
     if progress.optimizer_step >= stop_at:
-        return
+        return True
     with counted_by(window):
         for batch in feed.batches(window):
             progress.step += 1
@@ -337,7 +420,8 @@ def train_epoch(
             if progress.step >= sync.due:
                 on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()))
             if stop_at < math.inf and progress.settled_step() >= stop_at:
-                return
+                return True
+    return False
 
 
 def evaluate_epoch(
@@ -677,7 +761,7 @@ class TrainStep:
             result, loss = (loss_sum.detach(), count if progress.window.count else 0.0), loss_sum / count
         else:
             result = loss.detach()
-        progress.result, progress.result_at = result, progress.step
+        progress.result, progress.result_of = result, progress.step
         return result, loss
 
     def _count(self, count: torch.Tensor | float) -> float:
@@ -733,7 +817,7 @@ class TrainStep:
         multiplier, optimizers = self.close_window(), self.note_optimizers_to_step(brain)
         if not optimizers:
             return
-        if not progress.is_in_pass:  # in a loop of the recipe's own each call is a step
+        if progress.phase is not _IN_PASS:  # in a loop of the recipe's own each call is a step
             progress.window.number += 1
         self.strategy.finish_gradients(optimizers)
         if self.first_gradients is not None:
@@ -928,7 +1012,7 @@ class TrainStep:
         if is_first:
             window.stepped_in = n
             progress.optimizer_step += 1
-        if progress.is_in_pass and self.waits_for_window:
+        if progress.phase is _IN_PASS and self.waits_for_window:
             self._waiting += stepped
         elif is_first:
             self._follow_window(stepped)

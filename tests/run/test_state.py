@@ -48,6 +48,7 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
     assert [state.pop(name) for name in ("epoch", "finished", "lacks")] == [0, [], None]
     assert [state.pop(name) for name in ("seed", "settings", "data", "trained")] == [None, None, None, {}]
+    assert [state.pop(name) for name in ("whole", "stages_done", "debug")] == [False, False, False]
     assert state == {
         "step": 5,
         "avg_train_loss": 2.25,

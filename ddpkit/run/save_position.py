@@ -1,0 +1,171 @@
+"""The training position that a checkpoint holds, whatever hook saves it.
+
+A checkpoint says whether it is of the end of an epoch. The recipe says so, and often cannot know:
+a pass may have ended at ``optimizer_step_limit``, and after ``fit`` no epoch is begun. Where the run
+knows better, it decides. Inside of an epoch the position is that of the training, also while a
+validation counts steps of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base import temporarily
+from ddpkit.logger import get_logger
+from ddpkit.training import EpochPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpkit.run.state import RunState
+    from ddpkit.training import Progress
+
+logger = get_logger(__name__)
+
+LEAVES_OUT = (
+    "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run that goes on from it "
+    "leaves out the rest of the epoch. Save with end_of_epoch=False."
+)
+NOT_VALIDATED = (
+    "A checkpoint with end_of_epoch=True (the default) is made before the validation of its epoch: a run that goes on "
+    "from it leaves that validation out. Save in on_stage_end of Stage.VALID, or with end_of_epoch=False."
+)
+INSIDE_STEP = (
+    "A checkpoint is made inside of an optimizer step: the gradients of %d batch(es) are not in it."
+)
+_OWN_LOOP = frozenset({EpochPhase.ASKED})  # a recipe's own _fit_train: only it knows where it is
+
+
+class SavePosition:
+    """Gives each save the position of the training.
+
+    Args:
+        run_state: of the run.
+        has_own_fit_batch: whether the recipe overrides ``fit_batch``.
+
+    Ranks: local, but inside of a training batch, where the ranks that save together exchange their states.
+    """
+
+    def __init__(self, run_state: RunState, *, has_own_fit_batch: bool) -> None:
+        self.run_state = run_state
+        self.rank_state = run_state.rank_state
+        self.progress = run_state.progress
+        self._has_own_fit_batch = has_own_fit_batch
+
+    @contextlib.contextmanager
+    def of_save(self, end_of_epoch: bool, *, is_between_batches: bool) -> Iterator[bool]:
+        """Return a context for a save, in which the run's state has the position to be saved.
+
+        Args:
+            end_of_epoch: what the save was called with.
+            is_between_batches: whether the run itself saves in a training pass, and has set the position.
+
+        Yields:
+            Whether the checkpoint is of the end of an epoch.
+        """
+        phase = self.progress.phase
+        passed_on = self.run_state.passed_on
+        if passed_on is not None:
+            yield passed_on.end_of_epoch
+        elif not self.run_state.calls.number or phase in _OWN_LOOP:
+            yield end_of_epoch
+        elif phase is EpochPhase.IN_PASS:
+            if end_of_epoch:
+                logger.warning_once(LEAVES_OUT)
+            is_set = end_of_epoch or is_between_batches
+            with contextlib.nullcontext() if is_set else self._inside_batch():
+                yield end_of_epoch
+        elif self._has_ended(end_of_epoch):
+            yield True
+        else:
+            with self._at_end_of_pass():
+                yield False
+
+    def _has_ended(self, end_of_epoch: bool) -> bool:
+        """Return whether an epoch has ended where the run is now, outside of a training pass."""
+        progress = self.progress
+        phase = progress.phase
+        if phase is EpochPhase.OUTSIDE:
+            return True
+        if phase is EpochPhase.RECOVERED:
+            return False
+        if phase is EpochPhase.BEGUN:
+            if end_of_epoch:
+                logger.warning_once(LEAVES_OUT)
+            return end_of_epoch
+        if not progress.is_whole:
+            return False
+        if phase is EpochPhase.OVER and not progress.is_fitting:
+            return True
+        if end_of_epoch and progress.validates and not progress.is_validated:
+            logger.warning_once(NOT_VALIDATED)
+        return end_of_epoch
+
+    @contextlib.contextmanager
+    def _at_end_of_pass(self) -> Iterator[None]:
+        """Return a context with the position, and the losses, of the last batch that was trained on."""
+        progress = self.progress
+        sums = progress.train_sums or (0.0, 0.0, 0)
+        mean = float(Fraction(sums[0]) / Fraction(sums[1])) if sums[1] else 0.0
+        with (
+            temporarily(progress, step=progress.window_end, avg_train_loss=mean),
+            temporarily(self.run_state, loss_sums=list(sums)),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def with_sums(self, sums: list[Any] | None) -> Iterator[None]:
+        """Return a context for a save with the loss sums of all ranks; None: this rank's sums stand for all."""
+        self.run_state.loss_sums = sums
+        try:
+            yield
+        finally:
+            self.run_state.loss_sums = None
+            if self.rank_state.states is not None:
+                self.rank_state.states.gathered = None
+
+    @contextlib.contextmanager
+    def _inside_batch(self) -> Iterator[None]:
+        """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
+        progress, step, states = self.progress, self.progress.step, self.rank_state.states
+        has_stepped = progress.result_of == step and progress.window_end == step
+        is_known = progress.result is not None and (progress.result_at == step or has_stepped)
+        pending = progress.window.pending(step) or (
+            0 if is_known else progress.window.pending(step - 1)
+        )
+        is_first = progress.window_end == step - 1
+        if is_first and progress.result_of != step and not self._has_own_fit_batch:
+            pending = 0  # the forward pass of the first batch of a window
+        if pending:
+            logger.warning_once(INSIDE_STEP, pending)
+        is_before = not (pending or is_known or self._has_own_fit_batch) and is_first
+        self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
+        self.rank_state.is_inside_batch = not is_before
+        try:
+            with at_last_update(progress) if is_before else contextlib.nullcontext():
+                have_all_come = states is not None and states.gather_if_all_come()
+                with self.with_sums(
+                    progress.add_totals(self.rank_state.own_sums()) if have_all_come else None
+                ):
+                    yield
+        finally:
+            self.run_state.lacks, self.rank_state.is_inside_batch = None, False
+
+
+def at_last_update(progress: Progress) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which progress is reset to the last optimizer step.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.training import Progress
+        >>> progress = Progress(step=5, window_end=4)
+        >>> with at_last_update(progress):
+        ...     progress.step
+        4
+    """
+    return temporarily(
+        progress, step=progress.window_end, meter=progress.train_meter or progress.meter
+    )

@@ -1,0 +1,151 @@
+"""A run that ends inside of an epoch, by whatever way, goes on inside of that epoch: each sample exactly once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.types import Stage
+
+from .recipes import QUIET, Killed, Regression, assert_same, points, seen_in, sgd, weights
+
+DATA = points(16)
+PER_STEP = 2
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+class Saving(Regression):
+    """Saves at the end of each epoch as most recipes do: it believes that the epoch is over."""
+
+    fails_at = 0
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.optimizer_step + 1 == self.fails_at:
+            raise Killed
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage is (Stage.VALID if self.progress.validates else Stage.TRAIN):
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
+
+
+def run(folder, *, epochs=1, kind="plan", valid=True, fails_at=0, saves_after=False, **options):
+    torch.manual_seed(3)
+    net, counter = (
+        nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double(),
+        EpochCounter(epochs),
+    )
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    schedule = (
+        (lambda optimizer, _: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        if "scheduler_every" in options
+        else None
+    )
+    brain = Saving(
+        {"net": net}, sgd(momentum=0.9), None, {**QUIET, **options}, checkpointer, schedule
+    )
+    brain.fails_at = fails_at
+    train = {"batch_size": PER_STEP, **({} if kind == "stream" else {"shuffle": True})}
+    train |= {"looped_nominal_epoch": 12} if kind == "looped" else {}
+    data = Stream() if kind == "stream" else DATA
+    try:
+        brain.result = brain.fit(
+            counter, data, points(3, seed=6) if valid else None, train_loader_kwargs=train
+        )
+    except Killed:
+        if saves_after:
+            brain.checkpointer.save_checkpoint(end_of_epoch=False)
+    return brain
+
+
+def trained_rows(*brains):
+    return [row for one in brains for batch in seen_in(DATA, one.trained_on) for row in batch]
+
+
+def meta_of(folder):
+    [path] = folder.glob("CKPT*/CKPT.yaml")
+    return yaml.safe_load(path.read_text())
+
+
+def test_a_larger_limit_goes_on_inside_of_the_epoch(tmp_path):
+    whole = run(tmp_path / "whole")
+    parts = []
+    for limit in (5, 7, None):
+        parts.append(run(tmp_path / "parts", optimizer_step_limit=limit))
+        assert meta_of(tmp_path / "parts")["end-of-epoch"] == (limit is None)
+    assert [one.optimizer_step for one in parts] == [5, 7, 8]
+    assert trained_rows(*parts) == trained_rows(whole)
+    assert_same(weights(parts[-1]), weights(whole))
+    assert parts[-1].losses == whole.losses
+    assert [one.result.reason for one in parts] == [
+        "optimizer_step_limit",
+        "optimizer_step_limit",
+        "epochs",
+    ]
+    assert run(tmp_path / "parts").result.reason == "done_before"
+
+
+def test_the_same_limit_again_trains_and_validates_nothing(tmp_path):
+    first, again = (run(tmp_path, optimizer_step_limit=5) for _ in range(2))
+    assert [name for name, *_ in first.losses] == ["TRAIN", "VALID"]
+    assert (again.losses, again.trained_on, again.result.reason) == ([], [], "optimizer_step_limit")
+    assert run(tmp_path).optimizer_step == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epochs": 2},
+        {"valid": False},
+        {"kind": "stream"},
+        {"kind": "stream", "epochs": 2},
+        {"kind": "looped", "epochs": 2},
+        {"grad_accumulation_factor": 3},
+        {"ema_decay": 0.5, "evaluate_ema": True},
+        {"ckpt_async": True},
+        {"scheduler_every": "epoch", "epochs": 2},
+        {"virtual_ranks": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("limits", [(1, 2), (5,), (3, 8), (8,), (10,)])
+def test_a_limit_inside_of_an_epoch_of_other_runs(tmp_path, options, limits):
+    whole = run(tmp_path / "whole", **options)
+    parts = [run(tmp_path / "parts", optimizer_step_limit=limit, **options) for limit in limits]
+    parts.append(run(tmp_path / "parts", **options))
+    assert trained_rows(*parts) == trained_rows(whole)
+    assert_same(weights(parts[-1]), weights(whole))
+    assert parts[-1].losses == whole.losses[len(whole.losses) - len(parts[-1].losses) :]
+
+
+def test_a_save_after_a_failure_goes_on_behind_the_last_step(tmp_path):
+    whole = run(tmp_path / "whole", epochs=2)
+    failed = run(tmp_path / "parts", epochs=2, fails_at=12, saves_after=True)
+    rest = run(tmp_path / "parts", epochs=2)
+    assert trained_rows(failed, rest) == trained_rows(whole)
+    assert_same(weights(rest), weights(whole))
+    assert rest.losses == whole.losses[2:]
+
+
+def test_a_run_does_not_go_on_from_what_a_rehearsal_has_saved(tmp_path, caplog):
+    debug = {"debug": True, "debug_persistently": True}
+    assert run(tmp_path, **debug).optimizer_step == 2
+    assert run(tmp_path, **debug).optimizer_step == 2, "a rehearsal goes on from its own"
+    whole = run(tmp_path)
+    assert "1 checkpoint(s) in" in caplog.text
+    assert "were saved with --debug" in caplog.text
+    assert whole.optimizer_step == 8
+    [moved] = tmp_path.glob("earlier-*/CKPT*")
+    caplog.clear()
+    assert run(tmp_path / "other", resume=str(moved)).optimizer_step == 2
+    assert "was saved with --debug" in caplog.text

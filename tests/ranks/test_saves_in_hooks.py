@@ -1,0 +1,57 @@
+"""A save in any hook on two ranks, by all of them or by the main process alone, ends as if never stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.recipes import assert_same, weights
+from tests.contract.test_saves_in_hooks import AVERAGED, HOOKS, script
+
+
+def run_script(folder, options):
+    brain = script(folder, **options)
+    average = None if brain.ema is None else brain.ema.state_dict()
+    return weights(brain), average, brain.reported
+
+
+def assert_ranks_go_on(ranks, folder, saves_in, at, *, is_alone, options):
+    stop = {"saves_in": saves_in, "at": at, "is_alone": is_alone}
+    whole = ranks.run(run_script, folder / "whole", options)
+    ranks.run(run_script, folder / "stopped", {**options, **stop})
+    for found, expected in zip(
+        ranks.run(run_script, folder / "stopped", options), whole, strict=True
+    ):
+        assert_same(found[0], expected[0])
+        if expected[1] is not None:
+            assert_same(found[1], expected[1])
+        assert found[2].items() <= expected[2].items()
+
+
+STREAM = {"is_stream": True, "batch_size": 2}
+SHARED = {**AVERAGED, "shard_evaluation": True, "batch_size": 2}
+MANY = [
+    pytest.param(hook, is_alone, options, marks=pytest.mark.slow)
+    for hook in HOOKS
+    for is_alone in (False, True)
+    for options in (STREAM, SHARED)
+    if not (
+        is_alone and ("TRAIN batch" in hook or "fit_batch" in hook or hook == "optimizers_step")
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("saves_in", "is_alone", "options"),
+    [("VALID batch", True, {**AVERAGED, "batch_size": 2}), *MANY],
+)
+def test_a_save_in_any_hook_of_two_ranks(ranks, tmp_path, saves_in, is_alone, options):
+    at = min(HOOKS[saves_in], 4)
+    if options.get("shard_evaluation") and saves_in in {
+        "VALID batch",
+        "evaluate_batch",
+        "TEST batch",
+    }:
+        at = 1
+    if saves_in == "predict_batch":
+        at = 1
+    assert_ranks_go_on(ranks, tmp_path, saves_in, at, is_alone=is_alone, options=options)

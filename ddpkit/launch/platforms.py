@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,6 +100,8 @@ class Node:
 
 def _own_words() -> str:
     """Return the script and its arguments, without ``--nproc``, which torchrun has now."""
+    import shlex  # for a message alone
+
     if sys.argv[0] in _NOT_SCRIPTS:
         return EXAMPLE
     left, is_number = [], False

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import device
-from ddpkit.comm import process_group
-from ddpkit.comm.process_group import claim_device
 from ddpkit.device import default_backend, infer_device, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch import LaunchInfo, find_launch
@@ -228,31 +226,6 @@ def test_processes_of_torchrun_that_nothing_is_hidden_from_see_the_same_gpu(mach
     with pytest.raises(ConfigError, match="Not enough GPUs: this is LOCAL_RANK=1"):
         resolve_device("cuda", ranks(1))
     assert resolve_device("cuda", ranks(0)) == "cuda:0"
-
-
-def test_two_ranks_that_come_to_one_physical_gpu_are_refused(machine, monkeypatch):
-    machine(cuda=1)
-    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f2")
-    store = dist.HashStore()
-    places = [LaunchInfo("environment", rank, rank, 2, 2) for rank in range(2)]
-    claim_device(store, places[1], "cuda:0")
-    claim_device(store, places[1], "cuda:0")  # the same rank again
-    with pytest.raises(LaunchError, match=r"Not enough GPUs: rank 1 and rank 0 on .* the same \(GPU-8f2\)"):
-        claim_device(store, places[0], "cuda:0")
-    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f3")
-    claim_device(store, places[0], "cuda:0")
-    monkeypatch.setattr(process_group, "this_place", lambda: ("another", "", ""))
-    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f2")
-    claim_device(store, places[0], "cuda:0")
-
-
-def test_who_shares_a_gpu_by_a_launchers_leave_is_not_compared(machine, monkeypatch):
-    machine(cuda=1)
-    monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f2")
-    store = dist.HashStore()
-    for rank in range(2):
-        claim_device(store, LaunchInfo("slurm", rank, rank, 2, 2, own_devices=True), "cuda:0")
-        claim_device(store, LaunchInfo("environment", rank, rank, 2, 2), "cpu")
 
 
 @pytest.mark.parametrize(

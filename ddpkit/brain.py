@@ -317,6 +317,9 @@ class Brain(_Typed):
             The mean over the batch's samples, shape ``()``. Or ``(loss_sum, count)``, where the loss is a mean over
             something else, such as tokens or frames: a sum of shape ``()``, and how many it is over (a number, or a
             tensor of shape ``()``; 0 where a batch has none). All that an optimizer step counts then weighs the same.
+
+            A batch that has nothing to learn from, as without ground truth, gives ``torch.zeros((),
+            requires_grad=True)``, or ``(torch.zeros(()), 0)``: it counts as a batch that uses no parameter.
         """
         name = type(self).__name__
         raise NotImplementedError(f"{name} must define compute_objectives(self, predictions, batch, stage)")

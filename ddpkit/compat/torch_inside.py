@@ -413,6 +413,39 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
     total.backward()  # type: ignore[no-untyped-call]
 
 
+def expect_backward_pass(module: Any, output: torch.Tensor) -> None:
+    """Tell DDP, where it looks for what a backward pass will reach, from which tensor the coming one starts.
+
+    Otherwise, without DDP's reducer or where DDP does not look, nothing.
+
+    Args:
+        module: wrapped in DDP, whose forward pass expects a backward pass.
+        output: from which that starts.
+
+    Ranks: local.
+
+    Example:
+        >>> expect_backward_pass(torch.nn.Linear(1, 1), torch.ones(()))
+    """
+    reducer = getattr(module, "reducer", None)
+    if reducer is not None and module.find_unused_parameters:
+        reducer.prepare_for_backward([output])
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether functions of the recipe are called with a tensor's gradient (``register_hook``); otherwise False.
+
+    Ranks: local.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> handle = weight.register_hook(print)
+        >>> has_gradient_hooks(weight), has_gradient_hooks(torch.ones(1))
+        (True, False)
+    """
+    return bool(getattr(tensor, "_backward_hooks", None))
+
+
 def version_of(tensor: torch.Tensor | None) -> int:
     """Return how often a tensor has been written to: each backward pass that reaches a gradient does.
 

@@ -117,6 +117,10 @@ class Strategy:
         """Return a context for one backward pass of a window."""
         return NO_CONTEXT
 
+    def without_backward(self, *, closes: bool) -> AbstractContextManager[None]:
+        """Return a context in the place of a backward pass, for a loss that depends on no parameter."""
+        return NO_CONTEXT
+
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Make sure that the gradients present are averages over the ranks.
 

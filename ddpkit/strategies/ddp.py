@@ -21,11 +21,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
+from ddpkit.base import temporarily
 from ddpkit.comm import require_agreement
 from ddpkit.compat import GradientOrder, show_order, version_of, waits_for_gradients
 from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
-from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import (
@@ -40,6 +41,7 @@ from ddpkit.strategies.base import (
     refuse_wrapped,
     trained_parameters,
 )
+from ddpkit.strategies.empty_backward import call_without_batch, complete, go_backwards, has_gradients
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -62,6 +64,27 @@ OTHER_ENTRIES = (
     "the ranks have used different entries of modules in the same steps. Their gradients were averaged together: "
     "checkpoints of this pass are wrong. Use the same, or one entry for all choices (--find_unused_parameters)."
 )
+UNKNOWN_PART = (
+    "the loss of a batch depends on no parameter. With a fit_batch of the recipe, several entries of modules, "
+    "accumulation and --find_unused_parameters it is not known what the other processes send in this batch. Put "
+    "`with self.no_sync(not self.should_step):` around forward and backward, or return 0.0 * outputs.sum()."
+)
+COMPLETED = -2  # in the place of a version
+
+
+class _Clock:
+    """Counts batches, and the calls of wrapped modules: for the order of first calls in a batch.
+
+    Attributes:
+        batch: backward passes so far.
+        calls: first calls so far.
+    """
+
+    __slots__ = ("batch", "calls")
+
+    def __init__(self) -> None:
+        self.batch = 0
+        self.calls = 0
 
 
 class _Reduction:
@@ -78,25 +101,61 @@ class _Reduction:
         fired: whether a bucket was averaged since :meth:`after_backward` last looked.
         probe: one of the trained parameters.
         before: version of its gradient when the module was last called; -1: there was none.
+        called: whether the module was called, with gradients, since the last optimizer step.
+        clock: of all wrapped modules.
+        awaited: whether, at an optimizer step, an average was expected and no backward pass has come.
+        batch: in which the module was last called.
+        call: number of its first call there.
+        came: whether a bucket has come since the module was called.
+        skipped: whether DDP still waits for a backward pass whose gradients are not averaged.
     """
 
-    __slots__ = ("armed", "before", "defers", "entry", "fired", "held", "hook", "probe", "reduced", "watched")
+    __slots__ = (
+        "armed",
+        "awaited",
+        "batch",
+        "before",
+        "call",
+        "called",
+        "came",
+        "clock",
+        "defers",
+        "entry",
+        "fired",
+        "held",
+        "hook",
+        "probe",
+        "reduced",
+        "skipped",
+        "watched",
+    )
 
     def __init__(self, probe: nn.Parameter) -> None:
         self.reduced = self.armed = self.watched = self.defers = self.held = self.fired = False
         self.entry, self.probe, self.before = "", probe, -1
+        self.called = self.came = self.skipped = self.awaited = False
+        self.clock = _Clock()
+        self.batch = -1
+        self.call = 0
         self.hook: Callable[..., torch.futures.Future[torch.Tensor]] | None = None
+
+    def is_awaited(self) -> bool:
+        """Say whether a backward pass that averages was expected, and none has come to the module since its call."""
+        old = self.armed if self.watched else self.before == version_of(self.probe.grad)
+        return self.reduced and old
 
     def after_backward(self) -> None:
         """Record the result of a backward pass, which may have reached this module or not."""
         if self.fired:
             self.reduced, self.armed, self.fired = True, False, False
         elif self.defers or not self.armed:
+            self.skipped = self.armed and not self.came
             self.reduced = self.armed = False
 
 
 def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the ranks; or leave them as they are."""
+    state.came = True
     if not (state.defers or state.held):
         state.fired, state.armed = True, False
         return (state.hook or _average_of_all)(bucket)
@@ -184,9 +243,25 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*inputs, **kwargs)
         reduction = self.gradient_reduction
+        if reduction.skipped:
+            self.pass_over()
+        reduction.called = True
+        reduction.came = False
+        clock = reduction.clock
+        if reduction.batch != clock.batch:
+            reduction.batch = clock.batch
+            reduction.call = clock.calls
+            clock.calls += 1
         reduction.reduced = reduction.armed = self.require_backward_grad_sync and not reduction.held
         reduction.before = -1 if reduction.probe.grad is None else version_of(reduction.probe.grad)
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def pass_over(self) -> None:
+        """Let DDP go on after a batch whose gradients it was not to average, and of which none has come."""
+        reduction = self.gradient_reduction
+        reduction.skipped = False
+        with temporarily(reduction, defers=True):
+            go_backwards(self)
 
     def choose_hook(self, hook: Callable[..., Any] | None, *, watched: bool) -> None:
         """Have DDP call a hook for each bucket.
@@ -202,15 +277,18 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
         if self.gradient_reduction.watched or self.gradient_reduction.hook is not None:
             self.register_comm_hook(self.gradient_reduction, _average_or_defer)
 
-    def reduce_leftovers(self, optimizers: Collection[Any] = ()) -> None:
+    def reduce_leftovers(self, optimizers: Collection[Any] = (), *, is_only: bool = False) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
 
-        The ranks may have taken different branches, as long as each has some gradient, or none has any.
+        The ranks may have taken different branches. A rank without any gradient takes part if it has called the module.
 
         Args:
             optimizers: that step now. For others the backward pass through the module may come later.
+            is_only: whether no other module is wrapped: then this one always takes part.
         """
         reduction = self.gradient_reduction
+        was_called = reduction.called
+        reduction.called = False
         if reduction.reduced:
             reduction.reduced = False
             if waits_for_gradients(self):
@@ -218,12 +296,16 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
                 words = ", ".join(unused) or "some that an earlier batch used"
                 raise ConfigError(UNUSED.format(reduction.entry, words))
-            old = reduction.armed if reduction.watched else reduction.before == version_of(reduction.probe.grad)
-            if not old or set(map(id, parameters_of(optimizers))).isdisjoint(map(id, self.module.parameters())):
+            if not reduction.awaited or not self.is_stepped_by(optimizers):
                 return  # else no backward pass has come here since the module was called
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if any(one.grad is not None for one in parameters):
+            was_called = is_only = False  # alike on all ranks
+        if has_gradients(self) or ((was_called or is_only) and self.is_stepped_by(optimizers)):
+            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             average_gradients(parameters, self.process_group)
+
+    def is_stepped_by(self, optimizers: Collection[Any]) -> bool:
+        """Say whether one of some optimizers has a parameter of the module."""
+        return not set(map(id, parameters_of(optimizers))).isdisjoint(map(id, self.module.parameters()))
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -280,6 +362,8 @@ class DDP(Strategy):
         self._modules = nn.ModuleDict()
         self._outside: list[nn.Parameter] = []  # of the optimizers, but in no entry of the modules
         self._order = 0  # a number that follows from the entries that each optimizer step has used
+        self._clock = _Clock()
+        self._steps = 0  # optimizer steps for which gradients were finished
         self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
 
     def wrap(self, modules: nn.ModuleDict) -> None:
@@ -303,6 +387,7 @@ class DDP(Strategy):
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name
+                wrapped.gradient_reduction.clock = self._clock
                 watched = self.decides_late or self.options.static_graph or self.options.find_unused_parameters
                 wrapped.choose_hook(_hook_of(self.options, module), watched=watched)
                 if self._order_matters():
@@ -374,6 +459,7 @@ class DDP(Strategy):
             counts: whether this rank's gradients count. If not they become zero, also for an infinite loss, which a
                 weight of 0 would turn into NaN.
         """
+        self._clock.batch += 1
         watched = [module.gradient_reduction for module in self.wrapped if module.gradient_reduction.watched]
         uncounted = [] if counts else [one for one in (*modules.parameters(), *self._outside) if one.requires_grad]
         return self._watched_pass(watched, uncounted, closes=closes) if watched or uncounted else NO_CONTEXT
@@ -395,23 +481,96 @@ class DDP(Strategy):
             for reduction in watched:
                 reduction.defers = False
 
+    @contextlib.contextmanager
+    def without_backward(self, *, closes: bool) -> Iterator[None]:
+        """Return a context in the place of a backward pass: takes part in what the other ranks send in theirs.
+
+        Args:
+            closes: whether the micro-batch is the last of its window.
+
+        Raises:
+            BatchError: it is not known what the others send.
+        """
+        sending = [
+            module
+            for module in self.wrapped
+            if module.require_backward_grad_sync and not module.gradient_reduction.held
+        ]
+        is_known = len(sending) == 1 or not self.decides_late
+        sends_use = self.options.find_unused_parameters  # in each backward pass that the forward pass has armed
+        if sending and sends_use and not closes and not is_known:
+            raise BatchError(UNKNOWN_PART)
+        if sending and not any(one.gradient_reduction.reduced for one in sending):
+            call_without_batch(sending)
+        yield
+        self._clock.batch += 1
+        awaited = [one for one in sending if one.gradient_reduction.is_awaited()]
+        if is_known and (closes or sends_use):
+            self._complete(awaited, closes=closes)
+        elif not closes:
+            for one in awaited:
+                one.gradient_reduction.skipped = True
+
+    def _complete(self, modules: list[WrappedDDP], *, closes: bool) -> None:
+        """Take part in the averages of modules, without gradients of the last batch, in the order of a backward pass.
+
+        Args:
+            modules: called in this batch.
+            closes: whether it is the last of its window.
+        """
+        modules.sort(key=lambda one: one.gradient_reduction.call, reverse=True)
+        watched = [one.gradient_reduction for one in modules if one.gradient_reduction.watched]
+        with self._watched_pass(watched, [], closes=closes):
+            for module in modules:
+                complete(module, self._steps)
+        for module in modules:
+            module.gradient_reduction.before = COMPLETED
+            module.gradient_reduction.awaited = False
+
+    def _complete_unused(self, optimizers: Collection[Any]) -> None:
+        """Complete the averages of what was called, if no backward pass of this rank has come to any of it."""
+        skipped = [one for one in self.wrapped if one.gradient_reduction.skipped]
+        for module in sorted(skipped, key=lambda one: one.gradient_reduction.call, reverse=True):
+            module.pass_over()
+        armed = [
+            module
+            for module in self.wrapped
+            if module.gradient_reduction.reduced and module.is_stepped_by(optimizers)
+        ]
+        if all(one.gradient_reduction.awaited and not waits_for_gradients(one) for one in armed):
+            self._complete(armed, closes=True)
+
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
-        if len(self.wrapped) > 1:
+        is_only = len(self.wrapped) == 1
+        if not is_only:
             self._order = hash((self._order, *[one.gradient_reduction.reduced for one in self.wrapped]))
+        is_waiting = False
+        for module in self.wrapped:  # without a call for each: this is every step
+            reduction = module.gradient_reduction
+            old = reduction.armed if reduction.watched else reduction.before == version_of(reduction.probe.grad)
+            reduction.awaited = reduction.reduced and old
+            is_waiting = is_waiting or reduction.awaited or reduction.skipped
+        if is_waiting and not self.options.static_graph:
+            self._complete_unused(optimizers)
+        self._steps += 1
         for module in self.wrapped:
-            module.reduce_leftovers(optimizers)
+            module.reduce_leftovers(optimizers, is_only=is_only)
         if others := [one for one in (*self._outside, *self._frozen) if one.requires_grad]:
             average_gradients(others)
         if self._used is not None:
-            parameters = self._parameters()
-            sums = distributed.sum_over_ranks([float(id(one) in self._used) for one in parameters])
+            self._drop_unused(self._used)
             self._used = None
-            for parameter, number in zip(parameters, sums, strict=True):
-                if not number:
-                    parameter.grad = None
         if self._noting:
             self._close_orders()
+
+    def _drop_unused(self, used: set[int]) -> None:
+        """Drop the gradients of parameters that only batches with weight 0 have used, on any rank."""
+        parameters = self._parameters()
+        sums = distributed.sum_over_ranks([float(id(one) in used) for one in parameters])
+        for parameter, number in zip(parameters, sums, strict=True):
+            if not number:
+                parameter.grad = None
 
     def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that counts on some ranks only.
@@ -429,7 +588,12 @@ class DDP(Strategy):
             self._used = {id(one) for one in parameters if one.grad is not None}  # of the window's earlier ones
         used = self._used
         trained: list[Any] = parameters if counts else []
-        return hooked([one.register_post_accumulate_grad_hook(lambda one: used.add(id(one))) for one in trained])
+
+        def note(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:  # else the rank has none, and only takes part in an average
+                used.add(id(parameter))
+
+        return hooked([one.register_post_accumulate_grad_hook(note) for one in trained])
 
     def _parameters(self) -> list[nn.Parameter]:
         return [one for module in self.wrapped for one in module.module.parameters() if one.requires_grad]

@@ -21,7 +21,7 @@ from torch import nn
 from ddpkit.base import is_sharded
 from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size, require_all_ranks
-from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import (
@@ -60,6 +60,11 @@ CANNOT = (
     "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of a parameter by other "
     "numbers than the whole, or torch fails. Use one that works on each element by itself, such as torch.optim.AdamW; "
     "or --strategy=ddp; --strategy=zero1 works too, except with LBFGS."
+)
+WITHOUT_GRAPH = (
+    "strategy='fsdp': the loss of a batch depends on no parameter, and in a backward pass all ranks gather weights and "
+    "add gradients up together. Return a zero that depends on what the modules have computed, 0.0 * outputs.sum(), or "
+    "use --strategy=zero1 or ddp."
 )
 
 
@@ -267,6 +272,14 @@ class FSDP(Strategy):
         """Return a context for one backward pass of a window; where it does not count, all gradients become zero."""
         trained: list[Any] = [] if counts else [one for one in self._gathered.values() if one.requires_grad]
         return hooked([one.register_hook(torch.zeros_like) for one in trained]) if trained else NO_CONTEXT
+
+    def without_backward(self, *, closes: bool) -> AbstractContextManager[None]:
+        """Refuse a loss that depends on no parameter.
+
+        Raises:
+            BatchError: always.
+        """
+        raise BatchError(WITHOUT_GRAPH)
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts.

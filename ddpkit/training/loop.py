@@ -596,6 +596,10 @@ NOT_DIVIDED = (
     "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
     "divides by the count. Call self.optimizers_step() where self.should_step is true."
 )
+NOT_STATIC = (
+    "{}.compute_objectives returned a loss that depends on no parameter, and static_graph=True promises that every "
+    "batch uses the same parameters. Leave --static_graph out, or return 0.0 * predictions.sum() for such a batch."
+)
 APART = (
     "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the weights of %s are "
     "not the same on all of them, and rank 0's are saved. DDP averages what is computed through self.modules, not "
@@ -732,19 +736,51 @@ class TrainStep:
             not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1)
         ):
             window.defer(self.progress.step)
+        count, scale = None, 0.0
         if loss.__class__ is tuple:
             loss, count = sum_and_count(loss, self.name)
-            scale = self._count(count)
+        elif window.counted is not None:
+            raise BatchError(MIXED.format(self.name), hook="compute_objectives")
         else:
-            if window.counted is not None:
-                raise BatchError(MIXED.format(self.name), hook="compute_objectives")
             window.has_means = window.is_weighed = True
             scale = window.loss_scale
+        try:
+            is_leaf = loss.is_leaf  # getattr would be a call more in every batch
+        except AttributeError:  # no tensor: an error follows
+            is_leaf = False
+        if is_leaf and self._depends_on_nothing(loss, count):
+            self._pass_without_backward(count)
+            return
         if self.first_gradients is not None:
             self.first_gradients.note(loss, self.progress.step)
+        if count is not None:
+            scale = self._count(count)
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
             own = self.recipe.has_own_fit_batch
             backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph, has_own_fit_batch=own)
+
+    def _pass_without_backward(self, count: torch.Tensor | float | None) -> None:
+        with self.strategy.without_backward(closes=self.progress.window.closes):
+            if count is not None:
+                self._count(count)
+
+    def _depends_on_nothing(self, loss: torch.Tensor, count: torch.Tensor | float | None) -> bool:
+        """Say whether a loss without a graph is meant so: a batch that uses nothing, as one without ground truth.
+
+        That is a tensor which requires a gradient all the same, or a sum over nothing.
+
+        Raises:
+            BatchError: it is, and ``static_graph`` promises that no batch is.
+        """
+        if loss.numel() != 1:
+            return False  # an error follows
+        if loss.requires_grad:
+            is_meant = all(loss is not one for one in self.modules.parameters())
+        else:
+            is_meant = count is not None and float(count) == 0.0
+        if is_meant and self.options.static_graph:
+            raise BatchError(NOT_STATIC.format(self.name), hook="compute_objectives")
+        return is_meant
 
     def note_loss(self, loss: Any) -> tuple[Any, Any]:
         """Note the loss of the current micro-batch.

@@ -102,8 +102,14 @@ def run_of(brain: Brain) -> Run:
     return run
 
 
+def _is_looped(train_set: Any, loader_kwargs: Mapping[str, Any]) -> bool:
+    return isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
+
+
 def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
-    """Compare the gradients of several processes with those of this one, and end it."""
+    """Compare the gradients of several processes with those of this one, and end it; without the option, do nothing."""
+    if brain.run_opts.check_parity is None:
+        return
     from ddpkit.parity import check_parity  # nothing else needs it
 
     check_parity(brain, run_of(brain), train_set, loader_kwargs)
@@ -628,8 +634,7 @@ class Brain(_Typed):
         train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
         run.preflight.compare_ranks("fit", type(self))
         run.epochs = count_epochs(epoch_counter, self.run_opts)
-        if self.run_opts.check_parity is not None:
-            _check_parity(self, train_set, train_kwargs)  # ends this process
+        _check_parity(self, train_set, train_kwargs)  # ends this process, if it is asked for
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
@@ -637,8 +642,7 @@ class Brain(_Typed):
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
         with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
             start = run.policy.choose_start()
-            is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
-            run.policy.keep_global_batch(start, is_looped=is_looped)
+            run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
             sizes = self.__plan_steps(train, valid, epoch_counter)
@@ -650,7 +654,7 @@ class Brain(_Typed):
             self.__check_prepared(validates=valid is not None)
             if run.policy.is_done_before(train):
                 return self.__fit_result("done_before")
-            run.policy.warn_unused_entries()
+            run.preflight.check_what_is_saved(self.hparams, folder)
             run.preflight.report_training(sizes, valid, (self.training_ctx, self.evaluation_ctx))
             return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, self.__bar_enabled(progressbar)))
 

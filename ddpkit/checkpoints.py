@@ -40,6 +40,7 @@ from ddpkit.base import (
     mark_as_saver,
     mark_as_transfer,
     register_checkpoint_hooks,
+    writing,
 )
 from ddpkit.checkpointing import (
     DIRECTORY_PREFIX,
@@ -228,7 +229,8 @@ class Checkpointer:
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
-            self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+            with writing(f"checkpoints_dir={os.fspath(checkpoints_dir)!r}"):
+                self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -18,7 +18,7 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base import PROCESS, replacing, to_plain
+from ddpkit.base import PROCESS, cannot_write, replacing, to_plain, writing
 from ddpkit.checkpointing import FolderLock
 from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, show_without_traceback, watch_uncaught
@@ -29,7 +29,7 @@ from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
-from ddpkit.train_logger import run_event, set_run_log, written
+from ddpkit.train_logger import run_event, set_run_log
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -113,7 +113,7 @@ def create_experiment_directory(
             return None
         try:
             files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
-            with written(f"experiment_directory={str(folder)!r}"):
+            with writing(f"experiment_directory={str(folder)!r}"):
                 _write_files(folder, files, log_file, keep=options.test_only)
             setup_logging(log_config, log_file=log_file)
         except DdpkitError as error:
@@ -200,7 +200,10 @@ def _lock_folder(folder: Path) -> None:
             "script starts ranks by itself, make its folder in the ranks, after ddp_init_group."
         ) from error
     except CheckpointError as error:  # its words are for a folder of checkpoints
-        raise ConfigError(f"experiment_directory={str(folder)!r} cannot be written: {error.__cause__}.") from error
+        reason = error.__cause__
+        if not isinstance(reason, OSError):
+            raise
+        raise cannot_write(f"experiment_directory={str(folder)!r}", reason) from error
     _CLAIMED.close()
     _CLAIMED.callback(lock.release)
 

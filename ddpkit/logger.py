@@ -363,8 +363,10 @@ def _file_handlers(path: Path) -> list[logging.Handler]:
     try:
         handler = _LogFile(own, mode="a", encoding="utf-8", delay=rank > 0)
     except OSError as error:
-        words = "Choose another output folder; --test_only --resume=PATH evaluates a checkpoint that is elsewhere."
-        raise ConfigError(f"log_file={str(own)!r} cannot be opened for writing: {error.strerror}. {words}") from error
+        from ddpkit.base import cannot_write
+
+        words = "--test_only --resume=PATH evaluates a checkpoint that is elsewhere."
+        raise ConfigError(f"{cannot_write(f'log_file={str(own)!r}', error)} {words}") from error
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
     return [handler]

@@ -6,7 +6,6 @@ called by all ranks or under ``if if_main_process():``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -19,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ddpkit.base import map_values, mark_as_loader, mark_as_saver, register_checkpoint_hooks, replacing
+from ddpkit.base import (
+    map_values,
+    mark_as_loader,
+    mark_as_saver,
+    register_checkpoint_hooks,
+    replacing,
+    require_writable,
+    writing,
+)
 from ddpkit.distributed import if_main_process, main_process_only, run_on_main
 from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.logger import get_logger
@@ -92,7 +99,7 @@ class RunLog:
         record = {"event": event, "time": time.time(), **fields}
         named = json.loads(json.dumps(plain(record)), parse_constant=str)  # NaN and Infinity, no JSON
         line = json.dumps(named, ensure_ascii=False) + "\n"
-        with written(f"the run's log {str(self.path)!r}"):
+        with writing(f"the run's log {str(self.path)!r}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append(self.path, line)
 
@@ -183,21 +190,6 @@ def plain_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain_numbers(item) for key, item in value.items()}
     return plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
-
-
-@contextlib.contextmanager
-def written(what: str) -> Iterator[None]:
-    """Name what cannot be written, and say what to do.
-
-    Ranks: local.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{what} cannot be written: {error.strerror or error}. "
-            "Free some space, or choose an output folder that can be written to."
-        ) from error
 
 
 def append(path: Path, line: str) -> None:
@@ -309,6 +301,18 @@ class TrainLoggers(TrainLogger):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loggers)
 
+    def require_writable(self) -> None:
+        """Refuse files that cannot be written, of every logger that has this method.
+
+        Raises:
+            ConfigError: a file or folder cannot be written.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if callable(getattr(one, "require_writable", None)):
+                one.require_writable()
+
     def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
         for one in self.loggers:
@@ -398,10 +402,20 @@ class FileTrainLogger(_MainTrainLogger):
         self.precision = precision
         self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
 
+    def require_writable(self) -> None:
+        """Refuse a file that cannot be written, before the first epoch.
+
+        Raises:
+            ConfigError: :attr:`save_file` cannot be written.
+
+        Ranks: the main process alone.
+        """
+        require_writable(f"save_file={self.save_file!r}", self.save_file)
+
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         parts = [self._line(meta), *(self._line(stats, f"{name} ") for name, stats in stages.items())]
         line, path = " - ".join(parts), Path(self.save_file)
-        with written(f"save_file={self.save_file!r}"):
+        with writing(f"save_file={self.save_file!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             append(path, line + "\n")
         if verbose is not False:
@@ -466,7 +480,18 @@ class TensorboardLogger(_MainTrainLogger):
             return None
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self.save_dir)
+        with writing(f"save_dir={self.save_dir!r}"):
+            return SummaryWriter(self.save_dir)
+
+    def require_writable(self) -> None:
+        """Refuse a folder that cannot be written, before the first epoch.
+
+        Raises:
+            ConfigError: :attr:`save_dir` cannot be written.
+
+        Ranks: the main process alone.
+        """
+        require_writable(f"save_dir={self.save_dir!r}", self.save_dir)
 
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         self.global_step["meta"] += 1
@@ -642,6 +667,16 @@ class ProgressSampleLogger:
         self.batch_sample_size = batch_sample_size
         self.progress_samples: dict[str, Any] = {}
 
+    def require_writable(self) -> None:
+        """Refuse a folder that cannot be written, before the first epoch.
+
+        Raises:
+            ConfigError: :attr:`output_path` cannot be written.
+
+        Ranks: the main process alone.
+        """
+        require_writable(f"output_path={self.output_path!r}", self.output_path)
+
     def reset(self) -> None:
         """Forget what is remembered.
 
@@ -709,7 +744,7 @@ class ProgressSampleLogger:
         """
         form = self.format_defs[self.formats.get(key, self.DEFAULT_FORMAT)]
         path = Path(self.output_path, str(epoch), f"{key}.{form['extension']}")
-        with written(f"output_path={self.output_path!r}: {str(path)!r}"):
+        with writing(f"output_path={self.output_path!r}: {str(path)!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
                 form["saver"](data, str(unfinished), **form.get("kwargs", {}))

@@ -1,3 +1,9 @@
+from ddpkit.base.output_folder import (
+    OUTPUT_EXAMPLE as OUTPUT_EXAMPLE,
+    cannot_write as cannot_write,
+    require_writable as require_writable,
+    writing as writing,
+)
 from ddpkit.base.plain_yaml import (
     dump_plain_yaml as dump_plain_yaml,
     load_plain_yaml as load_plain_yaml,

@@ -53,7 +53,8 @@ from typing import Any, BinaryIO, Literal, cast
 import torch
 
 from ddpkit import __version__
-from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
+from ddpkit.base import OUTPUT_EXAMPLE
+from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError, FolderInUseError
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
@@ -752,7 +753,8 @@ class FolderLock:
                 hold = _HELD.get(path) or _take(path)
             except OSError as error:
                 what = f"cannot save or delete a checkpoint in {self.folder}, because its lock {path} cannot be taken"
-                raise save_error(path, error, what=what) from error
+                reason = save_error(path, error, what=what)
+                raise CheckpointUsageError(f"{reason} Or give another folder, {OUTPUT_EXAMPLE}.") from error
             _HELD[path] = hold
             hold.require()
             hold.count += 1

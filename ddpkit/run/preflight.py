@@ -44,10 +44,12 @@ from ddpkit.comm import (
     together,
 )
 from ddpkit.control import failure_notice
-from ddpkit.distributed import get_rank, get_world_size, is_distributed_initialized
-from ddpkit.errors import RankFailedError
+from ddpkit.distributed import get_rank, get_world_size, if_main_process, is_distributed_initialized, run_on_main
+from ddpkit.errors import ConfigError, RankFailedError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
+from ddpkit.run.output_checks import folder_bytes, require_outputs, require_room, state_bytes
+from ddpkit.run.state import parts_of
 from ddpkit.training import compare_samples, length_of, selected_facts
 
 if TYPE_CHECKING:
@@ -185,6 +187,43 @@ class Preflight:
         """
         if get_world_size() > 1:
             require_agreement(optimizer_facts(self.train_step.optimizers or {}))
+
+    def check_what_is_saved(self, hparams: Any, folder: str) -> None:
+        """Name what no checkpoint will hold; look whether outputs can be written, and whether checkpoints have room.
+
+        Args:
+            hparams: of the Brain, with its loggers.
+            folder: where the profiler writes.
+
+        Raises:
+            ConfigError: it cannot. On every rank.
+        """
+
+        def look() -> ConfigError | None:
+            if not if_main_process():
+                return None
+            try:
+                require_outputs(hparams, self.options, folder)
+                self._require_room()
+            except ConfigError as error:
+                return error
+            return None
+
+        self.policy.warn_unused_entries()
+        error = run_on_main(look)
+        if error is not None:
+            raise error
+
+    def _require_room(self) -> None:
+        checkpointer, state = self.policy.checkpointer, self.policy.run_state
+        if checkpointer is None:
+            return
+        found, start = state.recovered, state.start
+        needed = 0 if found is None else folder_bytes(found)
+        needed = needed or state_bytes(parts_of(checkpointer.recoverables))
+        has_checkpoints = found is not None or bool(start is not None and start.num_found)
+        warns = checkpointer.on_error == "warn"
+        require_room(checkpointer.checkpoints_dir, needed, has_checkpoints=has_checkpoints, warns=warns)
 
     @staticmethod
     def on_all_ranks(make: Callable[..., T], *inputs: Any) -> T:

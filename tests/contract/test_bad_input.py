@@ -5,10 +5,8 @@ The first half calls things directly or on ranks of the pool; the second half is
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -28,6 +26,7 @@ from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.launch import find_launch
 from ddpkit.run_opts import parse_arguments
 from ddpkit.types import Stage
+from tests.disks import fill, mounted
 from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
 
 LIMIT_SECONDS = 100.0  # where a rank would wait for ever
@@ -567,22 +566,6 @@ def three_options():
 # ------------------------------------------------------------------------------------- folders
 
 
-def mount(*words):
-    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this test mounts a file system, and cannot here: {done.stderr.strip()}")
-
-
-@contextlib.contextmanager
-def mounted(folder, *words):
-    folder.mkdir()
-    mount(*words, str(folder))
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @pytest.fixture
 def read_only(tmp_path):
     """A folder that nobody can write to, root neither."""
@@ -594,9 +577,7 @@ def read_only(tmp_path):
 def full(tmp_path):
     """A folder on a disk without room."""
     with mounted(tmp_path / "full", "-t", "tmpfs", "-o", "size=64k", "tmpfs") as folder:
-        with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
-            while True:
-                filler.write(b"x" * 4096)
+        fill(folder)
         yield folder
 
 
@@ -623,7 +604,7 @@ def test_read_only_output_folder(ranks, read_only):
     outcomes = ranks.outcomes(create, str(read_only / "out"), timeout=LIMIT_SECONDS)
     assert_all_told(
         outcomes, ["ConfigError"] * 2, f"experiment_directory='{read_only}/out' cannot be written",
-        "Read-only file system", "choose an output folder that can be written to",
+        "Read-only file system", "Give another folder, such as --output_folder=",
     )  # fmt: skip
 
 
@@ -646,7 +627,7 @@ def test_checkpoints_that_cannot_be_written(ranks, request, disk, reason):
     folder = request.getfixturevalue(disk)
     outcomes = ranks.outcomes(save_in, str(folder / "save"), timeout=LIMIT_SECONDS)
     kinds = [outcome.error_type for outcome in outcomes]
-    first = "OSError" if disk == "read_only" else "CheckpointError"
+    first = "ConfigError" if disk == "read_only" else "CheckpointUsageError"
     assert kinds[0] == first
     assert kinds[1] in {first, "MainCheckpointError", "MainProcessError", "RankFailedError"}
     for outcome in outcomes:

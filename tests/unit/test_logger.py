@@ -175,7 +175,7 @@ def test_another_rank_whose_folder_is_not_there_logs_to_the_console(tmp_path, ca
 
 
 def test_a_log_file_that_cannot_be_opened(tmp_path):
-    with pytest.raises(ConfigError, match="log_file='.*log.txt' cannot be opened for writing: No such file"):
+    with pytest.raises(ConfigError, match="log_file='.*log.txt' cannot be written: No such file"):
         setup_logging(log_file=tmp_path / "elsewhere" / "log.txt")
 
 

@@ -1,0 +1,138 @@
+"""What a run is going to write, looked at before its first epoch: files, folders, and room for its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpkit.base import require_writable
+from ddpkit.errors import ConfigError
+from ddpkit.logger import format_order_of_magnitude, get_logger
+
+if TYPE_CHECKING:
+    from ddpkit.run_opts import RunOptions
+
+logger = get_logger(__name__)
+
+NO_ROOM = (
+    "the folder of checkpoints {!r} has {}B free, and a checkpoint of this run takes about {}B. "
+    "Free some space, or give a folder on another disk, such as --output_folder=/path/to/results. "
+    "--ckpt_errors=warn goes on where a save fails."
+)
+ROOM_FOR_ONE = (
+    "%s has %sB free, which is room for one checkpoint of about %sB. A new one is written before "
+    "an old one is deleted: the second save will fail, unless space is freed before."
+)
+
+
+def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
+    """Refuse loggers and a profile whose files cannot be written.
+
+    Args:
+        hparams: of the Brain; what has a method ``require_writable`` is asked.
+        options: of the run.
+        folder: where the profiler writes.
+
+    Raises:
+        ConfigError: a file or folder cannot be written.
+
+    Ranks: main only.
+    """
+    for value in list(vars(hparams).values()):
+        check = getattr(value, "require_writable", None)
+        if callable(check) and not isinstance(value, type):
+            check()
+    if options.profile_training:
+        require_writable(f"the folder of the profile {folder!r}", folder)
+
+
+def require_room(folder: Path, bytes_needed: int, *, has_checkpoints: bool, warns: bool) -> None:
+    """Refuse a disk that has no room for a checkpoint; warn where it has room for one and not for two.
+
+    Args:
+        folder: of the checkpoints.
+        bytes_needed: by one checkpoint, about.
+        has_checkpoints: whether there is one already, which may be deleted once the next is complete.
+        warns: whether a save that fails only warns.
+
+    Raises:
+        ConfigError: less than one checkpoint is free.
+
+    Ranks: main only.
+
+    Example:
+        >>> require_room(Path("."), 1, has_checkpoints=False, warns=False)
+    """
+    place = next(one for one in (folder, *folder.parents) if one.exists())
+    free = shutil.disk_usage(place).free
+    shown_free, shown_needed = (format_order_of_magnitude(one) for one in (free, bytes_needed))
+    if free < bytes_needed:
+        words = NO_ROOM.format(str(folder), shown_free, shown_needed)
+        if not warns:
+            raise ConfigError(words)
+        logger.warning("%s", words)
+    elif free < 2 * bytes_needed and not has_checkpoints:
+        logger.warning(ROOM_FOR_ONE, folder, shown_free, shown_needed)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of a checkpoint on the disk.
+
+    Args:
+        folder: of the checkpoint.
+
+    Ranks: local.
+
+    Example:
+        >>> folder_bytes(Path("/nowhere"))
+        0
+    """
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def state_bytes(objects: Iterable[Any]) -> int:
+    """Estimate the bytes of the states of modules and optimizers, whole, also where each rank has a part of them.
+
+    Of an optimizer that has not stepped the state is guessed from its settings.
+
+    Args:
+        objects: modules, optimizers, and others, which do not count.
+
+    Ranks: local; no tensor is gathered or copied.
+
+    Example:
+        >>> net = nn.Linear(9, 1)
+        >>> state_bytes([net]), state_bytes([net, torch.optim.Adam(net.parameters())])
+        (40, 120)
+    """
+    tensors: dict[int, int] = {}
+    moments = 0
+    for one in objects:
+        if isinstance(one, nn.Module):
+            tensors |= {
+                id(tensor): _bytes(tensor) for tensor in (*one.parameters(), *one.buffers())
+            }
+        elif isinstance(one, torch.optim.Optimizer):
+            for group in one.param_groups:
+                moments += _moments(group) * sum(map(_bytes, group["params"]))
+    return sum(tensors.values()) + moments
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return (
+        tensor.numel() * tensor.element_size()
+    )  # of a tensor of which each rank has a part: the whole
+
+
+def _moments(group: Mapping[str, Any]) -> int:
+    """Return how many numbers an optimizer keeps for each number of a parameter, as far as its settings tell."""
+    if "betas" in group:
+        return 2 + bool(group.get("amsgrad"))
+    if "alpha" in group and "centered" in group:  # RMSprop
+        return 1 + bool(group["centered"]) + bool(group.get("momentum"))
+    return int(bool(group.get("momentum")))

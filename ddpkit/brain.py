@@ -23,7 +23,7 @@ from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.run import EpochPlan, Run, StepPlan, note_epoch
+from ddpkit.run import Run, StepPlan, note_epoch
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.train_logger import join_loggers
@@ -824,10 +824,7 @@ class Brain(_Typed):
         sizes = batch_sizes(train, length, factor, get_world_size(), run.strategy.virtual_ranks)
         state = run.policy.run_state
         state.step_plan = StepPlan.of(sizes, train)
-        steps = RunLength.of(length, factor, None, options).steps_per_epoch
-        is_counter = isinstance(getattr(epoch_counter, "limit", None), int)
-        epoch = None if steps is None or length is None else EpochPlan(steps, length, goes_on=is_counter)
-        ahead = note_epoch(state, epoch)
+        ahead = note_epoch(state, length, factor, epoch_counter)
         run.length = found = RunLength.of(length, factor, run.epochs, options, ahead=ahead)
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
         run.lr_scaling.choose(options, sizes)

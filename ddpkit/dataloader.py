@@ -6,6 +6,7 @@ generator of its own, so that making an iterator does not move the global random
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ddpkit.data import (
     PlannedBatchSampler,
     StreamLoader,
     StreamShard,
+    WorkerCopies,
     guess_batch_size,
     is_sharded,
     layers,
@@ -163,6 +165,7 @@ class SaveableDataLoader(DataLoader[Any]):
 
     Attributes:
         yielded: batches handed out in this iteration, with those skipped; None before the first.
+        worker_copies: what persistent workers know of the dataset.
         passed_through: what the batches pass through before they are handed out, which may read ahead; or None.
 
     Ranks: local.
@@ -179,6 +182,7 @@ class SaveableDataLoader(DataLoader[Any]):
         super().__init__(*args, **kwargs)
         self.yielded: int | None = None
         self.passed_through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        self.worker_copies = WorkerCopies()
         self._skip = 0
         self._keyed: DataLoader[Any] | None = None
         self._place = Place(default_seed())  # for batches that no plan of ours deals out
@@ -208,6 +212,8 @@ class SaveableDataLoader(DataLoader[Any]):
 
     def _begin(self) -> Iterator[Any]:
         """Start torch's iterator, of a loader like this one whose randomness is keyed (but for a stream)."""
+        if self.persistent_workers:
+            self.worker_copies.compare(self.dataset)
         if isinstance(self.dataset, IterableDataset):
             return start_loading(self, super().__iter__)
         if self._keyed is None or not self.persistent_workers:
@@ -703,8 +709,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
     else:
         set_epoch_inside(loader, epoch)
-    if not isinstance(loader, StreamLoader):  # which has told its stream
-        set_epoch_inside(getattr(loader, "dataset", None), epoch)
+    if isinstance(loader, StreamLoader):  # which has told its stream
+        return
+    dataset = getattr(loader, "dataset", None)
+    is_own = isinstance(loader, SaveableDataLoader)
+    with loader.worker_copies.telling(dataset) if is_own else contextlib.nullcontext():
+        set_epoch_inside(dataset, epoch)
 
 
 def _is_divided(batch_sampler: Any, sampler: Any) -> bool:

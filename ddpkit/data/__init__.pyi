@@ -33,3 +33,4 @@ from ddpkit.data.streams import (
     worker_key as worker_key,
 )
 from ddpkit.data.unusable import require_dataset as require_dataset
+from ddpkit.data.worker_copies import WorkerCopies as WorkerCopies

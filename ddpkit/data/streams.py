@@ -32,6 +32,7 @@ from ddpkit.data.stream_position import (
     one_by_one,
     tell_epoch,
 )
+from ddpkit.data.worker_copies import WorkerCopies
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.seed import mix, mix_key, own_randomness
@@ -227,6 +228,7 @@ class StreamLoader(DataLoader[Any]):
         is_divided: whether every rank reads a part of it.
         is_dealt: whether every rank reads the whole, and keeps its own items of it.
         keep_step: whether a rank without a share of the last batch is given one that counts nothing, as in training.
+        worker_copies: what persistent workers know of the stream.
 
     Args:
         dataset: this rank's part of the stream.
@@ -251,6 +253,7 @@ class StreamLoader(DataLoader[Any]):
             options["generator"] = torch.Generator()
         super().__init__(dataset, **options)
         self.first: FirstItems | None = None
+        self.worker_copies = WorkerCopies()
         self.keep_step = self._is_anothers = False
         self._last_size: int | None = None
         source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
@@ -279,7 +282,8 @@ class StreamLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes; the next iteration follows its worker seeds."""
-        self._source.set_epoch(epoch)
+        with self.worker_copies.telling(self.whole):
+            self._source.set_epoch(epoch)
         self._seed_workers(epoch)
 
     def _seed_workers(self, epoch: int) -> None:
@@ -302,6 +306,8 @@ class StreamLoader(DataLoader[Any]):
         return guess_batch_size(batch) if self._last_size is None else self._last_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.persistent_workers:
+            self.worker_copies.compare(self.whole)
         source, begin = self._source, functools.partial(start_loading, self._inner)
         if isinstance(source, StreamShard):
             source.keep_step, source.shows_first = self.keep_step or self._is_virtual, self.is_dealt

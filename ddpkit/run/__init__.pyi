@@ -5,6 +5,5 @@ from ddpkit.run.state import (
     StepPlan as StepPlan,
 )
 from ddpkit.run.total_steps import (
-    EpochPlan as EpochPlan,
     note_epoch as note_epoch,
 )

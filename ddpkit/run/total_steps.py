@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpointing import Checkpoint
 from ddpkit.run.state import StepPlan
+from ddpkit.training import RunLength
 
 if TYPE_CHECKING:
     from ddpkit.run.state import RunState
@@ -36,7 +37,7 @@ class EpochPlan:
     goes_on: bool
 
 
-def note_epoch(run_state: RunState, epoch: EpochPlan | None) -> int:
+def note_epoch(run_state: RunState, length: int | None, factor: int, epoch_counter: Any) -> int:
     """Note for the next checkpoints what an epoch is made of; return by how many steps the run is ahead of that.
 
     A run that has always had the present batches is not ahead. After a change of the batches a run may have made more
@@ -44,19 +45,19 @@ def note_epoch(run_state: RunState, epoch: EpochPlan | None) -> int:
 
     Args:
         run_state: knows what this call of ``fit`` starts from, and has the step plan of now.
-        epoch: of now; None where its length is not known.
+        length: batches of a process in an epoch; None where that is not known.
+        factor: batches per optimizer step.
+        epoch_counter: of this call; one with a ``limit`` goes on after the epochs that are done.
 
     Ranks: local; equal on all ranks.
     """
-    state, end_of_epoch = _start_of(run_state)
-    if epoch is None:
-        run_state.steps_per_epoch = None
-        run_state.steps_ahead = 0
-    else:
-        run_state.steps_per_epoch = epoch.steps
-        run_state.steps_ahead = _steps_ahead(
-            run_state.step_plan, epoch, state, end_of_epoch=end_of_epoch
-        )
+    steps = RunLength.of(length, factor, None, run_state.options).steps_per_epoch
+    run_state.steps_per_epoch, run_state.steps_ahead = steps, 0
+    if steps is not None and length is not None:
+        goes_on = isinstance(getattr(epoch_counter, "limit", None), int)
+        state, end_of_epoch = _start_of(run_state)
+        epoch = EpochPlan(steps, length, goes_on=goes_on)
+        run_state.steps_ahead = _steps_ahead(run_state.step_plan, epoch, state, end_of_epoch=end_of_epoch)
     return run_state.steps_ahead
 
 

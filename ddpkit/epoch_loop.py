@@ -60,13 +60,16 @@ class EpochCounter:
     def __next__(self) -> int:
         if self.should_stop or self.current >= self.limit:
             if self.current and not self._has_counted:
-                done = "Epoch %d is done already, of %d at most: nothing is left to train."
-                logger.info(done, self.current, self.limit)
+                logger.announce("%s", self._why_done())
             raise StopIteration
         self.current += 1
         self._has_counted, self._unfinished = True, 0
         logger.info("Going into epoch %d", self.current)
         return self.current
+
+    def _why_done(self) -> str:
+        """Say why nothing is left to train when a run is started again."""
+        return f"Epoch {self.current} is done already, of {self.limit} at most: nothing is left to train."
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
@@ -116,7 +119,9 @@ class EpochCounterWithStopper(EpochCounter):
     Ranks: iterating is for all ranks, or for the main process alone: the others take over its state at each
     epoch's start.
 
-    State: saves epoch, best epoch, best score and whether to stop, as YAML; SpeechBrain's files can be read.
+    State: saves epoch, best epoch, best score, whether to stop, and the patience that decided it, as YAML;
+        SpeechBrain's files can be read. A run that has stopped goes on when it is started again with more
+        patience (``limit_to_stop`` or ``limit_warmup``), and else says why it does not.
 
     Example:
         >>> counter = EpochCounterWithStopper(10, limit_to_stop=2, limit_warmup=0, direction="max")
@@ -174,10 +179,42 @@ class EpochCounterWithStopper(EpochCounter):
             self.best_limit, self.best_score = self.current, metric
             self.should_stop = False
             return
-        epochs = self.current - max(self.best_limit, self.limit_warmup)
-        self.should_stop = epochs >= max(self.limit_to_stop, 1)
+        self.should_stop = self._is_exhausted(self.current)
         if self.should_stop:
+            epochs = self._epochs_without_improvement(self.current)
             logger.info("%d epochs without improvement over %g: patience is exhausted.", epochs, self.best_score)
+
+    def _epochs_without_improvement(self, epoch: int) -> int:
+        return epoch - max(self.best_limit, self.limit_warmup)
+
+    def _is_exhausted(self, epoch: int) -> bool:
+        return self._epochs_without_improvement(epoch) >= max(self.limit_to_stop, 1)
+
+    def _why_done(self) -> str:
+        epochs = self._epochs_without_improvement(self.current)
+        if not self.should_stop or not self._is_exhausted(self.current):
+            return super()._why_done()
+        return (
+            f"The run was stopped early after epoch {self.current}: {epochs} epochs without improvement over "
+            f"{self.best_score:g} of epoch {self.best_limit}, and limit_to_stop={self.limit_to_stop}. "
+            "To go on, give a larger limit_to_stop."
+        )
+
+    def _decide_again(self, epoch: int, patience: Any) -> None:
+        """Decide again whether to stop, if a run that was stopped is started with another patience.
+
+        Args:
+            epoch: after which it was stopped.
+            patience: ``[limit_to_stop, limit_warmup]`` of that run; None in a file of an earlier version.
+        """
+        if not self.should_stop or patience == [self.limit_to_stop, self.limit_warmup]:
+            return
+        self.should_stop = self._is_exhausted(epoch)
+        if not self.should_stop:
+            logger.announce(
+                "The run was stopped early after epoch %d. With limit_to_stop=%d it goes on, of %d epochs at most.",
+                epoch, self.limit_to_stop, self.limit,
+            )  # fmt: skip
 
     def _is_improvement(self, metric: float) -> bool:
         if not math.isfinite(metric):
@@ -196,6 +233,7 @@ class EpochCounterWithStopper(EpochCounter):
             "best_epoch": self.best_limit,
             "best_score": self.best_score,
             "should_stop": self.should_stop,
+            "patience": [self.limit_to_stop, self.limit_warmup],
         }
         Path(path).write_text(dump_plain_yaml(state), encoding="utf-8")
 
@@ -203,15 +241,18 @@ class EpochCounterWithStopper(EpochCounter):
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         from ddpkit.base import load_plain_yaml
 
-        def parse(text: str) -> tuple[int, int, float, bool]:
+        def parse(text: str) -> tuple[int, int, float, bool, Any]:
             saved = load_plain_yaml(text)
             if type(saved) is int:  # SpeechBrain saves a stopper as if it were a plain counter
                 logger.warning("%s holds the epoch and no best score: patience begins anew.", path)
-                return saved, self.best_limit, self.best_score, self.should_stop
+                return saved, self.best_limit, self.best_score, self.should_stop, None
             score = float(saved["best_score"])
-            return int(saved["current_epoch"]), int(saved["best_epoch"]), score, bool(saved["should_stop"])
+            epochs = int(saved["current_epoch"]), int(saved["best_epoch"])
+            return *epochs, score, bool(saved["should_stop"]), saved.get("patience")
 
-        epoch, self.best_limit, self.best_score, self.should_stop = _read(path, parse, "a stopper's YAML")
+        found = _read(path, parse, "a stopper's YAML")
+        epoch, self.best_limit, self.best_score, self.should_stop, patience = found
+        self._decide_again(epoch, patience)
         self._go_on_from(epoch, end_of_epoch=end_of_epoch)
 
 

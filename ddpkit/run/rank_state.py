@@ -195,6 +195,16 @@ class RankState:
             seed = self.base_seed if self.base_seed is not None and seed == self._epoch_seed else seed
         self.base_seed = seed
 
+    def adopt_seed(self, seed: Any) -> None:
+        """Go on with the seed of a checkpoint's run, unless ``seed_everything`` has set one.
+
+        Args:
+            seed: as the checkpoint has it; None, or of another kind, where it does not tell.
+        """
+        if isinstance(seed, int) and global_seed() is None and seed != self.base_seed:
+            logger.info("No seed_everything was called: the run goes on with the checkpoint's seed, %d.", seed)
+            self.base_seed = seed
+
     def begin_epoch(self, epoch: int) -> None:
         """Seed this rank's random streams for an epoch; a resume in mid-epoch also starts from the epoch's seed."""
         self.progress.epoch = epoch
@@ -299,6 +309,7 @@ class RankState:
         """Return this rank's own part of a checkpoint."""
         loader, step = self.progress.loader, self.progress.step
         return {
+            "seed": self.base_seed,
             "random": rng_state(),
             "loss": self._losses_so_far().state_dict(),
             "logged": self.progress.logged.state_dict(step),

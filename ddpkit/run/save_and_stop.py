@@ -305,6 +305,7 @@ class CheckpointPolicy:
         found, is_fitting = safe_load(path), self.progress.is_fitting
         if is_fitting and self.run_state.is_recovered_here:
             states.load_state_dict(found, end_of_epoch=end_of_epoch)
+            self.rank_state.adopt_seed((states.loaded or {}).get("seed"))
         if not is_fitting or self.progress.phase in {EpochPhase.OUTSIDE, EpochPhase.RECOVERED}:
             states.recovered = found  # in an epoch a recipe may recover something else
 

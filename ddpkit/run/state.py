@@ -850,6 +850,7 @@ class RunState:
             return
         for name, changes in other_settings.items():
             logger.warning(OTHER_SETTINGS, name, ", ".join(changes))
+        self.rank_state.adopt_seed(state.get("seed"))
         self._warn_of_changes(state)
         self._saved_flags = state.get("trained")
         if isinstance(state.get("epoch"), int):

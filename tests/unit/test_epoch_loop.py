@@ -64,7 +64,9 @@ def test_a_second_start_says_that_it_was_stopped(tmp_path, caplog):
     path = save(counter, tmp_path / "counter.ckpt")
     caplog.clear()
     assert list(load(stopper(limit_to_stop=2), path, end_of_epoch=True)) == []
-    assert caplog.messages == ["Epoch 3 is done already, of 20 at most: nothing is left to train."]
+    [told] = caplog.messages
+    assert told.startswith("The run was stopped early after epoch 3: 2 epochs without improvement over 1 of epoch 1")
+    assert told.endswith("To go on, give a larger limit_to_stop.")
 
 
 def test_a_limit_of_zero_yields_nothing():

@@ -1,0 +1,85 @@
+"""What a run says and does when it is started again with something changed, or with nothing left to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
+from ddpkit.types import Stage
+
+from .recipes import QUIET, Regression, assert_same, points, sgd, weights
+
+
+class Flat(Regression):
+    """Its metric never improves after the first epoch."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage is Stage.VALID:
+            self.counter.update_metric(1.0)
+            self.checkpointer.save_and_keep_only()
+
+
+def run(folder, counter):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    cls = Flat if isinstance(counter, EpochCounterWithStopper) else Saving
+    brain = cls(
+        {"net": net}, sgd(), None, QUIET, Checkpointer(folder, {"net": net, "counter": counter})
+    )
+    brain.counter = counter
+    brain.result = brain.fit(counter, points(4), points(2), train_loader_kwargs={"batch_size": 2})
+    return brain
+
+
+class Saving(Regression):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage is Stage.VALID:
+            self.checkpointer.save_and_keep_only()
+
+
+def stopper(patience, epochs=9):
+    return EpochCounterWithStopper(epochs, patience, 0, "min")
+
+
+def test_a_run_that_was_stopped_early_goes_on_with_more_patience(tmp_path, caplog, capsys):
+    caplog.set_level("INFO")
+    assert run(tmp_path, counter := stopper(2)).result.reason == "early_stop"
+    assert counter.current == 3
+    again = run(tmp_path, stopper(2))
+    assert (again.result.reason, again.losses) == ("done_before", [])
+    assert "To go on, give a larger limit_to_stop." in caplog.text + capsys.readouterr().err
+    more = run(tmp_path, counter := stopper(4))
+    assert "With limit_to_stop=4 it goes on" in caplog.text + capsys.readouterr().err
+    assert (more.result.reason, counter.current) == ("early_stop", 5)
+    assert [epoch for name, epoch, _ in more.losses if name == "TRAIN"] == [4, 5]
+
+
+def test_a_stop_by_the_recipe_itself_stays_a_stop(tmp_path):
+    counter = stopper(5)
+    counter.current, counter.best_limit, counter.should_stop = 3, 2, True
+    counter._save(tmp_path / "counter")
+    same = stopper(5)
+    same._recover(tmp_path / "counter", end_of_epoch=True)
+    assert list(same) == []
+
+
+def test_more_epochs_go_on_where_the_last_has_ended(tmp_path):
+    assert run(tmp_path, EpochCounter(1)).optimizer_step == 2
+    more = run(tmp_path, EpochCounter(3))
+    assert [epoch for name, epoch, _ in more.losses if name == "TRAIN"] == [2, 3]
+
+
+def test_a_run_without_a_seed_goes_on_with_the_seed_of_its_checkpoint(tmp_path, caplog):
+    """A process without a seed has another one each time it is started."""
+    torch.manual_seed(11)
+    whole = run(tmp_path / "whole", EpochCounter(3))
+    torch.manual_seed(11)
+    run(tmp_path / "parts", EpochCounter(1))
+    torch.manual_seed(12)
+    rest = run(tmp_path / "parts", EpochCounter(3))
+    assert_same(weights(rest), weights(whole))
+    assert rest.losses == whole.losses[2:]
+    assert "seed" not in caplog.text

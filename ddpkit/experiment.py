@@ -24,12 +24,12 @@ from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, show_without_traceback, watch_uncaught
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
-from ddpkit.launch import PARITY
+from ddpkit.launch import PARITY, find_launch
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
-from ddpkit.train_logger import run_event, set_run_log
+from ddpkit.train_logger import move_logs_away, run_event, set_run_log
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -61,7 +61,8 @@ def create_experiment_directory(
 
     The folder belongs to one run at a time, until its main process ends. While it lives, a second start is refused
     before anything is written; so call this before data is prepared. Later starts overwrite the files of the start and
-    append to the others. Whoever starts with ``--test_only`` leaves those as they are, is not refused, and logs
+    append to the others; with ``--resume=never`` they move the logs that are there to ``earlier-<time>`` in the folder.
+    Whoever starts with ``--test_only`` leaves those as they are, is not refused, and logs
     to ``log.test_only.txt`` and ``metrics.test_only.jsonl``.
 
     From then on every rank also logs the exception that ends it, before Python prints it as usual, and leaves
@@ -114,7 +115,7 @@ def create_experiment_directory(
         try:
             files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
             with writing(f"experiment_directory={str(folder)!r}"):
-                _write_files(folder, files, log_file, keep=options.test_only)
+                _write_files(folder, files, log_file, options)
             setup_logging(log_config, log_file=log_file)
         except DdpkitError as error:
             return error
@@ -236,6 +237,12 @@ def _files_to_write(
     return files
 
 
+def _begin_logs(folder: Path, log_file: Path, options: RunOptions) -> None:
+    """Move the logs of an earlier run away, if this run begins anew and its launcher has not restarted it."""
+    if options.resume == "never" and not find_launch().restart_count:
+        move_logs_away([log_file, *folder.glob("log.rank*.txt"), folder / "metrics.jsonl"])
+
+
 def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
     try:
         with path.open(encoding="utf-8") as file:
@@ -274,10 +281,12 @@ def _mistake(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
     return ""
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path, *, keep: bool) -> None:
-    """Write the files into a folder that is this run's; with ``keep`` only missing ones, into anybody's."""
+def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path, options: RunOptions) -> None:
+    """Write the files into a folder that is this run's; with ``test_only`` only missing ones, into anybody's."""
+    keep = options.test_only
     if not keep:
         _lock_folder(folder)
+        _begin_logs(folder, log_file, options)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         target = folder / name

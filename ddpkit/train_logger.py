@@ -22,6 +22,7 @@ from ddpkit.base import (
     map_values,
     mark_as_loader,
     mark_as_saver,
+    move_to_earlier,
     register_checkpoint_hooks,
     replacing,
     require_writable,
@@ -32,7 +33,7 @@ from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.utils.tensorboard import SummaryWriter
 
@@ -192,6 +193,21 @@ def plain_numbers(value: Any) -> Any:
     return plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
 
 
+def move_logs_away(files: Iterable[Path]) -> None:
+    """Move logs of an earlier run to ``earlier-<time>`` in their folder, and name that folder.
+
+    Raises:
+        ConfigError: a file cannot be moved.
+
+    Ranks: main only.
+    """
+    known = list(files)
+    with writing("the folder of an earlier run's logs"):
+        folder = move_to_earlier(known)
+    if folder is not None:
+        logger.announce("--resume=never: logs of an earlier run were moved to %s.", folder)
+
+
 def append(path: Path, line: str) -> None:
     """Append a line to a file, in one piece.
 
@@ -258,6 +274,18 @@ class TrainLogger:
     def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
 
+    def begin_anew(self) -> None:
+        """Move what an earlier run has written out of the way of a run that starts from scratch. Here: do nothing.
+
+        The Brain calls it once, when ``fit`` begins with ``--resume=never``. A logger that this process has used
+        already does nothing.
+
+        Raises:
+            ConfigError: a file cannot be moved.
+
+        Ranks: the main process alone.
+        """
+
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Report what was logged with ``self.log(..., per_step=True)``, about once a second. Here: do nothing.
 
@@ -317,6 +345,18 @@ class TrainLoggers(TrainLogger):
         stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
         for one in self.loggers:
             one.log_stats(meta, **stats, **({} if verbose is None else {"verbose": verbose}))
+
+    def begin_anew(self) -> None:
+        """Call this method of every logger that has it.
+
+        Raises:
+            ConfigError: as the loggers.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if hasattr(one, "begin_anew"):
+                one.begin_anew()
 
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Report to every logger that has this method.
@@ -382,7 +422,7 @@ class FileTrainLogger(_MainTrainLogger):
     The line is also logged to the console, unless ``log_stats`` is called with ``verbose=False``.
 
     Args:
-        save_file: the text file; it is appended to.
+        save_file: the text file; it is appended to. A run with ``--resume=never`` moves an earlier one away.
         precision: digits after the point. Floats between 1 and 100 are written plainly, others with an
             exponent.
 
@@ -401,6 +441,19 @@ class FileTrainLogger(_MainTrainLogger):
         self.save_file = os.fspath(save_file)
         self.precision = precision
         self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
+        self._has_written = False
+
+    def begin_anew(self) -> None:
+        """Move the text file, and ``metrics.jsonl`` beside it where no run log is set, to ``earlier-<time>``.
+
+        Raises:
+            ConfigError: as :meth:`TrainLogger.begin_anew`.
+
+        Ranks: the main process alone.
+        """
+        if not self._has_written:
+            beside = [] if Current.log or self.run_log_beside is None else [self.run_log_beside]
+            move_logs_away([Path(self.save_file), *beside])
 
     def require_writable(self) -> None:
         """Refuse a file that cannot be written, before the first epoch.
@@ -413,6 +466,7 @@ class FileTrainLogger(_MainTrainLogger):
         require_writable(f"save_file={self.save_file!r}", self.save_file)
 
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        self._has_written = True
         parts = [self._line(meta), *(self._line(stats, f"{name} ") for name, stats in stages.items())]
         line, path = " - ".join(parts), Path(self.save_file)
         with writing(f"save_file={self.save_file!r}"):
@@ -469,6 +523,17 @@ class TensorboardLogger(_MainTrainLogger):
             )
         self.save_dir = os.fspath(save_dir)
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
+
+    def begin_anew(self) -> None:
+        """Move event files to ``earlier-<time>`` in their folder, where TensorBoard shows them as another run.
+
+        Raises:
+            ConfigError: as :meth:`TrainLogger.begin_anew`.
+
+        Ranks: the main process alone.
+        """
+        if "writer" not in self.__dict__:
+            move_logs_away(Path(self.save_dir).glob("events.out.tfevents.*"))
 
     @functools.cached_property
     def writer(self) -> SummaryWriter | None:

@@ -1,3 +1,7 @@
+from ddpkit.base.earlier_files import (
+    move_to_earlier as move_to_earlier,
+    new_earlier_folder as new_earlier_folder,
+)
 from ddpkit.base.output_folder import (
     OUTPUT_EXAMPLE as OUTPUT_EXAMPLE,
     cannot_write as cannot_write,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import LoadHook, SaveHook
+from ddpkit.base import LoadHook, SaveHook, new_earlier_folder
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
@@ -65,7 +65,6 @@ logger = get_logger(__name__)
 DIRECTORY_PREFIX = "CKPT"
 META_HEAD = "# yamllint disable\n"
 SUFFIX = ".ckpt"
-ASIDE_PREFIX = "earlier-"  # followed by the time: a folder of checkpoints that do not count any more
 LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
 
 LOAD_WAIT_SECONDS = 30.0  # for the other ranks, to load on all of them
@@ -781,9 +780,8 @@ class CheckpointFolder:
         Raises:
             OSError: one cannot be moved.
         """
-        aside = self.lock.folder / f"{ASIDE_PREFIX}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
         with self.lock.hold():
-            aside.mkdir(exist_ok=True)
+            aside = new_earlier_folder(self.lock.folder)
             for checkpoint in checkpoints:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)

@@ -222,6 +222,9 @@ class CheckpointPolicy:
             state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
         elif self.options.resume not in {"auto", "never"}:
             logger.warning("Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume)
+        is_anew = self.options.resume == NEVER and (state.start is None or state.start.resume == NEVER)
+        if is_anew and state.calls.number == 1:
+            run_on_main(getattr(self.progress.logged.train_logger, "begin_anew", lambda: None))
         return state.start
 
     def keep_global_batch(self, start: Start | None, *, is_looped: bool) -> None:

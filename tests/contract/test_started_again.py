@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch
 from torch import nn
 
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
+from ddpkit.experiment import close_experiment, create_experiment_directory
+from ddpkit.run_opts import parse_arguments
+from ddpkit.train_logger import FileTrainLogger, TensorboardLogger
 from ddpkit.types import Stage
 
-from .recipes import QUIET, Regression, assert_same, points, sgd, weights
+from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 
 
 class Flat(Regression):
@@ -83,3 +89,59 @@ def test_a_run_without_a_seed_goes_on_with_the_seed_of_its_checkpoint(tmp_path, 
     assert_same(weights(rest), weights(whole))
     assert rest.losses == whole.losses[2:]
     assert "seed" not in caplog.text
+
+
+def logging_run(folder, resume, monkeypatch):
+    """Run as a script with an experiment folder does."""
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text("a: 1\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(recipe), f"--resume={resume}"])
+    parse_arguments()
+    create_experiment_directory(folder, save_env_desc=False)
+    try:
+        net, counter = linear(), EpochCounter(1)
+        train_logger = FileTrainLogger(folder / "train_log.txt")
+        checkpointer = Checkpointer(folder / "save", {"net": net, "counter": counter})
+        hparams = {"train_logger": train_logger}
+        brain = Logging({"net": net}, sgd(), hparams, {**QUIET, "resume": resume}, checkpointer)
+        brain.fit(counter, points(4), points(2))
+        brain.fit([2], points(4), points(2))
+    finally:
+        close_experiment()
+
+
+class Logging(Regression):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.hparams.train_logger.log_stats({"epoch": epoch}, {"loss": stage_loss}, verbose=False)
+
+
+LOGS = {"log.txt", "metrics.jsonl", "train_log.txt"}
+
+
+def lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_a_run_that_begins_anew_mixes_its_logs_with_no_others(tmp_path, monkeypatch):
+    tmp_path /= "run"
+    logging_run(tmp_path, "auto", monkeypatch)
+    before = {name: (tmp_path / name).read_text() for name in LOGS}
+    logging_run(tmp_path, "never", monkeypatch)
+    moved = {path.name: path for path in tmp_path.glob("earlier-*/*")}
+    assert moved.keys() == LOGS
+    assert {name: path.read_text() for name, path in moved.items()} == before
+    assert lines(tmp_path / "train_log.txt") == lines(moved["train_log.txt"]) == 4
+    assert "logs of an earlier run were moved to" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_events_for_tensorboard_begin_anew(tmp_path):
+    pytest.importorskip("tensorboard", reason="an extra")
+    for _ in range(2):
+        logger = TensorboardLogger(tmp_path)
+        logger.begin_anew()
+        logger.log_stats({"epoch": 1}, {"loss": 1.0})
+        logger.begin_anew()
+        logger.close()
+    assert len(list(tmp_path.glob("events*"))) == 1
+    assert len(list(tmp_path.glob("earlier-*/events*"))) == 1

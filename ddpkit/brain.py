@@ -879,19 +879,17 @@ class Brain(_Typed):
         if self.__is_step_limit_reached() and (not self.step or self.progress.is_validated):
             logger.info("optimizer_step_limit=%s has been reached before.", self.run_opts.optimizer_step_limit)
             return "optimizer_step_limit"
-        progress = self.progress
-        progress.validates = valid is not None
-        progress.ask_for_epochs()
+        self.progress.ask_for_epochs(validates=valid is not None)
         for epoch in epoch_counter:
             self._fit_train(train, epoch, enable)
             self._fit_valid(valid, epoch, enable)
-            progress.end_epoch()
+            self.progress.end_epoch()
             if self.run_opts.debug and 0 < self.run_opts.debug_epochs <= epoch:
                 return "debug"
             if self.__is_step_limit_reached():
                 return "optimizer_step_limit"
-        progress.end_epochs()
-        if self.optimizer_step and not progress.epochs:
+        self.progress.end_epochs()
+        if self.optimizer_step and not self.progress.epochs:
             return "done_before"
         return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
 

@@ -255,8 +255,13 @@ class Progress(optim.StepCounters):
         if self.phase is EpochPhase.TRAINED:
             self.phase = EpochPhase.OVER
 
-    def ask_for_epochs(self) -> None:
-        """Note that the epochs of this call of ``fit`` are counted from now on."""
+    def ask_for_epochs(self, *, validates: bool) -> None:
+        """Note that the epochs of this call of ``fit`` are counted from now on.
+
+        Args:
+            validates: whether each ends with a validation.
+        """
+        self.validates = validates
         if self.phase is EpochPhase.OUTSIDE:
             self.phase = EpochPhase.ASKED
 

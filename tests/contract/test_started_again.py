@@ -136,7 +136,6 @@ def test_a_run_that_begins_anew_mixes_its_logs_with_no_others(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_events_for_tensorboard_begin_anew(tmp_path):
-    pytest.importorskip("tensorboard", reason="an extra")
     for _ in range(2):
         logger = TensorboardLogger(tmp_path)
         logger.begin_anew()

@@ -410,6 +410,19 @@ def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
     assert "begin a new run from the checkpoint's weights" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("scheduler_class", "words"),
+    [
+        (CYCLE, r"^OneCycleLR was made for 12 steps and cannot go on: .*13"),
+        (partial(CYCLE, total_steps=15), r"^OneCycleLR cannot go on: .*16"),
+    ],
+)
+def test_a_schedule_that_is_at_its_end_in_a_longer_run_says_so(scheduler_class, words, tmp_path):
+    run_of(tmp_path, scheduler_class, 2)
+    with pytest.raises(ConfigError, match=words):
+        run_of(tmp_path, scheduler_class, 3)
+
+
 def test_a_schedule_of_epochs_keeps_its_length_too(tmp_path, caplog):
     run_of(tmp_path, warm, 2, scheduler_every="epoch")
     brain = run_of(tmp_path, warm, 4, scheduler_every="epoch")

@@ -36,6 +36,7 @@ from ddpkit.recipe_yaml.static_checks import (
     check_references,
     meant,
 )
+from ddpkit.recipe_yaml.unresolved import unresolved_reference
 
 TAGS = (
     "!new:",
@@ -106,7 +107,8 @@ def construct(file: str, overrides: Mapping[str, Any] | str | None = None) -> di
         raise
     except Exception as error:
         where = _early_place(document, error) or repr(file)
-        raise ConfigError(f"{where}: HyperPyYAML cannot load it: {_reason(error)}") from error
+        words = f"{where}: HyperPyYAML cannot load it: {_reason(error)}"
+        raise ConfigError(unresolved_reference(document, error) or words) from error
     return loaded
 
 

@@ -162,7 +162,8 @@ def _check_circle(document: Document, path: tuple[str, ...], shown: Node, node: 
 
 def _circle(document: Document, node: Node, seen: list[Node], names: list[str]) -> list[str]:
     """Return the names on a way from a reference back to the first; empty if there is none."""
-    for _, parts in references(node):
+    ways = [parts[:number] for _, parts in references(node) for number in range(1, len(parts) + 1)]
+    for parts in ways:
         target = look_up(document, parts)
         if target is seen[0]:
             return [*names, key_of(parts)]

@@ -75,6 +75,7 @@ FILES = {
     "misspelt.py": "def f(:\n    pass\n",
     "ending.py": "raise SystemExit(3)\n",
     "wide.yaml": "size: 3\nnet: !new:torch.nn.Liner [!ref <size>, 1]\n",
+    "size.yaml": "size: 3\n",
     "odd.yaml": "size: 3\nnet: !ref <sise>\n",
     "open.yaml": "size: !PLACEHOLDER\nnet: !new:torch.nn.Linear [!ref <size>, 1]\n",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Document:
         file: as messages name it.
         text: what it holds.
         root: its mapping.
+        known: the keys of its mappings by the mapping's ``id``, where they have been asked for.
 
     Ranks: local.
     """
@@ -44,6 +45,7 @@ class Document:
     file: str
     text: str
     root: MappingNode
+    known: dict[int, dict[str, Node]] = field(default_factory=dict, repr=False, compare=False)
 
 
 class NamedText(io.StringIO):

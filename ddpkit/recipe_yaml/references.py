@@ -94,7 +94,7 @@ def _look_up(document: Document, parts: tuple[str, ...], left: int) -> Node | Mi
         if place is None:
             return None
         document, node = place
-        found = string_keys(node)
+        found = string_keys(document, node)
         if part not in found:
             return Missing(part, parts[:number], list(found))
         node = found[part]
@@ -129,14 +129,21 @@ def target(
     return target(document, found, left - 1) if isinstance(found, Node) and left else None
 
 
-def string_keys(node: Node) -> dict[str, Node]:
+def string_keys(document: Document, node: Node) -> dict[str, Node]:
     """Return the values of a mapping whose keys are text: a reference can name no other.
+
+    Args:
+        document: in which the mapping stands.
+        node: the mapping; another value has no keys.
 
     Ranks: local.
     """
     if not isinstance(node, MappingNode):
         return {}
-    return {key.value: value for key, value in pairs(node) if key.tag == f"{YAML_TAG}str"}
+    if id(node) not in document.known:
+        texts = {key.value: value for key, value in pairs(node) if key.tag == f"{YAML_TAG}str"}
+        document.known[id(node)] = texts
+    return document.known[id(node)]
 
 
 def included_path(document: Document, node: Node) -> Path:

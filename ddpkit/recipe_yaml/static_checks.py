@@ -77,7 +77,7 @@ def check_references(
             if isinstance(found, Missing):
                 words = _missing(document, f"{node.tag} <{text}>", found)
                 raise ConfigError(f"{place(path, shown)}: {words}")
-        _check_circle(document, path, shown, node)
+    _check_circles(document)
 
 
 def check_names(document: Document) -> None:
@@ -148,33 +148,45 @@ def _missing(document: Document, text: str, missing: Missing) -> str:
     return f"{words}{close} Correct the name, or add the key."
 
 
-def _check_circle(document: Document, path: tuple[str, ...], shown: Node, node: Node) -> None:
-    if not is_reference(node):
-        return
-    circle = _circle(document, node, [node], [key_of(path)])
-    if circle:
-        words = " -> ".join(circle)
-        raise ConfigError(
-            f"{place(path, shown)}: the references go round in a circle: {words}. "
-            "Give one of them a value."
-        )
+def _check_circles(document: Document) -> None:
+    """Refuse references that go round in a circle."""
+    left = {id(node) for _, _, node in walk(document.root) if is_reference(node)}
+    for path, shown, node in walk(document.root):
+        circle = _circle(document, node, key_of(path), {}, left)
+        if circle:
+            raise ConfigError(
+                f"{place(path, shown)}: the references go round in a circle: {' -> '.join(circle)}. "
+                "Give one of them a value."
+            )
 
 
-def _circle(document: Document, node: Node, seen: list[Node], names: list[str]) -> list[str]:
-    """Return the names on a way from a reference back to the first; empty if there is none."""
+def _circle(
+    document: Document, node: Node, name: str, way: dict[int, str], left: set[int]
+) -> list[str]:
+    """Return the names on a circle that a reference leads into; empty if there is none.
+
+    Args:
+        document: in which it stands.
+        node: the reference.
+        name: its key.
+        way: the references that have led here, with their keys.
+        left: the references of the document that may lead into a circle; it becomes smaller.
+    """
+    if id(node) not in left:
+        return []
+    way[id(node)] = name
     ways = [parts[:number] for _, parts in references(node) for number in range(1, len(parts) + 1)]
     for parts in ways:
         target = look_up(document, parts)
-        if target is seen[0]:
-            return [*names, key_of(parts)]
-        if (
-            isinstance(target, Node)
-            and is_reference(target)
-            and all(target is not one for one in seen)
-        ):
-            circle = _circle(document, target, [*seen, target], [*names, key_of(parts)])
+        if id(target) in way:
+            names = list(way.values())
+            return [*names[list(way).index(id(target)) :], key_of(parts)]
+        if isinstance(target, Node):
+            circle = _circle(document, target, key_of(parts), way, left)
             if circle:
                 return circle
+    del way[id(node)]
+    left.discard(id(node))
     return []
 
 

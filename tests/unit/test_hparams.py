@@ -75,6 +75,7 @@ FILES = {
     "misspelt.py": "def f(:\n    pass\n",
     "ending.py": "raise SystemExit(3)\n",
     "wide.yaml": "size: 3\nnet: !new:torch.nn.Liner [!ref <size>, 1]\n",
+    "outer.yaml": "size: 6\nhalf: !ref <size> / 2\n",
     "size.yaml": "size: 3\n",
     "odd.yaml": "size: 3\nnet: !ref <sise>\n",
     "open.yaml": "size: !PLACEHOLDER\nnet: !new:torch.nn.Linear [!ref <size>, 1]\n",
@@ -228,6 +229,8 @@ def test_no_mistake_is_seen_where_there_is_none():
         "called: !apply:own.flexible\n  size: 2\n  more: 1\n"
         "inner: !include:wide.yaml\n  size: 4\n  net: 1\n"
         "deep: !ref <inner[size]>\n"
+        "outer: !include:outer.yaml\n"
+        "size: !ref <outer[half]>\n"
         "made: !applyref:sorted [[2, 1]]\n"
         "pair: (1, 2)\n"
         "base: &base {a: 1, b: 2}\n"
@@ -239,6 +242,7 @@ def test_no_mistake_is_seen_where_there_is_none():
     assert loaded["again"] == 0.2
     assert loaded["called"] == 2
     assert loaded["deep"] == 4
+    assert loaded["size"] == 3
     assert loaded["pair"] == (1, 2)
     assert loaded["derived"] == {"a": 1, "b": 3}
     assert loaded["name"] == "<nothing>"

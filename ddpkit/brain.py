@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import operator
@@ -59,6 +60,7 @@ __all__ = ["Brain", "run_of"]
 
 logger = get_logger(__name__)
 
+_FINAL = "ddpkit_final_gradients"  # attribute of an optimizers_step that is wrapped
 _RUN = "_Brain__run"  # self.__run, which no subclass has by accident
 _REPLACEABLE = {"modules": "modules", "hparams": "hparams", "run_opts": "options"}  # by their names in the parts
 
@@ -127,6 +129,37 @@ def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
         for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=0.88):
             words = "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all is well."
             logger.warning_once(words, recipe.__name__, name, meant)
+
+
+def _adapt_subclass(cls: type[Brain]) -> None:
+    """Take placeholders out of a recipe's class; have its own ``optimizers_step`` find final gradients.
+
+    Raises:
+        ConfigError: the class would replace something private.
+    """
+    for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
+        if vars(cls).get(name, "") is None:  # "not made yet": it would hide what the parts of the run hold
+            delattr(cls, name)
+    if taken := sorted(name for name in vars(cls) if name.startswith("_Brain__") and name in vars(Brain)):
+        names = ", ".join(name.removeprefix("_Brain") for name in taken)
+        raise ConfigError(f"{cls.__module__}: a class named Brain cannot define {names}: rename the class.")
+    own: Any = inspect.getattr_static(cls, "optimizers_step")
+    if own is not vars(Brain)["optimizers_step"] and inspect.isfunction(own) and _FINAL not in vars(own):
+        cls.optimizers_step = _with_final_gradients(own)  # type: ignore[method-assign]
+
+
+def _with_final_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a recipe's ``optimizers_step``: gradients in it are those that a step uses."""
+
+    @functools.wraps(method)
+    def optimizers_step(self: Brain, *args: Any, **kwargs: Any) -> Any:
+        if _RUN not in vars(self):
+            return method(self, *args, **kwargs)
+        with run_of(self).train_step.final_gradients(self):
+            return method(self, *args, **kwargs)
+
+    vars(optimizers_step)[_FINAL] = True
+    return optimizers_step
 
 
 @register_checkpoint_hooks
@@ -246,12 +279,7 @@ class Brain(_Typed):
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
-            if vars(cls).get(name, "") is None:  # "not made yet": it would hide what the parts of the run hold
-                delattr(cls, name)
-        if taken := sorted(name for name in vars(cls) if name.startswith("_Brain__") and name in vars(Brain)):
-            names = ", ".join(name.removeprefix("_Brain") for name in taken)
-            raise ConfigError(f"{cls.__module__}: a class named Brain cannot define {names}: rename the class.")
+        _adapt_subclass(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -515,6 +543,10 @@ class Brain(_Typed):
 
         A :meth:`fit_batch` of your own may call it several times in a window. They count as one step, and the average
         of the weights and the schedule follow once, when ``fit_batch`` has returned.
+
+        An override finds the gradients as the step uses them: averaged over the ranks, divided by the count of
+        ``(loss_sum, count)`` and by the scale of fp16. It may clip or change them, then calls
+        ``super().optimizers_step()``.
 
         Raises:
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.

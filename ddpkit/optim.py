@@ -53,11 +53,13 @@ __all__ = [
     "gradients",
     "make_optimizer",
     "make_schedule",
+    "multiply_gradients",
     "own_gradients",
     "parameters_of",
     "rm_vector_weight_decay",
     "take_late_step",
     "take_step",
+    "unscale",
     "zero_gradients",
 ]
 
@@ -269,7 +271,7 @@ def take_step(
     """
     own_gradients([one for one in optimizers if not type(one).__module__.startswith("torch.")])
     if scaler is not None:
-        optimizers = _unscale(optimizers, scaler)
+        optimizers = unscale(optimizers, scaler)
     factor = multiplier
     found, total_norm = _with_norm(optimizers)
     is_plain = isinstance(multiplier, float) and multiplier == 1.0
@@ -404,8 +406,43 @@ def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], tor
     return parts, shared.sqrt().to(square.device)
 
 
-def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
-    """Unscale the gradients of those optimizers that have any; the scaler refuses the others."""
+def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply gradients by a number, this rank's part where they are divided.
+
+    Args:
+        parameters: whose gradients.
+        factor: the number.
+
+    Ranks: local.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1)); weight.sum().backward()
+        >>> multiply_gradients([weight], 0.5); weight.grad
+        tensor([0.5000])
+    """
+    found: list[Any] = [one for one in parameters if one.grad is not None]
+    multiply_all([local_part(one.grad) if is_sharded(one.grad) else _dense(one) for one in found], factor)
+
+
+def unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
+    """Unscale the gradients of those optimizers that have any; the scaler refuses the others.
+
+    Args:
+        optimizers: that step.
+        scaler: enabled.
+
+    Returns:
+        Those with gradients.
+
+    Raises:
+        ConfigError: two of them share a parameter.
+
+    Ranks: local.
+
+    Example:
+        >>> unscale([], torch.amp.GradScaler("cpu"))
+        []
+    """
     ready = [optimizer for optimizer in optimizers if gradients([optimizer])]
     if sum(len(gradients([optimizer])) for optimizer in ready) > len(gradients(ready)):
         raise ConfigError(

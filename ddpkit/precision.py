@@ -106,6 +106,42 @@ class TorchAutocast:
             self._entered.pop().__exit__(kind, error, trace)
 
 
+class StepScaler(torch.amp.GradScaler):
+    """A gradient scaler whose ``unscale_`` does nothing where it was called before in the same step.
+
+    So gradients can be unscaled for a recipe that clips by itself, and whoever unscales after that does no harm.
+
+    Ranks: local.
+
+    Example:
+        >>> StepScaler("cpu", enabled=False).is_enabled()
+        False
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unscaled_now: set[int] = set()  # ids of optimizers, since the last update
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, once in a step.
+
+        Args:
+            optimizer: whose gradients.
+        """
+        if id(optimizer) not in self._unscaled_now:
+            super().unscale_(optimizer)
+            self._unscaled_now.add(id(optimizer))
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Choose the next scale; the next gradients have it.
+
+        Args:
+            new_scale: instead of the scaler's own choice.
+        """
+        super().update(new_scale)
+        self._unscaled_now.clear()
+
+
 class Precision:
     """What the loop needs to know about number formats: two contexts and a gradient scaler.
 
@@ -145,7 +181,7 @@ class Precision:
         self.training_ctx = TorchAutocast(device_type=device_type, dtype=dtype)
         self.evaluation_ctx = TorchAutocast(device_type=device_type, dtype=eval_dtype)
         scaled = dtype is torch.float16 and device_type == "cuda"
-        self.scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+        self.scaler = StepScaler("cuda", enabled=scaled)
 
 
 def drop_casts(*_: Any) -> None:

@@ -32,7 +32,7 @@ from ddpkit.distributed import sum_exactly, sum_over_ranks
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import ExactMeter, LossMeter, counted_by
-from ddpkit.precision import drop_casts
+from ddpkit.precision import StepScaler, drop_casts
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
@@ -649,6 +649,25 @@ class StepHooks(Protocol):
         """Drop gradients that are not finite."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Gradients that are ready for an ``optimizers_step`` of the recipe.
+
+    Attributes:
+        optimizers: for which they were made ready.
+        multiplier: what is still to be applied to them.
+        updates: whether the scaler chooses its next scale after the step; None: nothing is unscaled.
+    """
+
+    optimizers: list[torch.optim.Optimizer]
+    multiplier: float | torch.Tensor
+    updates: bool | None = None
+
+
+def _no_more(_: Any) -> None:
+    """Do nothing: the gradients are finished."""
+
+
 class TrainStep:
     """The backward passes of an accumulation window, and the optimizer step at its end.
 
@@ -704,6 +723,7 @@ class TrainStep:
         self._gc_interval = options.gc_interval
         self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
+        self._prepared: _Prepared | None = None
         self._stepped: list[torch.optim.Optimizer] | None = None
         self._waiting: list[torch.optim.Optimizer] = []  # have stepped in the window that is not over
 
@@ -855,12 +875,16 @@ class TrainStep:
         progress = self.progress
         if progress.follow is not None or progress.error is not None:
             progress.settle()
-        multiplier, optimizers = self.close_window(), self.note_optimizers_to_step(brain)
+        prepared = self._prepared
+        multiplier = self.close_window() if prepared is None else prepared.multiplier
+        optimizers = self.note_optimizers_to_step(brain)
         if not optimizers:
             return
+        is_ready = prepared is not None and prepared.optimizers == optimizers
         if progress.phase is not _IN_PASS:  # in a loop of the recipe's own each call is a step
             progress.window.number += 1
-        self.strategy.finish_gradients(optimizers)
+        finish = _no_more if is_ready else self.strategy.finish_gradients
+        finish(optimizers)
         if self.first_gradients is not None:
             self._compare_first_gradients(brain)
         scaler = self._active_scaler
@@ -869,7 +893,8 @@ class TrainStep:
             brain.check_gradients()
         elif scaler is None and self._is_on_gpu and self._step_late(optimizers, multiplier):
             return
-        updates = scaler is None or self._note_unscaled(optimizers)
+        known = prepared.updates if is_ready and prepared is not None else None
+        updates = scaler is None or (self._note_unscaled(optimizers) if known is None else known)
         result = optim.take_step(
             optimizers,
             self.options["max_grad_norm"],
@@ -881,6 +906,43 @@ class TrainStep:
         if progress.window.closes:
             progress.window_end = progress.step
         self._follow(optimizers, multiplier, result, progress.step, progress.window.number)
+
+    @contextlib.contextmanager
+    def final_gradients(self, brain: StepHooks) -> Iterator[None]:
+        """Return a context for an ``optimizers_step`` of the recipe, which finds the gradients as a step uses them.
+
+        They are averages over the ranks, divided by the window's count and by the scale of fp16. What the recipe makes
+        of them is stepped on by ``super().optimizers_step()``, which does none of that again.
+
+        Args:
+            brain: of the recipe.
+        """
+        if self._prepared is not None:  # a class above has its own, too
+            yield
+            return
+        self._prepared = self._prepare(brain)
+        try:
+            yield
+        finally:
+            self._prepared = None
+
+    def _prepare(self, brain: StepHooks) -> _Prepared:
+        self.progress.settle()
+        multiplier, optimizers = self.close_window(), self.optimizers_to_step(brain)
+        if not optimizers:
+            return _Prepared(optimizers, multiplier)
+        self.strategy.finish_gradients(optimizers)
+        scaler, updates = self._active_scaler, None
+        if isinstance(scaler, StepScaler):  # another's would refuse to unscale again
+            updates = self._note_unscaled(optimizers)
+            optim.unscale(optimizers, scaler)
+        factor = float(multiplier)
+        if not 0.0 < factor < math.inf:  # the step is left out, or is an error
+            return _Prepared(optimizers, multiplier, updates)
+        if factor != 1.0:
+            stepped = optim.parameters_of(list(self.named_optimizers().values()))
+            optim.multiply_gradients(dict.fromkeys((*self.modules.parameters(), *stepped)), factor)
+        return _Prepared(optimizers, 1.0, updates)
 
     def drop_casts_after_steps(self, optimizers: Mapping[str, Any]) -> None:
         """Have autocast cast weights anew after each step, where a step may be made inside of its context.

@@ -24,8 +24,8 @@ from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.run import Run, StepPlan, note_epoch
-from ddpkit.run_opts import RunOptions, option_attributes
+from ddpkit.run import FOLLOWED, Run, StepPlan, note_epoch
+from ddpkit.run_opts import IN_FIT, MADE, PREPARED, WRAPPED, RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
@@ -40,7 +40,6 @@ from ddpkit.training import (
     compile_modules,
     count_epochs,
     gather_results,
-    has_cuda_graphs,
     length_of,
     one_number,
     require_module_keys,
@@ -62,7 +61,6 @@ logger = get_logger(__name__)
 
 _FINAL = "ddpkit_final_gradients"  # attribute of an optimizers_step that is wrapped
 _RUN = "_Brain__run"  # self.__run, which no subclass has by accident
-_REPLACEABLE = {"modules": "modules", "hparams": "hparams", "run_opts": "options"}  # by their names in the parts
 
 
 def _part(path: str, doc: str) -> Any:
@@ -71,10 +69,14 @@ def _part(path: str, doc: str) -> Any:
     find = operator.attrgetter(holder)
 
     def write(self: Brain, value: Any) -> None:
-        if _can_write(self, value):
-            part = find(self)
-            if part is self.progress:
-                part.look()  # at a step that is open, which would count after this
+        if not _can_write(self, value):
+            return
+        part, replace = find(self), vars(self)[_RUN].replacing.get(name)
+        if part is self.progress:
+            part.look()  # at a step that is open, which would count after this
+        if replace is not None:
+            replace(value, self)
+        else:
             setattr(part, name, value)
 
     return property(operator.attrgetter(path), write, doc=doc)
@@ -115,6 +117,10 @@ def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]
     from ddpkit.parity import check_parity  # nothing else needs it
 
     check_parity(brain, run_of(brain), train_set, loader_kwargs)
+
+
+def _steps_of_profile(options: RunOptions) -> int | None:
+    return options.profile_warmup + options.profile_steps if options.profile_training else None
 
 
 def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
@@ -260,13 +266,10 @@ class Brain(_Typed):
         self.progress = Progress()
         if strategy.same_bits:
             self.progress.round_nothing()
-        if has_cuda_graphs(options):
-            self.progress.copy_losses()
-        self.progress.logged.train_logger = getattr(self.hparams, "train_logger", None)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
         self.train_sampler: Any = None
-        self.tot_prof_steps = options.profile_warmup + options.profile_steps if options.profile_training else None
+        self.tot_prof_steps = _steps_of_profile(options)
         ema = None if options.ema_decay is None else WeightAverage(self.modules, options.ema_decay)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
@@ -275,6 +278,7 @@ class Brain(_Typed):
             self.__run = Run(step, self.hparams, checkpointer)
         self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
         self.__run.policy.register(self)
+        options.reach(MADE)
         self.print_trainable_parameters()
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -282,9 +286,9 @@ class Brain(_Typed):
         _adapt_subclass(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in FOLLOWED and _RUN in vars(self):
+            value = self.__run.assigned(name, vars(self)[name], value)
         super().__setattr__(name, value)
-        if name in _REPLACEABLE and _RUN in vars(self):
-            self.__run.replace(_REPLACEABLE[name], value)
 
     modules: nn.ModuleDict
     hparams: SimpleNamespace
@@ -294,14 +298,14 @@ class Brain(_Typed):
     nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
     avg_train_loss: float = _part("progress.avg_train_loss", "Mean training loss of the epoch so far.")
     checkpointer: Any = _part(f"{_RUN}.policy.checkpointer", "The checkpointer, or None.")
-    optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
-        f"{_RUN}.train_step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
-    )
     scaler: torch.amp.GradScaler = _part(
         f"{_RUN}.train_step.scaler", "The scaler of fp16 gradients; disabled with another precision."
     )
     ema: WeightAverage | None = _part(
         f"{_RUN}.train_step.ema", "The average of the weights, or None without ``ema_decay``."
+    )
+    optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
+        f"{_RUN}.train_step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
     )
     profiler: Any = _part(f"{_RUN}.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None.")
 
@@ -663,6 +667,8 @@ class Brain(_Typed):
         """
         run = self.__run
         _warn_of_misspelt_hooks(type(self))
+        self.tot_prof_steps = _steps_of_profile(self.run_opts)
+        run.check_options()
         train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
         run.preflight.compare_ranks("fit", type(self))
         run.epochs = count_epochs(epoch_counter, self.run_opts)
@@ -672,7 +678,8 @@ class Brain(_Typed):
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         folder = getattr(self.hparams, "output_folder", "results")
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
-        with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
+        held = self.run_opts.held(IN_FIT)
+        with held, run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
             start = run.policy.choose_start()
             run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
             run.stop.remove_note()
@@ -682,7 +689,7 @@ class Brain(_Typed):
                 self.on_fit_start()
             run.policy.load_deferred()
             run.policy.run_state.restore_trained_flags(self.raw_modules)
-            self.__follow_optimizers()
+            run.follow_optimizers(vars(self))
             self.__check_prepared(validates=valid is not None)
             if run.policy.is_done_before(train):
                 return self.__fit_result("done_before")
@@ -823,7 +830,7 @@ class Brain(_Typed):
     ) -> tuple[Any, Any]:
         """Make the loaders, once it is known how many batches an optimizer step takes."""
         run = self.__run
-        self.run_opts.grad_accumulation_factor = run.loaders.micro_batches()
+        self.run_opts.derive("grad_accumulation_factor", run.loaders.micro_batches())
         if isinstance(train_set, LoopedLoader):
             run.policy.add("dataloader-TRAIN", train_set)
         return run.preflight.on_all_ranks(
@@ -867,6 +874,7 @@ class Brain(_Typed):
             self._compile()
             self._wrap_distributed()
             self.__run.is_wrapped = True
+            self.run_opts.reach(WRAPPED)
 
     def __prepare_optimizers(self) -> None:
         self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
@@ -882,14 +890,6 @@ class Brain(_Typed):
         self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step
         self.__run.strategy.wrap(self.modules)
 
-    def __follow_optimizers(self) -> None:
-        named = self.__run.train_step.named_optimizers()
-        others = {name: one for name, one in vars(self).items() if isinstance(one, torch.optim.Optimizer)}
-        known = {id(one) for one in named.values()}
-        every = {**named, **{name: one for name, one in others.items() if id(one) not in known}}
-        self.__run.lr_scaling.follow(every)
-        self.__run.train_step.drop_casts_after_steps(every)
-
     def __check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
         self.__prepare_optimizers()
@@ -903,6 +903,7 @@ class Brain(_Typed):
             raise ConfigError("ReduceLROnPlateau follows the valid loss, and fit was given no valid_set.")
         if not self.__run.is_prepared:
             self.__run.is_prepared = True
+            self.run_opts.reach(PREPARED)
             self.__run.preflight.compare_optimizers()
             self.__run.train_step.watch_first_step(self)
 

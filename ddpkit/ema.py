@@ -97,6 +97,15 @@ class WeightAverage:
         self._is_applied = False
         self._own: list[torch.Tensor] = []  # the weights themselves, while the averages are in their place
 
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """The modules whose weights are averaged."""
+        return self._modules
+
+    @modules.setter
+    def modules(self, modules: nn.ModuleDict) -> None:
+        self._modules, self._followed = modules, []
+
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights into the average; the first time, copy them. Waits for no device and for no rank.

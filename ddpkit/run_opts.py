@@ -5,6 +5,7 @@ To add an option, add a row to :class:`OptionTypes`. The reading of words is in 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import math
@@ -35,6 +36,16 @@ ON_COMMAND_LINE = "on the command line"
 IN_RUN_OPTS = "in run_opts"
 IN_YAML = "in the hparams YAML"
 
+#: Moments of a run at which options are read for good.
+MADE, WRAPPED, PREPARED, IN_FIT = "made", "wrapped", "prepared", "in fit"
+_TOO_LATE = {
+    MADE: "it was read when the Brain was made. Give it before: to Brain(run_opts=...), on the command line or in the "
+    "YAML",
+    WRAPPED: "it was read when fit prepared the modules. Assign it before the first call of fit",
+    PREPARED: "it was read when fit made the optimizers. Assign it before the first call of fit, or in init_optimizers",
+    IN_FIT: "it was read when this call of fit began. Assign it before fit, or after it",
+}
+
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NOTHING = frozenset({"", "none", "null", "~", "auto"})
@@ -62,6 +73,7 @@ class Option:
         is_attribute: whether a Brain has an attribute of this name. What no recipe reads or sets needs none: a
             recipe's own attribute of the name then means what it likes. It is read at ``brain.run_opts``.
         needs: the options of which one must be given, and with this value, if it is to have an effect.
+        fixed: the moment from which it cannot be changed, since it has been read; empty: it is read whenever it counts.
 
     Ranks: local.
 
@@ -80,6 +92,7 @@ class Option:
     shown: str = ""
     is_attribute: bool = True
     needs: str = ""
+    fixed: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]
@@ -260,99 +273,104 @@ class OptionTypes:
         2
     """
 
-    test_only: bool = option(False, RUNNING, "skip training: fit returns at once, evaluate runs")
-    debug: bool = option(False, RUNNING, "few batches and epochs, temporary checkpoints")
+    test_only: bool = option(False, RUNNING, "skip training: fit returns at once, evaluate runs", fixed=IN_FIT)
+    debug: bool = option(False, RUNNING, "few batches and epochs, temporary checkpoints", fixed=IN_FIT)
     debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1, needs="debug")
     debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N", needs="debug")
-    debug_persistently: bool = option(False, RUNNING, "keep the real checkpoint folder when debugging", needs="debug")
-    shard_evaluation: bool = option(False, RUNNING, "divide validation and test sets over the processes")
+    debug_persistently: bool = option(False, RUNNING, "keep the real checkpoint folder when debugging", needs="debug",
+        fixed=IN_FIT)
+    shard_evaluation: bool = option(False, RUNNING, "divide validation and test sets over the processes", fixed=IN_FIT)
     check_parity: int | None = option(None, RUNNING, "compare the gradients of N processes with one", form="N",
-        minimum=2, shown="off")
+        minimum=2, shown="off", fixed=IN_FIT)
     gc_interval: int = option(0, RUNNING, "collect Python garbage every N steps; 0: by itself", form="N",
-        minimum=0, is_attribute=False)
-    log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE")
+        minimum=0, is_attribute=False, fixed=IN_FIT)
+    log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE", fixed=MADE)
     noprogressbar: bool = option(False, RUNNING, "no progress bar")
     tqdm_colored_bar: bool = option(False, RUNNING, "colour the progress bar by stage")
     tqdm_barcolor: dict[str, str] = option({"train": "GREEN", "valid": "MAGENTA", "test": "CYAN"}, "",
         "colour of the bar by stage")
 
-    device: str = option(None, WHERE, "cpu, cuda, cuda:1, mps, xpu", form="NAME", shown="own GPU, else cpu")
-    data_parallel_backend: bool = option(False, WHERE, "all GPUs from one process (nn.DataParallel)")
+    device: str = option(None, WHERE, "cpu, cuda, cuda:1, mps, xpu", form="NAME", shown="own GPU, else cpu", fixed=MADE)
+    data_parallel_backend: bool = option(False, WHERE, "all GPUs from one process (nn.DataParallel)", fixed=MADE)
     data_parallel_count: int = option(-1, "", "no effect")
-    distributed_backend: str = option(None, WHERE, "nccl, gloo or mpi", form="NAME", shown="nccl on GPUs, else gloo")
+    distributed_backend: str = option(None, WHERE, "nccl, gloo or mpi", form="NAME", shown="nccl on GPUs, else gloo",
+        fixed=MADE)
     distributed_timeout_minutes: float = option(30.0, WHERE, "longest wait for other processes", form="M", above=0,
-        shown="30.5")
+        shown="30.5", fixed=IN_FIT)
 
     strategy: str = option("auto", STRATEGY, "what each process holds of the model",
-        choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)
+        choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False, fixed=MADE)
     fsdp_blocks: list[str] | None = option(None, STRATEGY, "fsdp: classes of the blocks gathered at a time", form="A B",
-        shown="by size", is_attribute=False, needs="strategy=fsdp")
+        shown="by size", is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     fsdp_min_parameters: int = option(5_000_000, STRATEGY, "fsdp: least number of parameters of a block", form="N",
-        minimum=1, is_attribute=False, needs="strategy=fsdp")
+        minimum=1, is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     fsdp_reshard_after_forward: bool = option(True, STRATEGY, "free a block between forward and backward pass",
-        is_attribute=False, needs="strategy=fsdp")
+        is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     fsdp_whole_gradients: bool = option(False, STRATEGY, "accumulate whole gradients, exchanged once per step",
-        is_attribute=False, needs="strategy=fsdp")
+        is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     fsdp_cpu_offload: bool = option(False, STRATEGY, "keep weights and optimizer state in host memory",
-        is_attribute=False, needs="strategy=fsdp")
+        is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     fsdp_param_dtype: str = option("own", STRATEGY, "number format in which blocks are computed",
-        choices=("own", "bf16"), is_attribute=False, needs="strategy=fsdp")
+        choices=("own", "bf16"), is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
-        form="N", minimum=1, shown="off", is_attribute=False)
-    find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")
-    static_graph: bool = option(False, STRATEGY, "DDP: all steps use the same parameters", is_attribute=False)
+        form="N", minimum=1, shown="off", is_attribute=False, fixed=MADE)
+    find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient",
+        fixed=WRAPPED)
+    static_graph: bool = option(False, STRATEGY, "DDP: all steps use the same parameters", is_attribute=False,
+        fixed=WRAPPED)
     gradient_as_bucket_view: bool | None = option(None, STRATEGY, "DDP: no copies of gradients", form="on|off",
-        shown="on; own fit_batch: off", is_attribute=False)
+        shown="on; own fit_batch: off", is_attribute=False, fixed=WRAPPED)
     bucket_cap_mb: float | None = option(None, STRATEGY, "DDP: gradients travel in pieces of X MiB", form="X", above=0,
-        shown="25", is_attribute=False)
+        shown="25", is_attribute=False, fixed=WRAPPED)
     broadcast_buffers: bool | None = option(None, STRATEGY, "DDP: buffers of rank 0 in each step", form="on|off",
-        shown="if they may differ", is_attribute=False)
+        shown="if they may differ", is_attribute=False, fixed=WRAPPED)
     ddp_comm_hook: str | None = option(None, STRATEGY, "DDP sends less: fp16, bf16, powersgd, post_local_sgd",
-        choices=("fp16", "bf16", "powersgd", "post_local_sgd"), form="HOW", is_attribute=False)
+        choices=("fp16", "bf16", "powersgd", "post_local_sgd"), form="HOW", is_attribute=False, fixed=MADE)
     matrix_approximation_rank: int = option(1, STRATEGY, "powersgd: columns of the matrices", form="N", minimum=1,
-        is_attribute=False, needs="ddp_comm_hook=powersgd")
+        is_attribute=False, needs="ddp_comm_hook=powersgd", fixed=WRAPPED)
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
-        is_attribute=False, needs="ddp_comm_hook=powersgd")
+        is_attribute=False, needs="ddp_comm_hook=powersgd", fixed=WRAPPED)
     local_sgd_start: int | None = option(None, STRATEGY, "post_local_sgd: steps before it begins", form="N",
-        minimum=0, shown="0", is_attribute=False, needs="ddp_comm_hook=post_local_sgd")
+        minimum=0, shown="0", is_attribute=False, needs="ddp_comm_hook=post_local_sgd", fixed=MADE)
     local_sgd_period: int | None = option(None, STRATEGY, "post_local_sgd: steps from one average to the next",
-        form="N", minimum=1, is_attribute=False, needs="ddp_comm_hook=post_local_sgd")
+        form="N", minimum=1, is_attribute=False, needs="ddp_comm_hook=post_local_sgd", fixed=MADE)
     sync_batchnorm: bool | None = option(None, STRATEGY, "BatchNorm over the rows of all processes",
-        form="auto|on|off", shown="auto: on", is_attribute=False)
+        form="auto|on|off", shown="auto: on", is_attribute=False, fixed=WRAPPED)
 
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N", minimum=1)
     global_batch_size: int | None = option(None, BATCHES, "samples per optimizer step, over all processes", form="N",
-        minimum=1)
+        minimum=1, fixed=IN_FIT)
     micro_batch_size: int | None = option(None, BATCHES, "most samples at a time on a process", form="N",
-        minimum=1, shown="all at once")
+        minimum=1, shown="all at once", fixed=IN_FIT)
     auto_micro_batch: bool = option(False, BATCHES, "divide global_batch_size into micro-batches that fit",
-        is_attribute=False)
+        is_attribute=False, fixed=IN_FIT)
     prefetch_to_device: bool = option(False, BATCHES, "move the next batch to the GPU during a step",
-        is_attribute=False)
+        is_attribute=False, fixed=IN_FIT)
     loss_weighting: str = option("samples", BATCHES, "what counts the same: each sample, or each batch",
         choices=("samples", "batches"))
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
-        choices=("none", "linear", "sqrt"))
+        choices=("none", "linear", "sqrt"), fixed=IN_FIT)
     reference_batch_size: int | None = option(None, BATCHES, "batch per step that the learning rates are meant for",
-        form="N", minimum=1, needs="lr_scaling")
+        form="N", minimum=1, needs="lr_scaling", fixed=IN_FIT)
 
-    precision: str = option("fp32", GRADIENTS, "number format of training", choices=_PRECISIONS)
-    eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test", choices=_PRECISIONS)
+    precision: str = option("fp32", GRADIENTS, "number format of training", choices=_PRECISIONS, fixed=MADE)
+    eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test", choices=_PRECISIONS,
+        fixed=MADE)
     max_grad_norm: float | None = option(5.0, GRADIENTS, "clip gradients to this norm; 0 or less: never", form="X")
     optimizer_step_limit: int | None = option(None, GRADIENTS, "stop after N optimizer steps", form="N", minimum=1)
     scheduler_every: str = option("step", GRADIENTS, "when the schedule of scheduler_class steps",
-        choices=("step", "epoch"))
+        choices=("step", "epoch"), fixed=PREPARED)
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N", minimum=0)
     activation_checkpointing: list[str] | None = option(None, GRADIENTS, "recompute blocks of these classes",
-        form="A B", is_attribute=False)
+        form="A B", is_attribute=False, fixed=WRAPPED)
     skip_nonfinite_grads: bool = option(False, GRADIENTS, "drop single gradients that are not finite")
-    remove_vector_weight_decay: bool = option(False, GRADIENTS, "no weight decay for biases and norms")
+    remove_vector_weight_decay: bool = option(False, GRADIENTS, "no weight decay for biases and norms", fixed=PREPARED)
 
     ckpt_interval_minutes: float = option(0.0, CHECKPOINTS, "save every X minutes; 0 or less: never", form="X")
     ckpt_interval_steps: int = option(0, CHECKPOINTS, "save every N batches; 0 or less: never", form="N")
     resume: str = option("auto", CHECKPOINTS, "checkpoint to go on from: the newest, none, this one",
         form="auto|never|PATH")
-    ckpt_async: bool = option(True, CHECKPOINTS, "write checkpoints in the background, if memory allows")
+    ckpt_async: bool = option(True, CHECKPOINTS, "write checkpoints in the background, if memory allows", fixed=IN_FIT)
     ckpt_verify: str = option("full", CHECKPOINTS, "what is read of a checkpoint before it is used",
         choices=("full", "size", "off"))
     ckpt_load: str = option("all", CHECKPOINTS, "every process reads a checkpoint, or one sends it",
@@ -362,34 +380,39 @@ class OptionTypes:
 
     time_limit: str | None = option(None, STOPPING, "save a checkpoint and stop, after so long", form="H:MM:SS")
     stop_signals: list[str] = option(["SIGTERM", "SIGINT", "SIGUSR1"], STOPPING, "signals that save and end a run",
-        form="A B", shown="SIGTERM SIGINT SIGUSR1")
+        form="A B", shown="SIGTERM SIGINT SIGUSR1", fixed=MADE)
     save_signals: list[str] = option(["SIGUSR2"], STOPPING, "signals that save a checkpoint", form="A B",
-        shown="SIGUSR2")
-    hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never", form="S", minimum=0)
+        shown="SIGUSR2", fixed=MADE)
+    hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never", form="S", minimum=0,
+        fixed=IN_FIT)
     hang_timeout: float = option(1800.0, STOPPING, "end the run after so long without a step; 0: never", form="S",
-        minimum=0)
+        minimum=0, fixed=IN_FIT)
 
     ema_decay: float | None = option(None, AVERAGING, "keep an exponential moving average of the weights", form="X",
-        minimum=0, shown="off")
+        minimum=0, shown="off", fixed=MADE)
     evaluate_ema: bool = option(False, AVERAGING, "validate and test with the averaged weights")
 
-    compile: bool = option(False, COMPILING, "torch.compile all modules")
+    compile: bool = option(False, COMPILING, "torch.compile all modules", fixed=WRAPPED)
     compile_module_keys: list[str] | None = option(None, COMPILING, "compile only these entries of modules", form="A B",
-        shown="all")
+        shown="all", fixed=WRAPPED)
     compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes",
-        form="A B", shown="none", is_attribute=False)
+        form="A B", shown="none", is_attribute=False, fixed=WRAPPED)
     compile_mode: str = option("default", COMPILING, "torch's mode, e.g. reduce-overhead", form="MODE", needs=_COMPILED,
-        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"))
-    compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error", needs=_COMPILED)
-    compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes", needs=_COMPILED)
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"), fixed=WRAPPED)
+    compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error", needs=_COMPILED,
+        fixed=WRAPPED)
+    compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes", needs=_COMPILED,
+        fixed=WRAPPED)
 
-    profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard")
-    profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0, needs="profile_training")
-    profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1, needs="profile_training")
+    profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard", fixed=IN_FIT)
+    profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0, needs="profile_training",
+        fixed=IN_FIT)
+    profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1, needs="profile_training",
+        fixed=IN_FIT)
 
-    auto_mix_prec: bool = option(False, OLD, "means --precision=fp16")
-    bfloat16_mix_prec: bool = option(False, OLD, "means --precision=bf16")
-    distributed_launch: bool = option(False, OLD, "no effect: the launcher decides")
+    auto_mix_prec: bool = option(False, OLD, "means --precision=fp16", fixed=MADE)
+    bfloat16_mix_prec: bool = option(False, OLD, "means --precision=bf16", fixed=MADE)
+    distributed_launch: bool = option(False, OLD, "no effect: the launcher decides", fixed=MADE)
     jit: bool = option(False, OLD, "no effect: use --compile")
     jit_module_keys: list[str] | None = option(None, OLD, "no effect: use --compile_module_keys", form="A B")
     param_file: str = option("", "", "the hyperparameter YAML")
@@ -419,7 +442,7 @@ OPTION_BY_NAME = RUN_OPTIONS | {o.name: o for o in vars(ParserOptions).values() 
 OPTIONS = tuple(OPTION_BY_NAME.values())
 PARSER_ONLY = OPTION_BY_NAME.keys() - RUN_OPTIONS.keys()
 
-_OWN_ATTRIBUTES = frozenset({"_values", "overridden_args"})
+_OWN_ATTRIBUTES = frozenset({"_values", "_reached", "overridden_args"})
 _FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and so counts as not given
 
 
@@ -454,9 +477,11 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
     """
 
     _values: dict[str, Any]
+    _reached: set[str]
     overridden_args: set[str]
 
     def __init__(self, **options: Any) -> None:
+        self._reached = set()
         self._values = {name: copy.copy(option.default) for name, option in RUN_OPTIONS.items()}
         self.overridden_args = set()
         also_given = options.pop("overridden_args", ())
@@ -467,11 +492,28 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        option = RUN_OPTIONS.get(name)
-        self._values[name] = value if option is None else option.coerce(value, IN_RUN_OPTS)
+        self._set(name, self._checked(name, value))
+
+    def _set(self, name: str, value: Any) -> None:
+        self._values[name] = value
         self.overridden_args.add(name)
 
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a value in the type of its option, if it can still be changed."""
+        option = RUN_OPTIONS.get(name)
+        if option is None:
+            return value
+        value = option.coerce(value, IN_RUN_OPTS)
+        if name == "time_limit" and value is not None:
+            parse_duration(value)
+        if option.fixed in self._reached and value != self._values[name]:
+            now = f"{name}={self._values[name]!r} is in use"
+            raise ConfigError(f"{name}={value!r} comes too late: {now}, as {_TOO_LATE[option.fixed]}.")
+        return value
+
     def __delitem__(self, name: str) -> None:
+        if name in RUN_OPTIONS:
+            self._checked(name, RUN_OPTIONS[name].default)
         del self._values[name]
         self.overridden_args.discard(name)
         if name in RUN_OPTIONS:  # an option goes back to its default, and is never missing
@@ -556,6 +598,100 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         twin = type(self)(**self._values)
         twin.overridden_args = set(self.overridden_args)
         return twin
+
+    # ------------------------------------------------------------------ in a run
+
+    def reach(self, moment: str) -> None:
+        """Let the options that are read for good at a moment be changed no more.
+
+        Args:
+            moment: ``MADE``, ``WRAPPED``, ``PREPARED`` or ``IN_FIT`` of this module.
+
+        Ranks: local.
+
+        Example:
+            >>> run_opts = RunOptions(precision="bf16")
+            >>> run_opts.reach(MADE)
+            >>> run_opts.precision = "fp32"
+            Traceback (most recent call last):
+            ddpkit.errors.ConfigError: precision='fp32' comes too late: precision='bf16' is in use, as it was read ...
+        """
+        self._reached.add(moment)
+
+    @contextlib.contextmanager
+    def held(self, moment: str) -> Iterator[None]:
+        """Return a context in which a moment is reached.
+
+        Args:
+            moment: as for :meth:`reach`.
+
+        Ranks: local.
+
+        Example:
+            >>> run_opts = RunOptions()
+            >>> with run_opts.held(IN_FIT):
+            ...     run_opts.max_grad_norm = 1.0
+            >>> run_opts.debug = True
+        """
+        was_reached = moment in self._reached
+        self._reached.add(moment)
+        try:
+            yield
+        finally:
+            if not was_reached:
+                self._reached.discard(moment)
+
+    def derive(self, name: str, value: Any) -> None:
+        """Set an option that follows from others, also where a recipe cannot any more.
+
+        Args:
+            name: of the option.
+            value: of its type.
+
+        Ranks: local; alike on every rank.
+
+        Example:
+            >>> run_opts = RunOptions()
+            >>> run_opts.derive("micro_batch_size", 4)
+            >>> run_opts.micro_batch_size
+            4
+        """
+        self._set(name, RUN_OPTIONS[name].coerce(value, IN_RUN_OPTS))
+
+    def take(self, others: RunOptions) -> None:
+        """Take the values of other options over, if all of them can still be changed.
+
+        Args:
+            others: they stay apart: what is set in them later does not count here.
+
+        Raises:
+            ConfigError: an option with another value has been read for good. Then nothing is changed.
+
+        Ranks: local; alike on every rank.
+
+        Example:
+            >>> run_opts = RunOptions(debug=True)
+            >>> run_opts.take(RunOptions(max_grad_norm=1.0))
+            >>> run_opts
+            RunOptions(max_grad_norm=1.0)
+        """
+        values = {name: self._checked(name, value) for name, value in others.items()}
+        self._values.clear()
+        self._values.update(values)
+        self.overridden_args = set(others.overridden_args)
+
+    def check(self) -> None:
+        """Refuse options that do not go together, after single ones have been assigned.
+
+        Raises:
+            ConfigError: naming the options.
+
+        Ranks: local.
+
+        Example:
+            >>> RunOptions(device="cpu").check()
+        """
+        _check_together(self, find_launch())
 
     def resolved(self, hparams: Mapping[str, Any] | None = None) -> RunOptions:
         """Bring the sources together: what was given wins over the YAML, and that over the defaults.

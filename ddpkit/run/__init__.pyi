@@ -1,4 +1,5 @@
 from ddpkit.run.parts import (
+    FOLLOWED as FOLLOWED,
     Run as Run,
 )
 from ddpkit.run.state import (

@@ -246,7 +246,8 @@ class AutoMicroBatch:
         factor = self._parts(size)
         sampler.divide(factor)
         size = sampler.plan.batch_size
-        options.micro_batch_size, options.grad_accumulation_factor = size, factor
+        options.derive("micro_batch_size", size)
+        options.derive("grad_accumulation_factor", factor)
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
         progress.meter = progress.train_meter or progress.new_meter()

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from torch import nn
+
+from ddpkit.control import usage_errors
+from ddpkit.errors import ConfigError
 from ddpkit.optim import LrScaling
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
 from ddpkit.run.stage_runner import StageRunner
-from ddpkit.training import LoaderFactory, RunLength
+from ddpkit.run_opts import RunOptions
+from ddpkit.strategies import check_strategy, modules_on_device
+from ddpkit.train_logger import join_loggers
+from ddpkit.training import LoaderFactory, RunLength, require_module_keys
 
 if TYPE_CHECKING:
-    from types import SimpleNamespace
+    from collections.abc import Callable
 
     from ddpkit.training import TrainStep
+
+
+#: Attributes of a Brain that all parts follow when a recipe assigns them.
+FOLLOWED = ("modules", "hparams", "run_opts", "opt_class", "scheduler_class")
 
 
 class Run:
@@ -38,6 +52,7 @@ class Run:
         lr_scaling: what learning rates are multiplied by.
         is_wrapped: whether modules are compiled and wrapped.
         is_prepared: whether optimizers are made, too.
+        replacing: what replaces a part that a recipe assigns, by its name; is given the new one and the Brain.
 
     Raises:
         ConfigError: an option cannot work.
@@ -58,15 +73,137 @@ class Run:
         self.is_wrapped = False
         self.lr_scaling = LrScaling()
         self.is_prepared = False
+        self.replacing: dict[str, Callable[[Any, Any], None]] = {
+            "checkpointer": self.policy.replace_checkpointer,
+            "scaler": self._replace_scaler,
+            "ema": self._replace_average,
+        }
 
-    def replace(self, name: str, value: Any) -> None:
-        """Replace modules, hparams or options in all parts, after a recipe has assigned others.
+    def check_options(self) -> None:
+        """Check, when ``fit`` begins, what a recipe may have assigned since the Brain was made.
+
+        Raises:
+            ConfigError: options that do not go together, or name what is not there.
+        """
+        step = self.train_step
+        with usage_errors():
+            step.options.check()
+            if not self.is_wrapped:
+                check_strategy(step.options, decides_late=step.recipe.has_own_fit_batch)
+                require_module_keys(step.modules, step.options)
+
+    def assigned(self, name: str, before: Any, value: Any) -> Any:
+        """Have all parts follow an attribute that a recipe assigns.
 
         Args:
-            name: ``"modules"``, ``"hparams"`` or ``"options"``, as the parts call it.
-            value: what a recipe has put in its place.
+            name: one of :data:`FOLLOWED`.
+            before: its value so far.
+            value: the new one.
+
+        Returns:
+            What the Brain has under that name now.
+
+        Raises:
+            ConfigError: the run cannot follow any more.
         """
-        own = (self.train_step, self.policy, self.loaders, self.stop, self.preflight, self.stages)
-        for part in (*own, self.policy.run_state, self.policy.rank_state):
-            for attribute in {name, f"_{name}"} & vars(part).keys():
-                setattr(part, attribute, value)
+        if name == "modules":
+            return self.replace_modules(value)
+        if name == "hparams":
+            return self.replace_hparams(value)
+        if name == "run_opts":
+            return self.replace_options(value)
+        if self.is_prepared and value is not before:
+            raise ConfigError(
+                f"{name} was assigned after fit has made the optimizers of it. Assign it before the first call of fit; "
+                "or assign optimizers_dict and step a scheduler of your own."
+            )
+        return value
+
+    def follow_optimizers(self, attributes: Mapping[str, Any]) -> None:
+        """Scale the steps of optimizers, and drop casts of weights after them, if that is to be.
+
+        Args:
+            attributes: of the Brain; optimizers among them are followed, too.
+        """
+        named = self.train_step.named_optimizers()
+        known = {id(one) for one in named.values()}
+        others = {
+            name: one
+            for name, one in attributes.items()
+            if isinstance(one, torch.optim.Optimizer) and id(one) not in known
+        }
+        self.lr_scaling.follow({**named, **others})
+        self.train_step.drop_casts_after_steps({**named, **others})
+
+    def _replace_scaler(self, scaler: Any, _: Any) -> None:
+        self.train_step.scaler = scaler
+        self.policy.register_scaler()
+
+    def _replace_average(self, ema: Any, _: Any) -> None:
+        self.train_step.ema = ema
+        self.policy.register_average()
+
+    def replace_modules(self, modules: Any) -> nn.ModuleDict:
+        """Train and evaluate other modules from now on.
+
+        Args:
+            modules: by name; moved to the device.
+
+        Returns:
+            What the Brain has as ``modules``: the same object, if it is a ``torch.nn.ModuleDict``.
+
+        Raises:
+            ConfigError: a training pass is running, whose gradients are averaged as it began; or no modules are given.
+        """
+        step, strategy = self.train_step, self.strategy
+        if step.progress.is_in_pass:
+            raise ConfigError(
+                "modules was assigned in a training batch, and the pass goes on with those that it began with. Assign "
+                "it in on_stage_start, or before fit."
+            )
+        moved = modules_on_device(modules, str(step.options.device), keeps_meta=strategy.divides)
+        found = modules if isinstance(modules, nn.ModuleDict) else moved
+        before = step.modules
+        for part in (step, self.stages, self.policy.run_state, self.policy.rank_state):
+            part.modules = found
+        strategy.replace_modules(found)
+        if step.ema is not None and step.ema.modules is before:
+            step.ema.modules = found
+        if not step.progress.is_fitting:
+            step.watch_anew()
+        return found
+
+    def replace_hparams(self, hparams: Any) -> SimpleNamespace:
+        """Read other hyperparameters from now on.
+
+        Args:
+            hparams: a namespace, or a mapping.
+
+        Returns:
+            What the Brain has as ``hparams``.
+        """
+        values = hparams if isinstance(hparams, Mapping) else vars(hparams)
+        joined = join_loggers(values)
+        found: Any = hparams
+        if isinstance(hparams, Mapping):
+            found = SimpleNamespace(**joined)
+        elif "train_logger" in joined:
+            hparams.train_logger = joined["train_logger"]
+        self.loaders.hparams = self.stop.hparams = found
+        return cast("SimpleNamespace", found)
+
+    def replace_options(self, options: Any) -> RunOptions:
+        """Take other options over, as far as they can still be changed; all parts read the same object.
+
+        Args:
+            options: a :class:`~ddpkit.run_opts.RunOptions`, or a mapping.
+
+        Returns:
+            What the Brain has as ``run_opts``, the object that it had before.
+
+        Raises:
+            ConfigError: an option has another value, and was read for good.
+        """
+        own, hparams = self.train_step.options, self.loaders.hparams
+        own.take(RunOptions.from_dictionary(options).resolved(vars(hparams)))
+        return own

@@ -175,12 +175,21 @@ class RankState:
 
     def __init__(self, progress: Progress, strategy: Strategy, modules: nn.ModuleDict, *, saves: bool) -> None:
         self.progress, self.strategy, self.modules = progress, strategy, modules
-        self.states = RankStates(self.state_dict) if saves else None
+        self.states: RankStates | None = None
+        self.saves(saves)
         self.base_seed: int | None = None
         self.is_inside_batch = False
         self.metrics: dict[str, Any] = {}
         self._epoch_seed: int | None = None
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
+
+    def saves(self, saves: bool) -> None:
+        """Gather the states of all ranks for a checkpointer from now on, or no longer.
+
+        Args:
+            saves: whether there is one.
+        """
+        self.states = RankStates(self.state_dict) if saves else None
 
     # ------------------------------------------------------------------ random streams
 

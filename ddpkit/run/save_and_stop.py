@@ -83,14 +83,16 @@ class CheckpointPolicy:
     """
 
     def __init__(self, checkpointer: Any, train_step: TrainStep) -> None:
-        if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
-            raise ConfigError(f"checkpointer={checkpointer!r} is not a ddpkit.checkpoints.Checkpointer.")
-        self.checkpointer: Checkpointer | None = checkpointer
+        self.checkpointer: Checkpointer | None = _require_checkpointer(checkpointer)
         self.train_step, self.options, self.progress = train_step, train_step.options, train_step.progress
         parts = self.progress, train_step.strategy, train_step.modules
         self.rank_state = RankState(*parts, saves=checkpointer is not None)
         self.run_state = RunState(train_step, self.rank_state)
         self.position = SavePosition(self.run_state, has_own_fit_batch=train_step.recipe.has_own_fit_batch)
+        self._saved_scaler: Any = None  # as it is registered
+        self._saved_average: Any = None
+        self._real_folder: Path | None = None  # of the checkpointer, while it saves into a temporary one
+        self._handed_on: set[str] = set()  # options that the checkpointer was given
         self._fit_loader: Any = None
         self._is_between_batches = False
         self._has_saved = False  # in this call of fit
@@ -106,28 +108,80 @@ class CheckpointPolicy:
         Raises:
             ConfigError: another Brain, or something of the recipe, stands there already.
         """
-        checkpointer, states, scaler = self.checkpointer, self.rank_state.states, self.train_step.scaler
+        checkpointer, states = self.checkpointer, self.rank_state.states
         if checkpointer is None or states is None:
             return
-        if self.options.debug and not self.options.debug_persistently:
-            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
-            checkpointer.checkpoints_dir = Path(folder)
-            if not get_rank():
-                weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
-        self._require_free("brain", "the training position")
-        self._require_free(RANKS, "the state of each rank")
-        if scaler.is_enabled():
-            self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}")
-            checkpointer.add_recoverable("scaler", scaler, optional_load=True)
+        self.follow_options()
+        self._require_free("brain", "the training position", brain)
+        self._require_free(RANKS, "the state of each rank", states)
+        self.register_scaler()
         checkpointer.add_recoverable("brain", brain)
         checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
-        if self.train_step.ema is not None:
-            self._require_free("ema", "the average of the weights (ema_decay)")
-            checkpointer.add_recoverable("ema", self.train_step.ema, optional_load=True)
+        self.register_average()
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.progress.epoch or None
         if not self.train_step.strategy.saves_alone:
             checkpointer.whole_states = self._whole_states
+
+    def register_scaler(self) -> None:
+        """Register the scaler of fp16 gradients with the checkpointer, in the place of an earlier one."""
+        scaler, before = self.train_step.scaler, self._saved_scaler
+        if self.checkpointer is not None and scaler.is_enabled():
+            self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}", before)
+            self.checkpointer.add_recoverable("scaler", scaler, optional_load=True)
+            self._saved_scaler = scaler
+
+    def register_average(self) -> None:
+        """Register the average of the weights with the checkpointer, in the place of an earlier one."""
+        ema, before = self.train_step.ema, self._saved_average
+        if self.checkpointer is not None and ema is not None:
+            self._require_free("ema", "the average of the weights (ema_decay)", before)
+            self.checkpointer.add_recoverable("ema", ema, optional_load=True)
+            self._saved_average = ema
+
+    def replace_checkpointer(self, checkpointer: Any, brain: Any) -> None:
+        """Save with another checkpointer from now on, all that the one before has saved of the run.
+
+        Args:
+            checkpointer: or None.
+            brain: as for :meth:`register`.
+
+        Raises:
+            ConfigError: it is none; or ``fit`` is running, which holds the folder of the one before.
+        """
+        before = self.checkpointer
+        if checkpointer is before:
+            return
+        if self.progress.is_fitting:
+            raise ConfigError(
+                "checkpointer was assigned inside of fit, which keeps the folder of the one before. Assign it before "
+                "fit, or give it to the Brain."
+            )
+        self.checkpointer = _require_checkpointer(checkpointer)
+        own = [*self.train_step.named_optimizers().values(), self.train_step.schedule]
+        kept = {name: one for name, one in _recoverables(before).items() if any(one is other for other in own)}
+        self._saved_scaler = self._saved_average = None
+        self._real_folder, self._handed_on = None, set()
+        self.rank_state.saves(checkpointer is not None)
+        self.register(brain)
+        for name, one in kept.items():
+            if name not in self._recoverables():
+                self.add(name, one)
+
+    def follow_options(self) -> None:
+        """Give the checkpointer what the options say now: a temporary folder when debugging; how it reads and fails."""
+        checkpointer = self.checkpointer
+        if checkpointer is None:
+            return
+        is_temporary = self.options.debug and not self.options.debug_persistently
+        if is_temporary and self._real_folder is None:
+            self._real_folder = checkpointer.checkpoints_dir
+            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
+            checkpointer.checkpoints_dir = Path(folder)
+            if not get_rank():
+                weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
+        elif not is_temporary and self._real_folder is not None:
+            checkpointer.checkpoints_dir, self._real_folder = self._real_folder, None
         self._hand_on_options(checkpointer)
 
     def add(self, name: str, recoverable: Any) -> None:
@@ -160,13 +214,14 @@ class CheckpointPolicy:
         raise ConfigError(f"the recoverable name {name!r} is reserved for {what}; rename your {type(other).__name__}.")
 
     def _recoverables(self) -> Mapping[str, Any]:
-        return {} if self.checkpointer is None else self.checkpointer.recoverables
+        return _recoverables(self.checkpointer)
 
     def _hand_on_options(self, checkpointer: Checkpointer) -> None:
         """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
         attributes = {"ckpt_verify": "verify_mode", "ckpt_load": "load_mode", "ckpt_errors": "on_error"}
         for option, attribute in attributes.items():
-            if self.options[option] != OPTION_BY_NAME[option].default:
+            if self.options[option] != OPTION_BY_NAME[option].default or option in self._handed_on:
+                self._handed_on.add(option)
                 setattr(checkpointer, attribute, self.options[option])
 
     # ------------------------------------------------------------------ a call of fit
@@ -175,6 +230,7 @@ class CheckpointPolicy:
     def session(self) -> Iterator[None]:
         """Keep the folder while ``fit`` runs, save in the background, finish what is begun."""
         checkpointer = self.checkpointer
+        self.follow_options()
         self.rank_state.choose_seed()
         self.run_state.is_recovered_here, self._has_saved = True, False
         if checkpointer is None:
@@ -242,15 +298,16 @@ class CheckpointPolicy:
         options, state = self.options, self.run_state
         before = None if start is None else start.step_plan
         if before is not None and before.per_process is not None and options.auto_micro_batch:
-            options.micro_batch_size = min(before.per_process, options.micro_batch_size or before.per_process)
-            options.grad_accumulation_factor = 1
+            size = min(before.per_process, options.micro_batch_size or before.per_process)
+            options.derive("micro_batch_size", size)
+            options.derive("grad_accumulation_factor", 1)
         if before is None or options.global_batch_size is not None:
             return
         ranks = get_world_size() * self.train_step.strategy.shards
         changed = before.on(ranks, is_looped=is_looped)
         state.asked_plan = before if changed else None
         for name, value in changed.items():
-            options[name] = value
+            options.derive(name, value)
         if changed:
             words = "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step.%s"
             values = ", ".join(f"{name}={value}" for name, value in changed.items())
@@ -367,6 +424,8 @@ class CheckpointPolicy:
         checkpointer, resume = self.checkpointer, self.options.resume
         if checkpointer is None:
             return None
+        if not self.progress.is_fitting:
+            self.follow_options()
         if self.run_state.start is None and resume not in {NEWEST, NEVER}:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
             with temporarily(checkpointer, resume=resume):
@@ -458,6 +517,16 @@ class CheckpointPolicy:
             yield has_ended
 
 
+def _require_checkpointer(checkpointer: Any) -> Checkpointer | None:
+    if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
+        raise ConfigError(f"checkpointer={checkpointer!r} is not a ddpkit.checkpoints.Checkpointer.")
+    return checkpointer
+
+
+def _recoverables(checkpointer: Checkpointer | None) -> Mapping[str, Any]:
+    return {} if checkpointer is None else checkpointer.recoverables
+
+
 def _newest(checkpointer: Checkpointer) -> Path | None:
     newest = max(checkpointer.list_checkpoints(), key=ckpt_recency, default=None)
     return None if newest is None else newest.path
@@ -485,8 +554,7 @@ class StopControl:
         self, options: RunOptions, hparams: SimpleNamespace, progress: Progress, policy: CheckpointPolicy
     ) -> None:
         self.signals = SignalListener(options.stop_signals, options.save_signals)
-        self._seconds_allowed = None if options.time_limit is None else parse_duration(options.time_limit)
-        self._options, self._hparams, self._progress, self._policy = options, hparams, progress, policy
+        self._options, self.hparams, self._progress, self._policy = options, hparams, progress, policy
 
     @contextlib.contextmanager
     def guarded(self, call: str) -> Iterator[None]:
@@ -529,8 +597,9 @@ class StopControl:
         """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`; empty if it was not."""
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
-        over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
-        return TIME_LIMIT if over and not get_rank() else ""
+        limit = self._options.time_limit
+        over = limit is not None and not get_rank() and seconds_since_start() > parse_duration(limit)
+        return TIME_LIMIT if over else ""
 
     def stop_training(self, cause: str, *, is_saved: bool = False) -> None:
         """Save, and end the run; between two optimizer steps.
@@ -599,7 +668,7 @@ class StopControl:
     def _folder(self) -> Path | None:
         """Return the output folder of the run, or else its checkpoint folder."""
         checkpoints = getattr(self._policy.checkpointer, "checkpoints_dir", None)
-        folder = getattr(self._hparams, "output_folder", None) or checkpoints
+        folder = getattr(self.hparams, "output_folder", None) or checkpoints
         return None if folder is None else Path(folder)
 
 

@@ -125,7 +125,7 @@ class StageRunner:
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
         self.profiler: Any = None
-        self._has_graphs = has_cuda_graphs(self.options)
+        self._has_graphs = False
         self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
         self._stop_sync = StopsOfEvaluation(self.progress, stop.cause)
@@ -140,6 +140,7 @@ class StageRunner:
             output_folder: for the profiler's records.
         """
         options, self.progress.is_fitting = self.options, True
+        self._read_options()
         self.progress.restart()
         try:
             if options.profile_training:
@@ -153,6 +154,13 @@ class StageRunner:
             self.progress.is_fitting = False
             self.profiler = None
 
+    def _read_options(self) -> None:
+        """Read, when a call begins, the options that its steps are not to ask for."""
+        self.train_step.gc_interval = self.options.gc_interval
+        self._has_graphs = has_cuda_graphs(self.options)
+        if self._has_graphs:
+            self.progress.copy_losses()
+
     # ------------------------------------------------------------------ training
 
     def train(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
@@ -164,6 +172,7 @@ class StageRunner:
             epoch: from 1.
             enable_bar: show progress (main process only, whatever is given).
         """
+        self._note_logger(brain)
         with self._logging(Stage.TRAIN, epoch):
             progress, train_step = self.progress, self.train_step
             self.policy.run_state.check_epoch(epoch)
@@ -289,6 +298,9 @@ class StageRunner:
         Returns:
             The mean loss over all samples, one number for all ranks.
         """
+        if not self.progress.is_fitting:
+            self._read_options()
+        self._note_logger(brain)
         place = epoch, self.progress.optimizer_step
         if epoch is None:
             place = self.policy.run_state.place_of_weights()
@@ -411,6 +423,9 @@ class StageRunner:
         with self.progress.logged.during(stage, epoch):
             self.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
+
+    def _note_logger(self, brain: StageHooks) -> None:
+        self.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
 
     def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
         """Return a context after which the modules are in their modes again, where a hook of ``fit`` evaluates."""

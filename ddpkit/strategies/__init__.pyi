@@ -10,6 +10,7 @@ from ddpkit.strategies.base import (
     take_device as take_device,
 )
 from ddpkit.strategies.choice import (
+    check_strategy as check_strategy,
     choose_strategy as choose_strategy,
     make_strategy as make_strategy,
 )

@@ -89,6 +89,9 @@ class Strategy:
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
+    def replace_modules(self, modules: nn.ModuleDict) -> None:
+        """Know other modules from now on; :meth:`wrap` or :meth:`follow` wraps them before they are trained."""
+
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 

@@ -90,8 +90,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         6
     """
     _warn_of_unused(options)
-    _refuse_number(options)
-    _refuse_pairs(options, decides_late=decides_late)
+    check_strategy(options, decides_late=decides_late)
     if options.virtual_ranks is not None:
         from ddpkit.strategies.virtual_ranks import VirtualRanks
 
@@ -112,6 +111,28 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
     if options.ddp_comm_hook == "post_local_sgd":
         return LocalSGD(options)
     return (Zero1 if options.strategy == "zero1" else DDP)(options, decides_late=decides_late)
+
+
+def check_strategy(options: RunOptions, *, decides_late: bool = False) -> None:
+    """Refuse options that cannot work together, or on so many processes.
+
+    Args:
+        options: of the run.
+        decides_late: whether the recipe has its own ``fit_batch``.
+
+    Raises:
+        ConfigError: naming the options.
+
+    Ranks: local; alike on all ranks.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> check_strategy(RunOptions(evaluate_ema=True))
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: evaluate_ema needs --ema_decay: it evaluates averaged weights.
+    """
+    _refuse_number(options)
+    _refuse_pairs(options, decides_late=decides_late)
 
 
 def make_strategy(device: str) -> Strategy:

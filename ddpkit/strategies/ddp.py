@@ -405,12 +405,17 @@ class DDP(Strategy):
         matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
         return averages and matters and not options.find_unused_parameters
 
+    def replace_modules(self, modules: nn.ModuleDict) -> None:
+        """Know other modules from now on."""
+        self._modules = modules
+
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap new entries, and those again whose trainable parameters have changed since they were wrapped.
 
         DDP averages the gradients of all parameters that were trainable when it was made, and waits for all of them.
         """
         self._close_orders()
+        self.wrapped = [one for one in self.wrapped if any(one is entry for entry in modules.values())]
         changed = [name for name, one in modules.items() if self._trained.get(name) != trained_parameters(one)]
         if not changed:
             return

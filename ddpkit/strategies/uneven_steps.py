@@ -309,7 +309,6 @@ class LocalSGD(DDP):
     def __init__(self, options: RunOptions) -> None:
         super().__init__(options)
         self.start, self.period = options["local_sgd_start"] or 0, options["local_sgd_period"]
-        self.patience = options["nonfinite_patience"]
         self._optimizers: Mapping[str, Any] = {}
         self._progress: Any = None
         self._is_compared = False
@@ -382,7 +381,7 @@ class LocalSGD(DDP):
             raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
         _average_over_ranks(itertools.chain(*parts), torch.device(self.device))
         self.is_apart = False
-        progress.require_patience("on the rank with the most", self.patience)
+        progress.require_patience("on the rank with the most", self.options["nonfinite_patience"])
 
     def _parts(self) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors to average by parameter, and those of the modules, in the same order on all ranks."""

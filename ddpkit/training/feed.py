@@ -130,7 +130,7 @@ class LoaderFactory:
     """
 
     def __init__(self, options: RunOptions, hparams: SimpleNamespace, strategy: Strategy) -> None:
-        self._options, self._hparams, self._strategy = options, hparams, strategy
+        self._options, self.hparams, self._strategy = options, hparams, strategy
         self._divides_evaluation = False
         self._accumulation: tuple[int, int] | None = None  # what a recipe asked for, and what that came to
 
@@ -142,7 +142,7 @@ class LoaderFactory:
         """
         options, shards = self._options, self._strategy.shards
         if self._accumulation is not None and self._accumulation[1] == options.grad_accumulation_factor:
-            options.grad_accumulation_factor = self._accumulation[0]  # `fit` has written the result into the option
+            options.derive("grad_accumulation_factor", self._accumulation[0])  # `fit` has written the result there
         asked, found = options.grad_accumulation_factor, micro_batches(options, get_world_size() * shards) * shards
         self._accumulation = (asked, found)
         return found
@@ -226,8 +226,8 @@ class LoaderFactory:
         """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
         given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
         is_ordered = isinstance(dataset, IterableDataset) or is_batches(dataset)
-        if hasattr(self._hparams, "sorting") and not given and not is_ordered:
-            return {**loader_kwargs, "shuffle": self._hparams.sorting == "random"}
+        if hasattr(self.hparams, "sorting") and not given and not is_ordered:
+            return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
         return loader_kwargs
 
     def _sharding(self, stage: Stage) -> Sharding:

@@ -222,8 +222,9 @@ class Progress(optim.StepCounters):
 
     def copy_losses(self) -> None:
         """Keep copies of losses until they are added up, as CUDA graphs overwrite theirs in the next step."""
-        self.new_meter = functools.partial(self.new_meter, copies=True)
-        self.meter = self.new_meter()
+        if not isinstance(self.new_meter, functools.partial):
+            self.new_meter = functools.partial(self.new_meter, copies=True)
+            self.meter = self.new_meter()
 
     @property
     def is_in_pass(self) -> bool:
@@ -685,6 +686,7 @@ class TrainStep:
         optimizer: the single one, where a recipe has no names; or None.
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
+        gc_interval: optimizer steps from one collection of garbage to the next; 0: Python decides. Of this ``fit``.
         first_gradients: watches the training until its first step with gradients; None after it.
         agree: called before the ranks send each other anything of an optimizer step; or None.
 
@@ -720,7 +722,7 @@ class TrainStep:
         self.first_gradients: FirstGradients | None = FirstGradients(self.name)
         self.agree: Callable[[], None] | None = None
         self._dropping_casts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._gc_interval = options.gc_interval
+        self.gc_interval = options.gc_interval
         self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._prepared: _Prepared | None = None
@@ -958,6 +960,12 @@ class TrainStep:
                 self._dropping_casts.add(one)
                 one.register_step_post_hook(drop_casts)
 
+    def watch_anew(self) -> None:
+        """Look once more, at the next step, at what is not trained: the modules are others."""
+        if self.first_gradients is not None:
+            self.first_gradients.stop()
+        self.first_gradients = FirstGradients(self.name)
+
     def watch_first_step(self, brain: StepHooks) -> None:
         """Have the first step compared, too, that a ``fit_batch`` of the recipe makes by itself."""
         first = self.first_gradients
@@ -1119,7 +1127,7 @@ class TrainStep:
             self._waiting += stepped
         elif is_first:
             self._follow_window(stepped)
-        if is_first and self._gc_interval and progress.optimizer_step % self._gc_interval == 0:
+        if is_first and self.gc_interval and progress.optimizer_step % self.gc_interval == 0:
             gc.collect()
 
     @property

@@ -109,7 +109,6 @@ def test_minor_14_losses_that_cuda_graphs_overwrite_are_copied_and_each_batch_is
 
     usual = losses(Usual)
     assert not marks
-    for place in ("ddpkit.brain", "ddpkit.run.stage_runner"):
-        monkeypatch.setattr(f"{place}.has_cuda_graphs", lambda options: True)
+    monkeypatch.setattr("ddpkit.run.stage_runner.has_cuda_graphs", lambda options: True)
     assert losses(Overwriting) == usual
     assert len(marks) == 4 + 4 + 2  # validation without loader_kwargs: a sample each

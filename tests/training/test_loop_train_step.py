@@ -408,7 +408,7 @@ def test_zero_grad():
 def test_init_optimizers_tells_the_checkpointer():
     told = {}
     brain = Line(remove_vector_weight_decay=True)
-    brain.checkpointer = SimpleNamespace(add_recoverable=told.__setitem__)
+    run_of(brain).policy.checkpointer = SimpleNamespace(add_recoverable=told.__setitem__)
     brain.init_optimizers()
     assert told == {"optimizer": brain.optimizer}
     assert brain.optimizers_dict == {"opt_class": brain.optimizer}

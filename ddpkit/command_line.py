@@ -51,7 +51,7 @@ class CommandLine:
     Args:
         param_file: path of the hyperparameter YAML.
         given: the run options on the command line, typed.
-        overrides: YAML text, one ``key: value`` per line, for ``load_hyperpyyaml``.
+        overrides: YAML text, one ``key: value`` per line, for :func:`ddpkit.hparams.load_hparams`.
         in_yaml: the run options that the YAML sets as plain values (not through tags), typed.
 
     Ranks: local.

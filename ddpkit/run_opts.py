@@ -811,7 +811,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
 
     Returns:
         The YAML file, the options (with a concrete ``device`` and ``distributed_backend``), and the overrides
-        as YAML text for ``load_hyperpyyaml``.
+        as YAML text for :func:`ddpkit.hparams.load_hparams`.
 
     Raises:
         MissingFileError: the YAML file does not exist.

@@ -388,7 +388,7 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
         2
     """
     if not isinstance(hparams, Mapping):
-        raise ConfigError(f"hparams is a {type(hparams).__name__}, not a mapping: give what load_hyperpyyaml returns.")
+        raise ConfigError(f"hparams is a {type(hparams).__name__}, not a mapping: give what load_hparams returns.")
     found = hparams.get("train_logger")
     joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
     return {**hparams, **joined}

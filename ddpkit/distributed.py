@@ -481,6 +481,13 @@ def exchange(value: T, site: str | None = None) -> list[T]:
 def ddp_barrier() -> None:
     """Wait until every rank is here. Does nothing in one process and in main-only code.
 
+    There is no time limit outside of ``fit`` and ``evaluate`` while the other ranks live. After half a minute it is
+    said where they are. Work of the main process alone is better given to :func:`run_on_main`.
+
+    Raises:
+        RankFailedError: a rank has come to its end without making this call.
+        RankMismatchError: another rank has come to another call.
+
     Ranks: collective.
 
     Example:
@@ -488,7 +495,7 @@ def ddp_barrier() -> None:
     """
     if not ddp_prevent_block():
         with get_runtime().mailbox.forgetting():
-            start_sum_over_ranks([], "ddp_barrier")()
+            start_sum_over_ranks([], "ddp_barrier", is_patient=True)()
 
 
 def ddp_broadcast(communication_object: T, src: int = 0) -> T:
@@ -510,7 +517,7 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
     if ddp_prevent_block():
         return communication_object
     box: list[Any] = [communication_object]
-    start_sum_over_ranks([], "ddp_broadcast")()
+    start_sum_over_ranks([], "ddp_broadcast", is_patient=True)()
     dist.broadcast_object_list(box, src=src, group=control_group())
     result: T = box[0]
     return result
@@ -542,8 +549,13 @@ def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp
             "ddp_all_reduce was called inside main-only code (run_on_main, main_process_only): the other ranks are "
             "not there, so the tensor cannot be reduced. Reduce before the main-only call and pass the result in."
         )
-    group = control_group() if communication_object.device.type == "cpu" else None
-    dist.all_reduce(communication_object, op=reduce_op, group=group)
+    if communication_object.device.type != "cpu":
+        dist.all_reduce(communication_object, op=reduce_op)
+        return communication_object
+    from ddpkit.comm import await_late  # nobody else in this module needs it
+
+    work = dist.all_reduce(communication_object, op=reduce_op, group=control_group(), async_op=True)
+    await_late(work, "ddp_all_reduce")
     return communication_object
 
 
@@ -579,7 +591,7 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
         failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
     with get_runtime().mailbox.forgetting():
-        start_sum_over_ranks([], "gather_objects")()
+        start_sum_over_ranks([], "gather_objects", is_patient=True)()
         payloads, failed = _gather_bytes(data, failed=failure is not None)
     if failure is not None:
         raise failure
@@ -773,7 +785,9 @@ def sum_exactly(values: list[Any]) -> list[Any]:
     return [sum(numbers) for numbers in zip(*gather_objects(lambda: values), strict=True)]
 
 
-def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks") -> Callable[[], list[float]]:
+def start_sum_over_ranks(
+    values: list[float], call: str = "start_sum_over_ranks", *, is_patient: bool = False
+) -> Callable[[], list[float]]:
     """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait for the sums.
 
     A mark of the call travels with them. It has one size for all calls: of different sizes gloo would end the process.
@@ -781,6 +795,7 @@ def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks"
     Args:
         values: the same number of them on every rank, at most :data:`MARKED_NUMBERS`.
         call: names the call, the same on every rank.
+        is_patient: wait without a limit for ranks that come late, as after work of the main process alone.
 
     Returns:
         What waits for the sums and returns them; it may be called once, later, or not at all. Other collectives may
@@ -801,7 +816,7 @@ def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks"
     mark, world_size = zlib.crc32(call.encode()) % 2**20, dist.get_world_size()  # whose squares are added up exactly
     numbers = [float(mark), float(mark**2), *values, *[0.0] * (MARKED_NUMBERS - len(values))]
     tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
-    wait = start_sum(tensor, control_group())
+    wait = _start_patient_sum(tensor, call) if is_patient else start_sum(tensor, control_group())
 
     def finish() -> list[float]:
         wait()
@@ -815,3 +830,10 @@ def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks"
         return sums[2 : 2 + len(values)]
 
     return finish
+
+
+def _start_patient_sum(total: torch.Tensor, call: str) -> Callable[[], object]:
+    from ddpkit.comm import start_patient_sum  # not for those who ask for a rank alone
+
+    group = control_group()
+    return start_patient_sum(total, call, group, exchanges=is_exchanged([total], group))

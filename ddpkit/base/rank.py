@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 # Where a rank that waits for others is, and not itself at fault: files of torch, and of this package.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-_WAITING_OWN = {"mailbox.py", "distributed.py", "gathering.py"}
+_WAITING_OWN = {"late_ranks.py", "mailbox.py", "distributed.py", "gathering.py"}
 _PACKAGE = PurePath(__file__).parents[1]  # a folder above it may have the same name: that of a clone
 # Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
 _DEVICE_READS = (

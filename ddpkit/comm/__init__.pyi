@@ -10,6 +10,10 @@ from ddpkit.comm.agreement import (
     software_facts as software_facts,
     together as together,
 )
+from ddpkit.comm.late_ranks import (
+    await_late as await_late,
+    start_patient_sum as start_patient_sum,
+)
 from ddpkit.comm.mailbox import (
     Outcome as Outcome,
     call_path as call_path,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import SimpleNamespace
 
+    from ddpkit.checkpointing import Checkpoint
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
 
@@ -374,9 +375,14 @@ class CheckpointPolicy:
         state, later, checkpointer = self.run_state, self.run_state.calls.later, self.checkpointer
         if checkpointer is None or later is None or later[1]["fit"] > state.calls.number or state.start is None:
             return
-        found, known = checkpoint_work_on_main(state.find_again, later[0])
+        found, known = checkpoint_work_on_main(self._find_later, checkpointer, later[0])
         with temporarily(state, start=replace(state.start, resume=found, state=known)):
             checkpointer.load_checkpoint(found)
+
+    def _find_later(self, checkpointer: Checkpointer, path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
+        """Return the checkpoint of a later call; if a save between the calls has replaced it, that save."""
+        newest = None if path.exists() else checkpointer.find_checkpoint()
+        return self.run_state.find_again(path) if newest is None else (newest, None)
 
     def is_done_before(self, train_loader: Any) -> bool:
         """Return whether this call of ``fit`` is done, because the checkpoint is from a later call.

@@ -34,6 +34,7 @@ class Probe(Brain):
     at = 1
     end_of_epoch = False
     is_alone = False
+    saves_between = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -49,6 +50,11 @@ class Probe(Brain):
                 self.checkpointer.wait()
             ddp_barrier()
             raise Killed
+
+    def save_between_calls(self):
+        """Save as recipes do that train in two calls."""
+        if self.saves_between:
+            self.checkpointer.save_and_keep_only()
 
     def compute_forward(self, batch, stage):
         self.here(f"{stage.name} batch")
@@ -125,12 +131,14 @@ def script(
     batch_size=3,
     looped=None,
     is_stream=False,
+    saves_between=False,
     **options,
 ):
     """Run the whole script of a user once; return the Brain, which may have been killed."""
     brain, counters = make_probe(folder, **options)
     brain.saves_in, brain.at = saves_in, at
     brain.end_of_epoch, brain.is_alone = end_of_epoch, is_alone
+    brain.saves_between = saves_between
     data = Stream() if is_stream else DATA
     train = {"batch_size": batch_size} if is_stream else {"batch_size": batch_size, "shuffle": True}
     if looped is not None:
@@ -140,6 +148,7 @@ def script(
         for counter in counters[:num_calls]:
             brain.fit(epochs_of(brain, counter), data, valid, **kwargs)
             brain.here("after fit")
+            brain.save_between_calls()
         if saves_in in EVALUATES:
             brain.on_evaluate_start = lambda **_: None  # nothing is recovered
             brain.evaluate(VALID, test_loader_kwargs={"batch_size": 2})
@@ -290,3 +299,9 @@ BEFORE = ("TRAIN batch", 6, False)
 )
 def test_a_save_before_a_resumed_run_has_gone_on_keeps_its_position(tmp_path, stops, options):
     assert_goes_on(tmp_path, *stops, **options)
+
+
+def test_a_recipe_that_saves_between_two_calls_goes_on_in_the_second(tmp_path):
+    """Started again it saves there once more, and that save replaces the one that it goes on from."""
+    options = {"num_calls": 2, "saves_between": True}
+    assert_goes_on(tmp_path, ("on_fit_batch_end", 14, False), **options)

@@ -279,10 +279,14 @@ class CheckpointPolicy:
             state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
         elif self.options.resume not in {"auto", "never"}:
             logger.warning("Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume)
-        is_anew = self.options.resume == NEVER and (state.start is None or state.start.resume == NEVER)
-        if is_anew and state.calls.number == 1:
-            run_on_main(getattr(self.progress.logged.train_logger, "begin_anew", lambda: None))
         return state.start
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether this is the first call of ``fit`` of a run that was asked to begin from scratch, and does."""
+        state = self.run_state
+        is_from_scratch = state.start is None or state.start.resume == NEVER
+        return self.options.resume == NEVER and is_from_scratch and state.calls.number == 1
 
     def keep_global_batch(self, start: Start | None, *, is_looped: bool) -> None:
         """Keep the samples of an optimizer step when a checkpoint of another number of processes is resumed.
@@ -631,7 +635,10 @@ class StopControl:
         self._end(stopped)
 
     def remove_note(self) -> None:
-        """Remove the note of a run that has stopped: this one is running."""
+        """Remove the note of a run that has stopped: this one is running. If it begins anew, so do its logs."""
+        if self._policy.begins_anew:
+            train_logger = getattr(self.hparams, "train_logger", None)
+            run_on_main(getattr(train_logger, "begin_anew", lambda: None))
         folder = self._folder()
         if folder is not None:
             run_on_main(remove_marker, args=(folder,))

@@ -287,7 +287,7 @@ class Brain(_Typed):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FOLLOWED and _RUN in vars(self):
-            value = self.__run.assigned(name, vars(self)[name], value)
+            value = self.__run.assigned(name, vars(self).get(name), value)
         super().__setattr__(name, value)
 
     modules: nn.ModuleDict

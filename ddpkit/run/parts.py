@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,11 +12,12 @@ from torch import nn
 
 from ddpkit.control import usage_errors
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
 from ddpkit.run.stage_runner import StageRunner
-from ddpkit.run_opts import RunOptions
+from ddpkit.run_opts import RUN_OPTIONS, RunOptions
 from ddpkit.strategies import check_strategy, modules_on_device
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import LoaderFactory, RunLength, require_module_keys
@@ -26,8 +28,17 @@ if TYPE_CHECKING:
     from ddpkit.training import TrainStep
 
 
-#: Attributes of a Brain that all parts follow when a recipe assigns them.
-FOLLOWED = ("modules", "hparams", "run_opts", "opt_class", "scheduler_class")
+logger = get_logger(__name__)
+
+NO_OPTION = (
+    "self.%s = %r does not set the option of this name, which is %r. Set self.run_opts[%r] before fit. If the attribute "
+    "is your own, all is well."
+)
+
+#: Options that are read at ``run_opts`` only: an attribute of the name is a recipe's own.
+APART = {name: row for name, row in RUN_OPTIONS.items() if not row.is_attribute}
+#: Attributes of a Brain of which the parts are told when a recipe assigns them.
+FOLLOWED = frozenset({"modules", "hparams", "run_opts", "opt_class", "scheduler_class", *APART})
 
 
 class Run:
@@ -112,12 +123,21 @@ class Run:
             return self.replace_hparams(value)
         if name == "run_opts":
             return self.replace_options(value)
-        if self.is_prepared and value is not before:
+        if name in APART:
+            self._tell_of_option(name, value)
+        elif self.is_prepared and value is not before:
             raise ConfigError(
                 f"{name} was assigned after fit has made the optimizers of it. Assign it before the first call of fit; "
                 "or assign optimizers_dict and step a scheduler of your own."
             )
         return value
+
+    def _tell_of_option(self, name: str, value: Any) -> None:
+        """Warn, if an attribute of a recipe looks like a value for the option of its name."""
+        now = self.train_step.options[name]
+        with contextlib.suppress(ConfigError):
+            if APART[name].coerce(value, "") != now:
+                logger.warning_once(NO_OPTION, name, value, now, name)
 
     def follow_optimizers(self, attributes: Mapping[str, Any]) -> None:
         """Scale the steps of optimizers, and drop casts of weights after them, if that is to be.

@@ -356,3 +356,18 @@ def test_the_page_of_the_options_says_when_each_is_read():
         {name for name, row in RUN_OPTIONS.items() if row.fixed == moment}
         for moment in (MADE, WRAPPED, PREPARED, IN_FIT)
     ]
+
+
+def test_an_attribute_that_looks_like_an_option_and_sets_none_is_told_of_once(caplog):
+    brain = make()
+    brain.strategy = object()  # the recipe's own
+    brain.bucket_cap_mb = None  # as it is
+    for _ in range(2):
+        brain.static_graph = True
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "self.static_graph = True does not set the option of this name, which is False."
+    )
+    assert brain.static_graph is True
+    assert brain.run_opts.static_graph is False

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NO_OPTION = (
-    "self.%s = %r does not set the option of this name, which is %r. Set self.run_opts[%r] before fit. If the attribute "
-    "is your own, all is well."
+    "self.%s = %r does not set the option of this name, which is %r. Set self.run_opts[%r] before fit. If the "
+    "attribute is your own, all is well."
 )
 
 #: Options that are read at ``run_opts`` only: an attribute of the name is a recipe's own.

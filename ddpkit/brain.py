@@ -24,7 +24,8 @@ from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.run import FOLLOWED, Run, StepPlan, note_epoch
+from ddpkit.reporting import TimeLeft
+from ddpkit.run import FOLLOWED, Run, StepPlan, given_batch_size, last_epoch, note_epoch
 from ddpkit.run_opts import IN_FIT, MADE, PREPARED, WRAPPED, RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.train_logger import join_loggers
@@ -671,6 +672,7 @@ class Brain(_Typed):
         run.check_options()
         train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
         run.preflight.compare_ranks("fit", type(self))
+        run.stages.note_logger(self)
         run.epochs = count_epochs(epoch_counter, self.run_opts)
         _check_parity(self, train_set, train_kwargs)  # ends this process, if it is asked for
         if self.run_opts.test_only:
@@ -694,7 +696,8 @@ class Brain(_Typed):
             if run.policy.is_done_before(train):
                 return self.__fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
-            run.preflight.report_training(sizes, valid, (self.training_ctx, self.evaluation_ctx))
+            given, contexts = given_batch_size(train_set, train_kwargs), (self.training_ctx, self.evaluation_ctx)
+            run.preflight.report_training(sizes, run.length, given, valid, contexts)
             return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, self.__bar_enabled(progressbar)))
 
     def evaluate(
@@ -725,6 +728,7 @@ class Brain(_Typed):
         self.__require_no_training("evaluate", recovers=type(self).on_evaluate_start is Brain.on_evaluate_start)
         _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", type(self))
+        run.stages.note_logger(self)
         with run.stop.guarded("evaluate"):
             loader = self.__test_loader(test_set, test_loader_kwargs)
             run.preflight.compare_data(test=loader)
@@ -867,6 +871,7 @@ class Brain(_Typed):
         run.length = found = RunLength.of(length, factor, run.epochs, options, ahead=ahead)
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
         run.lr_scaling.choose(options, sizes)
+        run.stages.time_left = TimeLeft(last_epoch(epoch_counter, found), validates=valid is not None)
         return sizes
 
     def __prepare_modules(self) -> None:

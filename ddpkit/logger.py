@@ -118,7 +118,8 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
         if self.logger.hasHandlers():
             self.log(logging.INFO, msg, *args, stacklevel=2)
         elif _own_rank() == 0:
-            sys.stderr.write(f"{str(msg) % args if args else msg}\n")
+            with _without_bars(sys.stderr):
+                sys.stderr.write(f"{str(msg) % args if args else msg}\n")
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given it, and never again in this process.
@@ -211,6 +212,12 @@ def without_console() -> Iterator[None]:
             one.setLevel(level)
 
 
+def _without_bars(stream: TextIO) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which no progress bar is on the screen; none is where tqdm is not imported."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return bars.external_write_mode(file=stream) if bars else contextlib.nullcontext()
+
+
 class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]  # likewise
     """A console handler that takes progress bars off the screen while it writes, and puts them back.
 
@@ -241,8 +248,7 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
         """
         if self._follows_stderr:
             self.stream = sys.stderr
-        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        with bars.external_write_mode(file=self.stream) if bars else contextlib.nullcontext():
+        with _without_bars(self.stream):
             super().emit(record)
 
 

@@ -56,6 +56,7 @@ __all__ = [
     "multiply_gradients",
     "own_gradients",
     "parameters_of",
+    "rate_factor",
     "rm_vector_weight_decay",
     "take_late_step",
     "take_step",
@@ -916,6 +917,25 @@ class LrScaling:
                 optimizer.register_step_post_hook(_restore)
         if lines:
             logger.announce("Learning rates (%s): %s.", self.reason, "; ".join(lines))
+
+
+def rate_factor(optimizer: Any) -> float:
+    """Return what the learning rates of an optimizer are multiplied by in its steps.
+
+    Args:
+        optimizer: any.
+
+    Returns:
+        The factor of ``--lr_scaling``; 1 where its steps are not scaled.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> rate_factor(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+        1.0
+    """
+    scaling = _scalings.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return 1.0 if scaling is None else scaling.factor
 
 
 def _scale(optimizer: Optimizer, *_: Any) -> None:

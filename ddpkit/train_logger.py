@@ -372,6 +372,26 @@ class TrainLoggers(TrainLogger):
                 one.log_step(values, step)
 
 
+def log_places(train_logger: Any) -> list[str]:
+    """Return the files and folders that the events and the statistics of a run are written to.
+
+    Args:
+        train_logger: of the recipe, or None.
+
+    Ranks: local; what the main process writes.
+
+    Example:
+        >>> log_places(FileTrainLogger("results/train_log.txt"))
+        ['results/metrics.jsonl', 'results/train_log.txt']
+    """
+    if isinstance(train_logger, TrainLoggers):
+        return list(dict.fromkeys(place for one in train_logger for place in log_places(one)))
+    beside = getattr(train_logger, "run_log_beside", None)
+    run_log = beside if Current.log is None else Current.log.path
+    own = [getattr(train_logger, name, None) for name in ("save_file", "save_dir")]
+    return [os.fspath(one) for one in (run_log, *own) if isinstance(one, (str, os.PathLike))]
+
+
 def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters in which a list under ``train_logger`` is one :class:`TrainLoggers`.
 

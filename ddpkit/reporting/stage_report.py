@@ -24,6 +24,7 @@ from tqdm import tqdm
 from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
+from ddpkit.reporting.bar_layout import BarFacts, fitting_format, left_in_words
 from ddpkit.train_logger import Current, run_event
 from ddpkit.types import Stage
 
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from ddpkit.reporting.time_left import Estimate
+
 logger = get_logger(__name__)
 
 LINE_SECONDS = 30.0
-# tqdm's own, less its rate in batches: the rate that is shown is samples/s, and all of it fits into 80 columns.
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _TRAIN, _VALID, _PREDICTION = "train", "valid", "prediction"
 
 
@@ -45,6 +46,28 @@ class _Kind(NamedTuple):
 
     is_sum: bool
     is_per_step: bool
+
+
+class RunFacts(NamedTuple):
+    """What a bar shows of the run, beyond its own stage.
+
+    Attributes:
+        rate: learning rate of the next step, in words; empty: not shown.
+        left: time left of the whole run; None: not shown.
+
+    Ranks: local.
+
+    Example:
+        >>> RunFacts(rate="0.1").left is None
+        True
+    """
+
+    rate: str = ""
+    left: Estimate | None = None
+
+
+def _nothing_known(_: int) -> RunFacts:
+    return RunFacts()
 
 
 class _Held(NamedTuple):
@@ -349,6 +372,7 @@ class ProgressBar:
         initial: steps done already.
         enable: False shows nothing at all.
         colour: tqdm's name of a colour, or None.
+        of_run: called with the steps done whenever something is shown, about once a second; it must not wait for a GPU.
 
     Attributes:
         partial: the numbers told so far are of this process's part only: the loss is not shown.
@@ -361,10 +385,18 @@ class ProgressBar:
     """
 
     def __init__(
-        self, label: str, total: int | None, *, initial: int = 0, enable: bool = True, colour: str | None = None
+        self,
+        label: str,
+        total: int | None,
+        *,
+        initial: int = 0,
+        enable: bool = True,
+        colour: str | None = None,
+        of_run: Callable[[int], RunFacts] = _nothing_known,
     ) -> None:
         self.label, self.total, self.initial = label, total, initial
         self.enable = enable
+        self._of_run = of_run
         self.partial = False
         self._started = self._last_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
@@ -375,10 +407,11 @@ class ProgressBar:
                 desc=label,
                 colour=colour,
                 dynamic_ncols=True,
-                bar_format=BAR if total else None,
-                unit="batch",
                 file=sys.stderr,
+                delay=math.inf,  # until it is known what fits
             )
+            self._bar.delay = 0.0
+            self._draw(initial, BarFacts())
 
     def __enter__(self) -> Self:
         return self
@@ -396,17 +429,29 @@ class ProgressBar:
         """
         if not self.enable:
             return
-        loss = None if self.partial else loss
         now = time.monotonic()
-        rate = samples / max(now - self._started, 1e-9)
+        if self._bar is None and now - self._last_line < LINE_SECONDS:
+            return
+        run, speed = self._of_run(step), samples / max(now - self._started, 1e-9)
+        is_known = loss is not None and not self.partial
+        facts = BarFacts(
+            loss=f"{loss:.4g}" if is_known else "",
+            rate=run.rate,
+            speed=tqdm.format_sizeof(speed),
+            left=left_in_words(run.left),
+        )
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-            facts = {} if loss is None else {"loss": f"{loss:.4g}"}
-            self._bar.set_postfix({**facts, "samples/s": tqdm.format_sizeof(rate)}, refresh=False)
-            self._bar.refresh()
-        elif now - self._last_line >= LINE_SECONDS:
+            self._draw(step, facts)
+        else:
             self._last_line = now
-            logger.info("%s", self._line(step, loss, rate, now))
+            logger.info("%s", self._line(step, facts, now))
+
+    def _draw(self, step: int, facts: BarFacts) -> None:
+        bar = self._bar
+        if bar is not None:
+            bar.n = step
+            bar.bar_format = fitting_format(facts, bar.format_dict)
+            bar.refresh()
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -414,13 +459,13 @@ class ProgressBar:
             self._bar.close()
             self._bar = None
 
-    def _line(self, step: int, loss: float | None, rate: float, now: float) -> str:
+    def _line(self, step: int, facts: BarFacts, now: float) -> str:
         parts = [f"{self.label}: batch {step}" + (f"/{self.total}" if self.total else "")]
-        if loss is not None:
-            parts.append(f"loss {loss:.4g}")
-        parts.append(f"{tqdm.format_sizeof(rate)} samples/s")
+        parts += [f"loss {facts.loss}"] if facts.loss else []
+        parts += [f"lr {facts.rate}"] if facts.rate else []
+        parts.append(f"{facts.speed} samples/s")
         done = step - self.initial
         if self.total and done > 0:
             left = (now - self._started) / done * (self.total - step)
             parts.append(f"{tqdm.format_interval(left)} left")
-        return ", ".join(parts)
+        return ", ".join([*parts, facts.left] if facts.left else parts)

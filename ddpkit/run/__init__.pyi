@@ -1,6 +1,12 @@
+from ddpkit.run.epoch_numbers import (
+    last_epoch as last_epoch,
+)
 from ddpkit.run.parts import (
     FOLLOWED as FOLLOWED,
     Run as Run,
+)
+from ddpkit.run.start_rows import (
+    given_batch_size as given_batch_size,
 )
 from ddpkit.run.state import (
     StepPlan as StepPlan,

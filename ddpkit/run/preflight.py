@@ -7,17 +7,23 @@
       devices    8 x cuda (NVIDIA H200), backend nccl
       versions   Python 3.12, torch 2.13.0+cu130, numpy 2.3.1
       strategy   ddp: each process holds the whole model
-      batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer step; 15 steps, 480 samples per epoch
-      per step   32 samples; one process has 4: --global_batch_size=4 trains as one process does
-      valid set  90 samples, 12 batches of 1 per process
-      optimizer  AdamW, lr 0.002
+      batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer
+                 step; 15 steps, 480 samples per epoch
+      per step   32 samples; one process has 4:
+                 --global_batch_size=4 trains as one process does
+      epochs     40 in all, 600 optimizer steps
+      valid set  90 samples, 11 to 12 per process in 12 batches of 1
+      optimizer  AdamW, lr 0.002 (now 0.0004, schedule)
       schedule   OneCycleLR, after each of 600 optimizer steps
       clipping   gradient norm at most 5.0 (--max_grad_norm)
       batch norm over the rows of all processes (--sync_batchnorm=auto)
       precision  bf16, evaluation fp32
       average    of the weights, decay 0.999, used in evaluation
-      evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
-      start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 32 is over
+      evaluation every rank its part of a set:
+                 count with ddpkit.metrics or Brain.gather
+      logs       log.txt, metrics.jsonl and train_log.txt in results
+      start      from results/save/CKPT+2026-11-21+04-20-12+00:
+                 480 optimizer steps done, epoch 32 is over
 """
 
 from __future__ import annotations
@@ -49,6 +55,15 @@ from ddpkit.errors import ConfigError, RankFailedError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
 from ddpkit.run.output_checks import folder_bytes, require_outputs, require_room, state_bytes
+from ddpkit.run.start_rows import (
+    batch_row,
+    epochs_row,
+    evaluation_set_row,
+    gradients_row,
+    logs_row,
+    optimizers_row,
+    row_lines,
+)
 from ddpkit.run.state import parts_of
 from ddpkit.training import compare_samples, length_of, selected_facts
 
@@ -58,7 +73,7 @@ if TYPE_CHECKING:
 
     from ddpkit.launch import LaunchInfo
     from ddpkit.run.save_and_stop import CheckpointPolicy
-    from ddpkit.training import BatchSizes, TrainStep
+    from ddpkit.training import BatchSizes, RunLength, TrainStep
 
 logger = get_logger(__name__)
 
@@ -235,11 +250,15 @@ class Preflight:
         """
         return make(*inputs) if get_world_size() == 1 else together(lambda: make(*inputs))
 
-    def report_training(self, sizes: BatchSizes, valid_set: Any, contexts: tuple[Any, Any]) -> None:
+    def report_training(
+        self, sizes: BatchSizes, length: RunLength, batch_size: int | None, valid_set: Any, contexts: tuple[Any, Any]
+    ) -> None:
         """Show what is about to be trained, as far as it has not been shown.
 
         Args:
             sizes: computed from the training loader and the options.
+            length: of this call of ``fit``.
+            batch_size: that the recipe has given for the training; None: none.
             valid_set: the loader of the validation, or None.
             contexts: of the forward pass in training and in evaluation; a recipe may have others than the options say.
         """
@@ -257,13 +276,15 @@ class Preflight:
         told = self.train_step.strategy.start_rows(self.train_step.modules)
         first = {
             "strategy": told["strategy"],
-            "batch": str(sizes),
+            "batch": batch_row(sizes, batch_size, options.global_batch_size),
             "per step": "" if is_asked or depends or self.progress.optimizer_step else sizes.advice(),
-            "valid set": "" if valid_set is None else _size_in_words(valid_set),
-            "optimizer": optimizer_row(optimizers) or "none",
+            "epochs": epochs_row(length, options.optimizer_step_limit),
+            "valid set": "" if valid_set is None else evaluation_set_row(valid_set),
+            "optimizer": optimizers_row(optimizers, state.begun_settings) or "none",
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
             **{name: row for name, row in told.items() if name != "strategy"},
+            "gradients": gradients_row(told.get("gradients", ""), options.ddp_comm_hook),
         }
         self._show("Training", first, {"start": start}, contexts)
 
@@ -282,7 +303,7 @@ class Preflight:
             weights = f"from {shown_path(found)}"
         else:
             weights = "as training has left them" if trained else "the initial ones: no checkpoint was loaded"
-        self._show("Evaluation", {"test set": _size_in_words(loader)}, {"weights": weights}, contexts)
+        self._show("Evaluation", {"test set": evaluation_set_row(loader)}, {"weights": weights}, contexts)
 
     def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:
         if get_rank():
@@ -297,6 +318,7 @@ class Preflight:
             "precision": precision_row(*contexts, step.scaler, step.modules, trains=what == "Training"),
             "average": "" if step.ema is None else f"of the weights, decay {step.ema.decay}, {use}used in evaluation",
             "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
+            "logs": logs_row(self.progress.logged.train_logger),
             **last,
         }
         self.report.announce(what, rows)
@@ -309,17 +331,6 @@ class Preflight:
         if progress.step:
             return f"{done}, goes on after batch {progress.step} of epoch {expected_epoch}"
         return f"{done}, epoch {expected_epoch - 1} is over" if expected_epoch > 1 else done
-
-
-def _size_in_words(loader: Any) -> str:
-    """Say how much a test set is."""
-    length = length_of(loader)
-    if length is None:
-        return "a stream"
-    facts = data_facts("test", loader, length, sharded=False)
-    samples, size = facts.get("test samples"), facts.get("test batch size")
-    words = f"{length} batch{'' if length == 1 else 'es'}" + ("" if size is None else f" of {size}") + " per process"
-    return words if samples is None else f"{samples} sample{'' if samples == '1' else 's'}, {words}"
 
 
 # -------------------------------------------------------------------------------------- the start-up block
@@ -430,27 +441,6 @@ def clipping_row(max_norm: float | None) -> str:
     return f"gradient norm at most {max_norm} (--max_grad_norm)"
 
 
-def optimizer_row(optimizers: Mapping[str, Any]) -> str:
-    """Return the optimizers and their learning rates.
-
-    Args:
-        optimizers: by name.
-
-    Ranks: local.
-
-    Example:
-        >>> groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01, 0.1)]
-        >>> optimizer_row({"opt_class": torch.optim.SGD(groups)})
-        'SGD, lr 0.1, 0.01'
-    """
-    shown = []
-    for name, optimizer in optimizers.items():
-        rates = dict.fromkeys(f"{float(group['lr']):.6g}" for group in optimizer.param_groups if "lr" in group)
-        words = type(optimizer).__name__ + (f", lr {', '.join(_shortened(list(rates)))}" if rates else "")
-        shown.append(words if len(optimizers) == 1 else f"{name}: {words}")
-    return "; ".join(_shortened(shown))
-
-
 def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
     """Return what training starts from, in words.
 
@@ -505,7 +495,7 @@ class StartReport:
         fresh = {name: value for name, value in rows.items() if value and self.said.get(name) != value}
         self.said |= fresh
         if fresh:
-            lines = [f"  {name:<10} {value}" for name, value in fresh.items()]
+            lines = [line for name, value in fresh.items() for line in row_lines(name, value)]
             logger.announce("%s", "\n".join([f"{what} with ddpkit {__version__}:", *lines]))
 
 

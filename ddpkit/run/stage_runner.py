@@ -25,8 +25,9 @@ from ddpkit.errors import BatchError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
-from ddpkit.reporting import ProgressBar
+from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
+from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.module_modes import kept_modes, stage_mode
 from ddpkit.run.save_and_stop import exit_code
 from ddpkit.run.stage_errors import explaining
@@ -116,6 +117,7 @@ class StageRunner:
 
     Attributes:
         profiler: of this call of ``fit``, or None.
+        time_left: estimates how long this call of ``fit`` still takes.
 
     Ranks: collective.
     """
@@ -125,6 +127,7 @@ class StageRunner:
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
         self.profiler: Any = None
+        self.time_left = TimeLeft()
         self._has_graphs = False
         self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
@@ -172,9 +175,10 @@ class StageRunner:
             epoch: from 1.
             enable_bar: show progress (main process only, whatever is given).
         """
-        self._note_logger(brain)
+        self.note_logger(brain)
         with self._logging(Stage.TRAIN, epoch):
             progress, train_step = self.progress, self.train_step
+            self.time_left.begin_training(epoch, self._done_before(loader))
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             progress.begin_training()
@@ -300,7 +304,7 @@ class StageRunner:
         """
         if not self.progress.is_fitting:
             self._read_options()
-        self._note_logger(brain)
+        self.note_logger(brain)
         place = epoch, self.progress.optimizer_step
         if epoch is None:
             place = self.policy.run_state.place_of_weights()
@@ -308,6 +312,8 @@ class StageRunner:
             progress, schedule = self.progress, self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
+            if stage is Stage.VALID:
+                self.time_left.begin_validation()
             with stage_mode(lambda: self.modules, training=False):
                 brain.on_stage_start(stage, epoch)
             progress.step = 0
@@ -424,7 +430,8 @@ class StageRunner:
             self.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
 
-    def _note_logger(self, brain: StageHooks) -> None:
+    def note_logger(self, brain: StageHooks) -> None:
+        """Note the train logger of the recipe, which gets what is logged per step."""
         self.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
 
     def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
@@ -454,15 +461,30 @@ class StageRunner:
     def _bar(
         self, stage: Stage, epoch: int | None, length: int | None, *, initial: int = 0, enable: bool
     ) -> ProgressBar:
-        options = self.options
-        label = stage.name.lower() if epoch is None else f"epoch {epoch} {stage.name.lower()}"
+        options, last = self.options, self.time_left.last
+        of_how_many = "" if epoch is None or last is None or epoch > last else f" of {last}"
         return ProgressBar(
-            label,
+            stage.name.lower() if epoch is None else f"epoch {epoch}{of_how_many} {stage.name.lower()}",
             length,
             initial=initial,
             enable=enable and if_main_process(),
             colour=options.tqdm_barcolor.get(stage.name.lower()) if options.tqdm_colored_bar else None,
+            of_run=functools.partial(self._facts_of_run, stage, length),
         )
+
+    def _facts_of_run(self, stage: Stage, length: int | None, step: int) -> RunFacts:
+        """Return what the bar shows of the run; asked about once a second, on the main process."""
+        if stage is Stage.TEST:
+            return RunFacts()
+        rate = rate_of_bar(self.train_step.named_optimizers().values()) if stage is Stage.TRAIN else ""
+        return RunFacts(rate, self.time_left.estimate(step / length if length else None))
+
+    def _done_before(self, loader: Any) -> float | None:
+        """Return the part of an epoch's training that was done before a restart; None: a part that is not known."""
+        if not self.progress.step:
+            return 0.0
+        length = length_of(loader)
+        return self.progress.step / length if length else None
 
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
         ema = self.train_step.ema

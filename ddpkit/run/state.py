@@ -601,6 +601,8 @@ class FitCalls:
 def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the class and the settings of every parameter group, in plain values.
 
+    With a schedule they have ``initial_lr``, the rate that the script has given: a schedule may have changed ``lr``.
+
     Args:
         optimizers: by name.
 
@@ -614,7 +616,8 @@ def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for name, one in optimizers.items():
-        known, kind = getattr(one, "defaults", {"lr"}), {"class": type(one).__name__}
+        known = [*getattr(one, "defaults", {"lr"}), "initial_lr"]
+        kind = {"class": type(one).__name__}
         groups = [{key: group[key] for key in known if key in group} for group in getattr(one, "param_groups", [])]
         text = json.dumps([kind | group for group in groups], default=lambda value: getattr(value, "tolist", str)())
         found[name] = json.loads(text)
@@ -641,11 +644,17 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
     """
     pairs = list(zip(before, now, strict=False))
     for old, new in pairs:
-        kinds = [(one.keys(), one.get("decoupled_weight_decay")) for one in (old, new)]
+        kinds = [(one.keys() - {"initial_lr"}, one.get("decoupled_weight_decay")) for one in (old, new)]
         if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
             raise CheckpointUsageError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
-    keys = [(key, old, new) for old, new in pairs for key in new if key in old and key not in {"class", "fused"}]
+    keys = [(key, old, new) for old, new in pairs for key in new if key in old and key not in _left_out(old, new)]
     return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
+
+
+def _left_out(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """Return the settings that are not compared: with a schedule on both sides, what it has made of the rate."""
+    has_schedule = "initial_lr" in old and "initial_lr" in new
+    return {"class", "fused", "lr"} if has_schedule else {"class", "fused"}
 
 
 # ------------------------------------------------------------------------ the run's part of a checkpoint
@@ -909,6 +918,11 @@ class RunState:
             logger.warning(words, expected, epoch)
 
     # ------------------------------------------------------------------ settings of optimizers, frozen parameters
+
+    @property
+    def begun_settings(self) -> dict[str, list[dict[str, Any]]]:
+        """Settings with which the training of each optimizer has begun, by name; what is missing is not known."""
+        return self._settings or {}
 
     def note_script_settings(self, saved: Mapping[str, Any]) -> None:
         """Note the settings of optimizers that the script has made, before a checkpoint's are loaded.

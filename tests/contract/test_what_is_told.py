@@ -17,6 +17,7 @@ from ddpkit.optim import take_step
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 from tests.launching import Run, python
+from tests.reading_blocks import block_rows
 
 from .recipes import Regression, make, points, sgd
 from .test_brain_resume import Killed
@@ -34,7 +35,7 @@ def events(tmp_path):
 def rows(caplog):
     """Return the rows of all blocks that were printed, by name."""
     texts = [record.getMessage() for record in caplog.records if record.name == "ddpkit.run.preflight"]
-    return {line[2:12].strip(): line[13:] for text in texts for line in text.splitlines()[1:]}
+    return block_rows("\n".join(texts))
 
 
 # ---------------------------------------------------------------------------------------------- the block
@@ -51,7 +52,7 @@ def test_the_start_says_what_optimizes_and_what_is_validated(caplog, tmp_path, m
         close_experiment()
     said = rows(caplog)
     assert said["optimizer"] == "SGD, lr 0.03"
-    assert said["valid set"] == "5 samples, 3 batches of 2 per process"
+    assert said["valid set"] == "5 samples in 3 batches of 2"
     assert "per step" not in said
     assert "  optimizer  SGD, lr 0.03\n" in Path("results/1/log.txt").read_text()
 
@@ -257,11 +258,11 @@ def test_a_step_that_is_skipped_or_within_the_norm_is_not_clipped(norm, max_norm
         assert result.clipped is (clipped and result.stepped)
 
 
-@pytest.mark.parametrize(("size", "words"), [(1, "1 sample, 1 batch of 1"), (2, "2 samples, 2 batches of 1")])
+@pytest.mark.parametrize(("size", "words"), [(1, "1 sample in 1 batch of 1"), (2, "2 samples in 2 batches of 1")])
 def test_the_block_counts_in_english(size, words, caplog):
     caplog.set_level("INFO", logger="ddpkit")
     make().fit([1], points(6), points(size), valid_loader_kwargs={"batch_size": 1})
-    assert rows(caplog)["valid set"] == f"{words} per process"
+    assert rows(caplog)["valid set"] == words
 
 
 def test_clipping_is_said_once_where_logging_is_not_set_up(tmp_path):

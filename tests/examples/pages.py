@@ -16,8 +16,7 @@ BLOCK = re.compile(r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$",
 SET_ASIDE = (
     (re.compile(r"CKPT\+\d{4}-\S+"), "CKPT+date"),
     (re.compile(r"\b[\d.]+ s\b"), "seconds"),
-    (re.compile(r"\[[\d:]+<[\d:]+, +[\d.?]+(batch/s|s/batch)"), "[time"),
-    (re.compile(r"\bsamples/s=[\d.]+[kM]?"), "speed"),
+    (re.compile(r"\brun [\d:]+\+? left"), "time"),
     (re.compile(r"^(  versions +).*"), r"\1"),
     (re.compile(r"^(  launcher .* on ).*"), r"\1host"),
 )

@@ -164,7 +164,7 @@ def test_a_batch_that_is_divided_unevenly(tmp_path):
     sizes = ("--global_batch_size=45", "--micro_batch_size=10", "--number_of_epochs=1")
     run = Run(torchrun(2, *COMMAND, *sizes), tmp_path, warm=True).wait()
     closing_line(run)
-    assert "  batch      2 processes x batch 7 to 8 x accumulation 3 = 45 samples per optimizer step" in run.err
+    assert "  batch      2 processes x batch 7 to 8 x accumulation 3 = 45 samples" in run.err
 
 
 def test_sizes_that_contradict_each_other_end_every_process_with_the_reason(tmp_path):

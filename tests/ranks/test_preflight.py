@@ -291,12 +291,14 @@ def blocks(text):
     """Return the blocks of a run, and how many other lines there are."""
     found = {}
     rest = []
+    name = ""
     for line in text.splitlines():
         if line.endswith(":") and " with ddpkit " in line:
             title = found.setdefault(line.split()[0], {})
         elif line.startswith("  ") and found:
+            name = line[2:13].strip() or name
             assert line[2:13].strip() not in title, "once"
-            title[line[2:13].strip()] = line[13:]
+            title[name] = f"{title[name]} {line[13:]}" if name in title else line[13:]
         else:
             rest.append(line)
     return found, rest
@@ -317,7 +319,8 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
         "strategy": "ddp: each process holds the whole model",
         "batch": "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 12 samples per epoch",
         "per step": "6 samples; one process has 3: --global_batch_size=3 trains as one process does",
-        "valid set": "12 samples, 12 batches of 1 per process",
+        "epochs": "2 in all, 4 optimizer steps",
+        "valid set": "12 samples, all per process in 12 batches of 1",
         "optimizer": "SGD, lr 0.001",
         "clipping": "gradient norm at most 5.0 (--max_grad_norm)",
         "precision": "bf16, evaluation fp32",
@@ -326,12 +329,12 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     }
     (saved,) = (tmp_path / "save").glob("CKPT+*")
     assert found["Evaluation"] == {
-        "test set": "12 samples, 3 batches of 5 per process",
+        "test set": "12 samples, all per process in 3 batches of 5",
         "precision": "fp32",
         "weights": f"from save/{saved.name}",
     }
     assert run.out == "prepared\n"
-    assert len(run.err.splitlines()) <= 19
+    assert len(run.err.splitlines()) <= 24
 
     (tmp_path / "train.py").write_text(
         (tmp_path / "train.py").read_text().replace("EpochCounter(2)", "EpochCounter(3)")
@@ -427,13 +430,15 @@ def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
     assert first[-1] == "  start      from scratch, and no checkpointer to save with"
     assert not any(line.startswith("  evaluation") for line in first)
     assert second[1:] == [
-        "  batch      1 process x batch 4 x accumulation 1 = 4 samples per optimizer step; 2 steps, 8 samples per epoch"
+        "  batch      1 process x batch 4 x accumulation 1 = 4 samples per optimizer",
+        "             step; 2 steps, 8 samples per epoch",
+        "  epochs     1 in all, 2 optimizer steps",
     ]
     for _ in range(2):
         brain.evaluate(data, test_loader_kwargs={"batch_size": 3})
     (only,) = said()
     assert only[1:] == [
-        "  test set   8 samples, 3 batches of 3 per process",
+        "  test set   8 samples in 3 batches of 3",
         "  weights    as training has left them",
     ]
     make().evaluate(iter(data))
@@ -554,3 +559,40 @@ def test_f14_under_torchrun_the_reason_stands_in_its_summary(tmp_path, processes
     most = "rank 0" if processes == 2 else "ranks 0, 2"
     assert f"  train samples: 12 on {most}; 13 on rank 1" in run.tail(8)
     assert "Training with ddpkit" not in run.err, "nothing is announced that does not begin"
+
+
+def rows_of_ranks(samples, options):
+    """Return two rows of the block, and how many rows of the valid set this rank has evaluated."""
+    brain = make(Evaluating, shard_evaluation=True, **options)
+    brain.fit([1], points(8), points(samples), valid_loader_kwargs={"batch_size": 2})
+    report = run_of(brain).preflight.report
+    rows = {} if report is None else report.said
+    return rows.get("valid set"), rows.get("gradients"), brain.evaluated
+
+
+class Evaluating(Regression):
+    evaluated = 0
+
+    def evaluate_batch(self, batch, stage):
+        self.evaluated += len(batch[0])
+        return super().evaluate_batch(batch, stage)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "words"),
+    [
+        (7, {"ddp_comm_hook": "fp16"}, "7 samples, 3 to 4 per process in 2 batches of 2"),
+        pytest.param(8, {}, "8 samples, 4 per process in 2 batches of 2", marks=pytest.mark.slow),
+        pytest.param(1, {}, "1 sample, 0 to 1 per process in 1 batch of 2", marks=pytest.mark.slow),
+        pytest.param(
+            7, {"virtual_ranks": 4}, "7 samples, 3 to 4 per process in 2 batches of 2", marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_the_rows_that_each_process_evaluates_and_how_gradients_travel_are_said(ranks, samples, options, words):
+    (said, gradients, most), (_, _, least) = ranks.run(rows_of_ranks, samples, options)
+    assert said == words
+    assert {str(least), str(most)} <= set(words.replace(",", "").split())
+    hook = "sent between processes as fp16 (--ddp_comm_hook)"
+    assert gradients == (hook if "ddp_comm_hook" in options else None)

@@ -78,7 +78,8 @@ def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
     rows = [line[2:12].strip() if line.startswith("  ") else line.split(" with ")[0] for line in run.err.splitlines()]
     batch = ["batch", "per step"] if processes > 1 else ["batch"]
     evaluation = ["evaluation"] if processes > 1 else []
-    means = ["valid set", "optimizer", "clipping", "precision", *evaluation, "start"]
+    rows = [row for row in rows if row]  # a row may have several lines
+    means = ["epochs", "valid set", "optimizer", "clipping", "precision", *evaluation, "start"]
     training = ["Training", "launcher", "devices", "versions", "strategy", *batch, *means]
     expected = [*training, "Evaluation", "test set", "weights"] if is_main else []
     assert rows == expected, "a clean run says nothing on stderr but these, once, from the main process"

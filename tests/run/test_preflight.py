@@ -17,11 +17,11 @@ from ddpkit.run.preflight import (
     Place,
     StartReport,
     evaluation_row,
-    optimizer_row,
     place_rows,
     precision_row,
     start_row,
 )
+from ddpkit.run.start_rows import optimizers_row
 
 
 def placed(*per_node, device="cuda (NVIDIA H200)"):
@@ -161,10 +161,11 @@ def test_learning_rates_are_shortened():
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(6)]
     groups = [{"params": [weight], "lr": 0.1 / 2**n} for n, weight in enumerate(weights)]
     sgd, adam = torch.optim.SGD(groups), torch.optim.Adam(weights[:1], lr=torch.tensor(1e-4))
-    assert optimizer_row({"one": sgd}) == "SGD, lr 0.1, 0.05, 0.025, 0.0125, and 2 more"
-    assert optimizer_row({"generator": adam, "critic": adam}) == "generator: Adam, lr 0.0001; critic: Adam, lr 0.0001"
-    assert optimizer_row({"own": SimpleNamespace(param_groups=[{"params": []}])}) == "SimpleNamespace"
-    assert optimizer_row({}) == ""
+    assert optimizers_row({"one": sgd}, {}) == "SGD, lr 0.1, 0.05, 0.025, 0.0125, and 2 more"
+    two = {"generator": adam, "critic": adam}
+    assert optimizers_row(two, {}) == "generator: Adam, lr 0.0001; critic: Adam, lr 0.0001"
+    assert optimizers_row({"own": SimpleNamespace(param_groups=[{"params": []}])}, {}) == "SimpleNamespace"
+    assert optimizers_row({}, {}) == ""
 
 
 def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch, caplog):

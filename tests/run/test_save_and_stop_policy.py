@@ -11,6 +11,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.run.state import EVALUATED, read_brain_file
 from ddpkit.types import Stage
+from tests.reading_blocks import block_rows
 
 
 class Scored(Brain):
@@ -111,8 +112,8 @@ def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(
 
 def said(caplog, row):
     """Return what the blocks say, the newest last."""
-    lines = [line.strip() for record in caplog.records for line in record.getMessage().splitlines()]
-    return [line.removeprefix(row).strip() for line in lines if line.startswith(row)]
+    blocks = [block_rows(one.getMessage()) for one in caplog.records if one.name == "ddpkit.run.preflight"]
+    return [rows[row] for rows in blocks if row in rows]
 
 
 def brain_of(kind, folder, **given):
@@ -146,10 +147,10 @@ def test_what_the_block_says_of_weights_is_what_was_loaded(tmp_path, caplog):
     data = [torch.ones(1, 2)] * 2
     saved = Checkpointer(tmp_path, {"model": nn.Linear(2, 1)}).save_checkpoint().path  # of no Brain
     brain_of(Plain, tmp_path, allow_partial_load=True).fit([1], data)
-    assert said(caplog, "start ")[-1].startswith(f"from {saved}: ")
+    assert said(caplog, "start")[-1].startswith(f"from {saved}: ")
     brain_of(NoRecovery, tmp_path).fit([1], data)
-    assert said(caplog, "start ")[-1] == f"from scratch: no checkpoint in {tmp_path} was loaded (--resume=auto)"
+    assert said(caplog, "start")[-1] == f"from scratch: no checkpoint in {tmp_path} was loaded (--resume=auto)"
     brain_of(Plain, tmp_path, allow_partial_load=True).evaluate(data)
-    assert said(caplog, "weights ")[-1] == f"from {saved}"
+    assert said(caplog, "weights")[-1] == f"from {saved}"
     brain_of(Averaging, tmp_path, allow_partial_load=True).evaluate(data)
-    assert said(caplog, "weights ")[-1] == f"from {saved}"
+    assert said(caplog, "weights")[-1] == f"from {saved}"

@@ -381,7 +381,7 @@ class Bars:
 
     made = ()
 
-    def __init__(self, label, total, *, initial=0, enable=True, colour=None):
+    def __init__(self, label, total, *, initial=0, enable=True, colour=None, of_run=None):
         self.facts = (label, total, initial, enable, colour)
         self.partial = False
         self.shown = []

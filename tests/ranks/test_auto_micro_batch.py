@@ -442,7 +442,15 @@ def test_what_cannot_be_repeated_or_divided_is_refused():
     assert "with a LoopedLoader" in refused(loading={"looped_nominal_epoch": 4})
     batches = BatchSampler(SequentialSampler(range(SAMPLES)), 4, drop_last=False)
     assert "made already, by a batch_sampler" in refused(loading={"batch_sampler": batches})
-    assert "StepsByItself.optimizers_step does not call super().optimizers_step()" in refused(StepsByItself)
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_recipe_that_steps_by_itself_has_the_bits_of_the_size_that_fits(ranks, number):
+    """The processes agree before its optimizers_step is called."""
+    given = {"kind": StepsByItself, "most": 2, "model": {"on_rank": number - 1, "backward": True}}
+    for found, size, expected, begun, _ in ranks.run(both, given, world_size=number):
+        assert found == expected
+        assert size == begun == (2, GLOBAL // number // 2)
 
 
 def test_torchs_own_synchronised_batch_norm_is_refused(ranks):

@@ -803,10 +803,12 @@ class FailureReport:
     Attributes:
         store_is_lost: whether the store has gone with the process that held it. It is not asked again: torch logs each
             attempt to reach it at length.
+        lost_by: what torch then said, in a line.
         process: the rank's own; one that it forks inherits the report, and must not use it.
         awaited: the rank that this one waits for, outside of collectives; None: none.
         find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little. Is
             given the rank at its other end, or None where that is not known.
+        await_silence: waits briefly until other threads of this process have ended their calls of the store.
 
     Ranks: local; only :meth:`await_departures` waits for others.
 
@@ -824,9 +826,11 @@ class FailureReport:
         self.rank = rank
         self.world_size = world_size
         self.store_is_lost = False
+        self.lost_by = ""
         self.process = os.getpid()
         self.awaited: int | None = None
         self.find_reason: Callable[[int | None], Reason | None] = lambda _: None
+        self.await_silence: Callable[[], None] = lambda: None
 
     @property
     def is_forked(self) -> bool:
@@ -904,8 +908,9 @@ class FailureReport:
         if not self.store_is_lost:
             try:
                 return ask(self.store)
-            except RuntimeError:
+            except RuntimeError as error:
                 self.store_is_lost = True
+                self.lost_by = (str(error).splitlines() or [""])[0][:200]
         return otherwise
 
 

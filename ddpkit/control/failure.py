@@ -331,6 +331,7 @@ def _show(error: BaseException, previous: Callable[..., object]) -> None:
         return
     order = FailureOrder(report, own)
     order.take_turn(vars(error).get(AFTER))
+    report.await_silence()
     if order.first is None:
         _show_as_first(order, error, previous)
     else:
@@ -420,6 +421,8 @@ class UncaughtHook:
             _log(error)
             record_for_launcher(news)
             _tell(news, is_final=True)
+            if PROCESS.report is not None:  # torch writes at length that a store is gone, and the reason comes last
+                PROCESS.report.await_silence()
             self.previous(type(news), news, news.__traceback__)
         else:
             _show(news, self.previous)

@@ -53,6 +53,7 @@ EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
 HOLD_SECONDS = 25.0  # for a save that the end of the process waits for; launchers kill after 30
 REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
+QUIET_SECONDS = 0.5  # for a call of the store to end, before the reason is said
 BEAT_SECONDS = 1.0  # between two calls of the store
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
@@ -99,6 +100,10 @@ class ExitDelay:
 EXIT_DELAY = ExitDelay()
 
 
+class _StoreGoneError(RuntimeError):
+    """The store has just failed to answer, and is not asked again."""
+
+
 class Heartbeat:
     """Reports this rank's position to the other ranks, and reads which ranks failed, disappeared or fell silent.
 
@@ -141,6 +146,7 @@ class Heartbeat:
         self.latest = {self.rank: self.position.own_status(self.rank, 0.0, look=False)}
         self._read_at: dict[int, float] = {}
         self._logged: set[tuple[str, str]] = set()
+        self._asking = threading.Lock()
 
     def beat_until(self, over: threading.Event) -> None:
         """Beat until an event is set, or the store has gone; not once this process has failed.
@@ -153,17 +159,23 @@ class Heartbeat:
         while not over.wait(pause):
             is_quick = self.beats < FIRST_BEATS or self.is_searching
             pause = BEAT_SECONDS / FIRST_BEATS if is_quick else BEAT_SECONDS
-            try:
-                # A process that has failed says no more: of a store that is gone torch logs at length.
-                if PROCESS.failed is None and not self.report.store_is_lost:
-                    store = self._own_connection() if store is None else store
-                    self.beat(store)
-            except Exception as error:  # noqa: BLE001 -- of the store, which is the end; or of what is tried again
-                if not self._answers(store):
-                    self.store_lost = None if over.is_set() else (str(error).splitlines() or [""])[0][:200]
-                    return
-                self.log_once("exchanging heartbeats", error)
+            with self._asking:
+                try:
+                    # A process that has failed says no more: of a store that is gone torch logs at length.
+                    if PROCESS.failed is None and not self.report.store_is_lost:
+                        store = self._own_connection() if store is None else store
+                        self.beat(store)
+                except Exception as error:  # noqa: BLE001 -- of the store, which is the end; or of what is tried again
+                    if isinstance(error, _StoreGoneError) or not self._answers(store):
+                        self.store_lost = None if over.is_set() else (str(error).splitlines() or [""])[0][:200]
+                        return
+                    self.log_once("exchanging heartbeats", error)
             self.answered = time.monotonic()
+
+    def await_silence(self) -> None:
+        """Wait briefly until no call of the store is under way: torch may be writing, at length, that it is gone."""
+        if self._asking.acquire(timeout=QUIET_SECONDS):
+            self._asking.release()
 
     def _own_connection(self) -> Store:
         """Return a connection of its own to the store: a wait on the shared one blocks all other calls."""
@@ -244,7 +256,7 @@ class Heartbeat:
         self._note_gone_neighbours(store, report)
         reason = report.first_failure()
         if report.store_is_lost:
-            store.check([beat_key(self.rank)])  # raises
+            raise _StoreGoneError(report.lost_by)
         if reason is not None and self.is_affected_by(reason):
             self.failure = reason
 
@@ -375,7 +387,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        self.report.find_reason = self.await_reason
+        self.report.find_reason, self.report.await_silence = self.await_reason, self.heartbeat.await_silence
         beat = functools.partial(self.heartbeat.beat_until, self._over)
         for work, name in ((beat, "ddpkit-heartbeat"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
@@ -540,6 +552,7 @@ class Watchdog:
         """End the process, whatever its main thread is doing; say why last, if there is something to say."""
         if text is not None:
             record_for_launcher(RankFailedError(text))
+            self.heartbeat.await_silence()
             with contextlib.suppress(OSError):
                 os.write(2, f"\n[ddpkit] {text}\n".encode())
         kill_workers()

@@ -346,6 +346,44 @@ def test_a_store_that_is_gone_ends_the_pulse_and_then_the_run(clock, store, oper
     assert "rank 0 (" in one.ended[0]
 
 
+def test_a_store_that_is_gone_is_asked_no_more(store):
+    """Each attempt to reach it prints thirty lines of C++ frames."""
+    asked = Asked(store)
+    one = Watched(asked, near=[])
+    one.beat()
+    asked.clone = lambda: asked
+    asked.fails = {"check": RuntimeError("Broken pipe")}
+    before = asked.counts["check"]
+    one.heartbeat.beat_until(threading.Event())
+    assert one.heartbeat.store_lost == "Broken pipe"
+    assert asked.counts["check"] == before + 1
+
+
+def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monkeypatch):
+    """What torch writes of a lost connection stands above it; afterwards the store is not asked again."""
+    monkeypatch.setattr("ddpkit.control.watchdog.QUIET_SECONDS", 30.0)
+    begun, answer, told = threading.Event(), threading.Event(), []
+    one = Watched(store)
+
+    def beat(_):
+        begun.set()
+        answer.wait(30)
+        told.append("what torch writes")
+
+    one.heartbeat.beat = beat
+    over = threading.Event()
+    thread = threading.Thread(target=one.heartbeat.beat_until, args=(over,))
+    thread.start()
+    assert begun.wait(30)
+    monkeypatch.setattr(PROCESS, "failed", ValueError("boom"))
+    threading.Timer(0.1, answer.set).start()
+    one.heartbeat.await_silence()
+    told.append("the reason")
+    over.set()
+    thread.join()
+    assert told == ["what torch writes", "the reason"]
+
+
 def test_a_store_that_was_closed_because_all_is_over_is_not_lost(clock, store):
     one, over = Watched(store), threading.Event()
 

@@ -326,6 +326,7 @@ def test_a_rank_that_is_lost_while_the_group_is_made_ends_the_others(tmp_path, h
     assert lost.wait().code != 0
     assert first.code == 1
     assert reason in first.tail(1), first.err
+    assert reason in first.err.rstrip().rpartition("\n")[2], "below what torch writes of its store"
 
 
 def sockets_after_a_brain():

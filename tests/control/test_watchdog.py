@@ -346,8 +346,9 @@ def test_a_store_that_is_gone_ends_the_pulse_and_then_the_run(clock, store, oper
     assert "rank 0 (" in one.ended[0]
 
 
-def test_a_store_that_is_gone_is_asked_no_more(store):
+def test_a_store_that_is_gone_is_asked_no_more(store, monkeypatch):
     """Each attempt to reach it prints thirty lines of C++ frames."""
+    monkeypatch.setattr(PROCESS, "failed", None)
     asked = Asked(store)
     one = Watched(asked, near=[])
     one.beat()
@@ -362,6 +363,7 @@ def test_a_store_that_is_gone_is_asked_no_more(store):
 def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monkeypatch):
     """What torch writes of a lost connection stands above it; afterwards the store is not asked again."""
     monkeypatch.setattr("ddpkit.control.watchdog.QUIET_SECONDS", 30.0)
+    monkeypatch.setattr(PROCESS, "failed", None)
     begun, answer, told = threading.Event(), threading.Event(), []
     one = Watched(store)
 
@@ -380,7 +382,7 @@ def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monke
     one.heartbeat.await_silence()
     told.append("the reason")
     over.set()
-    thread.join()
+    thread.join(30)
     assert told == ["what torch writes", "the reason"]
 
 

@@ -221,7 +221,7 @@ class StageRunner:
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
-        self._begin(Stage.TRAIN, loader)
+        self._begin(Stage.TRAIN, loader, feed if isinstance(feed, StreamFeed) else None)
         self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
@@ -439,13 +439,15 @@ class StageRunner:
         is_inside = stage is Stage.TEST and self.progress.is_fitting
         return kept_modes(self.modules) if is_inside else contextlib.nullcontext()
 
-    def _begin(self, stage: Stage, loader: Any) -> None:
+    def _begin(self, stage: Stage, loader: Any, stream: StreamFeed | None = None) -> None:
         """Note, for gathering and for the metrics, what a stage runs over, and whether it is divided over the ranks."""
         is_training = stage is Stage.TRAIN
         divided = get_world_size() > 1 and (is_training or is_divided(loader, unknown=self.options.shard_evaluation))
         begin_stage(divided=divided)
         POSITION.stage_begins()
-        self.progress.seen = Seen(stage, loader, divided, first=self.progress.step if is_training else 0)
+        before = self.progress.meter.samples
+        first = self.progress.step if is_training else 0
+        self.progress.seen = Seen(stage, loader, divided, first=first, stream=stream, samples_before=before)
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
@@ -531,7 +533,7 @@ class StageRunner:
         progress, copies = self.progress, 1
         meter, seen = progress.meter, progress.seen
         if seen is not None:
-            seen.close(progress.step)
+            seen.close(progress.step, meter.samples)
             copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
         own = [*meter.totals(), meter.samples]
         loss_sum, count, bad, samples = progress.logged.sync(own, at_end=True)

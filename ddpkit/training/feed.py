@@ -620,6 +620,7 @@ class StreamFeed:
         size_of: counts the samples of a batch; None for another rank's batch, which does not count here.
         uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
         length: None: unknown.
+        repeated: samples of this rank's batches that were repeated to keep step, so far.
 
     Ranks: collective; every rank must have a first batch.
 
@@ -644,6 +645,7 @@ class StreamFeed:
     length: int | None = None
     left_out: int = 0
     ready: Callable[[], object] = bool  # does nothing
+    repeated: int = 0
 
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it.
@@ -667,6 +669,7 @@ class StreamFeed:
                 window.begin()
             place += 1
             window.count = turn.count
+            self.repeated += turn.repeated
             window.weight, total = self._weigh(turn)
             whole = whole or self.whole or self.factor * total
             done += total
@@ -680,16 +683,18 @@ class StreamFeed:
 
     def _read(self, batches: Iterator[Any]) -> Iterator[_Turn]:
         """Read the batches, the last one again and again after the end; start telling the other ranks of each."""
-        last, able = None, 0.0
+        last, able, last_size = None, 0.0, 0
         for done in itertools.islice(batches, self.left_out):  # the last of which may have to be repeated
-            last, able = done, 1.0
+            last, able, last_size = done, 1.0, guess_batch_size(done)
         while True:
             size = None
             for batch in itertools.islice(batches, 1):
                 last, able, size = batch, 1.0, self.size_of(batch)
+                last_size = guess_batch_size(batch) if size is None else size  # None: another rank's
             present, count = int(size is not None), size or 0
+            repeated = 0 if present else last_size
             sums = self.start_sum([float(present), float(count), able])
-            yield _Turn(last, present, count, functools.cache(lambda sums=sums: _Told(*sums())))
+            yield _Turn(last, present, count, repeated, functools.cache(lambda sums=sums: _Told(*sums())))
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
@@ -724,6 +729,7 @@ class _Turn:
     batch: Any
     present: int
     count: int
+    repeated: int  # samples, of a batch that is repeated
     told: Callable[[], _Told]  # waits for the other ranks once
 
 

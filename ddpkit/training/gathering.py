@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -69,6 +69,9 @@ class Seen:
         first: batches of the epoch done before this run began (after a resume).
         last: batches done in the end; None while the stage runs.
         sizes: samples of each batch of an evaluation.
+        stream: the feed of a training over a stream; else None.
+        samples_before: of this rank's, done before this run began.
+        of_stream: of such a training: samples, and further ones of batches that were repeated at its end.
 
     Ranks: local.
 
@@ -87,15 +90,22 @@ class Seen:
     first: int = 0
     last: int | None = None
     sizes: list[int] = field(default_factory=list)
+    stream: Any = field(default=None, repr=False)
+    samples_before: int = 0
+    of_stream: tuple[int, int] | None = None
     _plan: Any = field(default=None, repr=False)
 
-    def close(self, last: int) -> None:
+    def close(self, last: int, samples: float = 0) -> None:
         """End the stage: take hold of the plan of its epoch, before a later epoch changes it.
 
         Args:
             last: batches of the epoch done by now.
+            samples: of this rank, of the epoch.
         """
         self.last = last
+        if self.stream is not None:
+            self.of_stream = int(samples - self.samples_before), self.stream.repeated
+            self.stream = None
         self._plan = None if isinstance(self.loader, LoopedLoader) else copy.copy(plan_of(self.loader))
 
     @property
@@ -213,6 +223,14 @@ def _rows_seen(seen: Seen) -> _Rows:
     return _Rows(places, numbers, counted, sizes, counted_sizes, has_indices)
 
 
+def _rows_of(seen: Seen, columns: list[Any]) -> _Rows:
+    if seen.is_known:
+        return _rows_seen(seen)
+    if seen.of_stream is not None:
+        return _rows_of_training(seen, columns, *seen.of_stream)
+    return _rows_given(seen, columns)
+
+
 def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
     """Take the samples of a stream that are given as seen: in its order where it was dealt out, else rank by rank."""
     by_batch = any(isinstance(one, list) and [row_count(entry) for entry in one] == seen.sizes for one in columns)
@@ -221,6 +239,22 @@ def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
     numbers = np.full(size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64)
     indices = numbers if places is None else places
     return _Rows(indices, numbers, everything, seen.sizes, seen.sizes, has_indices=places is not None)
+
+
+def _rows_of_training(seen: Seen, columns: list[Any], samples: int, repeated: int) -> _Rows:
+    """Take the samples of a training stream: at its end a rank may have repeated its last batch."""
+    size = samples + repeated
+    places, counted = _stream_places(seen.loader, size), np.arange(size) < samples
+    numbers = np.full(size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64)
+    indices = numbers if places is None else places
+    rows = _Rows(indices, numbers, counted, has_indices=places is not None)
+    for column in columns:
+        sizes = [row_count(entry) for entry in column] if isinstance(column, list) else [None]
+        ends = np.cumsum([0, *[one or 0 for one in sizes]]).tolist()
+        if None not in sizes and samples in ends and ends[-1] in {samples, size}:
+            rows.counted_sizes = cast("list[int]", sizes[: ends.index(samples)])
+            rows.sizes = cast("list[int]", sizes)
+    return rows
 
 
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
@@ -281,7 +315,7 @@ def gather_results(seen: Seen, results: Any) -> Any:
 
     def own() -> _Part:
         columns, skeleton, problem = _columns(results)
-        rows = _rows_seen(seen) if seen.is_known else _rows_given(seen, columns)
+        rows = _rows_of(seen, columns)
         columns = [on_cpu(column) for column in columns]
         return _Part([_pack(one) for one in columns] if seen.divided else columns, skeleton, problem, rows)
 
@@ -306,8 +340,10 @@ def _check_seen(seen: Seen) -> None:
             "gather cannot know which samples the batches held: the loader was made with in_order=False. Leave it out."
         )
     foreign = any(isinstance(one, DistributedSampler) for one in layers(seen.loader))
-    if seen.divided and not seen.is_known and (seen.stage is Stage.TRAIN or foreign):
-        kind = "is divided by a DistributedSampler, which repeats samples" if foreign else "is a stream, or looped"
+    is_looped = seen.stage is Stage.TRAIN and seen.of_stream is None
+    if seen.divided and not seen.is_known and (is_looped or foreign):
+        repeats = "is divided by a DistributedSampler, which repeats samples"
+        kind = repeats if foreign else "is looped, or a stream of virtual ranks"
         raise ConfigError(
             f"gather cannot know which results count once: the loader of {seen.stage.name} {kind}. Give the dataset "
             "itself, or gather in a stage whose data is map-style."

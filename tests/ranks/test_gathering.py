@@ -410,15 +410,32 @@ def test_what_is_given_for_each_batch_of_a_stream_that_divides_itself_comes_rank
     assert ranks.run(evaluate_stream_by_batch, 7, True, 0) == [(True, True, [0, 2, 4, 6, 1, 3, 5])] * 2
 
 
-def train_on_stream():
-    brain = make(Collect)
-    with pytest.raises(ConfigError, match="the loader of TRAIN is a stream, or looped"):
-        brain.fit([1], Numbers(8, False), train_loader_kwargs={"batch_size": 2})
-    return True
+class CollectInTraining(Collect):
+    """Gathers in each training stage; keeps what it has found."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.gathered = [*getattr(self, "gathered", []), self.gather({"ids": self.ids, "rows": self.rows})]
 
 
-def test_a_stream_in_training_is_refused(ranks):
-    assert ranks.run(train_on_stream) == [True, True]
+def train_on_stream(size, divides=False, batch_size=2):
+    brain = make(CollectInTraining)
+    brain.fit([1, 2], Numbers(size, divides), train_loader_kwargs={"batch_size": batch_size})
+    return [
+        (found["ids"], [int(row.reshape(-1)[0]) for row in found["rows"]]) for found in brain.gathered
+    ]
+
+
+@pytest.mark.parametrize("size", [8, pytest.param(9, marks=pytest.mark.slow), 13])
+def test_a_stream_in_training_comes_in_its_own_order_without_what_was_repeated(ranks, size):
+    expected = [([f"id{index}" for index in range(size)], [*range(size)])] * 2
+    assert train_on_stream(size) == expected
+    assert ranks.run(train_on_stream, size) == [expected] * 2
+
+
+def test_a_stream_in_training_that_divides_itself_comes_rank_by_rank(ranks):
+    order = [*range(0, 9, 2), *range(1, 9, 2)]
+    expected = [([f"id{index}" for index in order], order)] * 2
+    assert ranks.run(train_on_stream, 9, True) == [expected] * 2
 
 
 def calls_of_an_undivided_evaluation():

@@ -90,7 +90,7 @@ def test_nominal_epochs_do_not_tell_what_was_seen():
     assert gather_results(seen_of(loader, 2), list("abc")) == list("abc"), "as it was given"
     seen = Seen(Stage.TRAIN, loader, divided=True)
     seen.close(4)
-    with pytest.raises(ConfigError, match="the loader of TRAIN is a stream, or looped"):
+    with pytest.raises(ConfigError, match="the loader of TRAIN is looped, or a stream of virtual ranks"):
         gather_results(seen, list("abc"))
 
 

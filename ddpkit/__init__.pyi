@@ -20,6 +20,7 @@ from ddpkit import (
     metric_stats as metric_stats,
     metrics as metrics,
     optim as optim,
+    overrides as overrides,
     parameter_transfer as parameter_transfer,
     precision as precision,
     profiler as profiler,

@@ -6,7 +6,6 @@ constructed or called here.
 
 from __future__ import annotations
 
-import difflib
 import platform
 import sys
 from collections import deque
@@ -23,6 +22,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
 from ddpkit.errors import ConfigError
+from ddpkit.overrides import close_names, nested_override, require_same_kind
 from ddpkit.recipe_yaml import check_references, pairs, read_document, with_overrides
 from ddpkit.run_opts import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 
@@ -140,7 +140,7 @@ def override_line(key: str, value: str) -> str:
     line = f"{key}: {value}"
     if _is_kept(line, value):
         return line
-    if value.lstrip()[:1] in {"[", "{"} and any(value.count(one) > value.count(end) for one, end in ("[]", "{}")):
+    if value.lstrip()[:1] in {"[", "{"} and _is_open(value):
         text = "the bracket at its beginning is not closed. Close it; a text that begins so needs quotes of its own"
         raise ConfigError(f"--{key}={value} is not valid YAML: {text}, such as --{key}='\"[a\"'.")
     # YAML takes no control characters, and nothing of a file's name that is not UTF-8.
@@ -198,7 +198,7 @@ def _argument(word: str, rest: deque[str]) -> _Argument:
     name, equals, value = word[2:].partition("=")
     argument = _Argument("local_rank" if name == "local-rank" else name)
     if equals:
-        argument.values.append(value)
+        argument.values.append(_whole(value, rest))
         return argument
     option = argument.option
     if option is not None and option.type is bool:
@@ -206,8 +206,25 @@ def _argument(word: str, rest: deque[str]) -> _Argument:
     is_list = option is not None and option.type is list
     argument.is_open = option is None or is_list
     while rest and rest[0] != "-h" and not rest[0].startswith("--") and (is_list or not argument.values):
-        argument.values.append(rest.popleft())
+        argument.values.append(_whole(rest.popleft(), rest))
     return argument
+
+
+def _whole(value: str, rest: deque[str]) -> str:
+    """Join a list or a mapping that the shell has cut at its blanks: ``--channels=[64, 128]`` without quotes.
+
+    SpeechBrain joins words so, too.
+    """
+    words = [value]
+    while value[:1] in {"[", "{"} and _is_open(" ".join(words)) and rest and not rest[0].startswith("--"):
+        if rest[0].endswith(_YAML_SUFFIXES):
+            break
+        words.append(rest.popleft())
+    return " ".join(words)
+
+
+def _is_open(text: str) -> bool:
+    return any(text.count(one) > text.count(end) for one, end in ("[]", "{}"))
 
 
 def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
@@ -221,11 +238,17 @@ def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
         words = ", ".join(map(repr, loose or [word for _, word in found])) or "none"
         raise ConfigError(
             f"Give one hyperparameter YAML; found: {words}. Put it first, and write all else as --name=value (a switch "
-            "too: --debug=False). --help shows the options."
+            f"too: --debug=False).{_without_dashes(loose)} --help shows the options."
         )
     argument, word = found[0]
     argument.values.remove(word)
     return word
+
+
+def _without_dashes(loose: list[str]) -> str:
+    """Say that a word such as ``lr=0.1`` lacks its two dashes."""
+    found = [word.lstrip("-") for word in loose if "=" in word]
+    return f" With two dashes: --{found[0]}." if found else ""
 
 
 def _value(argument: _Argument, option: Option) -> Any:
@@ -234,7 +257,7 @@ def _value(argument: _Argument, option: Option) -> Any:
         return True
     if option.type is list and argument.is_open:
         return option.coerce(argument.values, ON_COMMAND_LINE)
-    if not argument.values:
+    if not argument.values or not argument.values[0].strip():
         raise ConfigError(f"--{option.name} needs a value, --{option.name}={option.form}: {option.help}.")
     return option.coerce(argument.values[0], ON_COMMAND_LINE)
 
@@ -256,15 +279,24 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
 
 def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:
     """Refuse overrides that match nothing, with the names that come close."""
-    for key in overrides:
-        if key not in nodes:
-            longer = [name for name in nodes if key in name]  # of the recipe's own keys
-            close = longer or difflib.get_close_matches(key, [*nodes, *(one.name for one in OPTIONS if one.group)])
-            meant = f"; did you mean --{' or --'.join(close)}?" if close else "."
+    options = [one.name for one in OPTIONS if one.group]
+    for key, value in overrides.items():
+        if key in nodes:
+            if value is not None:
+                require_same_kind(key, value, nodes[key], param_file)
+            continue
+        nested = nested_override(key, value, nodes)
+        if nested is not None:
             raise ConfigError(
-                f"--{key} is neither a run option nor a key of {param_file!r}{meant} Correct the name, or add the key "
-                "to the file; --help shows the options."
+                f"--{key} is no key of {param_file!r}. A key inside of another is given as YAML: {nested} changes it, "
+                "and keeps the others."
             )
+        close = close_names(key, nodes, options)
+        meant = f"; did you mean --{' or --'.join(close)}?" if close else "."
+        raise ConfigError(
+            f"--{key} is neither a run option nor a key of {param_file!r}{meant} Correct the name, or add the key "
+            "to the file; --help shows the options."
+        )
 
 
 def _switched_on(key: str, node: Node) -> str:

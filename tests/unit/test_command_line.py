@@ -170,7 +170,6 @@ def test_o12_options_made_by_hand_count():
         ("-1", -1),
         ("1e-3", 0.001),
         ("null", None),
-        ("", None),
         ("True", True),
         ("[1, 2]", [1, 2]),
         ("(1, 2)", (1, 2)),
@@ -365,8 +364,9 @@ def test_a_bracket_that_is_not_closed_is_an_error_and_no_text(value):
 
 @pytest.mark.parametrize("value", ["[ab]*.wav", "{x}.txt", "a[b", "100%", "'[a'"])
 def test_a_text_with_brackets_stays_a_text(value):
-    read = load_hyperpyyaml("seed: 1\n", parse("h.yaml", f"--seed={value}")[2])
-    assert read["seed"] == value.strip("'")
+    Path("h.yaml").write_text("name: x\n")
+    read = load_hyperpyyaml("name: x\n", parse("h.yaml", f"--name={value}")[2])
+    assert read["name"] == value.strip("'")
 
 
 def test_a_switch_without_a_value_is_turned_on_and_other_keys_need_one():

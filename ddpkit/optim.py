@@ -479,6 +479,7 @@ def make_optimizer(
         >>> type(make_optimizer(torch.optim.Adam, torch.nn.Linear(1, 1))).__name__
         'Adam'
     """
+    _require_maker("opt_class", opt_class)
     parameters = list(modules.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise ConfigError(
@@ -493,6 +494,29 @@ def make_optimizer(
         raise ConfigError(f"opt_class cannot make an optimizer: {type(error).__name__}: {error}") from error
     _require(optimizer, "opt_class must return an optimizer", "param_groups", "step", "zero_grad")
     return optimizer
+
+
+def _require_maker(name: str, given: Any) -> None:
+    """Refuse an object, or the name of a class, where a class or a function is called to make one.
+
+    Args:
+        name: of the argument.
+        given: what was given for it.
+
+    Raises:
+        ConfigError: it cannot be called.
+    """
+    if callable(given):
+        return
+    kind = type(given).__name__
+    if isinstance(given, str):
+        what = f"{name}={given!r} is a text"
+    else:
+        what = f"{name} is an object of the class {kind}, which is made already"
+    raise ConfigError(
+        f"{what}: give a class or a function that makes it, in YAML with !name: instead of !new:, in Python "
+        "functools.partial(TheClass, ...). An object of your own is set in init_optimizers."
+    )
 
 
 def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
@@ -686,6 +710,7 @@ def make_schedule(
 
     Ranks: local; alike on every rank.
     """
+    _require_maker("scheduler_class", scheduler_class)
     make = functools.partial(_make_scheduler, scheduler_class, optimizer)
     asks = _asks_for_length(scheduler_class)
     schedule = Schedule(make(total_steps), optimizer, every, total_steps, make if asks else None)

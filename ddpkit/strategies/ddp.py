@@ -512,9 +512,10 @@ class DDP(Strategy):
         awaited = [one for one in sending if one.gradient_reduction.is_awaited()]
         if is_known and (closes or sends_use):
             self._complete(awaited, closes=closes)
-        elif not closes:
-            for one in awaited:
+        elif not closes or (sends_use and self.options.grad_accumulation_factor > 1):
+            for one in awaited:  # as after a backward pass whose gradients are not averaged
                 one.gradient_reduction.skipped = True
+                one.gradient_reduction.reduced = one.gradient_reduction.armed = False
 
     def _complete(self, modules: list[WrappedDDP], *, closes: bool) -> None:
         """Take part in the averages of modules, without gradients of the last batch, in the order of a backward pass.

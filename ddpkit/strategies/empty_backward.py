@@ -97,6 +97,8 @@ def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
     [module] = modules
     if any(isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)) for part in module.module.modules()):
         raise BatchError(NOT_CALLED.format(names, STATISTICS))
+    if module.gradient_reduction.skipped:
+        module.pass_over()  # while it has its own parameters
     with temporarily(module, module=_Unused(_trained(module))), torch.enable_grad():
         module.forward()
 

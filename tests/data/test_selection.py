@@ -65,7 +65,7 @@ def test_a_range_is_not_written_out():
         Wrapper(index={"a": 1, "b": 2, "c": 3}),
         Wrapper(noise=torch.arange(3)),
     ],
-    ids=str,
+    ids=["list", "short", "floats", "lists", "no shape", "dict", "another name"],
 )
 def test_what_is_no_selection_is_left_alone(source):
     assert words(source) == []

@@ -244,7 +244,7 @@ def test_epochs_whose_number_cannot_be_asked_for_are_counted_as_they_come():
 
 @pytest.mark.parametrize("given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", "a namespace"])
 def test_hparams_that_are_no_mapping(given):
-    with pytest.raises(ConfigError, match=f"hparams is a {type(given).__name__}, not a mapping: give what load_hyper"):
+    with pytest.raises(ConfigError, match=f"hparams is a {type(given).__name__}, not a mapping: give what load_hparams"):
         make(hparams=given)
 
 

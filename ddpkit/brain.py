@@ -205,6 +205,7 @@ class Brain(_Typed):
         modules: ``torch.nn.ModuleDict``; under a wrapper, the module's own attributes can still be reached.
         hparams: namespace; empty where none were given.
         device: of this rank, such as ``"cuda:1"``.
+        device_type: its kind alone, such as ``"cuda"``.
         optimizers_dict: name -> optimizer, once :meth:`init_optimizers` has run.
         step: batches of the current stage so far; counts from 1 while a batch is worked on.
         optimizer_step: updates since the run began: windows in which an optimizer has stepped. The steps of several
@@ -263,6 +264,7 @@ class Brain(_Typed):
         )
         strategy = choose_strategy(options, decides_late=recipe.has_own_fit_batch)
         take_device(device)
+        self.device_type = torch.device(device).type
         self.modules = modules_on_device(modules or {}, device, keeps_meta=strategy.divides)
         self.progress = Progress()
         if strategy.same_bits:

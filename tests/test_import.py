@@ -12,8 +12,6 @@ import pytest
 import ddpkit
 from tests.house import FACE, FOLDERS, MODULES, PACKAGE, run_tool
 
-MOST_MODULES_OF_A_BRAIN = 100
-
 # ------------------------------------------------------------------------------------------------------------- the face
 
 
@@ -147,12 +145,11 @@ FIRST_USE_OF_THE_BRAIN = """
 """
 
 
-def test_the_first_use_of_the_brain_loads_few_modules_beside_torch(with_torch):
+def test_the_first_use_of_the_brain_loads_few_modules_of_others_beside_torch(with_torch):
     """No YAML, no strategy of several processes: 39 ms and 5 MB."""
     new = with_torch["first use"]
     others = {name for name in new if name.partition(".")[0] != "ddpkit"}
     assert others <= {"_decimal", "decimal", "faulthandler", "fractions", "multiprocessing.forkserver"}
-    assert len(new) - len(others) <= MOST_MODULES_OF_A_BRAIN
     assert not {"ddpkit.strategies.ddp", "ddpkit.strategies.virtual_ranks", "ddpkit.syncbn"} & set(new)
 
 

@@ -26,10 +26,10 @@ METHODS = {
     "update_average", "zero_grad",
 }  # fmt: skip
 ATTRIBUTES = {
-    "avg_train_loss", "checkpointer", "ema", "evaluation_ctx", "hparams", "lr_scale", "modules", "nonfinite_count",
-    "opt_class", "optimizer", "optimizer_step", "optimizers_dict", "profiler", "progress", "rank", "raw_modules",
-    "run_opts", "scaler", "scheduler_class", "should_step", "step", "steps_per_epoch", "tot_prof_steps", "total_steps",
-    "train_sampler", "training_ctx",
+    "avg_train_loss", "checkpointer", "device_type", "ema", "evaluation_ctx", "hparams", "lr_scale", "modules",
+    "nonfinite_count", "opt_class", "optimizer", "optimizer_step", "optimizers_dict", "profiler", "progress", "rank",
+    "raw_modules", "run_opts", "scaler", "scheduler_class", "should_step", "step", "steps_per_epoch", "tot_prof_steps",
+    "total_steps", "train_sampler", "training_ctx",
 }  # fmt: skip
 OPTIONS = {name for name in dir(RunOptions()) if not name.startswith("_")} | set(RunOptions().as_dict())
 OPTIONS -= {one.name for one in RUN_OPTIONS.values() if not one.is_attribute}  # a recipe may use these names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set as AbstractSet
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -50,7 +50,7 @@ def _problem(data: Any, *, is_read_again: bool) -> str | None:
         return f"the class {data.__name__}: give an instance of it, {data.__name__}(...)."
     if isinstance(data, Mapping):
         return _mapping_problem(data)
-    if isinstance(data, AbstractSet):
+    if isinstance(data, (set, frozenset)):
         return f"a {kind}, which has no order: give a list."
     if hasattr(data, "iloc") and hasattr(data, "columns"):
         return f"a {kind}, whose indices are columns: give its rows, as {kind}.to_dict('records')."

@@ -149,7 +149,7 @@ def test_the_folder_is_made_at_construction_with_its_parents(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory: '.*file/save'"):
+    with pytest.raises(ConfigError, match="checkpoints_dir='.*file/save' cannot be written: Not a directory"):
         Checkpointer(tmp_path / "file" / "save")
 
 

@@ -376,8 +376,19 @@ def test_d5_a_looped_loader_of_ones_own_is_dealt_out(ranks):
     assert sorted(parts[0] + parts[1]) == sorted(train_looped()) == sorted([*range(24), *range(7)])
 
 
+class OnceOnly:
+    """Batches of a class that does not start anew in ``__iter__``, which nobody can know beforehand."""
+
+    def __init__(self):
+        batch = tuple(torch.stack(part) for part in zip(*points(4), strict=True))
+        self.batches = iter([batch] * 4)
+
+    def __iter__(self):
+        return self.batches
+
+
 def train_once_only():
-    make().fit([1, 2], iter([tuple(torch.stack(part) for part in zip(*points(4), strict=True))] * 4))
+    make().fit([1, 2], OnceOnly())
 
 
 def test_a_loader_that_cannot_be_read_again_ends_all_ranks(ranks):

@@ -28,6 +28,7 @@ from ddpkit.data import (
     guess_batch_size,
     is_sharded,
     layers,
+    require_loader_arguments,
     set_epoch_inside,
     stream_loader,
     summarize,
@@ -477,7 +478,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         given, which has divided the data already.
 
     Raises:
-        ConfigError: ``shuffle`` with a sampler, a bad batch size, or other arguments that exclude each other.
+        ConfigError: an argument that no loader takes, ``shuffle`` with a sampler, a bad batch size, or other arguments
+            that exclude each other.
         DataError: the dataset is empty, or what was given is no dataset.
 
     Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
@@ -487,6 +489,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         >>> [batch.tolist() for batch in loader]
         [[2, 3], [4]]
     """
+    require_loader_arguments(loader_kwargs)
     options = _with_all_samples(loader_kwargs, sharding)
     if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
         _refuse(sharding, "global_batch_size", "batches that are made already, by a batch_sampler or by the dataset")

@@ -5,6 +5,7 @@ from ddpkit.data.likeness import (
     require_alike as require_alike,
     summarize as summarize,
 )
+from ddpkit.data.loader_arguments import require_loader_arguments as require_loader_arguments
 from ddpkit.data.plan import (
     CHUNK as CHUNK,
     DealtBatchSampler as DealtBatchSampler,

@@ -60,13 +60,19 @@ def argument_problem(
     lacking = [one.name for one in parameters if one.default is one.empty and one.name not in given]
     lacking = [one for one in lacking if signature.parameters[one].kind not in _ANY]
     if is_whole and lacking:
-        return f"{name} needs {' and '.join(map(repr, lacking))}.{takes}", ""
+        return f"{name} needs {' and '.join(map(repr, lacking))}.{_later(lacking)}{takes}", ""
     return None
 
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _later(lacking: Sequence[str]) -> str:
+    """Say how what the Brain makes is written: an optimizer, or a schedule."""
+    by_brain = {"params", "optimizer"}.intersection(lacking)
+    return " The Brain makes it, and gives that: write !name: instead of !new:." if by_brain else ""
 
 
 def _shown(parameters: Sequence[inspect.Parameter]) -> str:

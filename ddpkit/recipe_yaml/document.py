@@ -123,7 +123,9 @@ def _words(error: YAMLError) -> str:
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark
-    context = f"{error.context}, " if error.context else ""
+    begun = error.context_mark
+    place = "" if begun is None or begun.line == mark.line else f" (begun in line {begun.line + 1})"
+    context = f"{error.context}{place}, " if error.context else ""
     return f"{context}{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpkit import Brain
-from ddpkit.errors import DataError
+from ddpkit.errors import ConfigError, DataError
 
 ROWS = [torch.ones(1) for _ in range(4)]
 
@@ -106,3 +106,14 @@ def test_what_can_be_used_is_not_refused():
     )
     assert brain.optimizer_step == 4
     assert brain.evaluate(torch.ones(2, 1) for _ in range(2)) > 0.0
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_an_argument_that_no_loader_takes_is_named_with_a_close_one(call):
+    brain, data = make(), ROWS
+    give = {
+        "fit": lambda: brain.fit([1], data, train_loader_kwargs={"batch_size": 2, "shuffel": True}),
+        "evaluate": lambda: brain.evaluate(data, test_loader_kwargs={"batchsize": 2}),
+    }
+    with pytest.raises(ConfigError, match=r"(shuffel=True|batchsize=2)\. Did you mean '(shuffle|batch_size)'\?"):
+        give[call]()

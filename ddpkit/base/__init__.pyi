@@ -2,6 +2,10 @@ from ddpkit.base.earlier_files import (
     move_to_earlier as move_to_earlier,
     new_earlier_folder as new_earlier_folder,
 )
+from ddpkit.base.heartbeats import (
+    beat_key as beat_key,
+    latest_statuses as latest_statuses,
+)
 from ddpkit.base.output_folder import (
     OUTPUT_EXAMPLE as OUTPUT_EXAMPLE,
     cannot_write as cannot_write,
@@ -18,11 +22,14 @@ from ddpkit.base.rank import (
     PLACE as PLACE,
     POSITION as POSITION,
     PROCESS as PROCESS,
+    WAITED as WAITED,
     FailureReport as FailureReport,
     Position as Position,
     RankStatus as RankStatus,
     Reason as Reason,
     explained as explained,
+    failure_behind as failure_behind,
+    frames_of as frames_of,
     get_rank as get_rank,
     get_world_size as get_world_size,
     has_ended as has_ended,

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 # Where a rank that waits for others is, and not itself at fault: files of torch, and of this package.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-_WAITING_OWN = {"late_ranks.py", "mailbox.py", "distributed.py", "gathering.py"}
+_WAITING_OWN = {"late_ranks.py", "mailbox.py", "distributed.py", "gathering.py", "time_outs.py"}
 _PACKAGE = PurePath(__file__).parents[1]  # a folder above it may have the same name: that of a clone
 # Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
 _DEVICE_READS = (
@@ -662,6 +662,7 @@ NAP_SECONDS = 0.02
 LONGEST_REASON = 4000
 LONGEST_TRACE = 20_000
 HOOK_LINE = "_ddpkit_hook_line"  # attribute of an exception: the line of the recipe that it is about
+WAITED = "_ddpkit_waited"  # attribute of an exception that names the ranks that a collective has waited for in vain
 PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
 
 # How torch raises in a rank what was raised in a worker of its loader.
@@ -689,6 +690,7 @@ class Reason:
         is_final: whether its process has ended with it.
         line: of the user's code where it failed, such as ``"train.py:12 in compute_forward"``.
         output: of :func:`output_identity`: where its process writes.
+        words: all of the one line, where another rank than this is the cause; else empty.
 
     Ranks: local.
 
@@ -707,6 +709,7 @@ class Reason:
     is_final: bool = False
     line: str = ""
     output: str = ""
+    words: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
@@ -716,7 +719,8 @@ class Reason:
         place = here.place() or str(vars(error).get(PLACE, ""))
         text, line = text_and_line(error)
         output = output_identity()
-        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line, output)
+        words = str(error) if WAITED in vars(error) else ""
+        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line, output, words)
 
     def who(self) -> str:
         """Return ``"rank 1 (node7, pid 4711)"``."""
@@ -724,6 +728,8 @@ class Reason:
 
     def summary(self) -> str:
         """Return one line."""
+        if self.words:
+            return self.words
         if not self.trace:
             return f"{self.who()} {self.text}"
         return self.told("failed first")
@@ -809,6 +815,7 @@ class FailureReport:
         find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little. Is
             given the rank at its other end, or None where that is not known.
         await_silence: waits briefly until other threads of this process have ended their calls of the store.
+        limits: of collectives: by milliseconds the option that has set it.
 
     Ranks: local; only :meth:`await_departures` waits for others.
 
@@ -831,6 +838,7 @@ class FailureReport:
         self.awaited: int | None = None
         self.find_reason: Callable[[int | None], Reason | None] = lambda _: None
         self.await_silence: Callable[[], None] = lambda: None
+        self.limits: dict[int, str] = {}
 
     @property
     def is_forked(self) -> bool:
@@ -946,7 +954,7 @@ def is_second_hand(error: BaseException) -> bool:
         False
     """
     is_lost = isinstance(error, (RuntimeError, ConnectionError)) and LOST_CONNECTION.search(str(error)) is not None
-    return isinstance(error, RankFailedError) or is_lost
+    return (isinstance(error, RankFailedError) and WAITED not in vars(error)) or is_lost
 
 
 def explained(error: BaseException, lost: int | None = None) -> BaseException:
@@ -969,21 +977,44 @@ def explained(error: BaseException, lost: int | None = None) -> BaseException:
     if isinstance(error, RankFailedError) or not is_second_hand(error):
         return error
     report = PROCESS.report
-    if report is not None:
-        reason = report.first_failure()
-        departed = [] if reason is not None else report.departed()
-        if reason is None and not departed:
-            reason = report.find_reason(lost)
-        if reason is not None:
-            return RankFailedError(reason.summary())
-        if departed:
-            return RankFailedError(
-                f"rank {', '.join(map(str, departed))} came to the end of its script or function, while this one still "
-                "waits for it: they took different paths. Do all ranks run the same epochs and collectives?"
-            )
+    known = None if report is None else failure_behind(report, lambda: report.find_reason(lost))
+    if known is not None:
+        return known
     news = RankFailedError(
         "the connection to another rank or to the store was lost, and no rank has left a reason: a process has ended "
         "early, or was killed (out of memory? a signal?). Look at the output and the exit codes of the other processes."
     )
     news.__cause__ = error
     return news
+
+
+def failure_behind(report: FailureReport, find: Callable[[], Reason | None]) -> RankFailedError | None:
+    """Return the failure of another rank, or that it has come to its end; None where no rank is known to be the cause.
+
+    Args:
+        report: of the process group.
+        find: looks for a rank that has told nothing, if no rank has; may wait a little.
+
+    Ranks: local; asks the process group's store.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> report = FailureReport(HashStore(), rank=0, world_size=3)
+        >>> failure_behind(report, lambda: None) is None
+        True
+        >>> report.depart(2)
+        >>> str(failure_behind(report, lambda: None))
+        'rank 2 came to the end of its script or function, while this one still waits for it: ...'
+    """
+    reason = report.first_failure()
+    departed = [] if reason is not None else report.departed()
+    if reason is None and not departed:
+        reason = find()
+    if reason is not None:
+        return RankFailedError(reason.summary())
+    if not departed:
+        return None
+    return RankFailedError(
+        f"rank {', '.join(map(str, departed))} came to the end of its script or function, while this one still "
+        "waits for it: they took different paths. Do all ranks run the same epochs and collectives?"
+    )

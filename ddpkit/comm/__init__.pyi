@@ -26,6 +26,7 @@ from ddpkit.comm.mailbox import (
 from ddpkit.comm.process_group import (
     AFTER_WATCH_SECONDS as AFTER_WATCH_SECONDS,
     init_group as init_group,
+    limits_by_option as limits_by_option,
     longest_wait as longest_wait,
     shorten_timeout as shorten_timeout,
 )

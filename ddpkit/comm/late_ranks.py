@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import POSITION, RankStatus, line_of, table
+from ddpkit.base import latest_statuses, line_of, table
 from ddpkit.comm.mailbox import get_runtime
 from ddpkit.errors import RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ddpkit.base import FailureReport
 
 logger = logging.getLogger(__name__)  # each message names its rank
 
@@ -134,23 +132,7 @@ def _require_presence(work: Any, call: str) -> None:
 def _tell(call: str, waited: float) -> None:
     """Say where all ranks are, if no rank below this one waits and says so."""
     report = get_runtime().report
-    known = _latest(report)
+    known = latest_statuses(report)
     if any(one.waits for one in known if one.rank < report.rank):
         return
     logger.warning(LATE, report.rank, waited, call, _own_line(), table(known))
-
-
-def _latest(report: FailureReport) -> list[RankStatus]:
-    """Return where each rank was at its last heartbeat, and where this one is."""
-    from ddpkit.control import beat_key  # the watchdog and all: only for a wait that takes long
-
-    found = []
-    for rank in range(report.world_size):
-        key = beat_key(rank)
-        if rank == report.rank:
-            found.append(POSITION.own_status(rank, 0.0, look=True))
-        elif report.store.check([key]):
-            found.append(RankStatus.read(report.store.get(key)))
-        else:
-            found.append(RankStatus(rank))
-    return found

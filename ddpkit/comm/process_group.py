@@ -116,6 +116,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)
             runtime.timeout, runtime.watchdog = timeout, watchdog
+            report.limits = limits_by_option(run_opts.get("distributed_timeout_minutes"), hang_timeout)
             _guard_group(hosts_store=hosts, destroy=True)
             dist.barrier(group=control_group())  # a rank that ended now would fail those still connecting to it
             watchdog.heartbeat.is_starting = False
@@ -215,6 +216,31 @@ def longest_wait(minutes: float | None, hang_timeout: float) -> float:
     if seconds != 60.0 * DEFAULT_TIMEOUT_MINUTES:
         return seconds
     return max(seconds, hang_timeout + AFTER_WATCH_SECONDS)
+
+
+def limits_by_option(minutes: float | None, hang_timeout: float) -> dict[int, str]:
+    """Say by which option collectives have their limits of time.
+
+    Args:
+        minutes: the option ``distributed_timeout_minutes``; None: its default.
+        hang_timeout: seconds; 0: never.
+
+    Returns:
+        The option, for messages, by milliseconds: as the errors of backends give them.
+
+    Ranks: local.
+
+    Example:
+        >>> limits_by_option(5.0, 60.0)
+        {90000: '30 s more than --hang_timeout=60', 300000: '--distributed_timeout_minutes=5'}
+    """
+    found = {}
+    if hang_timeout:
+        seconds = hang_timeout + AFTER_WATCH_SECONDS
+        found[round(1000 * seconds)] = f"{AFTER_WATCH_SECONDS:g} s more than --hang_timeout={hang_timeout:g}"
+    longest = longest_wait(minutes, hang_timeout)
+    found.setdefault(round(1000 * longest), f"--distributed_timeout_minutes={longest / 60:g}")
+    return found
 
 
 def check_backend(backend: str | None, device: str) -> str:

@@ -22,5 +22,4 @@ from ddpkit.control.signals import (
 from ddpkit.control.watchdog import (
     EXIT_DELAY as EXIT_DELAY,
     Watchdog as Watchdog,
-    beat_key as beat_key,
 )

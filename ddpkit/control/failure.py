@@ -39,6 +39,7 @@ from ddpkit.base import (
     text_and_line,
 )
 from ddpkit.control.failure_order import OTHER, SAME, SAME_LINE, FailureOrder
+from ddpkit.control.time_outs import explained_time_out, is_time_out
 from ddpkit.errors import BatchError, ConfigError, DataError, FolderInUseError, LaunchError, RankFailedError, RunStopped
 from ddpkit.logger import get_logger, log_file_of, shown_path, without_console
 
@@ -236,7 +237,7 @@ def failure_notice() -> Iterator[None]:
     The script may catch it. A process that a rank has forked tells nothing.
 
     Raises:
-        RankFailedError: instead of the loss of a connection.
+        RankFailedError: instead of the loss of a connection, or of a collective's time-out.
 
     Ranks: local.
 
@@ -252,7 +253,7 @@ def failure_notice() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        news, PROCESS.left = explained(error), not isinstance(error, RunStopped)
+        news, PROCESS.left = _explained(error), not isinstance(error, RunStopped)
         ends = isinstance(error, SystemExit) and error.code not in {None, 0}  # sys.excepthook is not called for it
         if ends:
             record_for_launcher(error)
@@ -266,6 +267,13 @@ def failure_notice() -> Iterator[None]:
             raise
         raise news from news.__cause__
     PROCESS.left = False
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return what is behind an exception, where another rank is."""
+    if PROCESS.report is not None and is_time_out(error):
+        return explained_time_out(error, PROCESS.report)
+    return explained(error)
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:
@@ -282,7 +290,7 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
 
 def _behind(error: BaseException) -> BaseException:
     """Return what is behind an exception that ends this process, as it is to be shown."""
-    PROCESS.failed = news = explained(error)
+    PROCESS.failed = news = _explained(error)
     if isinstance(news, KeyboardInterrupt):  # Ctrl-C ends all ranks at once, and each would print a long traceback
         news = KeyboardInterrupt(f"at {line_of(traceback.extract_tb(news.__traceback__))}")
     elif isinstance(news, FolderInUseError) or (is_second_hand(news) and news.__cause__ is None):

@@ -240,7 +240,7 @@ def _hear(number: int, _frame: Any) -> None:
     is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
     if any(is_first):
         name = signal.Signals(number).name
-        again = " Once more after a second ends the process at once." if name in _ENDING else ""
+        again = f" A second {name} ends the process at once." if name in _ENDING else ""
         _say(f"{name}: stopping at the end of a step.{again}")
 
 

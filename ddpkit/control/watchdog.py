@@ -25,6 +25,7 @@ from ddpkit.base import (
     Position,
     RankStatus,
     Reason,
+    beat_key,
     has_ended,
     host_name,
     spans,
@@ -55,22 +56,11 @@ REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
 QUIET_SECONDS = 0.5  # for a call of the store to end, before the reason is said
 BEAT_SECONDS = 1.0  # between two calls of the store
+TOLD_SECONDS = 1.0  # without a step, before a heartbeat tells the line, too: for those that may wait for this rank
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
 SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once, unless it keeps the interpreter lock
 START_SECONDS = 30.0  # without a beat, while the group is made: nothing then keeps the interpreter lock for long
-
-
-def beat_key(rank: int) -> str:
-    """Return the store key of a rank's heartbeat.
-
-    Ranks: local.
-
-    Example:
-        >>> beat_key(3)
-        'ddpkit/beat/3'
-    """
-    return f"ddpkit/beat/{rank}"
 
 
 class ExitDelay:
@@ -240,8 +230,7 @@ class Heartbeat:
 
     def _payload(self) -> str:
         seconds = self.watch.seconds_here()
-        is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
-        here = self.position.own_status(self.rank, seconds, look=is_away or self.watch.is_in_trouble())
+        here = self.position.own_status(self.rank, seconds, look=seconds >= TOLD_SECONDS)
         here.beats, here.started, here.machine = self.beats, self._started, self.machine
         self._store_status(here)
         return here.to_json()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.base import POSITION, host_name, replacing, stage_of, state_and_start, temporarily
 from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, safe_load
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, shorten_timeout
+from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, limits_by_option, longest_wait, shorten_timeout
 from ddpkit.control import EXIT_DELAY, TIME_LIMIT, SignalListener, failure_notice, signal_named
 from ddpkit.distributed import alone, get_rank, get_world_size, is_distributed_initialized, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, RunStopped
@@ -593,6 +593,7 @@ class StopControl:
             return
         options, watchdog = self._options, get_runtime().watchdog
         limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
+        get_runtime().report.limits |= limits_by_option(options.distributed_timeout_minutes, options.hang_timeout)
         shorten_timeout(self._longest_wait())  # a start may take long: not the shorter wait of an earlier call
         try:
             with limited or contextlib.nullcontext():

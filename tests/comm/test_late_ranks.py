@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import distributed as ddp
-from ddpkit.base import POSITION, temporarily
+from ddpkit.base import POSITION, beat_key, temporarily
 from ddpkit.comm import get_runtime, late_ranks
-from ddpkit.control import beat_key
 from ddpkit.errors import RankFailedError, RankMismatchError
 
 LIMIT = 0.3  # seconds, of each collective

@@ -43,7 +43,9 @@ def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
     with SignalListener().listening():
         assert signal.getsignal(number) != before
     assert signal.getsignal(number) is before
-    assert f"{name}: stopping at the end of a step" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"{name}: stopping at the end of a step" in told
+    assert (f"A second {name} ends the process at once." in told) == (name != "SIGUSR1")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit.base import state_and_start, this_place
+from ddpkit.base import beat_key, state_and_start, this_place
 from ddpkit.base.rank import PROCESS, FailureReport, Position, RankStatus, Reason
 from ddpkit.control.watchdog import (
     BEAT_SECONDS,
@@ -25,7 +25,6 @@ from ddpkit.control.watchdog import (
     SEARCH_SECONDS,
     SILENT_SECONDS,
     Watchdog,
-    beat_key,
 )
 from ddpkit.training import Progress
 from ddpkit.types import Stage

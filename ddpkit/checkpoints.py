@@ -36,6 +36,7 @@ from ddpkit.base import (
     LoadHook,
     SaveHook,
     TransferHook,
+    kind_of,
     mark_as_loader,
     mark_as_saver,
     mark_as_transfer,
@@ -270,7 +271,7 @@ class Checkpointer:
         kinds, before = (torch.optim.Optimizer, torch.nn.Module), self.recoverables.get(name)
         if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
             raise ConfigError(
-                f"The recoverable {name!r} is a {type(before).__name__}: with a {type(obj).__name__} in its place it "
+                f"The recoverable {name!r} is {kind_of(before)}: with {kind_of(obj)} in its place it "
                 f"is not saved. A module and an optimizer need two names, such as 'model' and 'optimizer'."
             )
         if custom_load_hook is not None:
@@ -645,7 +646,7 @@ class Checkpointer:
         load = self.custom_load_hooks.get(name) or find_load_hook(obj)
         if save is torch_save and get_world_size() > 1 and getattr(obj, "is_of_each_rank", False):
             raise CheckpointError(
-                f"the recoverable {name!r} is a {type(obj).__name__}, whose totals are of each rank, and the "
+                f"the recoverable {name!r} is {kind_of(obj)}, whose totals are of each rank, and the "
                 "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves it."
             )
         if save is None or load is None:  # a checkpoint that nothing can load is of no use

@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ddpkit.base import is_sharded, local_part
+from ddpkit.base import is_sharded, kind_of, local_part
 from ddpkit.compat import multiply_all, norm_of_all, watches_all_steps
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DdpkitError
@@ -536,7 +536,7 @@ def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
 def _require(made: Any, words: str, *names: str) -> None:
     missing = [name for name in names if not hasattr(made, name)]
     if missing:
-        raise ConfigError(f"{words}, got a {type(made).__name__} (without {', '.join(missing)}).")
+        raise ConfigError(f"{words}, got {kind_of(made)} (without {', '.join(missing)}).")
 
 
 class Schedule:
@@ -931,7 +931,7 @@ class LrScaling:
                 continue
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
-                    f"lr_scaling cannot scale {name}, a {type(optimizer).__name__}: it is not a torch.optim.Optimizer. "
+                    f"lr_scaling cannot scale {name}, {kind_of(optimizer)}: it is not a torch.optim.Optimizer. "
                     "Use --lr_scaling=none and set its learning rate for this run."
                 )
             before = [float(group["lr"]) for group in optimizer.param_groups]

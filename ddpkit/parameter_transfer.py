@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddpkit.base import kind_of
 from ddpkit.checkpoints import PARAMFILE_EXT, find_load_hook, find_transfer_hook
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.logger import get_logger
@@ -140,7 +141,7 @@ class Pretrainer:
         load = find_load_hook(obj)
         if load is None:
             raise ConfigError(
-                f"Pretrainer: nothing loads {name!r}, a {type(obj).__name__}: mark a method with mark_as_transfer, or "
+                f"Pretrainer: nothing loads {name!r}, {kind_of(obj)}: mark a method with mark_as_transfer, or "
                 "give custom_hooks."
             )
         return lambda one, path: load(one, path, False)  # no epoch has ended

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ddpkit.base import (
+    kind_of,
     map_values,
     mark_as_loader,
     mark_as_saver,
@@ -408,7 +409,7 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
         2
     """
     if not isinstance(hparams, Mapping):
-        raise ConfigError(f"hparams is a {type(hparams).__name__}, not a mapping: give what load_hparams returns.")
+        raise ConfigError(f"hparams is {kind_of(hparams)}, not a mapping: give what load_hparams returns.")
     found = hparams.get("train_logger")
     joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
     return {**hparams, **joined}

@@ -1,3 +1,7 @@
+from ddpkit.base.articles import (
+    kind_of as kind_of,
+    with_article as with_article,
+)
 from ddpkit.base.earlier_files import (
     move_to_earlier as move_to_earlier,
     new_earlier_folder as new_earlier_folder,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import LoadHook, SaveHook, new_earlier_folder
+from ddpkit.base import LoadHook, SaveHook, kind_of, new_earlier_folder
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
@@ -831,7 +831,7 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
     count = 0
     for count, state in enumerate(state_dicts, 1):
         if not isinstance(state, Mapping):
-            raise ConfigError(f"a {type(state).__name__} cannot be averaged: states of modules are needed, by name.")
+            raise ConfigError(f"{kind_of(state)} cannot be averaged: states of modules are needed, by name.")
         own = {name: _shape_to_average(name, value) for name, value in state.items()}
         if count == 1:
             first = {name: value.detach().clone() if _is_tensor(value) else value for name, value in state.items()}

@@ -48,10 +48,12 @@ from ddpkit.base import (
     gather_whole,
     inner_name,
     is_sharded,
+    kind_of,
     map_values,
     sharded_like,
     temporarily,
     unwrap,
+    with_article,
 )
 from ddpkit.checkpointing.storage import BLOCK_BYTES, FILE_THREADS, write_file
 from ddpkit.distributed import get_rank, main_process_only, require_all_ranks
@@ -410,7 +412,7 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
     if keys.missing_keys and len(keys.missing_keys) == len(inner.state_dict()):
         raise CheckpointError(
             f"{path} has none of the parameters of this {name}, such as {keys.missing_keys[0]!r}; it has "
-            f"{', '.join(keys.unexpected_keys[:4]) or 'nothing'}. Save the state_dict of a {name} alone."
+            f"{', '.join(keys.unexpected_keys[:4]) or 'nothing'}. Save the state_dict of {with_article(name)} alone."
         )
     for key in keys.missing_keys:
         logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
@@ -680,7 +682,7 @@ def _for_module(inner: nn.Module, state: Any) -> Any:
     if _has(own, _is_on_meta):
         raise ValueError(ON_META.format("load"))  # torch would load nothing
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"it holds a {type(state).__name__} where a module's state was expected")
+        raise CheckpointError(f"it holds {kind_of(state)} where a module's state was expected")
     plain: dict[str, str] = {}
     loose: dict[str, list[str]] = {}
     for name in [*own, *getattr(own, "_metadata", ())]:

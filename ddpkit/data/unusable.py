@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from ddpkit.base import kind_of
 from ddpkit.errors import DataError
 
 SHOWN_KEYS = 5
@@ -51,27 +52,27 @@ def _problem(data: Any, *, is_read_again: bool) -> str | None:
     if isinstance(data, Mapping):
         return _mapping_problem(data)
     if isinstance(data, (set, frozenset)):
-        return f"a {kind}, which has no order: give a list."
+        return f"{kind_of(data)}, which has no order: give a list."
     if hasattr(data, "iloc") and hasattr(data, "columns"):
-        return f"a {kind}, whose indices are columns: give its rows, as {kind}.to_dict('records')."
+        return f"{kind_of(data)}, whose indices are columns: give its rows, as {kind}.to_dict('records')."
     if isinstance(data, (list, tuple)):
         return _list_problem(data)
     # A class of one's own may start anew in __iter__; an iterator of Python cannot.
     is_iterator = isinstance(data, Iterator) and type(data).__module__ in {"builtins", "itertools"}
-    return f"a {kind}, {READ_ONCE}" if is_iterator and is_read_again else None
+    return f"{kind_of(data)}, {READ_ONCE}" if is_iterator and is_read_again else None
 
 
 def _mapping_problem(data: Mapping[Any, Any]) -> str | None:
     last = len(data) - 1
     if not data or (0 in data and last in data):  # the indices are its keys
         return None
-    kind, keys = type(data).__name__, [repr(key) for key in data]
+    kind, keys = kind_of(data), [repr(key) for key in data]
     shown = ", ".join(keys[:SHOWN_KEYS]) + (", ..." if len(keys) > SHOWN_KEYS else "")
     first = next(iter(data.values()))
     if isinstance(first, (DataLoader, Dataset)):
-        return f"a {kind} of {_kinds(first)} with the keys {shown}: {_one_of_several(first)}"
+        return f"{kind} of {_kinds(first)} with the keys {shown}: {_one_of_several(first)}"
     return (
-        f"a {kind} with the keys {shown}, and the loop asks for samples 0, 1, 2 and so on: give one of its values, or "
+        f"{kind} with the keys {shown}, and the loop asks for samples 0, 1, 2 and so on: give one of its values, or "
         "a list with a dict for each sample."
     )
 
@@ -80,7 +81,7 @@ def _list_problem(data: list[Any] | tuple[Any, ...]) -> str | None:
     first = data[0] if data else None
     if not isinstance(first, (DataLoader, Dataset)):
         return None
-    return f"a {type(data).__name__} of {len(data)} {_kinds(first)}: {_one_of_several(first)}"
+    return f"{kind_of(data)} of {len(data)} {_kinds(first)}: {_one_of_several(first)}"
 
 
 def _kinds(first: DataLoader[Any] | Dataset[Any]) -> str:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ddpkit import optim
-from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
+from ddpkit.base import gather_whole, is_sharded, kind_of, local_part, sharded_like
 from ddpkit.data import PlannedBatchSampler, RankBatchSampler
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
@@ -121,7 +121,7 @@ class Side:
         is_known = isinstance(plan, RankBatchSampler)
         if not is_known:
             raise ConfigError(
-                f"check_parity cannot join the batches of this training set, a {type(self.loader).__name__}: their "
+                f"check_parity cannot join the batches of this training set, {kind_of(self.loader)}: their "
                 "samples are not known. Check parity with a map-style dataset (a list of a few of the samples will do)."
             )
         self.plan, self.counts, self.num_batches = plan, counts_of(loader), min(len(plan), len(loader))

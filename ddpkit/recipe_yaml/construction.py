@@ -16,6 +16,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.loader import Loader
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from ddpkit.base import with_article
 from ddpkit.errors import ConfigError, DdpkitError
 from ddpkit.recipe_yaml.arguments import argument_problem
 from ddpkit.recipe_yaml.document import (
@@ -228,7 +229,7 @@ def _found(tag: str, name: str, *, has_arguments: bool) -> Any:
         wrong = "takes arguments for a class or a function only"
     if wrong:
         kind = "class" if inspect.isclass(found) else type(found).__name__
-        raise UnusableNameError(f"{tag}{name}: {name} is a {kind}, and {tag} {wrong}.")
+        raise UnusableNameError(f"{tag}{name}: {name} is {with_article(kind)}, and {tag} {wrong}.")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit.base import temporarily
+from ddpkit.base import kind_of, temporarily
 from ddpkit.data import PlannedBatchSampler
 from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
@@ -94,7 +94,7 @@ class AutoMicroBatch:
             f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,
             "with torch.nn.SyncBatchNorm, where a process that has run out of memory leaves the others waiting: give "
             "the model BatchNorm, which ddpkit synchronises": waits,
-            f"with a {type(loader).__name__}, whose batches it cannot divide: give a dataset with a length": not (
+            f"with {kind_of(loader)}, whose batches it cannot divide: give a dataset with a length": not (
                 isinstance(plan_of(loader), PlannedBatchSampler) and getattr(loader, "batch_sampler", None)
             ),
         }

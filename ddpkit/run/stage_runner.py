@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.base import POSITION, is_sharded, temporarily
+from ddpkit.base import POSITION, is_sharded, kind_of, temporarily
 from ddpkit.control import PeriodicSync, Requests
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
@@ -696,7 +696,7 @@ def _rows(output: Any, count: int | None, name: str) -> list[Any]:
         samples = "its samples" if count is None else f"its {count} sample(s)"
         shape = f" of shape {tuple(output.shape)}" if hasattr(output, "shape") else ""
         raise BatchError(
-            f"{name}.predict_batch returned a {type(output).__name__}{shape}, not one output for each of {samples}. "
+            f"{name}.predict_batch returned {kind_of(output)}{shape}, not one output for each of {samples}. "
             "Return a tensor whose first dimension is the samples', a list with an entry per sample, or a tuple or a "
             "dict of these.",
             hook="predict_batch",

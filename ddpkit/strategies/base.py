@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit.base import is_sharded, local_part, unwrap
+from ddpkit.base import is_sharded, kind_of, local_part, unwrap
 from ddpkit.compat import without_weak_references
 from ddpkit.device import widest_float
 from ddpkit.distributed import start_sum
@@ -431,10 +431,10 @@ def modules_on_device(modules: Mapping[str, Any], device: str, *, keeps_meta: bo
         device(type='cpu')
     """
     if not hasattr(modules, "items"):
-        raise ConfigError(f"modules is a {type(modules).__name__}, not modules by name: pass {{'net': net}}.")
+        raise ConfigError(f"modules is {kind_of(modules)}, not modules by name: pass {{'net': net}}.")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module.")
+            raise ConfigError(f"modules[{name!r}] is {kind_of(module)}, not a torch.nn.Module.")
     gathered = nn.ModuleDict(dict(modules))
     if is_on_meta(gathered) and not keeps_meta and torch.device(device).type != "meta":
         give_values("", gathered, device)  # of all entries at once: two may share a weight

@@ -30,7 +30,7 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from ddpkit.base import map_values, temporarily, unwrap
+from ddpkit.base import kind_of, map_values, temporarily, unwrap
 from ddpkit.comm import control_group, optimizer_facts, require_agreement
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
@@ -402,7 +402,7 @@ def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Itera
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value
         elif not (value is None or isinstance(value, (int, str)) or getattr(value, "numel", int)() == 1):
-            reason = f"keeps state[{key!r}], a {type(value).__name__}, not a tensor of floating-point numbers."
+            reason = f"keeps state[{key!r}], {kind_of(value)}, not a tensor of floating-point numbers."
             raise ConfigError(CANNOT_AVERAGE.format(name, type(optimizer).__name__, reason))
 
 

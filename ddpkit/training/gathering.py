@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base import map_values
+from ddpkit.base import kind_of, map_values
 from ddpkit.data import StreamShard, is_sharded, layers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
@@ -355,7 +355,7 @@ def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
     if isinstance(results, list) or (isinstance(results, (Tensor, np.ndarray)) and results.ndim):
         return [results], COLUMN, None
     if not isinstance(results, (dict, tuple)):
-        shown = "a tensor without dimensions" if isinstance(results, Tensor) else f"a {type(results).__name__}"
+        shown = "a tensor without dimensions" if isinstance(results, Tensor) else kind_of(results)
         return [], None, f"{shown} is given, which has no entry per sample"
     found = [_columns(one) for one in (results.values() if isinstance(results, dict) else results)]
     columns = [column for inner, _, _ in found for column in inner]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddpkit.base import kind_of
 from ddpkit.errors import BatchError
 
 READY_TWICE_SAYS = "mark a variable ready only once"  # so DDP says, in torch 2.13
@@ -84,19 +85,19 @@ def loss_problem(loss: Any) -> str | None:
     """
     if isinstance(loss, torch.Tensor):
         return _tensor_problem(loss)
-    kind = type(loss).__name__
+    kind = kind_of(loss)
     if loss is None:
-        return f"a {kind}, not a tensor: look for a missing return."
+        return f"{kind}, not a tensor: look for a missing return."
     if isinstance(loss, Mapping):
         keys = [repr(key) for key in loss]
         shown = ", ".join(keys[:SHOWN_KEYS]) + (", ..." if len(keys) > SHOWN_KEYS else "")
         what = f"with the keys {shown}" if keys else "without a key"
-        return f"a {kind} {what}: return one loss, such as the sum of its parts, and give the parts to self.log."
+        return f"{kind} {what}: return one loss, such as the sum of its parts, and give the parts to self.log."
     if isinstance(loss, (list, tuple)):
-        return f"a {kind} of {len(loss)}: return the mean loss, or the tuple (loss_sum, count)."
+        return f"{kind} of {len(loss)}: return the mean loss, or the tuple (loss_sum, count)."
     if isinstance(loss, (int, float)):
-        return f"a {kind}, not a tensor: return the loss itself, without .item()."
-    return f"a {kind}, not a tensor: return the mean loss of the batch, a tensor of one number."
+        return f"{kind}, not a tensor: return the loss itself, without .item()."
+    return f"{kind}, not a tensor: return the mean loss of the batch, a tensor of one number."
 
 
 def _tensor_problem(loss: torch.Tensor) -> str | None:

@@ -786,7 +786,7 @@ def test_k14_half_precision_does_not_overflow():
         ),
         ([{"a": torch.ones(1)}, {"a": 1.0}], r"differ in names or shapes: \['a'\]"),
         ([{"a": torch.ones(1)}, {3: torch.ones(1)}], "'3', 'a'"),
-        ([5], "a int cannot be averaged"),
+        ([5], "an int cannot be averaged"),
         ([{"a": torch.ones(1)}, [torch.ones(1)]], "a list cannot be averaged"),
     ],
 )

@@ -626,7 +626,7 @@ def predict_wrongly(kind):
     ("kind", "text"),
     [
         ("scalar", "a Tensor of shape ()"),
-        ("object", "returned a object"),
+        ("object", "returned an object"),
         ("short", "returned a dict, not one output for each of its 2 sample"),
     ],
 )

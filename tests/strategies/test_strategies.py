@@ -148,6 +148,8 @@ def test_modules_on_device():
         modules_on_device(Net(), "cpu")
     with pytest.raises(ConfigError, match=r"^modules\['lr'\] is a float, not a torch.nn.Module"):
         modules_on_device({"net": Net(), "lr": 0.1}, "cpu")
+    with pytest.raises(ConfigError, match=r"^modules\['size'\] is an int, not a torch.nn.Module"):
+        modules_on_device({"size": 3}, "cpu")
 
 
 OWN = ["weight", "scale", "count", "mask"]

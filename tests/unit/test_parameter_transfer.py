@@ -208,7 +208,7 @@ def test_what_is_not_on_disk_is_told_before_anything_is_loaded(tmp_path, monkeyp
 
 def test_what_nothing_loads_is_told(tmp_path):
     path = saved(tmp_path / "a.ckpt", 1)
-    with pytest.raises(ConfigError, match="nothing loads 'thing', a object: .*custom_hooks"):
+    with pytest.raises(ConfigError, match="nothing loads 'thing', an object: .*custom_hooks"):
         Pretrainer(loadables={"thing": object()}, paths={"thing": path}).load_collected()
     with pytest.raises(ConfigError, match="'thing' has no path: .* with a default_source on every rank"):
         Pretrainer(loadables={"thing": nn.Linear(2, 1)}).load_collected()

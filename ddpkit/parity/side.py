@@ -208,6 +208,7 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
+        self.parts.train_step.strategy.follow_batches(progress)
         eager = torch.compiler.set_stance("force_eager")
         logged, counted = progress.logged.during(Stage.TRAIN, None), counted_by(progress.window)
         with eager, without_noise(brain.modules), logged, counted:

@@ -100,7 +100,11 @@ class Strategy:
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Wrap the batches of a training pass, so that the strategy sees each of them."""
+        self.follow_batches(progress)
         return feed
+
+    def follow_batches(self, progress: Any) -> None:
+        """Note what tells at which batch the training is, where its batches do not come by :meth:`feed`."""
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches of a divided evaluation.
@@ -120,7 +124,9 @@ class Strategy:
         """Return a context for one backward pass of a window."""
         return NO_CONTEXT
 
-    def without_backward(self, *, closes: bool) -> AbstractContextManager[None]:
+    def without_backward(
+        self, *, closes: bool, counts: bool = True, retain_graph: bool = False
+    ) -> AbstractContextManager[None]:
         """Return a context in the place of a backward pass, for a loss that depends on no parameter."""
         return NO_CONTEXT
 

@@ -41,7 +41,9 @@ from ddpkit.strategies.base import (
     refuse_wrapped,
     trained_parameters,
 )
+from ddpkit.strategies.batch_outputs import BatchOutputs, has_batch_statistics
 from ddpkit.strategies.empty_backward import call_without_batch, complete, go_backwards, has_gradients
+from ddpkit.strategies.zero_gradients import COMPLETED, ZeroGradients
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -69,7 +71,6 @@ UNKNOWN_PART = (
     "accumulation and --find_unused_parameters it is not known what the other processes send in this batch. Put "
     "`with self.no_sync(not self.should_step):` around forward and backward, or return 0.0 * outputs.sum()."
 )
-COMPLETED = -2  # in the place of a version
 
 
 class _Clock:
@@ -78,13 +79,15 @@ class _Clock:
     Attributes:
         batch: backward passes so far.
         calls: first calls so far.
+        outputs: what the modules have returned; None where nobody needs it.
     """
 
-    __slots__ = ("batch", "calls")
+    __slots__ = ("batch", "calls", "outputs")
 
     def __init__(self) -> None:
         self.batch = 0
         self.calls = 0
+        self.outputs: BatchOutputs | None = None
 
 
 class _Reduction:
@@ -254,7 +257,12 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
             clock.calls += 1
         reduction.reduced = reduction.armed = self.require_backward_grad_sync and not reduction.held
         reduction.before = -1 if reduction.probe.grad is None else version_of(reduction.probe.grad)
-        return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if clock.outputs is None:
+            return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+        clock.outputs.forget_earlier()  # before this pass takes memory
+        output = DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+        clock.outputs.note(self, output)
+        return output
 
     def pass_over(self) -> None:
         """Let DDP go on after a batch whose gradients it was not to average, and of which none has come."""
@@ -365,6 +373,7 @@ class DDP(Strategy):
         self._clock = _Clock()
         self._steps = 0  # optimizer steps for which gradients were finished
         self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
+        self._zeros = ZeroGradients(self._clock)
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
@@ -397,6 +406,11 @@ class DDP(Strategy):
                 broadcast_from_main(module, self.device)
                 modules[name] = self._converted(module)  # its running statistics may move
         self._frozen = [one for one in modules.parameters() if not one.requires_grad]
+        self._clock.outputs = self._zeros.outputs if self._zeros.outputs.follow(modules) else None
+
+    def follow_batches(self, progress: Any) -> None:
+        """Note what tells at which batch the training is, before its first one."""
+        self._zeros.outputs.begin_pass(progress, self._clock)
 
     def _order_matters(self) -> bool:
         """Say whether gradients are averaged, and in an order that DDP follows and their sums depend on."""
@@ -473,10 +487,9 @@ class DDP(Strategy):
     def _watched_pass(
         self, watched: list[_Reduction], uncounted: list[nn.Parameter], *, closes: bool
     ) -> Iterator[None]:
-        # In the last batch of a window DDP does not know what those before have used, unless no_sync was around them.
-        differ = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
+        defers = self._defers(closes=closes)
         for reduction in watched:
-            reduction.defers = not closes or (differ and self.decides_late)
+            reduction.defers = defers
         try:
             with hooked([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
                 yield
@@ -486,16 +499,45 @@ class DDP(Strategy):
             for reduction in watched:
                 reduction.defers = False
 
-    @contextlib.contextmanager
-    def without_backward(self, *, closes: bool) -> Iterator[None]:
+    def _defers(self, *, closes: bool) -> bool:
+        """Say whether a backward pass leaves gradients as they are, where it is told so."""
+        # In the last batch of a window DDP does not know what those before have used, unless no_sync was around them.
+        differ = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
+        return not closes or (differ and self.decides_late)
+
+    def without_backward(
+        self, *, closes: bool, counts: bool = True, retain_graph: bool = False
+    ) -> AbstractContextManager[None]:
         """Return a context in the place of a backward pass: takes part in what the other ranks send in theirs.
 
         Args:
             closes: whether the micro-batch is the last of its window.
+            counts: whether this rank's gradients count.
+            retain_graph: whether another loss of the batch follows.
 
         Raises:
             BatchError: it is not known what the others send.
         """
+        if self._clock.outputs is not None and has_batch_statistics(self._modules):
+            return self._backward_of_zeros(retain_graph=retain_graph, closes=closes, counts=counts)
+        return self._without_backward(closes=closes)
+
+    @contextlib.contextmanager
+    def _backward_of_zeros(self, *, retain_graph: bool, closes: bool, counts: bool) -> Iterator[None]:
+        """Go backwards from what the modules have returned: the others wait in the layers that share statistics."""
+        starts = self._zeros.starts(self.wrapped, retain_graph=retain_graph)
+        yield
+        without = self._zeros.without_loss(self.wrapped)
+        reductions = {one: one.gradient_reduction for one in self.wrapped}
+        batch, defers = self._clock.batch, self._defers(closes=closes)
+        armed = [one for one, state in reductions.items() if state.batch == batch and state.reduced]
+        averaged = [one for one in armed if not (defers and reductions[one].watched)]
+        backward_pass = self.backward_pass(self._modules, closes=closes, counts=counts)
+        self._zeros.go_backwards(starts, without, averaged, f"{self._steps}/{batch}", backward_pass)
+
+    @contextlib.contextmanager
+    def _without_backward(self, *, closes: bool) -> Iterator[None]:
+        """Take part without the outputs of a batch: nothing is sent but gradients."""
         sending = [
             module
             for module in self.wrapped
@@ -560,10 +602,17 @@ class DDP(Strategy):
         if is_waiting and not self.options.static_graph:
             self._complete_unused(optimizers)
         self._steps += 1
+        zeros = self._zeros.announce_leftovers(self._steps) if self._zeros.versions else []
         for module in self.wrapped:
             module.reduce_leftovers(optimizers, is_only=is_only)
         if others := [one for one in (*self._outside, *self._frozen) if one.requires_grad]:
             average_gradients(others)
+        if zeros or self._used is not None or self._noting:
+            self._tidy_gradients(zeros)
+
+    def _tidy_gradients(self, announced: Sequence[WrappedDDP]) -> None:
+        """Drop what no loss of any rank has given, once it is averaged."""
+        self._zeros.drop_leftovers(announced, self._steps)
         if self._used is not None:
             self._drop_unused(self._used)
             self._used = None
@@ -667,6 +716,7 @@ class DDP(Strategy):
         Raises:
             RankMismatchError: the ranks have used other entries of modules in their steps.
         """
+        self._zeros.outputs.forget()
         if len(self.wrapped) > 1 and len(set(distributed.exchange(self._order, site="entries"))) > 1:
             raise RankMismatchError(OTHER_ENTRIES)
         if self.options.sync_batchnorm is False:

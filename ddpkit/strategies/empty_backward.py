@@ -20,9 +20,9 @@ from torch import nn
 
 from ddpkit.base import POSITION, temporarily
 from ddpkit.comm import get_runtime
-from ddpkit.compat import expect_backward_pass, has_gradient_hooks
+from ddpkit.compat import expect_backward_pass, has_gradient_hooks, version_of
 from ddpkit.errors import BatchError
-from ddpkit.syncbn import SyncBatchNorm
+from ddpkit.strategies.batch_outputs import has_batch_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,7 @@ def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
     if len(modules) > 1:
         raise BatchError(NOT_CALLED.format(f"any of {names}", SEVERAL))
     [module] = modules
-    if any(isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)) for part in module.module.modules()):
+    if has_batch_statistics(module.module):
         raise BatchError(NOT_CALLED.format(names, STATISTICS))
     if module.gradient_reduction.skipped:
         module.pass_over()  # while it has its own parameters
@@ -126,17 +126,40 @@ def complete(module: WrappedDDP, number: int) -> None:
 
     Ranks: collective: the other ranks do the same, or their backward pass does.
     """
-    parameters = _trained(module)
     is_without = (
         not has_gradients(module) and not module.find_unused_parameters
     )  # which DDP looks after itself
-    key = f"ddpkit/without/{POSITION.sessions}/{number}/{module.gradient_reduction.entry}"
-    store = get_runtime().store
     if is_without:
-        store.add(key, 1)  # before this rank takes part: so whoever has the average finds all
+        announce(module, number)  # before this rank takes part: so whoever has the average finds all
     go_backwards(module)
-    if not is_without:
-        return
+    if is_without:
+        drop_if_all_are_without(module, number)
+
+
+def announce(module: WrappedDDP, number: int | str) -> None:
+    """Tell the other ranks that this one's gradients come from no loss. Called before the average.
+
+    Args:
+        module: whose gradients they are.
+        number: of the average; equal on all ranks.
+
+    Ranks: local.
+    """
+    get_runtime().store.add(_key(module, number), 1)
+
+
+def drop_if_all_are_without(module: WrappedDDP, number: int | str) -> None:
+    """Drop a module's gradients if every rank has announced that its own come from no loss. After the average.
+
+    Args:
+        module: whose gradients they are.
+        number: as :func:`announce` was given it.
+
+    Ranks: those that have announced it.
+    """
+    store = get_runtime().store
+    parameters = _trained(module)
+    key = _key(module, number)
     if not parameters[0].is_cpu:
         torch.accelerator.synchronize()  # until the others have taken part
     ranks = store.add(key, 0)
@@ -146,3 +169,27 @@ def complete(module: WrappedDDP, number: int) -> None:
     if store.add(f"{key}/read", 1) == ranks:
         store.delete_key(key)
         store.delete_key(f"{key}/read")
+
+
+def _key(module: WrappedDDP, number: int | str) -> str:
+    return f"ddpkit/without/{POSITION.sessions}/{number}/{module.gradient_reduction.entry}"
+
+
+def gradient_versions(module: WrappedDDP) -> list[tuple[int, int]]:
+    """Return what changes once a backward pass has reached a gradient of a module.
+
+    Ranks: local.
+    """
+    return [(id(one.grad), version_of(one.grad)) for one in _trained(module)]
+
+
+def drop_zeros(module: WrappedDDP) -> None:
+    """Drop a module's gradients if all of them are zero. Waits for the device.
+
+    Ranks: local.
+    """
+    parameters = _trained(module)
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if not any(bool(one.any()) for one in gradients):
+        for parameter in parameters:
+            parameter.grad = None

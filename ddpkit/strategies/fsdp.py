@@ -273,7 +273,9 @@ class FSDP(Strategy):
         trained: list[Any] = [] if counts else [one for one in self._gathered.values() if one.requires_grad]
         return hooked([one.register_hook(torch.zeros_like) for one in trained]) if trained else NO_CONTEXT
 
-    def without_backward(self, *, closes: bool) -> AbstractContextManager[None]:
+    def without_backward(
+        self, *, closes: bool, counts: bool = True, retain_graph: bool = False
+    ) -> AbstractContextManager[None]:
         """Refuse a loss that depends on no parameter.
 
         Raises:

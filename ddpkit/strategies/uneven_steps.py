@@ -344,6 +344,8 @@ class LocalSGD(DDP):
         """Finish gradients as DDP does; those of a rank alone stay as they are."""
         if self.steps_alone:
             self.is_apart = True
+            if self._zeros.versions:
+                self._zeros.drop_own()
         else:
             super().finish_gradients(optimizers)
 

@@ -776,7 +776,7 @@ class TrainStep:
         except AttributeError:  # no tensor: an error follows
             is_leaf = False
         if is_leaf and self._depends_on_nothing(loss, count):
-            self._pass_without_backward(count)
+            self._pass_without_backward(count, retain_graph=retain_graph)
             return
         if self.first_gradients is not None:
             self.first_gradients.note(loss, self.progress.step)
@@ -786,8 +786,9 @@ class TrainStep:
             own = self.recipe.has_own_fit_batch
             backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph, has_own_fit_batch=own)
 
-    def _pass_without_backward(self, count: torch.Tensor | float | None) -> None:
-        with self.strategy.without_backward(closes=self.progress.window.closes):
+    def _pass_without_backward(self, count: torch.Tensor | float | None, *, retain_graph: bool) -> None:
+        window = self.progress.window
+        with self.strategy.without_backward(closes=window.closes, counts=window.count > 0, retain_graph=retain_graph):
             if count is not None:
                 self._count(count)
 

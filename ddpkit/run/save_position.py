@@ -130,18 +130,12 @@ class SavePosition:
     def _inside_batch(self) -> Iterator[None]:
         """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
         progress, step, states = self.progress, self.progress.step, self.rank_state.states
-        has_stepped = progress.result_of == step and progress.window_end == step
-        is_known = progress.result is not None and (progress.result_at == step or has_stepped)
-        pending = progress.window.pending(step) or (
-            0 if is_known else progress.window.pending(step - 1)
-        )
-        is_first = progress.window_end == step - 1
-        if is_first and progress.result_of != step and not self._has_own_fit_batch:
-            pending = 0  # the forward pass of the first batch of a window
+        pending, is_before = self._undone()
         if pending:
             logger.warning_once(INSIDE_STEP, pending)
-        is_before = not (pending or is_known or self._has_own_fit_batch) and is_first
-        self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
+        is_known = self._is_known()
+        lacks_loss = self._has_own_fit_batch and not (is_known or is_before)
+        self.run_state.lacks = step if lacks_loss else None
         self.rank_state.is_inside_batch = not is_before
         try:
             with at_last_update(progress) if is_before else contextlib.nullcontext():
@@ -152,6 +146,32 @@ class SavePosition:
                     yield
         finally:
             self.run_state.lacks, self.rank_state.is_inside_batch = None, False
+
+    def _is_known(self) -> bool:
+        """Return whether the loss of the current batch is known, and its step was made if it was due."""
+        progress, step = self.progress, self.progress.step
+        has_stepped = progress.result_of == step and progress.window_end == step
+        return progress.result is not None and (progress.result_at == step or has_stepped)
+
+    def _undone(self) -> tuple[int, bool]:
+        """Return how many batches the weights lack, up to the current one, if the position counts it as done.
+
+        The second value says whether the position goes back to the last optimizer step instead, and lacks nothing.
+        """
+        progress, window = self.progress, self.progress.window
+        if self._is_known():
+            return window.pending(progress.step), False
+        undone = progress.step - progress.window_end
+        if self._has_own_fit_batch and self._may_have_stepped():
+            return window.pending(progress.step) or window.pending(progress.step - 1), False
+        return (0, True) if undone == 1 else (undone, False)
+
+    def _may_have_stepped(self) -> bool:
+        """Return whether an own ``fit_batch`` has stepped in this window, or steps where no one sees it."""
+        progress, window = self.progress, self.progress.window
+        is_seen = progress.optimizer_step or not (progress.window_end or progress.epochs)
+        is_over = window.number in {window.stepped_in, window.skipped_in}
+        return is_over or progress.window_end == progress.step or not is_seen
 
 
 def at_last_update(progress: Progress) -> contextlib.AbstractContextManager[None]:

@@ -56,6 +56,10 @@ TELLING = tuple(
 )
 
 EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is not used."
+LACKS = (
+    "The checkpoint was made inside of fit_batch: the mean loss of this epoch will be without batch %s. What fit_batch "
+    "did after that save is lost."
+)
 OTHER_SETTINGS = (
     "The optimizer %r has other settings than those with which the checkpoint's run began (%s), without effect: it "
     "goes on with the checkpoint's. To change one, set it in param_groups after on_fit_start, or give --resume=never. "
@@ -870,8 +874,7 @@ class RunState:
     def _go_on_inside_epoch(self, state: Mapping[str, Any]) -> None:
         progress = self.progress
         if state.get("lacks") is not None:
-            words = "The checkpoint was made inside of fit_batch: the mean loss of this epoch will be without batch %s."
-            logger.warning(words, state["lacks"])
+            logger.warning(LACKS, state["lacks"])
         samples = state.get("samples", 0)
         before = StepPlan.read(state)
         batches, told = self.step_plan.place(before, state["step"], samples)

@@ -96,6 +96,28 @@ class Probe(Brain):
         self.here(f"on_stage_end {stage.name}")
 
 
+class OwnBatches(Probe):
+    """Trains in a ``fit_batch`` of its own, and may save before, between and after its parts."""
+
+    def fit_batch(self, batch):
+        self.here("fit_batch begins")
+        predictions = self.compute_forward(batch, Stage.TRAIN)
+        loss = self.compute_objectives(predictions, batch, Stage.TRAIN)
+        self.backward(loss)
+        if self.should_step:
+            self.here("before the step")
+            self.optimizers_step()
+        return loss.detach()
+
+
+class StepsLater(Probe):
+    """Saves in ``optimizers_step`` before the step."""
+
+    def optimizers_step(self):
+        self.here("before the step")
+        super().optimizers_step()
+
+
 def epochs_of(brain, counter):
     """Yield the epochs of a counter; between two of them is the place of a save."""
     for epoch in counter:
@@ -103,12 +125,12 @@ def epochs_of(brain, counter):
         brain.here("between epochs")
 
 
-def make_probe(folder, **options):
+def make_probe(folder, *, kind=Probe, **options):
     torch.manual_seed(3)
     layers = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1)
     net = nn.Sequential(*layers).double()
     counters = EpochCounter(2), EpochCounter(2)
-    brain = Probe(
+    brain = kind(
         {"net": net},
         lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         run_opts={**QUIET, **options},
@@ -247,6 +269,51 @@ def test_a_save_in_any_hook_of_other_runs(tmp_path, saves_in, options):
     if "grad_accumulation_factor" in options:  # outside of a window, where gradients wait
         at = {"optimizers_step": 3, "on_fit_batch_start": 7, "TRAIN batch": 7}.get(saves_in, at)
     assert_goes_on(tmp_path, (saves_in, at, False), **options)
+
+
+OWN = {"kind": OwnBatches}
+
+
+@pytest.mark.parametrize(
+    ("saves_in", "at", "options"),
+    [
+        ("fit_batch begins", 6, OWN),
+        slow("fit_batch begins", 1, OWN),
+        slow("fit_batch begins", 5, OWN),
+        slow("fit_batch begins", 7, {**OWN, "grad_accumulation_factor": 2}),
+        slow("fit_batch begins", 6, {**OWN, "ema_decay": 0.5}),
+        slow("optimizers_step", 6, OWN),
+    ],
+)
+def test_a_save_in_an_own_fit_batch_before_its_step_loses_no_batch(
+    tmp_path, caplog, saves_in, at, options
+):
+    """After the step, the mean loss alone is another."""
+    plain = uninterrupted(**options)
+    script(tmp_path, saves_in=saves_in, at=at, **options)
+    resumed = script(tmp_path, **options)
+    assert resumed.optimizer_step == plain.optimizer_step
+    assert_same(weights(resumed), weights(plain))
+    has_stepped = saves_in == "optimizers_step"
+    assert ("will be without batch" in caplog.text) == has_stepped
+    assert has_stepped or resumed.reported.items() <= plain.reported.items()
+
+
+@pytest.mark.parametrize(
+    ("saves_in", "at", "kind"),
+    [
+        ("on_fit_batch_start", 2, Probe),
+        slow("TRAIN batch", 2, Probe),
+        slow("before the step", 1, StepsLater),
+        ("fit_batch begins", 2, OwnBatches),
+        slow("before the step", 1, OwnBatches),
+    ],
+)
+def test_a_save_in_the_last_batch_of_a_window_tells_that_its_gradients_are_lost(
+    tmp_path, caplog, saves_in, at, kind
+):
+    script(tmp_path, saves_in=saves_in, at=at, kind=kind, grad_accumulation_factor=2)
+    assert "the gradients of 2 batch(es) are not in it" in caplog.text
 
 
 IN_TRAINING = {

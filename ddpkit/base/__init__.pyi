@@ -3,8 +3,8 @@ from ddpkit.base.articles import (
     with_article as with_article,
 )
 from ddpkit.base.earlier_files import (
+    earlier_folder as earlier_folder,
     move_to_earlier as move_to_earlier,
-    new_earlier_folder as new_earlier_folder,
 )
 from ddpkit.base.heartbeats import (
     beat_key as beat_key,

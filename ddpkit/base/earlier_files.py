@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,19 +12,31 @@ EARLIER = (
 )
 
 
-def new_earlier_folder(parent: Path) -> Path:
-    """Make the folder that takes what a run does not continue.
+def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
+    """Return the folder that takes what a run does not continue; it is made where it is not there yet.
+
+    It is ``earlier-<time>``. Where something of a name was moved there within the same second, it is
+    ``earlier-<time>-2``, ``-3`` and so on.
 
     Args:
         parent: where the files are.
+        names: of what will be moved.
 
     Raises:
         OSError: it cannot be made.
 
     Ranks: main only.
     """
-    folder = parent / f"{EARLIER}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
-    folder.mkdir(exist_ok=True)
+    wanted = list(names)
+    name = f"{EARLIER}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.is_dir() or any((folder / one).exists() for one in wanted):
+                continue
+        break
     return folder
 
 
@@ -52,12 +65,7 @@ def move_to_earlier(files: Iterable[Path]) -> Path | None:
     present = [path for path in files if path.is_file()]
     if not present:
         return None
-    folder = new_earlier_folder(present[0].parent)
+    folder = earlier_folder(present[0].parent, [path.name for path in present])
     for path in present:
-        target = folder / path.name
-        number = 1
-        while target.exists():  # a start within the same second
-            target = folder / f"{path.stem}.{number}{path.suffix}"
-            number += 1
-        path.rename(target)
+        path.rename(folder / path.name)
     return folder

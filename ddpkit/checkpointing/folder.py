@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import LoadHook, SaveHook, kind_of, new_earlier_folder
+from ddpkit.base import LoadHook, SaveHook, earlier_folder, kind_of
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
@@ -780,9 +780,10 @@ class CheckpointFolder:
         Raises:
             OSError: one cannot be moved.
         """
+        moved = list(checkpoints)
         with self.lock.hold():
-            aside = new_earlier_folder(self.lock.folder)
-            for checkpoint in checkpoints:
+            aside = earlier_folder(self.lock.folder, [one.path.name for one in moved])
+            for checkpoint in moved:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
         logger.warning("Checkpoints that this run does not continue were moved to %s.", shown_path(aside))

@@ -144,3 +144,13 @@ def test_events_for_tensorboard_begin_anew(tmp_path):
         logger.close()
     assert len(list(tmp_path.glob("events*"))) == 1
     assert len(list(tmp_path.glob("earlier-*/events*"))) == 1
+
+
+def test_what_is_set_aside_twice_within_a_second_takes_a_free_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    checkpointer = Checkpointer(tmp_path, {"net": nn.Linear(1, 1)})
+    for _ in range(3):
+        checkpointer.save_checkpoint(name="same")
+        checkpointer.set_aside(None)
+    moved = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/CKPT*"))
+    assert moved == ["earlier-now-2/CKPT+same", "earlier-now-3/CKPT+same", "earlier-now/CKPT+same"]

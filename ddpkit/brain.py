@@ -685,6 +685,7 @@ class Brain(_Typed):
         held = self.run_opts.held(IN_FIT)
         with held, run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
             start = run.policy.choose_start()
+            run.counters.begin(epoch_counter)
             run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)

@@ -38,7 +38,8 @@ class EpochCounter:
     Ranks: local; every rank counts.
 
     State: saves ``current`` as a plain integer. Loaded from a checkpoint made at the end of an epoch it
-    continues with the next, from one made within an epoch it does that epoch again.
+    continues with the next, from one made within an epoch it does that epoch again. Where ``fit`` counts with
+    another counter, the epoch is not of this one, and it stays where it was.
 
     Example:
         >>> counter = EpochCounter(3)
@@ -53,6 +54,7 @@ class EpochCounter:
         self.limit = _count(limit, "limit")
         self._has_counted = False
         self._unfinished = 0  # the epoch that a checkpoint was made in the middle of, until it is counted again
+        self._is_running = True  # not while a call of fit counts with another one
 
     def __iter__(self) -> EpochCounter:
         return self
@@ -66,6 +68,16 @@ class EpochCounter:
         self._has_counted, self._unfinished = True, 0
         logger.info("Going into epoch %d", self.current)
         return self.current
+
+    def note_running(self, *, is_running: bool) -> None:
+        """Note whether the present epochs are of this counter: the middle of another one's sets it back by nothing.
+
+        Args:
+            is_running: False while a call of ``fit`` counts with another one.
+
+        Ranks: local; every rank notes it.
+        """
+        self._is_running = is_running
 
     def _why_done(self) -> str:
         """Say why nothing is left to train when a run is started again."""
@@ -81,8 +93,9 @@ class EpochCounter:
 
     def _go_on_from(self, epoch: int, *, end_of_epoch: bool) -> None:
         """Go on after an epoch, or with it."""
-        self.current = epoch if end_of_epoch else max(epoch - 1, 0)  # 0: of a later call of fit
-        self._unfinished = 0 if end_of_epoch else epoch
+        is_done = end_of_epoch or not self._is_running
+        self.current = epoch if is_done else max(epoch - 1, 0)  # 0: of a later call of fit
+        self._unfinished = 0 if is_done else epoch
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:

@@ -14,6 +14,7 @@ from ddpkit.control import usage_errors
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling
+from ddpkit.run.fit_counters import FitCounters
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
 from ddpkit.run.stage_runner import StageRunner
@@ -58,6 +59,7 @@ class Run:
         preflight: compares the ranks, shows the start-up block.
         stages: runs a stage.
         loaders: makes loaders.
+        counters: which epoch counter the calls of ``fit`` count with.
         epochs: of this call of ``fit``; None where that is not known.
         length: of this call of ``fit``.
         lr_scaling: what learning rates are multiplied by.
@@ -79,6 +81,7 @@ class Run:
         self.preflight = Preflight(train_step, self.policy)
         self.stages = StageRunner(train_step, self.policy, self.stop)
         self.loaders = LoaderFactory(options, hparams, self.strategy)
+        self.counters = FitCounters()
         self.epochs: int | None = 1
         self.length = RunLength()
         self.is_wrapped = False

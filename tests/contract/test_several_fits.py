@@ -191,3 +191,18 @@ def test_a_counter_that_is_not_saved_is_told(tmp_path, caplog):
     start(tmp_path / "other", two, (2, 1, 2))
     start(tmp_path / "other", two)
     assert "epoch counter" not in caplog.text, "the second call has a counter of its own"
+
+
+def test_the_middle_of_an_epoch_of_one_counter_sets_no_other_back(tmp_path):
+    def there_and_back(brain, counters, kwargs):
+        two(brain, counters, kwargs)
+        brain.call, counters[0].limit = 3, 4
+        brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs)
+
+    whole = start(tmp_path / "whole", there_and_back, ckpt_interval_steps=3)
+    start(tmp_path / "killed", there_and_back, (2, 2, 5), ckpt_interval_steps=3)
+    start(tmp_path / "killed", there_and_back, (3, 4, 5), ckpt_interval_steps=3)
+    resumed = start(tmp_path / "killed", there_and_back, ckpt_interval_steps=3)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    assert resumed.optimizer_step == whole.optimizer_step

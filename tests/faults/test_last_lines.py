@@ -72,13 +72,16 @@ def test_the_last_fifteen_lines_tell_rank_host_step_line_and_reason(tmp_path, ca
 
 @pytest.mark.parametrize("where", ["fit", "start", "forward", "valid"])
 def test_without_a_launcher_the_loss_of_rank_0_stands_below_what_torch_writes_of_its_store(tmp_path, where):
-    """Rank 0 keeps the store, and each rank that asks it prints thirty lines of frames."""
+    """Rank 0 keeps the store, and each rank that asks it prints thirty lines of frames.
+
+    Lost as early as in the comparison of the data, it may have told no rank its host and its process yet.
+    """
     words = [RECIPE, str(tmp_path / "out"), f"fault=kill@{where}", "rank=0", "size=80"]
     _, *others = [run.wait(60.0) for run in start_by_hand(python(*words), tmp_path, 3, warm=True)]
     for run in others:
         assert run.code == 1
         last = "\n".join(run.err.rstrip().splitlines()[-2:])
-        assert re.search(r"rank 0 \([^ ]+, pid \d+\) disappeared", last), run.err
+        assert re.search(r"rank 0( \([^ ]+, pid \d+\))? disappeared", last), run.err
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "torchrun itself", "nproc", "plain"])

@@ -38,7 +38,30 @@ class Saving(Regression):
             self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
 
 
-def run(folder, *, epochs=1, kind="plan", valid=True, fails_at=0, saves_after=False, **options):
+class Noisy(Saving):
+    """Draws noise in both stages, as a variational encoder does; may be killed in the validation."""
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.VALID and self.fails_in == "validation":
+            raise Killed
+
+    def compute_objectives(self, predictions, batch, stage):
+        noise = torch.randn(predictions.shape, dtype=predictions.dtype)
+        return super().compute_objectives(predictions + noise, batch, stage)
+
+
+def run(
+    folder,
+    *,
+    cls=Saving,
+    epochs=1,
+    kind="plan",
+    valid=True,
+    fails_at=0,
+    fails_in=None,
+    saves_after=False,
+    **options,
+):
     torch.manual_seed(3)
     net, counter = (
         nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double(),
@@ -50,10 +73,8 @@ def run(folder, *, epochs=1, kind="plan", valid=True, fails_at=0, saves_after=Fa
         if "scheduler_every" in options
         else None
     )
-    brain = Saving(
-        {"net": net}, sgd(momentum=0.9), None, {**QUIET, **options}, checkpointer, schedule
-    )
-    brain.fails_at = fails_at
+    brain = cls({"net": net}, sgd(momentum=0.9), None, {**QUIET, **options}, checkpointer, schedule)
+    brain.fails_at, brain.fails_in = fails_at, fails_in
     train = {"batch_size": PER_STEP, **({} if kind == "stream" else {"shuffle": True})}
     train |= {"looped_nominal_epoch": 12} if kind == "looped" else {}
     data = Stream() if kind == "stream" else DATA
@@ -99,6 +120,43 @@ def test_the_same_limit_again_trains_and_validates_nothing(tmp_path):
     assert [name for name, *_ in first.losses] == ["TRAIN", "VALID"]
     assert (again.losses, again.trained_on, again.result.reason) == ([], [], "optimizer_step_limit")
     assert run(tmp_path).optimizer_step == 8
+
+
+def again_after_a_death_in_the_validation(folder, limit, **options):
+    """Run to a limit, die in the validation after it, run to the same limit once more, then on."""
+    options = {"cls": Noisy, "ckpt_interval_steps": 1, "ckpt_interval_minutes": 0, **options}
+    whole, limited = run(folder / "whole", **options), {"optimizer_step_limit": limit, **options}
+    validated = run(folder / "validated", **limited)
+    killed = run(folder / "parts", fails_in="validation", **limited)
+    again = run(folder / "parts", **limited)
+    assert again.trained_on == []
+    assert again.losses == validated.losses[-len(again.losses) :]
+    rest = run(folder / "parts", **options)
+    assert trained_rows(killed, rest) == trained_rows(whole)
+    assert_same(weights(rest), weights(whole))
+    assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
+
+
+def test_the_validation_after_a_limit_draws_what_it_would_have_drawn(tmp_path):
+    again_after_a_death_in_the_validation(tmp_path, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [3, 6, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "stream"},
+        {"kind": "looped"},
+        {"grad_accumulation_factor": 3},
+        {"ema_decay": 0.5, "evaluate_ema": True},
+        {"virtual_ranks": 2},
+    ],
+    ids=str,
+)
+def test_the_validation_after_a_limit_of_other_runs(tmp_path, options, limit):
+    again_after_a_death_in_the_validation(tmp_path, limit, **options)
 
 
 @pytest.mark.slow

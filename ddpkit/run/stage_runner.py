@@ -145,6 +145,7 @@ class StageRunner:
         options, self.progress.is_fitting = self.options, True
         self._read_options()
         self.progress.restart()
+        self.train_step.forget_window()
         try:
             if options.profile_training:
                 self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
@@ -250,6 +251,7 @@ class StageRunner:
             progress.settle()
             self.train_step.end_window()
             progress.window.stepped()
+            self.train_step.drop_frozen_gradients()
             self.train_step.strategy.end_pass(self.modules)
             saves.on_average()
             self.train_step.warn_if_diverged()
@@ -516,8 +518,10 @@ class StageRunner:
     def _unsaved(self) -> Iterator[None]:
         """Return a context for a hook that must not run twice: a stop inside of it saves no checkpoint."""
         meter, self.progress.train_meter = self.progress.train_meter, None
-        yield
-        self.progress.train_meter = meter
+        try:
+            yield
+        finally:  # a recipe may catch what a hook of its own evaluation raises
+            self.progress.train_meter = meter
 
     def _finish(
         self, stage: Stage, trained: tuple[int | None, int], seconds: float, bar: ProgressBar, before: int = 0

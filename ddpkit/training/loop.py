@@ -1025,12 +1025,17 @@ class TrainStep:
         return self.recipe.freezes and bool(self.optimizers)
 
     def drop_frozen_gradients(self) -> None:
-        """Drop a window's gradients of optimizers that have not stepped in it."""
+        """Drop a window's gradients that no step has used, also those that came after an optimizer's step.
+
+        Under :meth:`no_sync` an optimizer that has stepped accumulates for its next step. These gradients stay, and
+        nothing is saved before that step.
+        """
         stepped, self._stepped = self._stepped, None
         if stepped is not None:
-            known = (self.optimizers or {}).values()
-            frozen = [one for one in known if all(one is not other for other in stepped)]
-            optim.zero_gradients(frozen, set_to_none=True)
+            unused = [*(self.optimizers or {}).values()]
+            if self.progress.window.pending(self.progress.step):
+                unused = [one for one in unused if all(one is not other for other in stepped)]
+            optim.zero_gradients(unused, set_to_none=True)
             if self._unscaled:  # no gradient waits for their step any more
                 self.scaler.update()
                 self._unscaled = ()
@@ -1138,8 +1143,11 @@ class TrainStep:
         return self.recipe.has_own_fit_batch and (self.ema is not None or by_step)
 
     def forget_window(self) -> None:
-        """Forget what an interrupted pass has left."""
+        """Forget what an interrupted pass has left; drop its gradients, where ``zero_grad`` sees a part of them."""
         self._waiting.clear()
+        self._stepped = None
+        if self.freezes:
+            optim.zero_gradients((self.optimizers or {}).values(), set_to_none=True)
 
     def end_window(self) -> None:
         """Average the weights and step the schedule after a window in which an own ``fit_batch`` has stepped."""

@@ -158,6 +158,51 @@ def test_an_entry_of_two_optimizers_that_step_one_after_the_other(ranks):
     assert_equals_one_process(ranks, InTwoOptimizers, 2, {})
 
 
+class TakesTurns(Regression):
+    """The second loss of a window gives gradients to the optimizer that has stepped with the first."""
+
+    def init_optimizers(self):
+        self.optimizers_dict = {name: adamw(one.parameters()) for name, one in self.modules.items()}
+
+    def freeze_optimizers(self, optimizers):
+        return {self.turn: optimizers[self.turn]}
+
+    def fit_batch(self, batch):
+        judge, made = self.modules.judge, self.modules.maker(batch[0])
+        self.learn("judge", judge(torch.cat([made.detach(), batch[0]])).square().mean())
+        return self.learn("maker", (judge(made) - 1).square().mean())
+
+    def learn(self, turn, loss):
+        self.turn = turn
+        self.backward(loss)
+        if self.should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+
+def take_turns(world_size, factor, options):
+    torch.manual_seed(3)
+    modules = {"judge": nn.Linear(3, 1).double(), "maker": nn.Linear(3, 3).double()}
+    sizes = {"global_batch_size": 4 * factor, "micro_batch_size": 4 // world_size}
+    brain = TakesTurns(modules, None, None, {**QUIET, **sizes, **options})
+    brain.turn = "judge"
+    brain.fit([1, 2], points(22))
+    return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("factor", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param({"strategy": one}, marks=pytest.mark.slow) for one in ("zero1", "fsdp"))],
+    ids=str,
+)
+def test_a_gradient_that_comes_after_the_step_of_its_optimizer(ranks, factor, options):
+    expected = torch.tensor(take_turns(1, factor, {}))
+    found = torch.tensor(ranks.run(take_turns, 2, factor, options, world_size=2))
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
+
+
 class ByRank(Regression):
     """The ranks choose different entries, whose weights have one shape."""
 

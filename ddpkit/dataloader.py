@@ -56,6 +56,7 @@ __all__ = [
     "make_dataloader",
     "plan_of",
     "reshard",
+    "resume_after_call",
     "resume_after_end",
     "resume_at",
     "set_epoch",
@@ -63,6 +64,7 @@ __all__ = [
     "spread_samples",
     "state_at",
     "state_at_end",
+    "stream_state",
 ]
 
 logger = get_logger(__name__)
@@ -964,6 +966,42 @@ def resume_after_end(loader: Any, state: Any) -> None:
     marks = _marks(loader)
     if marks is not None and state is not None:
         marks.resume_after_end(state)
+
+
+def stream_state(loader: Any) -> Any:
+    """Return where the stream of a loader is now, for another loader of it; None where it cannot say that.
+
+    Args:
+        loader: any.
+
+    Ranks: local.
+
+    Example:
+        >>> stream_state([1, 2]) is None
+        True
+    """
+    marks = _marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    return None if marks is None else marks.at_end()
+
+
+def resume_after_call(loader: Any, state: Any) -> None:
+    """Have a loader begin where the loader of an earlier call of ``fit`` has left their stream.
+
+    Args:
+        loader: made anew, of the same stream.
+        state: what :func:`stream_state` returned then; None changes nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> resume_after_call([1, 2], None)
+    """
+    if not isinstance(loader, LoopedLoader):
+        resume_after_end(loader, state)
+        return
+    marks = _marks(loader.loader)
+    if marks is not None and state is not None:
+        marks.put_at(state)  # a stream at its end is begun again by the next pass
 
 
 def _marks(loader: Any) -> StreamPosition | None:

@@ -362,9 +362,18 @@ class StreamPosition:
         Args:
             state: what :meth:`at_end` returned.
         """
+        self.put_at(state)
+        if self._source is not None:
+            self._source.may_be_used_up = True
+
+    def put_at(self, state: Any) -> None:
+        """Put the stream where it was.
+
+        Args:
+            state: what :meth:`at_end` returned, at the end of an epoch or not.
+        """
         if self._source is not None:
             self._source.whole.load_state_dict(state)
-            self._source.may_be_used_up = True
 
 
 def _not_storable(state: Any) -> str:

@@ -19,7 +19,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpkit.base import map_values
 from ddpkit.checkpointing import all_ranks_come
 from ddpkit.data import StreamShard, is_stateful
-from ddpkit.dataloader import LoopedLoader, keep_states, resume_after_end, resume_at, state_at, state_at_end
+from ddpkit.dataloader import (
+    LoopedLoader,
+    keep_states,
+    resume_after_call,
+    resume_after_end,
+    resume_at,
+    state_at,
+    state_at_end,
+    stream_state,
+)
 from ddpkit.distributed import gather_objects, get_rank, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -259,6 +268,7 @@ class RankState:
                 self.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
             resume_after_end(loader, own.get("loader_end"))
+            resume_after_call(loader, own.get("last_call"))
             return resume_at(loader, 0, None), bool
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
@@ -302,14 +312,17 @@ class RankState:
             return
         loaded, self.states.loaded = self.states.loaded, None
         if loaded is not None and keep_end:
-            self._from_last_call = _source_of(loader), loaded
+            self._from_last_call = loader, loaded
 
     def _of_last_call(self, loader: Any) -> dict[str, Any]:
         """Return what a checkpoint from the end of the previous call of ``fit`` holds for this call."""
-        source, left = self._from_last_call or (None, {})
+        before, left = self._from_last_call or (None, {})
         own = {name: left.get(name, {}) for name in ("gradients", "hooks")}
-        if source is not None and source is _source_of(loader):  # data that goes on from call to call
+        stream, was_looped = _stream_of(before), isinstance(before, LoopedLoader)
+        if was_looped and before is loader:  # it goes on from call to call
             own["loader_end"] = left.get("loader_end")
+        elif stream is not None and stream is _stream_of(loader):  # so does a stream, in a loader made anew
+            own["last_call"] = left.get("stream" if was_looped else "loader_end")
         return own
 
     # ------------------------------------------------------------------ what a checkpoint holds
@@ -325,6 +338,7 @@ class RankState:
             "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
             "loader": state_at(loader, step),
             "loader_end": state_at_end(loader),
+            **({"stream": stream_state(loader)} if isinstance(loader, LoopedLoader) else {}),
             "gradients": self.strategy.gradient_orders(),
             "hooks": self.strategy.hook_states(),
         }
@@ -348,11 +362,10 @@ class RankState:
         return meter
 
 
-def _source_of(loader: Any) -> Any:
-    """Return the part of a loader that keeps its position between epochs, or None."""
-    if loader is None or isinstance(loader, LoopedLoader):
-        return loader
-    position = getattr(loader, "position", None)
+def _stream_of(loader: Any) -> Any:
+    """Return the user's own stream if it keeps its position between epochs, or None."""
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    position = getattr(inner, "position", None)
     return None if position is None else position.whole
 
 
@@ -376,7 +389,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     if not known or len(known) < len(ranks):
         return {}
     first = known[0]
-    names = [name for name in ("loader", "loader_end") if name in first]
+    names = [name for name in ("loader", "loader_end", "stream") if name in first]
     return {name: first[name] for name in names if all(_listed(one.get(name)) == _listed(first[name]) for one in known)}
 
 

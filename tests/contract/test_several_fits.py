@@ -206,3 +206,32 @@ def test_the_middle_of_an_epoch_of_one_counter_sets_no_other_back(tmp_path):
     assert_same(weights(resumed), weights(whole))
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
     assert resumed.optimizer_step == whole.optimizer_step
+
+
+LOOPED = {"batch_size": 2, "looped_nominal_epoch": 4}
+
+
+@pytest.mark.parametrize("dies_at", ["between", pytest.param((2, 1, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (LOOPED, LOOPED),
+        pytest.param(LOOPED, {"batch_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"batch_size": 2}, LOOPED, marks=pytest.mark.slow),
+    ],
+)
+def test_nominal_epochs_go_on_in_their_stream_from_call_to_call(tmp_path, first, second, dies_at):
+    def nominal(brain, counters, kwargs):
+        stream = Crawler()
+        brain.fit(counters[0], stream, VALID, train_loader_kwargs=first)
+        between(brain)
+        brain.fit(counters[1], stream, VALID, train_loader_kwargs=second)
+
+    options = {"ckpt_interval_steps": 2}
+    whole = start(tmp_path / "whole", nominal, **options)
+    start(tmp_path / "killed", nominal, dies_at, **options)
+    resumed = start(tmp_path / "killed", nominal, **options)
+    assert_same(weights(resumed), weights(whole))
+    again = resumed.trained_on
+    assert all(torch.equal(one, other) for one, other in zip(again, whole.trained_on[-len(again) :], strict=True))
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]

@@ -191,6 +191,8 @@ class RankState:
         self.metrics: dict[str, Any] = {}
         self._epoch_seed: int | None = None
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
+        self._resumed_at: dict[str, Any] = {}
+        self._unread: tuple[Any, dict[str, Any]] | None = None
 
     def saves(self, saves: bool) -> None:
         """Gather the states of all ranks for a checkpointer from now on, or no longer.
@@ -255,6 +257,7 @@ class RankState:
         """
         progress, states = self.progress, self.states
         progress.loader = loader
+        self._resumed_at, self._unread = {}, None
         own: dict[str, Any] = {}
         is_resumed = states is not None and states.loaded is not None  # a step that is repeated is not
         if states is not None:
@@ -280,7 +283,16 @@ class RankState:
         random = own.get("random")
         restore = self._seed_anew if random is None else functools.partial(restore_rng_state, random)
         same = states is not None and states.is_of_as_many
+        if same and is_resumed:
+            self._resumed_at = {name: own.get(name) for name in ("loader", "loader_end")}
         return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
+
+    def read_nothing(self) -> None:
+        """Note that the pass that has begun reads no batch: its data stays where the recovered checkpoint has it.
+
+        A loader that is not iterated cannot tell where it is.
+        """
+        self._unread = self.progress.loader, self._resumed_at
 
     def _load_metrics(self, saved: Any) -> None:
         """Restore the recipe's metrics in mid-epoch; with a different number of ranks, all counts on rank 0."""
@@ -341,7 +353,13 @@ class RankState:
             **({"stream": stream_state(loader)} if isinstance(loader, LoopedLoader) else {}),
             "gradients": self.strategy.gradient_orders(),
             "hooks": self.strategy.hook_states(),
+            **self._unread_place(loader),
         }
+
+    def _unread_place(self, loader: Any) -> dict[str, Any]:
+        """Return where a checkpoint has put a loader that has read nothing since; empty if it has."""
+        unread, place = self._unread or (None, {})
+        return place if unread is loader else {}
 
     def own_sums(self) -> list[Any]:
         """Return this rank's sum of losses, its weight, and the samples seen."""

@@ -241,6 +241,7 @@ class StageRunner:
             on_window = saves.on_window if saves.follows_windows else None
             if progress.optimizer_step >= limit:
                 ready()  # the feed calls it before its next batch, and none is read
+                self.rank_state.read_nothing()
             with self.train_step.warning_without_steps():
                 is_limited = train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             progress.is_whole = not is_limited or (feed.length is not None and progress.step >= feed.length)

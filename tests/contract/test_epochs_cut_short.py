@@ -23,6 +23,28 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
+class LongStream(IterableDataset):
+    """Goes on from epoch to epoch, with half of the data in each."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __iter__(self):
+        half = len(DATA) // 2
+        for number in range(self.read, (self.read // half + 1) * half):
+            self.read = number + 1
+            yield DATA[number]
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
+
+
+STREAMS = {"stream": Stream, "long stream": LongStream}
+
+
 class Saving(Regression):
     """Saves at the end of each epoch as most recipes do: it believes that the epoch is over."""
 
@@ -42,7 +64,8 @@ class Noisy(Saving):
     """Draws noise in both stages, as a variational encoder does; may be killed in the validation."""
 
     def on_stage_start(self, stage, epoch=None):
-        if stage is Stage.VALID and self.fails_in == "validation":
+        limit = self.run_opts.optimizer_step_limit
+        if stage is Stage.VALID and self.fails_in == "validation" and self.optimizer_step >= limit:
             raise Killed
 
     def compute_objectives(self, predictions, batch, stage):
@@ -75,9 +98,9 @@ def run(
     )
     brain = cls({"net": net}, sgd(momentum=0.9), None, {**QUIET, **options}, checkpointer, schedule)
     brain.fails_at, brain.fails_in = fails_at, fails_in
-    train = {"batch_size": PER_STEP, **({} if kind == "stream" else {"shuffle": True})}
+    train = {"batch_size": PER_STEP, **({} if kind in STREAMS else {"shuffle": True})}
     train |= {"looped_nominal_epoch": 12} if kind == "looped" else {}
-    data = Stream() if kind == "stream" else DATA
+    data = STREAMS[kind]() if kind in STREAMS else DATA
     try:
         brain.result = brain.fit(
             counter, data, points(3, seed=6) if valid else None, train_loader_kwargs=train
@@ -141,22 +164,29 @@ def test_the_validation_after_a_limit_draws_what_it_would_have_drawn(tmp_path):
     again_after_a_death_in_the_validation(tmp_path, 5)
 
 
+def test_a_stream_goes_on_where_it_was_when_a_limit_was_reached(tmp_path):
+    again_after_a_death_in_the_validation(tmp_path, 6, kind="long stream", epochs=2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [3, 6, 8])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "limits"),
     [
-        {},
-        {"kind": "stream"},
-        {"kind": "looped"},
-        {"grad_accumulation_factor": 3},
-        {"ema_decay": 0.5, "evaluate_ema": True},
-        {"virtual_ranks": 2},
+        ({}, (3, 8)),
+        ({"kind": "stream"}, (3, 8)),
+        ({"kind": "stream", "grad_accumulation_factor": 2}, (3, 4)),
+        ({"kind": "looped"}, (3, 8)),
+        ({"kind": "looped", "epochs": 2}, (8, 12)),
+        ({"kind": "long stream", "epochs": 2}, (3, 6, 8)),
+        ({"grad_accumulation_factor": 3}, (2, 3)),
+        ({"ema_decay": 0.5, "evaluate_ema": True}, (3, 8)),
+        ({"virtual_ranks": 2}, (2, 4)),
     ],
     ids=str,
 )
-def test_the_validation_after_a_limit_of_other_runs(tmp_path, options, limit):
-    again_after_a_death_in_the_validation(tmp_path, limit, **options)
+def test_the_validation_after_a_limit_of_other_runs(tmp_path, options, limits):
+    for limit in limits:
+        again_after_a_death_in_the_validation(tmp_path / str(limit), limit, **options)
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ __all__ = [
     "shard",
     "spread_samples",
     "state_at",
+    "state_at_begin",
     "state_at_end",
     "stream_state",
 ]
@@ -931,6 +932,26 @@ def keep_states(loader: Any) -> None:
     marks = _marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
     if marks is not None:
         marks.want()
+
+
+def state_at_begin(loader: Any) -> Any:
+    """Return what a loader needs to begin an epoch again, while its first batch is worked on; or None.
+
+    It is for :func:`resume_after_end`, and for :func:`resume_at` with a step of 0.
+
+    Args:
+        loader: any.
+
+    Ranks: local.
+
+    Example:
+        >>> state_at_begin([1, 2]) is None
+        True
+    """
+    if isinstance(loader, LoopedLoader):
+        return loader.state_in_pass(loader.step)
+    marks = _marks(loader)
+    return None if marks is None else marks.at_begin()
 
 
 def state_at_end(loader: Any) -> Any:

@@ -315,10 +315,10 @@ class StreamPosition:
             number: from 0.
 
         Returns:
-            ``"again"``: a number less than the given, and the state there; ``"next"``: the state at the given one, or
-            None if nothing was read there. Or None if neither is known.
+            ``"again"``: a number less than the given (or 0, if that is given), and the state there; ``"next"``: the
+            state at the given one, or None if nothing was read there. Or None if neither is known.
         """
-        before = [mark for mark in self._kept if mark[0] < number]
+        before = [mark for mark in self._kept if mark[0] < max(number, 1)]
         if self._source is None or not before:
             return None
         return {"again": list(before[-1]), "next": next((mark[1] for mark in self._kept if mark[0] == number), None)}
@@ -338,6 +338,11 @@ class StreamPosition:
             self._source = None
         else:
             self.are_wanted = True
+
+    def at_begin(self) -> Any:
+        """Return the state that the stream had before the first batch of this epoch was read, or None."""
+        states = [state for number, state in self._kept if not number]
+        return states[0].get("begin") if states else None
 
     def at_end(self) -> Any:
         """Return the state that the stream carries into its next epoch, or None."""

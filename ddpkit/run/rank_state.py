@@ -26,6 +26,7 @@ from ddpkit.dataloader import (
     resume_after_end,
     resume_at,
     state_at,
+    state_at_begin,
     state_at_end,
     stream_state,
 )
@@ -171,6 +172,7 @@ class RankState:
         states: the recoverable with the states of all ranks; None without a checkpointer.
         base_seed: of the run; None before ``fit``.
         is_inside_batch: while a recipe saves in a hook of a training batch, after it has begun to train on it.
+        goes_back_to_begin: while a recipe saves in the first batch of an epoch, before it has begun to train on it.
         metrics: of the recipe, which count in the training stage; by name.
 
     Ranks: local, but for :meth:`end_pass`.
@@ -187,7 +189,7 @@ class RankState:
         self.states: RankStates | None = None
         self.saves(saves)
         self.base_seed: int | None = None
-        self.is_inside_batch = False
+        self.is_inside_batch = self.goes_back_to_begin = False
         self.metrics: dict[str, Any] = {}
         self._epoch_seed: int | None = None
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
@@ -270,9 +272,7 @@ class RankState:
                 self.strategy.load_gradient_orders(self.modules, own.get("gradients", {}))
                 self.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
-            resume_after_end(loader, own.get("loader_end"))
-            resume_after_call(loader, own.get("last_call"))
-            return resume_at(loader, 0, None), bool
+            return _begin_data(loader, own), bool
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
         logged = own.get("logged")
@@ -350,6 +350,7 @@ class RankState:
             "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
             "loader": state_at(loader, step),
             "loader_end": state_at_end(loader),
+            **({"loader_begin": state_at_begin(loader)} if self.goes_back_to_begin else {}),
             **({"stream": stream_state(loader)} if isinstance(loader, LoopedLoader) else {}),
             "gradients": self.strategy.gradient_orders(),
             "hooks": self.strategy.hook_states(),
@@ -380,6 +381,14 @@ class RankState:
         return meter
 
 
+def _begin_data(loader: Any, own: dict[str, Any]) -> int:
+    """Have a loader begin an epoch where a checkpoint says; return how many batches are to be left out."""
+    begin = own.get("loader_begin")  # of a save in this epoch's first batch
+    resume_after_end(loader, own.get("loader_end") if begin is None else begin)
+    resume_after_call(loader, own.get("last_call"))
+    return resume_at(loader, 0, begin)
+
+
 def _stream_of(loader: Any) -> Any:
     """Return the user's own stream if it keeps its position between epochs, or None."""
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
@@ -407,7 +416,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     if not known or len(known) < len(ranks):
         return {}
     first = known[0]
-    names = [name for name in ("loader", "loader_end", "stream") if name in first]
+    names = [name for name in ("loader", "loader_begin", "loader_end", "stream") if name in first]
     return {name: first[name] for name in names if all(_listed(one.get(name)) == _listed(first[name]) for one in known)}
 
 

@@ -137,6 +137,7 @@ class SavePosition:
         lacks_loss = self._has_own_fit_batch and not (is_known or is_before)
         self.run_state.lacks = step if lacks_loss else None
         self.rank_state.is_inside_batch = not is_before
+        self.rank_state.goes_back_to_begin = is_before and not progress.window_end
         try:
             with at_last_update(progress) if is_before else contextlib.nullcontext():
                 have_all_come = states is not None and states.gather_if_all_come()
@@ -146,6 +147,7 @@ class SavePosition:
                     yield
         finally:
             self.run_state.lacks, self.rank_state.is_inside_batch = None, False
+            self.rank_state.goes_back_to_begin = False
 
     def _is_known(self) -> bool:
         """Return whether the loss of the current batch is known, and its step was made if it was due."""

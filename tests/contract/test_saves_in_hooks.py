@@ -27,6 +27,26 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
+class Going(Stream):
+    """Goes on from epoch to epoch, and can say where it is."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        is_over = False
+        while not is_over:
+            self.place += 1
+            is_over = not self.place % 8
+            yield DATA[self.place % len(DATA)]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
 class Probe(Brain):
     """Saves once in the hook that ``saves_in`` names, at its ``at``-th call, and ends the process there."""
 
@@ -153,6 +173,7 @@ def script(
     batch_size=3,
     looped=None,
     is_stream=False,
+    has_state=False,
     saves_between=False,
     **options,
 ):
@@ -161,8 +182,10 @@ def script(
     brain.saves_in, brain.at = saves_in, at
     brain.end_of_epoch, brain.is_alone = end_of_epoch, is_alone
     brain.saves_between = saves_between
-    data = Stream() if is_stream else DATA
-    train = {"batch_size": batch_size} if is_stream else {"batch_size": batch_size, "shuffle": True}
+    data = Going() if has_state else Stream() if is_stream else DATA
+    train = {"batch_size": batch_size}
+    if data is DATA:
+        train["shuffle"] = True
     if looped is not None:
         train["looped_nominal_epoch"] = looped
     kwargs = {"train_loader_kwargs": train, "valid_loader_kwargs": {"batch_size": 2}}
@@ -268,6 +291,34 @@ def test_a_save_in_any_hook_of_other_runs(tmp_path, saves_in, options):
     at = HOOKS[saves_in]
     if "grad_accumulation_factor" in options:  # outside of a window, where gradients wait
         at = {"optimizers_step": 3, "on_fit_batch_start": 7, "TRAIN batch": 7}.get(saves_in, at)
+    assert_goes_on(tmp_path, (saves_in, at, False), **options)
+
+
+LOOPED_STREAM = {"has_state": True, "looped": 4}
+
+
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        (4, {"has_state": True}),
+        slow(1, {"has_state": True}),
+        slow(3, {"has_state": True, "grad_accumulation_factor": 2}),
+        slow(4, {"has_state": True, "grad_accumulation_factor": 2}),
+        (7, {"looped": 6}),
+        slow(1, {"looped": 6}),
+        slow(2, {"looped": 1}),
+        slow(1, LOOPED_STREAM),
+        slow(4, LOOPED_STREAM),  # a pass over the stream begins inside of the epoch
+        slow(5, LOOPED_STREAM),
+        slow(4, {"has_state": True, "looped": 3}),  # and here with it
+        slow(4, {"has_state": True, "kind": OwnBatches, "saves_in": "fit_batch begins"}),
+    ],
+)
+def test_a_save_in_the_first_batch_of_an_epoch_has_the_data_begin_there_again(
+    tmp_path, at, options
+):
+    options = dict(options)
+    saves_in = options.pop("saves_in", "on_fit_batch_start")
     assert_goes_on(tmp_path, (saves_in, at, False), **options)
 
 

@@ -680,6 +680,10 @@ class Brain(_Typed):
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
+        if self.__is_step_limit_reached() and self.progress.is_cut_short:  # a save after it is still of that call
+            logger.info("optimizer_step_limit=%s has ended an earlier call of fit.", self.run_opts.optimizer_step_limit)
+            newest = run.policy.newest()
+            return FitResult("optimizer_step_limit", optimizer_steps=self.optimizer_step, newest_checkpoint=newest)
         folder = getattr(self.hparams, "output_folder", "results")
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
         held = self.run_opts.held(IN_FIT)

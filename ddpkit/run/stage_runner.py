@@ -237,11 +237,8 @@ class StageRunner:
                 bar.show(report.step, report.loss, report.samples - samples_before)
                 saves.on_sync(report)
 
-            limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
+            limit = self._step_limit(ready)
             on_window = saves.on_window if saves.follows_windows else None
-            if progress.optimizer_step >= limit:
-                ready()  # the feed calls it before its next batch, and none is read
-                self.rank_state.read_nothing()
             with self.train_step.warning_without_steps():
                 is_limited = train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             progress.is_whole = not is_limited or (feed.length is not None and progress.step >= feed.length)
@@ -260,6 +257,16 @@ class StageRunner:
             self.rank_state.end_pass()
             trained = epoch, progress.optimizer_step
             return self._finish(Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before)
+
+    def _step_limit(self, ready: Callable[[], object]) -> float:
+        """Return the optimizer step that ends the pass; if it is made already, do what the feed would have done."""
+        limit = self.options.optimizer_step_limit
+        if limit is None:
+            return float("inf")
+        if self.progress.optimizer_step >= limit:
+            ready()  # the feed calls it before its next batch, and none is read
+            self.rank_state.read_nothing()
+        return limit
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Make the feed of a training pass. For a stream the ranks exchange the sizes of their batches."""

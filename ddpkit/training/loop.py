@@ -237,6 +237,12 @@ class Progress(optim.StepCounters):
         is_trained = self.phase in {EpochPhase.TRAINED, EpochPhase.OVER}
         return self.is_validated or (is_trained and not self.validates)
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the last call of ``fit`` has ended, or gone no further than its checkpoint, inside of an epoch."""
+        has_ended = self.phase in {EpochPhase.OVER, EpochPhase.RECOVERED} and not self.is_fitting
+        return has_ended and not self.is_whole
+
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
         self.look()

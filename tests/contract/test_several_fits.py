@@ -235,3 +235,21 @@ def test_nominal_epochs_go_on_in_their_stream_from_call_to_call(tmp_path, first,
     again = resumed.trained_on
     assert all(torch.equal(one, other) for one, other in zip(again, whole.trained_on[-len(again) :], strict=True))
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
+
+
+def test_calls_after_one_that_a_limit_ends_inside_of_an_epoch_leave_its_place_alone(tmp_path):
+    def with_a_save(brain, counters, kwargs):
+        brain.results = [
+            brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs),
+            brain.fit(counters[1], HARD, VALID, train_loader_kwargs=kwargs),
+        ]
+        brain.checkpointer.save_and_keep_only()
+
+    whole = start(tmp_path / "whole", with_a_save)
+    parts = [start(tmp_path / "parts", with_a_save, optimizer_step_limit=limit) for limit in (4, 4, 20, None)]
+    assert [one.optimizer_step for one in parts] == [4, 4, 20, whole.optimizer_step]
+    assert_same(weights(parts[-1]), weights(whole))
+    assert torch.equal(torch.cat([row for one in parts for row in one.trained_on]), torch.cat(whole.trained_on))
+    second = parts[0].results[1]
+    assert (second.reason, second.epochs, second.optimizer_steps) == ("optimizer_step_limit", 0, 4)
+    assert second.newest_checkpoint == parts[0].results[0].newest_checkpoint

@@ -162,7 +162,7 @@ def main():
         (FOLDER / f"left-{brain.rank}").touch()
         time.sleep(after)
     torch.save(net.state_dict(), FOLDER / f"final-{brain.rank}.pt")
-    print("finished", brain.optimizer_step, flush=True)
+    print(f"finished {brain.optimizer_step}", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def main():
     brain.fit(counter, data, train_loader_kwargs={"batch_size": 2, "shuffle": True})
     if brain.rank == 0:
         weights = torch.cat([parameter.detach().flatten() for parameter in brain.modules.parameters()])
-        print("ends with", weights.numpy().tobytes().hex(), flush=True)
+        print(f"ends with {weights.numpy().tobytes().hex()}", flush=True)
 
 
 if __name__ == "__main__":

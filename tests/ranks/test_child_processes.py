@@ -23,7 +23,7 @@ SCRIPT = """
         print(done.stdout, done.stderr, f"code {done.returncode}", sep="\\n", flush=True)
 
     def spawned(rank=None):
-        print("spawned", get_rank(), flush=True)
+        print(f"spawned {get_rank()}", flush=True)
 
     def replace():
         os.environ["AGAIN"] = "1"
@@ -51,13 +51,13 @@ SCRIPT = """
         elif HOW == "on every rank":
             env = {name: value for name, value in os.environ.items() if name != "DDPKIT_RANK_PROCESS"}
             child(["evaluate.py"], env)
-        print("done", get_rank(), flush=True)
+        print(f"done {get_rank()}", flush=True)
 """
 EVALUATE = """
     import ddpkit
     from ddpkit.distributed import get_rank, get_world_size
     ddpkit.ddp_init_group({"device": "cpu"})
-    print("evaluated as", get_rank(), "of", get_world_size(), flush=True)
+    print(f"evaluated as {get_rank()} of {get_world_size()}", flush=True)
 """
 BRAIN = """
     import ddpkit
@@ -148,7 +148,7 @@ def test_ranks_that_torchrun_starts_again_are_no_children(folder):
             ddpkit.ddp_init_group({"device": "cpu"})
             if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 raise ValueError("once")
-            print("done", get_rank(), flush=True)
+            print(f"done {get_rank()}", flush=True)
         """)
     )
     run = Run(torchrun(2, "--max-restarts=1", "train.py"), folder, warm=True).wait(60)

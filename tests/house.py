@@ -18,7 +18,7 @@ import ddpkit
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
+FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))  # a room may have folders of its own
 FACE = sorted({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"})
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

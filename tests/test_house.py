@@ -35,6 +35,11 @@ def named(path):
     return str(path.relative_to(ROOT))
 
 
+def room_of(path):
+    """The package at the top in which a file is; the file's own name if it is in none."""
+    return path.relative_to(PACKAGE).parts[0]
+
+
 @pytest.fixture(scope="module")
 def sources():
     """The nodes of each file, the module first."""
@@ -129,7 +134,7 @@ def test_a_package_is_imported_through_its_init_and_not_past_it(sources):
         for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddpkit.")
         for package, *inner in [node.module.split(".")[1:]]
-        if package in packages and package != path.parent.name and (inner or {one.name for one in node.names} & INSIDE)
+        if package in packages and package != room_of(path) and (inner or {one.name for one in node.names} & INSIDE)
     ]
     assert not wrong, "take what the package's __init__.pyi lists:\n" + "\n".join(wrong)
 
@@ -245,7 +250,7 @@ def test_docstrings_say_which_ranks(sources):
     missing = [
         f"{named(path)}:{node.lineno}: {node.name}: no `Ranks:`"
         for path, (tree, *_) in sources
-        if path.stem not in DECLARATIONS and path.parent.name != "cli"  # a command runs in one process
+        if path.stem not in DECLARATIONS and room_of(path) != "cli"  # a command runs in one process
         for node in public_nodes(tree)
         if not is_overload(node) and not is_exception(node) and "Ranks:" not in (ast.get_docstring(node) or "")
     ]

@@ -1,0 +1,84 @@
+"""What the ranks learn, about once a second, of the steps since the last time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondOfSteps:
+    """The measured steps between two syncs of the ranks. Lists have an entry for each rank.
+
+    Attributes:
+        epoch: its number.
+        step: batches of the epoch so far.
+        optimizer_step: updates since the run began.
+        seconds: wall time since the last sync, on the main process.
+        windows: optimizer steps that were measured, the same ones on all ranks; at least 1.
+        batches_per_window: batches of a measured window, on average.
+        world_size: number of ranks.
+        phases: seconds per window of each of :data:`~ddpkit.step_times.phases.PHASES`, and ``"step"``,
+            their sum: medians over the measured windows.
+        samples: samples per window.
+        tokens: counts of ``(loss_sum, count)`` per window; None where the recipe returns means.
+        sizes: elements of the first tensor of a batch, per window: padded lengths show here.
+        memory: bytes: ``"rss"`` of the process, on GPUs also ``"allocated"``, ``"reserved"`` and
+            ``"peak"`` of torch's allocator.
+        host_seconds: time of a window on the host; on a GPU ``phases`` has the device's.
+        is_host_bound: share of the measured windows, 0 to 1, whose end the GPU had reached when the
+            host came there; 0 on a CPU.
+        exchanged_bytes: of gradients that this rank sends per window; 0 in one process.
+        gradient_norm: of the last optimizer step whose norm is known; None before the first.
+        learning_rate: of the first group of the first optimizer; None without an optimizer.
+        loss: mean training loss of the epoch so far; NaN where nothing counts.
+        host_names: of each rank's machine; empty where that is not known.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> from ddpkit.step_times import PHASES, STEP
+        >>> times = {**dict.fromkeys(PHASES, 0.125), STEP: 0.875}
+        >>> second = SecondOfSteps(
+        ...     epoch=1, step=8, optimizer_step=8, seconds=1.0, windows=8, world_size=1,
+        ...     phases=[times], samples=[4.0], sizes=[12.0], memory=[{"rss": 1e8}],
+        ... )
+        >>> second.samples_per_second
+        4.571428571428571
+    """
+
+    epoch: int
+    step: int
+    optimizer_step: int
+    seconds: float
+    windows: int
+    world_size: int
+    phases: list[dict[str, float]]
+    samples: list[float]
+    sizes: list[float]
+    memory: list[dict[str, float]]
+    batches_per_window: float = 1.0
+    tokens: list[float] | None = None
+    host_seconds: list[float] | None = None
+    is_host_bound: list[float] | None = None
+    exchanged_bytes: int = 0
+    gradient_norm: float | None = None
+    learning_rate: float | None = None
+    loss: float | None = None
+    host_names: tuple[str, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: of the slowest rank."""
+        return max(one["step"] for one in self.phases)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of all ranks per second of a step."""
+        return sum(self.samples) / max(self.step_seconds, 1e-9)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Counts of all ranks per second of a step; None where there are none."""
+        if self.tokens is None:
+            return None
+        return sum(self.tokens) / max(self.step_seconds, 1e-9)

@@ -419,6 +419,7 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(self.net(x), labels)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # of the compiler, on GPUs that have them
 @pytest.mark.parametrize("compiles", [{"compile_mode": "reduce-overhead"}, {"compile_mode": "default"}])
 def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
     def fit(**options):

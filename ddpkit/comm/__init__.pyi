@@ -28,6 +28,7 @@ from ddpkit.comm.process_group import (
     init_group as init_group,
     limits_by_option as limits_by_option,
     longest_wait as longest_wait,
+    open_store as open_store,
     shorten_timeout as shorten_timeout,
 )
 from ddpkit.comm.tree_sum import (

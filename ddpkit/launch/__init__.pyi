@@ -13,6 +13,8 @@ from ddpkit.launch.launchers import (
 )
 from ddpkit.launch.nproc import (
     become_torchrun as become_torchrun,
+    cores as cores,
+    count_processes as count_processes,
 )
 from ddpkit.launch.platforms import (
     refuse_lonely_node as refuse_lonely_node,

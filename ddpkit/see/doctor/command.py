@@ -1,0 +1,195 @@
+"""``python -m ddpkit doctor``: looks at the machines of a launch and tells what is wrong for training."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpkit import __version__
+from ddpkit.device import accelerator_kind
+from ddpkit.errors import ConfigError, LaunchError, MissingExtraError
+from ddpkit.launch import LaunchInfo, find_launch
+from ddpkit.see.doctor.check import Check, Site
+from ddpkit.see.doctor.examination import Placed, collect, examine
+from ddpkit.see.doctor.finding import PROBLEM, VERDICTS, Finding
+from ddpkit.see.doctor.findings_table import table
+from ddpkit.see.doctor.machine import Machine
+from ddpkit.see.doctor.order import CHECKS
+from ddpkit.see.doctor.planned_run import PlannedRun
+from ddpkit.see.doctor.ranks import Ranks, open_ranks
+
+NEEDED = "psutil"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What stands on the command line of ``doctor``.
+
+    Attributes:
+        device: ``"cpu"`` or a kind of accelerator; None: what is there.
+        output_folder: where the run would write; None: the present folder.
+        recipe: script, parameter file and overrides.
+        workers: loader processes of each rank.
+        timeout: seconds to wait for a rank.
+        as_json: whether to write JSON.
+        verbose: whether to say of everything what was expected.
+
+    Ranks: local.
+
+    Example:
+        >>> Request(workers=4).as_json
+        False
+    """
+
+    device: str | None = None
+    output_folder: str | None = None
+    recipe: tuple[str, ...] = ()
+    workers: int | None = None
+    timeout: float = 120.0
+    as_json: bool = False
+    verbose: bool = False
+
+
+def run_doctor(
+    request: Request,
+    say: Callable[[str], object],
+    machine: Machine | None = None,
+    checks: Sequence[Check] = CHECKS,
+) -> int:
+    """Look at the machines of this launch; the main process says what was found.
+
+    Args:
+        request: of the command line.
+        say: writes a text.
+        machine: None: the real one.
+        checks: in order.
+
+    Returns:
+        1 if there is a problem, 0 else; the same on all ranks.
+
+    Raises:
+        LaunchError: rank 0 does not answer any more.
+        MissingExtraError: the extra ``see`` is not installed.
+
+    Ranks: collective.
+    """
+    require_extra()
+    check_recipe(request.recipe)
+    machine = machine or Machine()
+    ranks, launch, before = _meet(request)
+    site = Site(machine, _planned(request, launch), ranks)
+    placed = collect(site, [*before, *examine(site, checks)])
+    if ranks.is_main and (ranks.is_first_on_host or not before):
+        say(
+            _as_json(placed, site)
+            if request.as_json
+            else _as_text(placed, site, verbose=request.verbose)
+        )
+    ranks.leave()
+    return int(any(one.finding.is_problem for one in placed))
+
+
+def require_extra() -> None:
+    """Raise where psutil is not installed.
+
+    Raises:
+        MissingExtraError: it is not.
+
+    Ranks: local.
+
+    Example:
+        >>> require_extra()
+    """
+    if importlib.util.find_spec(NEEDED) is None:
+        raise MissingExtraError(
+            f"`python -m ddpkit doctor` needs {NEEDED}, which is not installed. Run `pip install ddpkit[see]`."
+        )
+
+
+def check_recipe(recipe: Sequence[str]) -> None:
+    """Raise where a file of the recipe is not there.
+
+    Args:
+        recipe: script, parameter file and overrides.
+
+    Raises:
+        ConfigError: one of the two files is missing.
+
+    Ranks: local.
+
+    Example:
+        >>> check_recipe(())
+    """
+    for file in recipe[:2]:
+        if not Path(file).is_file():
+            raise ConfigError(
+                f"--recipe: there is no file {file!r}. Give the script and its YAML file."
+            )
+
+
+def _meet(request: Request) -> tuple[Ranks, LaunchInfo, list[Finding]]:
+    """Meet the other ranks. Where that fails this process goes on alone, with the reason as a finding."""
+    try:
+        launch = find_launch()
+    except LaunchError as error:
+        launch = LaunchInfo()
+        return Ranks(launch), launch, [_failed("launcher", error)]
+    try:
+        return open_ranks(launch, request.timeout), launch, []
+    except LaunchError as error:
+        alone = Ranks(launch)
+        alone.is_first_on_host = launch.local_rank == 0  # one process of each host tells
+        return alone, launch, [_failed("rendezvous", error)]
+
+
+def _failed(name: str, error: LaunchError) -> Finding:
+    return Finding(
+        name,
+        PROBLEM,
+        str(error),
+        "all ranks meet at one store",
+        "what ddpkit does at the start of each run",
+        cost="no run with several processes starts here; below, this process alone",
+        advice="See above.",
+    )
+
+
+def _planned(request: Request, launch: LaunchInfo) -> PlannedRun:
+    return PlannedRun(
+        launch=launch,
+        device=request.device or accelerator_kind(),
+        output_folder=Path(request.output_folder or "."),
+        recipe=request.recipe,
+        workers=request.workers,
+        timeout=request.timeout,
+    )
+
+
+def _as_text(placed: Sequence[Placed], site: Site, *, verbose: bool) -> str:
+    hosts = list(dict.fromkeys(one.host for one in placed))
+    size = site.ranks.world_size
+    processes = "1 process" if size == 1 else f"{size} processes"
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    title = f"ddpkit {__version__} doctor: {processes} on {where}, device {site.run.device}"
+    return f"{title}\n\n{table(placed, size, verbose=verbose)}"
+
+
+def _as_json(placed: Sequence[Placed], site: Site) -> str:
+    verdicts = [one.finding.verdict for one in placed]
+    return json.dumps(
+        {
+            "ddpkit": __version__,
+            "world_size": site.ranks.world_size,
+            "device": site.run.device,
+            "verdict": max(verdicts, key=VERDICTS.index, default=VERDICTS[0]),
+            "findings": [
+                {"host": one.host, "rank": one.rank, **dataclasses.asdict(one.finding)}
+                for one in placed
+            ],
+        },
+        indent=1,
+    )

@@ -1,0 +1,92 @@
+"""Runs the checks on every rank and brings their findings to the main process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from ddpkit.see.doctor.check import EACH_HOST, Check, Site
+from ddpkit.see.doctor.finding import PROBLEM, Finding, not_looked_at
+from ddpkit.see.doctor.ranks import answering
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A finding, and where it was made.
+
+    Ranks: local.
+
+    Example:
+        >>> Placed(Finding("swap", "ok", "none", "none", "a rule"), host="gpu07", rank=3).host
+        'gpu07'
+    """
+
+    finding: Finding
+    host: str
+    rank: int
+
+
+def examine(site: Site, checks: Sequence[Check]) -> list[Finding]:
+    """Run the checks of this rank, in order; one that fails itself becomes a finding.
+
+    Args:
+        site: the machine, what would run on it, and the other ranks.
+        checks: in order, the same on all ranks.
+
+    Raises:
+        LaunchError: the main process does not answer.
+
+    Ranks: collective.
+    """
+    found: list[Finding] = []
+    for check in checks:
+        if check.who != EACH_HOST or site.ranks.is_first_on_host:
+            found += _findings_of(check, site)
+    return found
+
+
+def _findings_of(check: Check, site: Site) -> list[Finding]:
+    found: list[Finding] = []
+    try:
+        found.extend(check.look(site))  # keeps what came before an error
+    except Exception as error:  # noqa: BLE001 -- becomes a finding: one check never ends the others
+        found.append(not_looked_at(check.name, error))
+    return found
+
+
+def collect(site: Site, findings: Iterable[Finding]) -> list[Placed]:
+    """Bring the findings of all ranks together.
+
+    Args:
+        site: of this rank.
+        findings: of this rank.
+
+    Returns:
+        Those of all ranks, in the order of ranks; one for each rank that does not answer.
+
+    Raises:
+        LaunchError: the main process does not answer.
+
+    Ranks: collective.
+    """
+    own = {"host": site.machine.name(), "findings": [asdict(finding) for finding in findings]}
+    everybody = site.ranks.exchange("findings", own)
+    placed = [
+        Placed(Finding(**{**fields, "lines": tuple(fields["lines"])}), answer["host"], rank)
+        for rank, answer in answering(everybody).items()
+        for fields in answer["findings"]
+    ]
+    silent = [rank for rank, answer in enumerate(everybody) if answer is None]
+    return placed + [Placed(_silence(site), "?", rank) for rank in silent]
+
+
+def _silence(site: Site) -> Finding:
+    return Finding(
+        "answer of the rank",
+        PROBLEM,
+        "none",
+        f"within {site.run.timeout:g} s",
+        "--timeout",
+        cost="a run would wait for this rank",
+        advice="Look at the output of its process: was it killed, or does it hang?",
+    )

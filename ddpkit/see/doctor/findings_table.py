@@ -1,0 +1,119 @@
+"""The findings as a person reads them: one line for what is well, a block for what is not, the worst last."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from ddpkit.base import spans
+from ddpkit.see.doctor.examination import Placed
+from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, VERDICTS, Finding
+
+WIDTH = 80
+VERDICT_COLUMNS = 9
+NAME_COLUMNS = 20
+LABEL_COLUMNS = 10
+MOST_VALUES = 4  # shown of a finding that differs between hosts
+_WORDS = {OK: "ok", LOOK: "look", PROBLEM: "PROBLEM"}
+
+
+def table(placed: Sequence[Placed], world_size: int, *, verbose: bool = False) -> str:
+    """Write the findings in 80 columns, the worst last, where the eye is.
+
+    Args:
+        placed: the findings of all ranks.
+        world_size: number of ranks.
+        verbose: whether to say of everything what was expected, and why.
+
+    Ranks: local.
+    """
+    rows = []
+    for verdict in VERDICTS:
+        for group in grouped(one for one in placed if one.finding.verdict == verdict):
+            rows += _row(group, world_size, is_block=verbose or verdict != OK)
+    return "\n".join([*rows, "", summary(placed)]).lstrip("\n")
+
+
+def summary(placed: Sequence[Placed]) -> str:
+    """Say in a line how many findings there are of each kind.
+
+    Args:
+        placed: the findings of all ranks.
+
+    Ranks: local.
+
+    Example:
+        >>> summary([])
+        '0 problems, 0 to look at, 0 ok.'
+    """
+    count = dict.fromkeys(VERDICTS, 0)
+    for group in grouped(placed):
+        count[group[0].finding.verdict] += 1
+    plural = "" if count[PROBLEM] == 1 else "s"
+    return f"{count[PROBLEM]} problem{plural}, {count[LOOK]} to look at, {count[OK]} ok."
+
+
+def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
+    """Bring together what says the same of several ranks: name, verdict and advice are equal.
+
+    Args:
+        placed: findings.
+
+    Ranks: local.
+    """
+    groups: dict[tuple[str, str, str], list[Placed]] = {}
+    for one in placed:
+        key = (one.finding.name, one.finding.verdict, one.finding.advice)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _row(group: Sequence[Placed], world_size: int, *, is_block: bool) -> list[str]:
+    finding = group[0].finding
+    start = f"{_WORDS[finding.verdict]:{VERDICT_COLUMNS}}{finding.name:{NAME_COLUMNS}} "
+    measured = _measured(group, world_size)
+    if not is_block:
+        return [*_wrapped(start, measured, len(start)), *_lines(finding)]
+    rows = ["", *_wrapped(start, measured, VERDICT_COLUMNS)]
+    for label, text in (
+        ("expected", finding.expected),
+        ("because", finding.source),
+        ("cost", "" if finding.verdict == OK else finding.cost),
+        ("do", "" if finding.verdict == OK else finding.advice),
+    ):
+        if text:
+            rows += _wrapped(" " * VERDICT_COLUMNS + f"{label:{LABEL_COLUMNS}}", text)
+    return [*rows, *_lines(finding)]
+
+
+def _lines(finding: Finding) -> list[str]:
+    return [" " * VERDICT_COLUMNS + line for line in finding.lines]
+
+
+def _wrapped(start: str, text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        start + text,
+        WIDTH,
+        subsequent_indent=" " * (indent or len(start)),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _measured(group: Sequence[Placed], world_size: int) -> str:
+    """Say what was measured, and where, if it is not the same everywhere."""
+    by_value: dict[str, list[Placed]] = {}
+    for one in group:
+        by_value.setdefault(one.finding.measured, []).append(one)
+    if world_size == 1:
+        return next(iter(by_value))
+    shown = [f"{value} ({_where(ones)})" for value, ones in list(by_value.items())[:MOST_VALUES]]
+    more = len(by_value) - len(shown)
+    return "; ".join(shown) + (f"; and {more} other values" if more else "")
+
+
+def _where(ones: Sequence[Placed]) -> str:
+    ranks = sorted({one.rank for one in ones})
+    hosts = list(dict.fromkeys(one.host for one in ones))
+    named = ", ".join(hosts[:MOST_VALUES]) + (", ..." if len(hosts) > MOST_VALUES else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} on {named}"

@@ -1,0 +1,85 @@
+"""``--nproc``: the ranks of the command on this machine, as processes of this one.
+
+torchrun would write a report of its own below the table whenever the exit code is not 0.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ddpkit.errors import LaunchError
+from ddpkit.launch import LOOPBACK, cores, count_processes, find_launch, without_launch
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+STORE_SECONDS = 60.0
+
+
+def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
+    """Start the ranks, and wait for them.
+
+    Args:
+        asked: how many: a number, ``gpu``, ``cpu`` or ``auto``.
+        device: what was asked for, if any.
+        words: of the command, without ``--nproc``.
+
+    Returns:
+        The exit code of the main process; 1 if another one was killed.
+
+    Raises:
+        ConfigError: the number makes no sense.
+        LaunchError: a launcher has started this process already.
+
+    Ranks: local.
+    """
+    info = find_launch()
+    if info.is_distributed:
+        raise LaunchError(
+            f"--nproc={asked} starts the processes itself, but {info.launcher} has started this one already, as "
+            f"rank {info.rank} of {info.world_size}. Leave --nproc out, or start the command without a launcher."
+        )
+    number = count_processes(asked, device)
+    from torch.distributed import TCPStore
+
+    # Here and not in rank 0: the system chooses a free port, and no other program can take it first.
+    store = TCPStore(
+        LOOPBACK,
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_SECONDS),
+    )
+    children = [_start(rank, number, store, words) for rank in range(number)]
+    try:
+        codes = [child.wait() for child in children]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    return codes[0] if codes[0] > 0 else int(any(codes))
+
+
+def _start(
+    rank: int, number: int, store: TCPStore, words: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    environment = {
+        **without_launch(os.environ),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    environment.setdefault(
+        "OMP_NUM_THREADS", str(max(1, cores() // number))
+    )  # as --nproc of a recipe
+    return subprocess.Popen([sys.executable, "-m", "ddpkit", "doctor", *words], env=environment)

@@ -1,0 +1,74 @@
+"""The machine, as the checks see it: files, environment and functions in one object that a test can replace."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpkit.base import host_name
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return the addresses that a host name stands for, as gloo would find them.
+
+    Args:
+        name: of a host.
+
+    Raises:
+        OSError: it stands for none.
+
+    Ranks: local.
+
+    Example:
+        >>> addresses_of("127.0.0.1")
+        ['127.0.0.1']
+    """
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How a check looks at the world. ``dataclasses.replace`` plants a fault.
+
+    Attributes:
+        root: the folder in which files such as ``proc/meminfo`` are.
+        environ: the variables of this process.
+        name: returns the name of this host.
+        affinity: returns the numbers of the cores that this process may use.
+        limit: returns the soft limit of a resource, by its number in :mod:`resource`; -1: none.
+        resolve: returns the addresses of a host name; raises :class:`OSError`.
+        disk: what the file system of a folder says of itself.
+        clock: seconds since 1970.
+
+    Ranks: local.
+
+    Example:
+        >>> Machine(environ={"RANK": "0"}).environ["RANK"]
+        '0'
+    """
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    name: Callable[[], str] = host_name
+    affinity: Callable[[], set[int]] = lambda: os.sched_getaffinity(0)
+    limit: Callable[[int], int] = lambda number: resource.getrlimit(number)[0]
+    resolve: Callable[[str], list[str]] = addresses_of
+    disk: Callable[[Path], os.statvfs_result] = os.statvfs
+    clock: Callable[[], float] = time.time
+
+    def read(self, path: str) -> str:
+        """Return the text of a file below the root, such as ``"proc/meminfo"``; raises :class:`OSError`."""
+        return self.root.joinpath(path.lstrip("/")).read_text(encoding="utf-8", errors="replace")
+
+    def read_if_there(self, path: str) -> str:
+        """Return the text of a file below the root; empty where it is missing."""
+        try:
+            return self.read(path)
+        except FileNotFoundError:
+            return ""

@@ -1,0 +1,45 @@
+"""What would run on the machine: how many processes, on which device, with which recipe and output folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpkit.launch import LaunchInfo
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The run that the machine is looked at for.
+
+    Attributes:
+        launch: the place of this process among all.
+        device: ``"cpu"`` or the kind of accelerator, such as ``"cuda"``.
+        output_folder: where the run would write; it need not be there yet.
+        recipe: script, parameter file and overrides of ``--recipe``; empty without.
+        workers: loader processes of each rank; None where nothing says it.
+        timeout: seconds after which a rank that does not answer is given up.
+
+    Ranks: local.
+
+    Example:
+        >>> PlannedRun().processes_here
+        1
+    """
+
+    launch: LaunchInfo = field(default_factory=LaunchInfo)
+    device: str = "cpu"
+    output_folder: Path = Path()
+    recipe: tuple[str, ...] = ()
+    workers: int | None = None
+    timeout: float = 120.0
+
+    @property
+    def processes_here(self) -> int:
+        """How many ranks are on this host."""
+        return self.launch.local_world_size
+
+    @property
+    def backend(self) -> str:
+        """What ddpkit would take for collectives."""
+        return "nccl" if self.device == "cuda" else "gloo"

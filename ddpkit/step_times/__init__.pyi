@@ -1,3 +1,6 @@
+from ddpkit.step_times.core_waits import (
+    CoreWaits as CoreWaits,
+)
 from ddpkit.step_times.phases import (
     BACKWARD as BACKWARD,
     DATA as DATA,
@@ -10,5 +13,6 @@ from ddpkit.step_times.phases import (
     STEP as STEP,
 )
 from ddpkit.step_times.seconds import (
+    SINGLE_WINDOWS as SINGLE_WINDOWS,
     SecondOfSteps as SecondOfSteps,
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: So many measured windows travel one by one with a sync: medians hide what differs between windows.
+SINGLE_WINDOWS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class SecondOfSteps:
@@ -32,6 +35,14 @@ class SecondOfSteps:
         learning_rate: of the first group of the first optimizer; None without an optimizer.
         loss: mean training loss of the epoch so far; NaN where nothing counts.
         host_names: of each rank's machine; empty where that is not known.
+        single_sizes: ``sizes`` of each of the last measured windows, at most :data:`SINGLE_WINDOWS`: a
+            list for each rank, of the same windows on all of them. None where they did not travel.
+        single_own: likewise the seconds of ``"step"`` without ``"exchange"``.
+        single_exchange: likewise those of ``"exchange"``.
+        core_waits: share of the time, 0 to 1, in which the rank's main thread was ready to run and
+            had no core: other threads and processes had them all. None where that is not known.
+        gpu_clocks: ``"share"`` of the GPU's highest clock, 0 to 1, at which it runs, and ``"reasons"``,
+            a sum of bits of NVML that say why it is not faster. None without such GPUs.
 
     Ranks: local; equal on all ranks.
 
@@ -65,6 +76,11 @@ class SecondOfSteps:
     learning_rate: float | None = None
     loss: float | None = None
     host_names: tuple[str, ...] = ()
+    single_sizes: list[list[float]] | None = None
+    single_own: list[list[float]] | None = None
+    single_exchange: list[list[float]] | None = None
+    core_waits: list[float] | None = None
+    gpu_clocks: list[dict[str, float]] | None = None
 
     @property
     def step_seconds(self) -> float:

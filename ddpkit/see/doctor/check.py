@@ -11,8 +11,10 @@ from ddpkit.see.doctor.planned_run import PlannedRun
 from ddpkit.see.doctor.ranks import Ranks
 
 EACH_HOST = "each host"  # the first rank of each host looks
-EACH_RANK = "each rank"
-TOGETHER = "together"  # every rank calls it, at the same place in the order: it may exchange values
+EACH_RANK = "each rank"  # every rank looks, at itself; it may exchange values
+TOGETHER = (
+    "together"  # every rank is there, and may exchange values; what is found is true of hosts
+)
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,9 @@ def run_doctor(
     machine = machine or Machine()
     ranks, launch, before = _meet(request)
     site = Site(machine, _planned(request, launch), ranks)
-    placed = collect(site, [*before, *examine(site, checks)])
-    if ranks.is_main and (ranks.is_first_on_host or not before):
+    made_before = [Placed(finding, machine.name(), launch.rank) for finding in before]
+    placed = collect(site, [*made_before, *examine(site, checks)])
+    if ranks.is_main and ranks.is_first_on_host:
         say(
             _as_json(placed, site)
             if request.as_json
@@ -175,7 +176,7 @@ def _as_text(placed: Sequence[Placed], site: Site, *, verbose: bool) -> str:
     processes = "1 process" if size == 1 else f"{size} processes"
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     title = f"ddpkit {__version__} doctor: {processes} on {where}, device {site.run.device}"
-    return f"{title}\n\n{table(placed, size, verbose=verbose)}"
+    return f"{title}\n\n{table(placed, verbose=verbose)}"
 
 
 def _as_json(placed: Sequence[Placed], site: Site) -> str:

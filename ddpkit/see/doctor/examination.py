@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from ddpkit.see.doctor.check import EACH_HOST, Check, Site
+from ddpkit.see.doctor.check import EACH_HOST, EACH_RANK, Check, Site
 from ddpkit.see.doctor.finding import PROBLEM, Finding, not_looked_at
 from ddpkit.see.doctor.ranks import answering
 
@@ -13,6 +14,12 @@ from ddpkit.see.doctor.ranks import answering
 @dataclass(frozen=True)
 class Placed:
     """A finding, and where it was made.
+
+    Attributes:
+        finding: what was found.
+        host: the name of the machine.
+        rank: that made it.
+        is_of_host: whether it is true of the whole host, and not of this rank alone.
 
     Ranks: local.
 
@@ -24,9 +31,10 @@ class Placed:
     finding: Finding
     host: str
     rank: int
+    is_of_host: bool = False
 
 
-def examine(site: Site, checks: Sequence[Check]) -> list[Finding]:
+def examine(site: Site, checks: Sequence[Check]) -> list[Placed]:
     """Run the checks of this rank, in order; one that fails itself becomes a finding.
 
     Args:
@@ -38,10 +46,12 @@ def examine(site: Site, checks: Sequence[Check]) -> list[Finding]:
 
     Ranks: collective.
     """
-    found: list[Finding] = []
+    found: list[Placed] = []
+    host, rank = site.machine.name(), site.ranks.rank
     for check in checks:
         if check.who != EACH_HOST or site.ranks.is_first_on_host:
-            found += _findings_of(check, site)
+            is_of_host = check.who != EACH_RANK
+            found += [Placed(one, host, rank, is_of_host) for one in _findings_of(check, site)]
     return found
 
 
@@ -54,12 +64,12 @@ def _findings_of(check: Check, site: Site) -> list[Finding]:
     return found
 
 
-def collect(site: Site, findings: Iterable[Finding]) -> list[Placed]:
+def collect(site: Site, own: Iterable[Placed]) -> list[Placed]:
     """Bring the findings of all ranks together.
 
     Args:
         site: of this rank.
-        findings: of this rank.
+        own: the findings of this rank.
 
     Returns:
         Those of all ranks, in the order of ranks; one for each rank that does not answer.
@@ -69,15 +79,17 @@ def collect(site: Site, findings: Iterable[Finding]) -> list[Placed]:
 
     Ranks: collective.
     """
-    own = {"host": site.machine.name(), "findings": [asdict(finding) for finding in findings]}
-    everybody = site.ranks.exchange("findings", own)
-    placed = [
-        Placed(Finding(**{**fields, "lines": tuple(fields["lines"])}), answer["host"], rank)
-        for rank, answer in answering(everybody).items()
-        for fields in answer["findings"]
-    ]
-    silent = [rank for rank, answer in enumerate(everybody) if answer is None]
+    everybody = site.ranks.exchange("findings", [asdict(one) for one in own])
+    answers = answering(everybody)
+    placed = [_placed(fields) for answer in answers.values() for fields in answer]
+    silent = [rank for rank in range(len(everybody)) if rank not in answers]
     return placed + [Placed(_silence(site), "?", rank) for rank in silent]
+
+
+def _placed(fields: dict[str, Any]) -> Placed:
+    finding = fields["finding"]
+    finding["lines"] = tuple(finding["lines"])
+    return Placed(Finding(**finding), fields["host"], fields["rank"], fields["is_of_host"])
 
 
 def _silence(site: Site) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ddpkit.base import spans
 from ddpkit.see.doctor.examination import Placed
@@ -17,20 +18,20 @@ MOST_VALUES = 4  # shown of a finding that differs between hosts
 _WORDS = {OK: "ok", LOOK: "look", PROBLEM: "PROBLEM"}
 
 
-def table(placed: Sequence[Placed], world_size: int, *, verbose: bool = False) -> str:
+def table(placed: Sequence[Placed], *, verbose: bool = False) -> str:
     """Write the findings in 80 columns, the worst last, where the eye is.
 
     Args:
         placed: the findings of all ranks.
-        world_size: number of ranks.
         verbose: whether to say of everything what was expected, and why.
 
     Ranks: local.
     """
+    everywhere = _Everywhere({one.rank for one in placed}, {one.host for one in placed})
     rows = []
     for verdict in VERDICTS:
         for group in grouped(one for one in placed if one.finding.verdict == verdict):
-            rows += _row(group, world_size, is_block=verbose or verdict != OK)
+            rows += _row(group, everywhere, is_block=verbose or verdict != OK)
     return "\n".join([*rows, "", summary(placed)]).lstrip("\n")
 
 
@@ -68,10 +69,10 @@ def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
     return list(groups.values())
 
 
-def _row(group: Sequence[Placed], world_size: int, *, is_block: bool) -> list[str]:
+def _row(group: Sequence[Placed], everywhere: _Everywhere, *, is_block: bool) -> list[str]:
     finding = group[0].finding
     start = f"{_WORDS[finding.verdict]:{VERDICT_COLUMNS}}{finding.name:{NAME_COLUMNS}} "
-    measured = _measured(group, world_size)
+    measured = _measured(group, everywhere)
     if not is_block:
         return [*_wrapped(start, measured, len(start)), *_lines(finding)]
     rows = ["", *_wrapped(start, measured, VERDICT_COLUMNS)]
@@ -100,20 +101,34 @@ def _wrapped(start: str, text: str, indent: int = 0) -> list[str]:
     )
 
 
-def _measured(group: Sequence[Placed], world_size: int) -> str:
+def _measured(group: Sequence[Placed], everywhere: _Everywhere) -> str:
     """Say what was measured, and where, if it is not the same everywhere."""
     by_value: dict[str, list[Placed]] = {}
     for one in group:
         by_value.setdefault(one.finding.measured, []).append(one)
-    if world_size == 1:
-        return next(iter(by_value))
-    shown = [f"{value} ({_where(ones)})" for value, ones in list(by_value.items())[:MOST_VALUES]]
+    shown = []
+    for value, ones in list(by_value.items())[:MOST_VALUES]:
+        where = everywhere.less(ones)
+        shown.append(f"{value} ({where})" if where else value)
     more = len(by_value) - len(shown)
     return "; ".join(shown) + (f"; and {more} other values" if more else "")
 
 
-def _where(ones: Sequence[Placed]) -> str:
-    ranks = sorted({one.rank for one in ones})
-    hosts = list(dict.fromkeys(one.host for one in ones))
-    named = ", ".join(hosts[:MOST_VALUES]) + (", ..." if len(hosts) > MOST_VALUES else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} on {named}"
+@dataclass(frozen=True)
+class _Everywhere:
+    """All ranks and hosts."""
+
+    ranks: set[int]
+    hosts: set[str]
+
+    def less(self, ones: Sequence[Placed]) -> str:
+        """Say where some findings were made; nothing where that is everywhere."""
+        hosts = list(dict.fromkeys(one.host for one in ones))
+        named = ", ".join(hosts[:MOST_VALUES]) + (", ..." if len(hosts) > MOST_VALUES else "")
+        ranks = {one.rank for one in ones}
+        if ones[0].is_of_host:
+            return "" if set(hosts) == self.hosts else named
+        if ranks == self.ranks:
+            return ""
+        words = f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+        return words if len(self.hosts) == 1 else f"{words} on {named}"

@@ -32,6 +32,20 @@ def addresses_of(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def threads_of_torch() -> int:
+    """Return how many threads torch computes with in this process.
+
+    Ranks: local.
+
+    Example:
+        >>> threads_of_torch() >= 1
+        True
+    """
+    import torch
+
+    return torch.get_num_threads()
+
+
 @dataclass(frozen=True)
 class Machine:
     """How a check looks at the world. ``dataclasses.replace`` plants a fault.
@@ -42,6 +56,8 @@ class Machine:
         name: returns the name of this host.
         affinity: returns the numbers of the cores that this process may use.
         limit: returns the soft limit of a resource, by its number in :mod:`resource`; -1: none.
+        threads: returns how many threads torch computes with in this process.
+        is_root: whether this process may do everything.
         resolve: returns the addresses of a host name; raises :class:`OSError`.
         disk: what the file system of a folder says of itself.
         clock: seconds since 1970.
@@ -58,6 +74,8 @@ class Machine:
     name: Callable[[], str] = host_name
     affinity: Callable[[], set[int]] = lambda: os.sched_getaffinity(0)
     limit: Callable[[int], int] = lambda number: resource.getrlimit(number)[0]
+    threads: Callable[[], int] = threads_of_torch
+    is_root: Callable[[], bool] = lambda: os.geteuid() == 0
     resolve: Callable[[str], list[str]] = addresses_of
     disk: Callable[[Path], os.statvfs_result] = os.statvfs
     clock: Callable[[], float] = time.time

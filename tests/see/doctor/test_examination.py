@@ -98,11 +98,10 @@ def on_a_rank():
 def test_what_the_ranks_say_alike_is_told_once_by_the_main_process_alone(ranks):
     (code, text), (other_code, nothing) = ranks.run(on_a_rank, init=False)
     assert (code, other_code, nothing) == (1, 1, "")
-    host = Machine().name()
     unwrapped = " ".join(text.split())
-    assert f"ok cores 2 (rank 0 on {host}); 8 (rank 1 on {host})" in unwrapped
-    assert f"PROBLEM same 64.0 MB (ranks 0-1 on {host})" in unwrapped
-    assert f"look ranks [0, 1] (ranks 0-1 on {host})" in unwrapped
+    assert "ok cores 2 (rank 0); 8 (rank 1)" in unwrapped
+    assert "PROBLEM same 64.0 MB expected" in unwrapped
+    assert "look ranks [0, 1] expected" in unwrapped
 
 
 def leave_early():

@@ -8,12 +8,19 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
-from ddpkit.distributed import get_rank
+from ddpkit.distributed import get_rank, get_world_size, if_main_process
 from ddpkit.logger import get_logger, shown_path
+from ddpkit.reporting import largest_operations, line_of_ranges, ranges_of, table_of_operations
 
 logger = get_logger(__name__)
 
 __all__ = ["prepare_profiler"]
+
+WHERE = "Profile of %s: %s"
+HOW_TO_OPEN = "Open it at https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard."
+OF_ALL = "Each of the %d processes has written a file beside it; the figures here are of rank 0."
+_STEP = "ProfilerStep*"  # torch's name for its own range around a step
+NO_TIME = "No operation of torch took any time in these batches."
 
 
 def prepare_profiler(
@@ -24,7 +31,8 @@ def prepare_profiler(
     Enter it as a context, or call ``start()``; call ``step()`` after each training step; leave it, or call
     ``stop()``, at the end. The trace is written when the last recorded step ends:
     ``<logdir>/profiler_logs/rank<r>.<time>.pt.trace.json``, one file per rank, readable by
-    ``chrome://tracing``, Perfetto and TensorBoard; the main process says where. No extra package is needed to write it.
+    ``chrome://tracing``, Perfetto and TensorBoard. The main process says where, how to open it, and which ten
+    operations took most of its time. No extra package is needed to write it.
 
     Args:
         profile_warmup: steps before recording starts, during which the profiler runs and its overhead
@@ -61,6 +69,21 @@ def _trace_writer(folder: Path) -> Callable[[profile], None]:
         path = folder / f"rank{get_rank() or 0}.{time.time_ns()}.pt.trace.json"
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        logger.announce("Profile: %s (for ui.perfetto.dev, chrome://tracing or TensorBoard)", shown_path(path))
+        if if_main_process():
+            _tell(profiler, path)
 
     return write
+
+
+def _tell(profiler: profile, path: Path) -> None:
+    """Say where the trace is, how to open it, and what took most time."""
+    averages = profiler.key_averages()
+    steps = sum(one.count for one in averages if one.key == _STEP) or 1
+    world_size = get_world_size()
+    lines = [WHERE % (f"{steps} batches" if steps > 1 else "1 batch", shown_path(path)), HOW_TO_OPEN]
+    if world_size > 1:
+        lines.append(OF_ALL % world_size)
+    lines.append(line_of_ranges(ranges_of(averages), steps))
+    found, total, is_device = largest_operations(averages)
+    lines += table_of_operations(found, total, is_device=is_device) if found else [NO_TIME]
+    logger.announce("%s", "\n".join(line for line in lines if line))

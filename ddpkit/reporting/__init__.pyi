@@ -1,3 +1,9 @@
+from ddpkit.reporting.profile_table import (
+    largest_operations as largest_operations,
+    line_of_ranges as line_of_ranges,
+    ranges_of as ranges_of,
+    table_of_operations as table_of_operations,
+)
 from ddpkit.reporting.stage_report import (
     LoggedValues as LoggedValues,
     ProgressBar as ProgressBar,

@@ -679,7 +679,7 @@ def test_the_profiler_says_where_its_trace_is_and_when_there_is_none(tmp_path, c
     options = {"hparams": {"output_folder": str(tmp_path)}, "profile_training": True, "profile_warmup": 1}
     make(profile_steps=2, **options).fit([1], points(5))
     (trace,) = (tmp_path / "profiler_logs").iterdir()
-    assert f"Profile: {trace} (for ui.perfetto.dev" in caplog.text
+    assert f"Profile of 2 batches: {trace}\nOpen it at https://ui.perfetto.dev, in chrome://tracing" in caplog.text
     make(**{**options, "profile_warmup": 9}).fit([1], points(5))
     assert "nothing was recorded: training ended within --profile_warmup=9 batches" in caplog.text
     assert list((tmp_path / "profiler_logs").iterdir()) == [trace]

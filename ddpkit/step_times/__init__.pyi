@@ -1,6 +1,13 @@
 from ddpkit.step_times.core_waits import (
     CoreWaits as CoreWaits,
 )
+from ddpkit.step_times.device_peaks import (
+    TF32 as TF32,
+    device_peak as device_peak,
+)
+from ddpkit.step_times.flops import (
+    FlopCounter as FlopCounter,
+)
 from ddpkit.step_times.phases import (
     BACKWARD as BACKWARD,
     DATA as DATA,

@@ -1,0 +1,211 @@
+"""The last seconds of a run, of even length, without what its beginning and its epochs disturb.
+
+A step that is measured alone tells little: on a busy machine any rank is late now and then. So what
+is looked at are medians of stretches of at least half a second, and what they have in common.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ddpkit.step_times.phases import EXCHANGE, PHASES, STEP
+from ddpkit.step_times.verdicts.memory_record import MemoryRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ddpkit.step_times.seconds import SecondOfSteps
+
+#: Seconds at the beginning of a run that are not looked at: caches and allocators are cold.
+WARM_UP_SECONDS = 2.0
+#: Seconds of a stretch, at least: an epoch begins with syncs that are closer than a second.
+STRETCH_SECONDS = 0.5
+#: How many stretches are looked at, and how many of them must agree.
+LOOKED_AT = 6
+AGREEING = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Half a second of steps or more. Arrays have an entry, or a row, for each rank.
+
+    Attributes:
+        last: the last second of it.
+        windows: measured, in all of it.
+        phases: seconds per window of each phase, shape ``(ranks, phases)``.
+        samples: per window.
+        sizes: elements of a batch, by window, shape ``(ranks, windows)``.
+        own: seconds of a window without the exchange, likewise.
+        exchange: seconds of the exchange, likewise.
+        core_waits: share of the time without a core.
+
+    Ranks: local.
+    """
+
+    last: SecondOfSteps
+    windows: int
+    phases: NDArray[np.float64]
+    samples: NDArray[np.float64]
+    sizes: NDArray[np.float64]
+    own: NDArray[np.float64]
+    exchange: NDArray[np.float64]
+    core_waits: NDArray[np.float64]
+
+    @functools.cached_property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return max(float(np.median(self.phases.sum(axis=1))), 1e-9)
+
+    def of_phase(self, phase: str) -> NDArray[np.float64]:
+        """Return the seconds per window of one phase, by rank."""
+        return self.phases[:, PHASES.index(phase)]
+
+    @functools.cached_property
+    def lateness(self) -> NDArray[np.float64]:
+        """By how many seconds per window each rank comes later than the others, by its own fault.
+
+        The rank that comes last waits least: it has to be late by its own times and by its wait.
+        What it waited for a core, more than the others, is not its fault.
+        """
+        waits = self.of_phase(EXCHANGE)
+        by_times = above_others(self.phases.sum(axis=1) - waits)
+        by_waits = -above_others(waits)
+        excused = np.maximum(above_others(self.core_waits), 0.0) * self.step
+        lateness: NDArray[np.float64] = np.minimum(by_times, by_waits) - excused
+        return lateness
+
+
+def above_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how much each value is above the median of the others; zeros where there are none.
+
+    Ranks: local.
+
+    Example:
+        >>> above_others(np.array([1.0, 2.0, 9.0])).tolist()
+        [-4.5, -3.0, 7.5]
+    """
+    count = len(values)
+    if count == 1:
+        return np.zeros(1)
+    order = np.argsort(values)
+    ordered = values[order]
+    places = np.empty(count, dtype=np.int64)
+    places[order] = np.arange(count)
+    lower, upper = (count - 2) // 2, (count - 1) // 2  # in the middle of the others
+    below, above = ordered[lower + (places <= lower)], ordered[upper + (places <= upper)]
+    return np.asarray(values - (below + above) / 2.0)
+
+
+def _joined(seconds: Sequence[SecondOfSteps]) -> Stretch:
+    """Return one stretch of several seconds; each counts by its windows."""
+    weights = np.array([second.windows for second in seconds], dtype=np.float64)
+
+    def mean(rows_of: Callable[[SecondOfSteps], object]) -> NDArray[np.float64]:
+        return np.average([np.asarray(rows_of(one)) for one in seconds], axis=0, weights=weights)
+
+    world_size = seconds[-1].world_size
+    return Stretch(
+        last=seconds[-1],
+        windows=sum(second.windows for second in seconds),
+        phases=mean(lambda one: [[times[phase] for phase in PHASES] for times in one.phases]),
+        samples=mean(lambda one: one.samples),
+        sizes=np.hstack([_single_sizes(one) for one in seconds]),
+        own=np.hstack([_single_own(one) for one in seconds]),
+        exchange=np.hstack([_single_exchange(one) for one in seconds]),
+        core_waits=mean(lambda one: one.core_waits or [0.0] * world_size),
+    )
+
+
+def _single_sizes(second: SecondOfSteps) -> NDArray[np.float64]:
+    """Return the sizes by rank and window; without single windows, those of a typical one."""
+    rows = second.single_sizes or [[value] for value in second.sizes]
+    return np.array(rows, dtype=np.float64)
+
+
+def _single_own(second: SecondOfSteps) -> NDArray[np.float64]:
+    rows = second.single_own or [[times[STEP] - times[EXCHANGE]] for times in second.phases]
+    return np.array(rows, dtype=np.float64)
+
+
+def _single_exchange(second: SecondOfSteps) -> NDArray[np.float64]:
+    rows = second.single_exchange or [[times[EXCHANGE]] for times in second.phases]
+    return np.array(rows, dtype=np.float64)
+
+
+class History:
+    """The last stretches of a run.
+
+    Args:
+        hosts: of each rank; empty where they are not known.
+        num_workers: of the training loader in each rank; None where that is not known.
+
+    Attributes:
+        recent: the last stretches, the newest at the end; at most :data:`LOOKED_AT`.
+        memory: of the whole run.
+
+    Ranks: local.
+    """
+
+    def __init__(self, hosts: Sequence[str] = (), num_workers: int | None = None) -> None:
+        self.hosts = tuple(hosts)
+        self.num_workers = num_workers
+        self.recent: deque[Stretch] = deque(maxlen=LOOKED_AT)
+        self.memory = MemoryRecord()
+        self._gathered: list[SecondOfSteps] = []
+        self._epoch: int | None = None
+        self._passed = 0.0
+
+    def note(self, second: SecondOfSteps) -> bool:
+        """Take a second; return whether a stretch has become complete.
+
+        The first second of an epoch is left out: its loader begins.
+        """
+        if second.host_names:
+            self.hosts = second.host_names
+        self.memory.note(second)
+        self._passed += second.seconds
+        is_first = second.epoch != self._epoch
+        self._epoch = second.epoch
+        if is_first or self._passed < WARM_UP_SECONDS:
+            return False
+        self._gathered.append(second)
+        if sum(one.seconds for one in self._gathered) < STRETCH_SECONDS:
+            return False
+        self.recent.append(_joined(self._gathered))
+        self._gathered = []
+        return True
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether there are as many stretches as have to agree."""
+        return len(self.recent) >= AGREEING
+
+    @property
+    def newest(self) -> Stretch:
+        """The last stretch."""
+        return self.recent[-1]
+
+    @property
+    def step(self) -> float:
+        """Seconds of a typical step."""
+        return float(np.median([stretch.step for stretch in self.recent]))
+
+    def typical(self, values_of: Callable[[Stretch], object]) -> NDArray[np.float64]:
+        """Return the medians over the stretches of an array, or a number, of each."""
+        values = [np.asarray(values_of(stretch), dtype=np.float64) for stretch in self.recent]
+        return np.asarray(np.median(values, axis=0))
+
+    def agrees(self, has: Callable[[Stretch], bool]) -> bool:
+        """Say whether as many stretches as have to agree have something."""
+        return sum(map(has, self.recent)) >= AGREEING
+
+    def host(self, rank: int) -> str | None:
+        """Return the machine of a rank; None where it is not known."""
+        return self.hosts[rank] if rank < len(self.hosts) else None

@@ -1,0 +1,101 @@
+"""A rank for which all others wait, and the phase in which it is late.
+
+An average of gradients makes all ranks equally slow. Clocks of several machines need not agree, but
+no clock is needed: the rank that waits least came last.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ddpkit.step_times.phases import (
+    BACKWARD,
+    DATA,
+    EXCHANGE,
+    FORWARD,
+    MOVE,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+)
+from ddpkit.step_times.verdicts.history import above_others
+from ddpkit.step_times.verdicts.size_effect import SizeEffect
+from ddpkit.step_times.verdicts.verdict import Verdict
+from ddpkit.step_times.verdicts.wording import PHASE_WORDS, duration, percent, rank_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpkit.step_times.verdicts.history import History, Stretch
+
+KIND = "late_rank"
+#: Of a step, by which a rank is late. TO BE MEASURED.
+SHARE = 0.12
+#: Of its lateness, that the sizes of its batches may explain.
+EXPLAINED = 0.5
+
+ADVICE = {
+    DATA: "Look at its loader and its disk: more workers, or data on a local disk.",
+    MOVE: "Look at what compute_forward does before it calls the model: features, copies, prints.",
+    FORWARD: "Look at its device (other jobs, clocks, heat), and for branches of this rank alone.",
+    BACKWARD: "Look at its device (other jobs, clocks, heat), and for hooks of this rank alone.",
+    OPTIMIZER: "Look at what only this rank does in its optimizer step, and at its device.",
+    OTHER: "Look at hooks that run on this rank only: files, images and logs that it writes.",
+}
+
+
+def _is_late(stretch: Stretch, *, rank: int) -> bool:
+    return bool(stretch.lateness[rank] >= SHARE * stretch.step)
+
+
+class LateRank:
+    """Finds ranks that are late by their own times, in most of the last seconds.
+
+    Ranks: local.
+    """
+
+    kind: ClassVar[str] = KIND
+
+    def find(self, history: History) -> Iterator[Verdict]:
+        """Yield a verdict for each of them."""
+        lateness = history.typical(lambda stretch: stretch.lateness)
+        step = history.step
+        for rank in np.flatnonzero(lateness >= SHARE * step).tolist():
+            if not history.agrees(functools.partial(_is_late, rank=rank)):
+                continue
+            late = float(lateness[rank])
+            if SizeEffect.of(history.recent).explains(rank) >= EXPLAINED * late:
+                continue  # its batches are larger: a verdict of its own
+            yield self._verdict(history, rank, late)
+
+    def _verdict(self, history: History, rank: int, late: float) -> Verdict:
+        phase = self._phase(history, rank)
+        others = history.newest.last.world_size - 1
+        who = "the other rank waits" if others == 1 else f"the other {others} ranks wait"
+        share = late / history.step
+        host = history.host(rank)
+        return Verdict(
+            kind=KIND,
+            rank=rank,
+            host=host,
+            phase=phase,
+            seconds=late,
+            share=share,
+            what=f"{rank_words(rank, host)} is late in {PHASE_WORDS[phase]}.",
+            how_much=(
+                f"It needs {duration(late)} more than the median of the others, "
+                f"{percent(share)} of a step of {duration(history.step)}, and {who}."
+            ),
+            advice=ADVICE[phase],
+        )
+
+    def _phase(self, history: History, rank: int) -> str:
+        """Return the phase in which a rank loses most against the others."""
+        own = [phase for phase in PHASES if phase != EXCHANGE]
+        excess = history.typical(
+            lambda stretch: [above_others(stretch.of_phase(phase))[rank] for phase in own]
+        )
+        return own[int(np.argmax(excess))]

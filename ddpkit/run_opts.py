@@ -409,6 +409,8 @@ class OptionTypes:
         fixed=IN_FIT)
     profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1, needs="profile_training",
         fixed=IN_FIT)
+    memory_snapshot_on_oom: bool = option(False, PROFILING, "record who fills the GPU, for when it is full",
+        is_attribute=False, fixed=IN_FIT)
 
     auto_mix_prec: bool = option(False, OLD, "means --precision=fp16", fixed=MADE)
     bfloat16_mix_prec: bool = option(False, OLD, "means --precision=bf16", fixed=MADE)

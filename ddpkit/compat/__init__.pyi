@@ -2,6 +2,11 @@ from ddpkit.compat.forkservers import (
     kill_when_terminated as kill_when_terminated,
     own_forkserver as own_forkserver,
 )
+from ddpkit.compat.memory_history import (
+    record_memory_history as record_memory_history,
+    stop_memory_history as stop_memory_history,
+    write_memory_history as write_memory_history,
+)
 from ddpkit.compat.random_streams import (
     look_at_random_streams as look_at_random_streams,
 )

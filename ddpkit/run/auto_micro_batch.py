@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.data import SamplingPlan
+    from ddpkit.run.memory_report import MemoryReport
     from ddpkit.run.state import RunState
     from ddpkit.training import Feed, StreamFeed, TrainStep
 
@@ -57,14 +58,16 @@ class AutoMicroBatch:
     Args:
         train_step: of the run.
         run_state: gets the step plan.
+        memory: tells what took the memory, where no size fits.
 
     Ranks: collective.
 
     State: ``micro_batch_size`` and ``grad_accumulation_factor`` of the run's options; the plan of the loader.
     """
 
-    def __init__(self, train_step: TrainStep, run_state: RunState) -> None:
+    def __init__(self, train_step: TrainStep, run_state: RunState, memory: MemoryReport) -> None:
         self.recipe, self.train_step, self.run_state = train_step.recipe, train_step, run_state
+        self._memory = memory
         self._is_open = False  # whether the ranks have still to agree on a step
         self._plan: SamplingPlan  # of the pass
         self._searches = False  # whether the run has made no step yet
@@ -128,6 +131,8 @@ class AutoMicroBatch:
                         raise
                     error, size = f" ({str(found).partition(chr(10))[0]})", self._smaller()
                     logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
+                    if not size:
+                        self._memory.tell(found)
                     self._ask(failed=True)
                 self._divide(loader.batch_sampler, size, error)  # here what was computed is freed
 

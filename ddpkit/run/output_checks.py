@@ -47,7 +47,7 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
         check = getattr(value, "require_writable", None)
         if callable(check) and not isinstance(value, type):
             check()
-    if options.profile_training:
+    if options.profile_training or options["memory_snapshot_on_oom"]:
         require_writable(f"the folder of the profile {folder!r}", folder)
 
 

@@ -10,10 +10,12 @@ import torch
 from ddpkit.base import note_line_of
 from ddpkit.errors import BatchError, ConfigError, DataError, DdpkitError
 from ddpkit.logger import get_logger
+from ddpkit.run.memory_report import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ddpkit.run.memory_report import MemoryReport
     from ddpkit.run_opts import RunOptions
     from ddpkit.strategies import Strategy
 
@@ -42,7 +44,9 @@ ONE_VALUE = (
 
 
 @contextlib.contextmanager
-def explaining(brain: Any, options: RunOptions, strategy: Strategy) -> Iterator[None]:
+def explaining(
+    brain: Any, options: RunOptions, strategy: Strategy, memory: MemoryReport
+) -> Iterator[None]:
     """Return a context in which errors of torch that come from the way of running say what to do.
 
     An error about what a hook has returned is given the line of this hook.
@@ -51,6 +55,7 @@ def explaining(brain: Any, options: RunOptions, strategy: Strategy) -> Iterator[
         brain: whose hooks run.
         options: of the run.
         strategy: of the run.
+        memory: tells what took the memory, after an error that says that there is none left.
 
     Ranks: local.
     """
@@ -60,7 +65,9 @@ def explaining(brain: Any, options: RunOptions, strategy: Strategy) -> Iterator[
         if isinstance(error, BatchError) and error.hook:
             note_line_of(error, getattr(brain, error.hook, None))
         raise
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
+        if is_out_of_memory(error):
+            memory.tell(error)
         has_no_answer = options.auto_micro_batch or strategy.unrepeatable
         if isinstance(error, torch.OutOfMemoryError) and not has_no_answer:
             logger.warning(OUT_OF_MEMORY, main_process_only=False)

@@ -28,6 +28,7 @@ from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.learning_rates import rate_of_bar
+from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
 from ddpkit.run.save_and_stop import exit_code
 from ddpkit.run.stage_errors import explaining
@@ -118,6 +119,7 @@ class StageRunner:
     Attributes:
         profiler: of this call of ``fit``, or None.
         time_left: estimates how long this call of ``fit`` still takes.
+        memory: tells what took the memory, where a step runs out of it.
 
     Ranks: collective.
     """
@@ -125,7 +127,9 @@ class StageRunner:
     def __init__(self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl) -> None:
         self.train_step, self.policy, self.stop = train_step, policy, stop
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
-        self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
+        self.memory = MemoryReport(train_step)
+        self.rank_state = policy.rank_state
+        self.auto_micro_batch = AutoMicroBatch(train_step, policy.run_state, self.memory)
         self.profiler: Any = None
         self.time_left = TimeLeft()
         self._has_graphs = False
@@ -149,7 +153,11 @@ class StageRunner:
         try:
             if options.profile_training:
                 self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
-            with self.profiler or contextlib.nullcontext(), _collecting_by_steps(options.gc_interval):
+            with (
+                self.memory.recording(output_folder),
+                self.profiler or contextlib.nullcontext(),
+                _collecting_by_steps(options.gc_interval),
+            ):
                 yield
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
                 words = "profile_training: nothing was recorded: training ended within --profile_warmup=%d batches."
@@ -520,7 +528,7 @@ class StageRunner:
             self.stop.stop_evaluation(stopped)
 
     def _explaining(self, brain: StageHooks) -> AbstractContextManager[None]:
-        return explaining(brain, self.options, self.train_step.strategy)
+        return explaining(brain, self.options, self.train_step.strategy, self.memory)
 
     @contextlib.contextmanager
     def _unsaved(self) -> Iterator[None]:

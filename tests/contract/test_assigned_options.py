@@ -100,6 +100,7 @@ VALUES = {
     "profile_training": (True, {}),
     "profile_warmup": (0, {"profile_training": True}),
     "profile_steps": (1, {"profile_training": True}),
+    "memory_snapshot_on_oom": (True, {}),
     "auto_mix_prec": (True, {}),
     "bfloat16_mix_prec": (True, {}),
     "distributed_launch": (True, {}),
@@ -118,7 +119,7 @@ UNSEEN = {
     ),
     *("tqdm_colored_bar", "tqdm_barcolor", "prefetch_to_device", "auto_micro_batch", "param_file"),
     *("skip_nonfinite_grads", "nonfinite_patience", "reference_batch_size", "resume"),
-    *("data_parallel_count", "jit", "jit_module_keys"),
+    *("data_parallel_count", "jit", "jit_module_keys", "memory_snapshot_on_oom"),
 }
 #: These end the process, take long, or start others: they are seen in tests of their own.
 APART = {

@@ -88,6 +88,7 @@ def test_the_table_is_whole():
         "gc_interval",
         "auto_micro_batch",
         "prefetch_to_device",
+        "memory_snapshot_on_oom",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

@@ -1,0 +1,201 @@
+"""What is said when a step runs out of memory, and the snapshot that shows who has taken it."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.errors import ConfigError
+from ddpkit.run.memory_report import MemoryReport, is_out_of_memory
+from ddpkit.types import Stage
+from tests.contract.recipes import Regression, make, points
+
+
+class Full(Regression):
+    """Runs out of memory in its third batch; really so, if no error is given."""
+
+    error = None
+
+    def compute_forward(self, batch, stage):
+        if self.step == 3:
+            if self.error is not None:
+                raise self.error
+            torch.empty(1 << 55, dtype=torch.uint8)
+        return super().compute_forward(batch, stage)
+
+
+def told(caplog):
+    return [text for text in caplog.messages if text.startswith("Memory of rank")]
+
+
+def test_a_step_that_finds_no_memory_says_what_has_taken_it(caplog):
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        make(Full).fit([1], points(8))
+    (text,) = told(caplog)
+    first, process, machine, parts, rest, title, weight, bias = text.splitlines()
+    assert first == "Memory of rank 0 on cpu, when it ran out:"
+    assert process.startswith("  the process has used up to ")
+    assert machine.startswith("  the machine has ")
+    assert parts == "  weights 32 B, gradients 0 B, optimizers 0 B"
+    assert rest.startswith("  the rest is what a step computes: activations")
+    assert (title, weight) == ("  the largest weights:", "    net.weight (1, 3) float64: 24 B")
+    assert bias == "    net.bias (1,) float64: 8 B"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=repr,
+)
+def test_each_way_of_saying_so_is_known_and_the_error_stays_what_it_is(error, caplog):
+    brain = make(Full)
+    brain.error = error
+    with pytest.raises(type(error)) as caught:
+        brain.fit([1], points(8))
+    assert caught.value is error
+    assert len(told(caplog)) == 1
+
+
+def test_another_error_says_nothing_of_memory(caplog):
+    brain = make(Full)
+    brain.error = RuntimeError("shapes do not match")
+    with pytest.raises(RuntimeError, match="shapes"):
+        brain.fit([1], points(8))
+    assert not told(caplog)
+    assert not is_out_of_memory(OSError("out of memory"))
+
+
+class Nested(Full):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage is Stage.TRAIN:
+            self.error = torch.OutOfMemoryError("CUDA out of memory")
+            self.evaluate(points(4))
+
+
+def test_it_is_said_once_of_an_error_that_goes_through_two_stages(caplog):
+    brain = make(Nested)
+    brain.error = None
+    with pytest.raises(torch.OutOfMemoryError):
+        brain.fit([1], points(2))
+    assert len(told(caplog)) == 1
+
+
+def test_a_size_that_no_step_has_memory_for_is_told_of(caplog):
+    class Always(Regression):
+        def compute_forward(self, batch, stage):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    brain = make(Always, auto_micro_batch=True, global_batch_size=4)
+    with pytest.raises(ConfigError, match="one sample at a time is too much"):
+        brain.fit([1], points(4))
+    assert len(told(caplog)) == 1
+
+
+def test_a_cpu_has_no_snapshot_and_the_option_says_so(tmp_path, caplog):
+    options = {"memory_snapshot_on_oom": True, "hparams": {"output_folder": str(tmp_path)}}
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        make(Full, **options).fit([1], points(8))
+    assert "torch does not record who allocates memory on cpu" in caplog.text
+    assert not list(tmp_path.rglob("*.pickle"))
+
+
+# ---------------------------------------------------------------------------------------- a GPU, as torch tells of it
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The functions of ``torch.cuda`` that are asked, with answers; and what the recorder was told."""
+    calls = []
+
+    def dump(path):
+        calls.append("dump")
+        with open(path, "wb") as file:  # noqa: PTH123 -- as torch does
+            pickle.dump({"segments": []}, file)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 60 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 71 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given)
+    )
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    return calls
+
+
+def report_of(**options):
+    net = nn.ModuleDict({"net": nn.Linear(3, 1)})
+    optimizer = torch.optim.Adam(net.parameters())
+    net["net"](torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    given = {"profile_training": False, "memory_snapshot_on_oom": False, **options}
+    options = type("Options", (dict,), {"profile_training": given["profile_training"]})(given)
+    step = SimpleNamespace(modules=net, device="cuda:0", options=options)
+    step.named_optimizers = lambda: {"optimizer": optimizer}
+    return MemoryReport(step)
+
+
+@pytest.mark.parametrize("option", ["profile_training", "memory_snapshot_on_oom"])
+def test_allocations_are_recorded_and_the_snapshot_lies_beside_the_traces(
+    option, gpu, tmp_path, caplog
+):
+    report = report_of(**{option: True})
+    with report.recording(str(tmp_path)):
+        assert gpu == [{"max_entries": 100_000, "stacks": "python"}]
+        report.tell(torch.OutOfMemoryError("CUDA out of memory"))
+    assert gpu[1:] == ["dump", {"enabled": None}]
+    path = tmp_path / "profiler_logs" / "oom_rank0.pickle"
+    assert list(path.parent.iterdir()) == [path]
+    assert pickle.loads(path.read_bytes()) == {"segments": []}
+    assert caplog.messages[-1] == (
+        f"Memory snapshot of rank 0: {path}\n"
+        "Drop it on https://pytorch.org/memory_viz to see who allocated what."
+    )
+    summary = caplog.messages[-2].splitlines()
+    assert summary[1:4] == [
+        "  allocated 60.0 GiB, reserved by torch 70.0 GiB, at most allocated 71.0 GiB",
+        "  the device has 80.0 GiB, 2.00 GiB free; 8.00 GiB are its driver's and other processes'",
+        "  weights 16 B, gradients 16 B, optimizers 40 B",
+    ]
+
+
+def test_without_an_option_nothing_is_recorded_and_the_summary_names_the_option(
+    gpu, tmp_path, caplog
+):
+    report = report_of()
+    with report.recording(str(tmp_path)):
+        report.tell(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not gpu
+    assert not list(tmp_path.iterdir())
+    assert caplog.messages[-1].endswith(
+        "--memory_snapshot_on_oom records who allocates what, for a picture of it."
+    )
+
+
+def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(gpu, tmp_path, caplog):
+    (tmp_path / "profiler_logs").write_text("in the way")
+    report = report_of(memory_snapshot_on_oom=True)
+    with report.recording(str(tmp_path)):
+        report.tell(torch.OutOfMemoryError("CUDA out of memory"))
+    assert caplog.messages[-1].startswith("The memory snapshot of rank 0 cannot be written: ")
+    assert "dump" not in gpu
+
+
+def test_recording_ends_with_an_error_too(gpu, tmp_path):
+    report = report_of(memory_snapshot_on_oom=True)
+    with pytest.raises(ValueError, match="end"), report.recording(str(tmp_path)):
+        raise ValueError("end")
+    assert gpu[-1] == {"enabled": None}

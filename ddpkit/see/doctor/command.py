@@ -167,6 +167,7 @@ def _planned(request: Request, launch: LaunchInfo) -> PlannedRun:
         recipe=request.recipe,
         workers=request.workers,
         timeout=request.timeout,
+        is_cpu_asked=request.device == "cpu",
     )
 
 

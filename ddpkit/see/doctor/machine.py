@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpkit.base import host_name
+from ddpkit.see.doctor.gpus.sight import GpuSight
 
 
 def addresses_of(name: str) -> list[str]:
@@ -61,6 +62,7 @@ class Machine:
         resolve: returns the addresses of a host name; raises :class:`OSError`.
         disk: what the file system of a folder says of itself.
         clock: seconds since 1970.
+        gpus: how GPUs are looked at.
 
     Ranks: local.
 
@@ -79,6 +81,7 @@ class Machine:
     resolve: Callable[[str], list[str]] = addresses_of
     disk: Callable[[Path], os.statvfs_result] = os.statvfs
     clock: Callable[[], float] = time.time
+    gpus: GpuSight = field(default_factory=GpuSight)
 
     def read(self, path: str) -> str:
         """Return the text of a file below the root, such as ``"proc/meminfo"``; raises :class:`OSError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddpkit.see.doctor.check import EACH_RANK, TOGETHER, Check
 from ddpkit.see.doctor.checks import (
+    gpus,
     locked_memory,
     memory,
     open_files,
@@ -19,4 +20,5 @@ CHECKS: tuple[Check, ...] = (
     Check("open files", open_files.look, EACH_RANK),
     Check("process limit", process_limit.look),
     Check("locked memory", locked_memory.look, EACH_RANK),
+    Check("GPUs", gpus.look, TOGETHER),
 )

@@ -19,6 +19,7 @@ class PlannedRun:
         recipe: script, parameter file and overrides of ``--recipe``; empty without.
         workers: loader processes of each rank; None where nothing says it.
         timeout: seconds after which a rank that does not answer is given up.
+        is_cpu_asked: whether the command line says that the run is to be on the CPU.
 
     Ranks: local.
 
@@ -33,6 +34,7 @@ class PlannedRun:
     recipe: tuple[str, ...] = ()
     workers: int | None = None
     timeout: float = 120.0
+    is_cpu_asked: bool = False
 
     @property
     def processes_here(self) -> int:

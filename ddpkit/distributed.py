@@ -25,7 +25,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddpkit.base import POSITION, Reason, get_rank, get_world_size, is_distributed_initialized, line_of, this_place
+from ddpkit.base import (
+    POSITION,
+    WAITS,
+    Reason,
+    get_rank,
+    get_world_size,
+    is_distributed_initialized,
+    line_of,
+    this_place,
+)
 from ddpkit.comm import Outcome, call_site, control_group, get_runtime, outside_frame, raise_as_reader
 from ddpkit.errors import LaunchError, RankFailedError, RankMismatchError
 
@@ -707,7 +716,11 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
     work: Any = dist.all_to_all_single(received, keep_alive(own), sizes, sizes, group=group, async_op=True)
 
     def wait() -> torch.Tensor:
+        watch = WAITS.watch
+        before = None if watch is None else watch.begin_wait()
         work.wait()
+        if watch is not None:
+            watch.end_wait(before)
         return received
 
     return wait
@@ -735,7 +748,11 @@ def start_sum(total: torch.Tensor, group: Any = None) -> Callable[[], object]:
         work: Any = dist.all_reduce(total, group=group, async_op=True)
 
         def wait() -> None:  # its frame tells that this rank waits
+            watch = WAITS.watch
+            before = None if watch is None else watch.begin_wait()
             work.wait()
+            if watch is not None:
+                watch.end_wait(before)
 
         return wait
     flat = total.view(-1)

@@ -284,6 +284,8 @@ class OptionTypes:
         minimum=2, shown="off", fixed=IN_FIT)
     gc_interval: int = option(0, RUNNING, "collect Python garbage every N steps; 0: by itself", form="N",
         minimum=0, is_attribute=False, fixed=IN_FIT)
+    measure_steps: str = option("sampled", RUNNING, "which steps are timed, part by part",
+        choices=("sampled", "all", "off"), is_attribute=False, fixed=IN_FIT)
     log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE", fixed=MADE)
     noprogressbar: bool = option(False, RUNNING, "no progress bar")
     tqdm_colored_bar: bool = option(False, RUNNING, "colour the progress bar by stage")

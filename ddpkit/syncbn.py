@@ -45,6 +45,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from ddpkit.base import waiting
 from ddpkit.comm import get_runtime
 from ddpkit.compat import forget_compiled
 from ddpkit.device import widest_float
@@ -254,7 +255,8 @@ def _gather(gathered: Tensor, local: Tensor, group: Any) -> None:
         rank = dist.get_rank(group)
         gathered[rank], gathered[1 - rank] = local, exchange_tensor(local, group)()
     else:
-        dist.all_gather(list(gathered.unbind(0)), local, group=group)
+        with waiting():
+            dist.all_gather(list(gathered.unbind(0)), local, group=group)
 
 
 class _Normalise(torch.autograd.Function):

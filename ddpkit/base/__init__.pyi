@@ -78,3 +78,8 @@ from ddpkit.base.states import (
     unwrap as unwrap,
 )
 from ddpkit.base.user_line import code_of as code_of, note_line_of as note_line_of
+from ddpkit.base.waits import (
+    WAITS as WAITS,
+    Watch as Watch,
+    waiting as waiting,
+)

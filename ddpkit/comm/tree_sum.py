@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddpkit.base import waiting
 from ddpkit.comm.mailbox import control_group
 from ddpkit.compat import add_all
 
@@ -157,7 +158,8 @@ class OrderedSum:
             return self._add_whole(own)
         is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
         present = torch.tensor(is_there, dtype=torch.uint8)  # in host memory: a GPU would be waited for
-        dist.all_reduce(present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group())
+        with waiting():
+            dist.all_reduce(present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group())
         for bucket in self._buckets(tuple(present.tolist())):
             for place, added in bucket.tensors(self._add([bucket.row(total) for total in own], bucket)):
                 sums[place] = added.view(self._like[place].shape)
@@ -172,7 +174,8 @@ class OrderedSum:
         sent, row_bytes = torch.cat(rows * self.world_size), self._row_bytes
         counts = [len(subtrees) * row_bytes for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
-        dist.all_to_all_single(received, sent, counts, [len(totals) * row_bytes] * self.world_size)
+        with waiting():
+            dist.all_to_all_single(received, sent, counts, [len(totals) * row_bytes] * self.world_size)
         tree, subtrees = TreeSum(add_tensors), itertools.chain.from_iterable(self._subtrees)
         for (level, place), row in zip(subtrees, received.view(-1, row_bytes).unbind(), strict=True):
             parts = zip(torch.split(row, [bucket.row_bytes for bucket in self._whole]), self._whole, strict=True)
@@ -199,19 +202,21 @@ class OrderedSum:
         counts = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
         item = sent.element_size()  # bytes travel: not every backend knows every dtype
-        dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            [count * item for count in counts],
-            [number * chunk * item] * world_size,
-        )
+        with waiting():
+            dist.all_to_all_single(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [count * item for count in counts],
+                [number * chunk * item] * world_size,
+            )
         tree = TreeSum(torch.Tensor.add_)
         subtrees = itertools.chain.from_iterable(self._subtrees)
         for (level, place), part in zip(subtrees, received.view(-1, chunk).unbind(), strict=True):
             tree.push(place, part, level)
         joined = sent.new_empty(world_size * chunk)
         own_sum = tree.total().contiguous()
-        dist.all_gather(list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8))
+        with waiting():
+            dist.all_gather(list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8))
         return joined
 
 

@@ -1,3 +1,9 @@
+from ddpkit.compat.arrivals import (
+    call_at_arrival as call_at_arrival,
+)
+from ddpkit.compat.first_calls import (
+    CallNotice as CallNotice,
+)
 from ddpkit.compat.forkservers import (
     kill_when_terminated as kill_when_terminated,
     own_forkserver as own_forkserver,

@@ -31,6 +31,7 @@ from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
 from ddpkit.run.save_and_stop import exit_code
+from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
@@ -120,6 +121,7 @@ class StageRunner:
         profiler: of this call of ``fit``, or None.
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
+        speed: measures steps and reports them.
 
     Ranks: collective.
     """
@@ -133,7 +135,9 @@ class StageRunner:
         self.profiler: Any = None
         self.time_left = TimeLeft()
         self._has_graphs = False
-        self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
+        self.speed = SpeedReport(train_step)
+        add_up = self.speed.adding(self.progress.logged.sync)
+        self._sync = PeriodicSync(add_up, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
         self._stop_sync = StopsOfEvaluation(self.progress, stop.cause)
 
@@ -148,6 +152,7 @@ class StageRunner:
         """
         options, self.progress.is_fitting = self.options, True
         self._read_options()
+        self.speed.prepare()
         self.progress.restart()
         self.train_step.forget_window()
         try:
@@ -165,6 +170,7 @@ class StageRunner:
         finally:  # a recipe's own profiler is for this call, too
             self.progress.is_fitting = False
             self.profiler = None
+            self.speed.end_pass()
 
     def _read_options(self) -> None:
         """Read, when a call begins, the options that its steps are not to ask for."""
@@ -231,6 +237,7 @@ class StageRunner:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
         self._begin(Stage.TRAIN, loader, feed if isinstance(feed, StreamFeed) else None)
+        feed = self.speed.begin_pass(feed)
         self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
@@ -242,6 +249,7 @@ class StageRunner:
                 self.stop.tighten_timeouts()
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
+                self.speed.on_sync(report, self._sync.due)
                 bar.show(report.step, report.loss, report.samples - samples_before)
                 saves.on_sync(report)
 
@@ -249,22 +257,28 @@ class StageRunner:
             on_window = saves.on_window if saves.follows_windows else None
             with self.train_step.warning_without_steps():
                 is_limited = train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+            self.speed.end_pass()
             progress.is_whole = not is_limited or (feed.length is not None and progress.step >= feed.length)
             if not progress.is_whole:
                 logger.info(CUT, options.optimizer_step_limit, epoch, progress.step)
-            if self.train_step.prepare_flush(brain):
-                brain.optimizers_step()
-            progress.settle()
-            self.train_step.end_window()
-            progress.window.stepped()
-            self.train_step.drop_frozen_gradients()
-            self.train_step.strategy.end_pass(self.modules)
-            saves.on_average()
-            self.train_step.warn_if_diverged()
-            progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
-            self.rank_state.end_pass()
+            self._after_last_batch(brain, saves)
             trained = epoch, progress.optimizer_step
             return self._finish(Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before)
+
+    def _after_last_batch(self, brain: StageHooks, saves: _IntraEpochSaves) -> None:
+        """Step on what a cut window has left; make equal on all ranks what a pass lets differ."""
+        progress, train_step = self.progress, self.train_step
+        if train_step.prepare_flush(brain):
+            brain.optimizers_step()
+        progress.settle()
+        train_step.end_window()
+        progress.window.stepped()
+        train_step.drop_frozen_gradients()
+        train_step.strategy.end_pass(self.modules)
+        saves.on_average()
+        train_step.warn_if_diverged()
+        progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
+        self.rank_state.end_pass()
 
     def _step_limit(self, ready: Callable[[], object]) -> float:
         """Return the optimizer step that ends the pass; if it is made already, do what the feed would have done."""

@@ -8,6 +8,9 @@ from ddpkit.step_times.device_peaks import (
 from ddpkit.step_times.flops import (
     FlopCounter as FlopCounter,
 )
+from ddpkit.step_times.memory import (
+    memory_use as memory_use,
+)
 from ddpkit.step_times.phases import (
     BACKWARD as BACKWARD,
     DATA as DATA,
@@ -19,7 +22,23 @@ from ddpkit.step_times.phases import (
     PHASES as PHASES,
     STEP as STEP,
 )
+from ddpkit.step_times.rank_slots import (
+    RankRow as RankRow,
+    filled_slots as filled_slots,
+    rows_of as rows_of,
+)
 from ddpkit.step_times.seconds import (
     SINGLE_WINDOWS as SINGLE_WINDOWS,
     SecondOfSteps as SecondOfSteps,
+)
+from ddpkit.step_times.speed_event import (
+    speed_fields as speed_fields,
+    spread as spread,
+)
+from ddpkit.step_times.step_timer import (
+    StepTimer as StepTimer,
+)
+from ddpkit.step_times.window_times import (
+    WindowTimes as WindowTimes,
+    summarized as summarized,
 )

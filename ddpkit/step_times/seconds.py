@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: So many measured windows travel one by one with a sync: medians hide what differs between windows.
 SINGLE_WINDOWS = 8
@@ -69,8 +69,8 @@ class SecondOfSteps:
     memory: list[dict[str, float]]
     batches_per_window: float = 1.0
     tokens: list[float] | None = None
-    host_seconds: list[float] | None = None
-    is_host_bound: list[float] | None = None
+    host_seconds: list[float] = field(default_factory=list)
+    is_host_bound: list[float] = field(default_factory=list)
     exchanged_bytes: int = 0
     gradient_norm: float | None = None
     learning_rate: float | None = None

@@ -316,6 +316,26 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
         return not set(map(id, parameters_of(optimizers))).isdisjoint(map(id, self.module.parameters()))
 
 
+class _Switched:
+    """A context in which an attribute of some objects has another value. A class: a window enters it in each batch."""
+
+    __slots__ = ("_before", "_during", "_name", "_owners")
+
+    def __init__(self, owners: Sequence[Any], name: str, *, during: bool) -> None:
+        self._owners, self._name, self._during = owners, name, during
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        name = self._name
+        self._before = [getattr(one, name) for one in self._owners]
+        for one in self._owners:
+            setattr(one, name, self._during)
+
+    def __exit__(self, *_: object) -> None:
+        for one, before in zip(self._owners, self._before, strict=True):
+            setattr(one, self._name, before)
+
+
 def average_gradients(parameters: Sequence[nn.Parameter], group: torch.distributed.ProcessGroup | None = None) -> None:
     """Average gradients over the ranks, where DDP does not. A rank that has none of a parameter gets the others'.
 
@@ -453,21 +473,12 @@ class DDP(Strategy):
         require_agreement({"shapes of the parameters that an optimizer has and no entry of modules": shapes})
         broadcast_from_main(nn.ParameterList(self._outside), self.device)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        held: list[tuple[Any, str, bool, bool]]
         if self.options.static_graph:  # torch's own way averages in the wrong backward passes then
-            held = [(one.gradient_reduction, "held", one.gradient_reduction.held, True) for one in self.wrapped]
-        else:
-            held = [(one, "require_backward_grad_sync", one.require_backward_grad_sync, False) for one in self.wrapped]
-        for owner, name, _, during in held:
-            setattr(owner, name, during)
-        try:
-            yield
-        finally:
-            for owner, name, before, _ in held:
-                setattr(owner, name, before)
+            held = [one.gradient_reduction for one in self.wrapped]
+            return _Switched(held, "held", during=True)
+        return _Switched(self.wrapped, "require_backward_grad_sync", during=False)
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window.

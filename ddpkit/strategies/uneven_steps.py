@@ -30,7 +30,7 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from ddpkit.base import kind_of, map_values, temporarily, unwrap
+from ddpkit.base import kind_of, map_values, temporarily, unwrap, waiting
 from ddpkit.comm import control_group, optimizer_facts, require_agreement
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
@@ -187,7 +187,8 @@ class DividedOptimizer:
                 torch.cat([one.flatten() for one in packed], out=buffer)
             works.append(dist.broadcast(packed[0] if buffer is None else buffer, src=owner, async_op=True))
         for work, (owner, buffer, packed) in zip(works, self._sent, strict=True):
-            work.wait()
+            with waiting():
+                work.wait()
             if buffer is not None and owner != self._rank:
                 for one, values in zip(packed, torch.split(buffer, [one.numel() for one in packed]), strict=True):
                     one.copy_(values.view_as(one))
@@ -377,7 +378,8 @@ class LocalSGD(DDP):
         sizes = [[one.numel() for one in part] for part in parts]
         own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
         most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
+        with waiting():
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
         largest, smallest, progress.clipped, progress.nonfinite = most.tolist()
         if largest != -smallest:
             raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
@@ -429,8 +431,10 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
             flat = torch.cat([one.reshape(-1).to(dtype) for one in bucket])
             if dtype.is_floating_point or dtype.is_complex:
                 flat /= dist.get_world_size()  # before the sum, which could overflow: a mask has the lowest number
-                dist.all_reduce(flat, group=group)
+                with waiting():
+                    dist.all_reduce(flat, group=group)
             else:
-                dist.broadcast(flat.view(torch.uint8), src=0, group=group)
+                with waiting():
+                    dist.broadcast(flat.view(torch.uint8), src=0, group=group)
             for one, values in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
                 one.copy_(values.view_as(one))

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ddpkit.ema import WeightAverage
     from ddpkit.reporting import ProgressBar
     from ddpkit.run_opts import RunOptions
+    from ddpkit.step_times import StepTimer
     from ddpkit.strategies import Strategy
     from ddpkit.training.feed import Feed, StreamFeed
     from ddpkit.training.gathering import Seen
@@ -492,6 +493,7 @@ def backward(
     *,
     retain_graph: bool = False,
     has_own_fit_batch: bool = True,
+    timer: StepTimer | None = None,
 ) -> None:
     """Back-propagate a weighted loss; if that fails, raise an error that names the problem with the loss.
 
@@ -502,6 +504,7 @@ def backward(
         name: of the recipe's class, for the message.
         retain_graph: keep the graph for another backward pass.
         has_own_fit_batch: whether the recipe calls ``backward`` by itself, for the message.
+        timer: measures the pass, if it measures the present step; or None.
 
     Raises:
         BatchError: the loss is not a tensor of one number, or does not depend on any parameter; DDP has averaged a part
@@ -515,11 +518,15 @@ def backward(
         tensor([0.5000])
     """
     try:
+        if timer is not None and timer.measures:
+            timer.begin_backward(loss)
         if scaler is not None or loss.numel() != 1 or loss.is_complex():
             loss = loss if scale == 1.0 else loss * scale
             (loss if scaler is None else scaler.scale(loss)).backward(retain_graph=retain_graph)
         else:  # the bits of loss * scale, two products less
             back_propagate(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
+        if timer is not None and timer.measures:
+            timer.end_backward()
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         news = explained_backward(error, loss, name, has_own_fit_batch=has_own_fit_batch)
         if news is None:
@@ -695,6 +702,7 @@ class TrainStep:
         gc_interval: optimizer steps from one collection of garbage to the next; 0: Python decides. Of this ``fit``.
         first_gradients: watches the training until its first step with gradients; None after it.
         agree: called before the ranks send each other anything of an optimizer step; or None.
+        timer: measures steps; or None.
 
     Ranks: collective.
 
@@ -727,6 +735,7 @@ class TrainStep:
         self.sum_divisor: float | None = None
         self.first_gradients: FirstGradients | None = FirstGradients(self.name)
         self.agree: Callable[[], None] | None = None
+        self.timer: StepTimer | None = None
         self._dropping_casts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.gc_interval = options.gc_interval
         self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
@@ -789,8 +798,15 @@ class TrainStep:
         if count is not None:
             scale = self._count(count)
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
-            own = self.recipe.has_own_fit_batch
-            backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph, has_own_fit_batch=own)
+            backward(
+                loss,
+                scale,
+                self._active_scaler,
+                self.name,
+                retain_graph=retain_graph,
+                has_own_fit_batch=self.recipe.has_own_fit_batch,
+                timer=self.timer,
+            )
 
     def _pass_without_backward(self, count: torch.Tensor | float | None, *, retain_graph: bool) -> None:
         window = self.progress.window
@@ -851,6 +867,8 @@ class TrainStep:
             window.divisor = self._divisor_of_sums(count)
         window.counted = count if window.counted is None else window.counted + count
         window.counted_at = self.progress.step
+        if self.timer is not None and self.timer.measures:
+            self.timer.note_count(count)
         if window.closes and self.agree is None:
             window.average = self.strategy.start_average(window.counted, self.device)
         return 1.0 / window.divisor if window.count else 0.0
@@ -881,6 +899,15 @@ class TrainStep:
             BatchError: the counts of the window add up to less than 0.
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
+        timer = self.timer
+        if timer is None or not timer.measures:
+            self._step_optimizers(brain)
+            return
+        timer.begin_optimizer()
+        self._step_optimizers(brain)
+        timer.end_optimizer()
+
+    def _step_optimizers(self, brain: StepHooks) -> None:
         progress = self.progress
         if progress.follow is not None or progress.error is not None:
             progress.settle()
@@ -1096,6 +1123,8 @@ class TrainStep:
         self, optimizers: list[Any], multiplier: Any, result: optim.StepResult, step: int, number: int
     ) -> None:
         """Do what follows a step, made or skipped, in the window of this number."""
+        if self.timer is not None:
+            self.timer.gradient_norm = result.norm
         if result.stepped:
             self._follow_step(optimizers, result, step, number)
         else:

@@ -32,6 +32,7 @@ VALUES = {
     "shard_evaluation": (True, {}),
     "check_parity": (2, {}),
     "gc_interval": (2, {}),
+    "measure_steps": ("all", {}),
     "log_config": ("log.yaml", {}),
     "noprogressbar": (False, {}),
     "tqdm_colored_bar": (True, {}),

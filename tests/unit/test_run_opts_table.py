@@ -86,6 +86,7 @@ def test_the_table_is_whole():
         "local_sgd_period",
         "sync_batchnorm",
         "gc_interval",
+        "measure_steps",
         "auto_micro_batch",
         "prefetch_to_device",
         "memory_snapshot_on_oom",

@@ -1,0 +1,204 @@
+"""What the ranks tell each other of measured steps, about once a second; written to the run's log."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.base import host_name
+from ddpkit.distributed import exchange, get_rank, get_world_size, if_main_process
+from ddpkit.optim import rate_factor
+from ddpkit.run.exchanged_bytes import exchanged_bytes
+from ddpkit.step_times import (
+    RankRow,
+    SecondOfSteps,
+    StepTimer,
+    WindowTimes,
+    filled_slots,
+    memory_use,
+    rows_of,
+    speed_fields,
+    summarized,
+)
+from ddpkit.train_logger import run_event
+from ddpkit.training import FeedThrough
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ddpkit.control import SyncReport
+    from ddpkit.training import TrainStep
+
+OFF, ALL = "off", "all"
+
+_NONE = float("nan")
+_OF_MAIN = 3  # numbers that the main process tells for all: seconds, norm, learning rate
+
+
+class SpeedReport:
+    """Measures the steps of a training as ``--measure_steps`` says, and reports them.
+
+    Args:
+        train_step: gets the timer.
+
+    Attributes:
+        timer: of this call of ``fit``; None with ``--measure_steps=off``.
+        last: the newest second of steps; None before the first.
+
+    Ranks: collective: all ranks make the same calls.
+    """
+
+    def __init__(self, train_step: TrainStep) -> None:
+        self.timer: StepTimer | None = None
+        self.last: SecondOfSteps | None = None
+        self._train_step = train_step
+        self._progress = train_step.progress
+        self._hosts: tuple[str, ...] = ()
+        self._since = 0.0
+        self._bytes = 0
+        self._windows: list[WindowTimes] = []
+        self._rows: list[RankRow] = []
+        self._of_main = [_NONE] * _OF_MAIN
+
+    def prepare(self) -> None:
+        """Make the timer for a call of ``fit``, or none; let the ranks know each other's machines."""
+        train_step, options = self._train_step, self._train_step.options
+        self.last = None
+        if options.measure_steps == OFF:
+            self.timer = train_step.timer = None
+            return
+        self.timer = train_step.timer = StepTimer(
+            self._progress,
+            self._models,
+            every=options.measure_steps == ALL,
+            exchanges=train_step.strategy.is_distributed,
+        )
+        if len(self._hosts) != get_world_size():
+            self._hosts = tuple(exchange(host_name(), site="machines of measured steps"))
+
+    def _models(self) -> Iterable[torch.nn.Module]:
+        return self._train_step.modules.values()
+
+    def begin_pass(self, feed: Any) -> Any:
+        """Note that a pass of training begins; return its feed, whose batches the timer sees.
+
+        Args:
+            feed: of the pass.
+        """
+        if self.timer is None:
+            return feed
+        self._since = time.monotonic()
+        self._bytes = exchanged_bytes(self._train_step)
+        return FeedThrough(feed, functools.partial(self.timer.batches, feed))
+
+    def end_pass(self) -> None:
+        """Measure nothing until the next pass."""
+        if self.timer is not None:
+            self.timer.stop()
+
+    # ------------------------------------------------------------------ at a sync of the ranks
+
+    def adding(
+        self, add_up: Callable[[list[float]], list[float]]
+    ) -> Callable[[list[float]], list[float]]:
+        """Return what adds up the numbers of a sync over the ranks, and those of the measured steps with them.
+
+        Args:
+            add_up: of the numbers alone.
+        """
+
+        def add(numbers: list[float]) -> list[float]:
+            own = self._own_numbers()
+            sums = add_up([*numbers, *own])
+            if own:
+                self._take(sums[len(numbers) :])
+            return sums[: len(numbers)]
+
+        return add
+
+    def _own_numbers(self) -> list[float]:
+        timer = self.timer
+        if timer is None:
+            return []
+        self._windows = timer.taken()
+        world_size, rank = get_world_size(), get_rank() or 0
+        row = None
+        if self._windows:
+            row = RankRow(summarized(self._windows), memory_use(self._train_step.device))
+        return [*self._facts_of_main(timer), *filled_slots(row, rank, world_size)]
+
+    def _facts_of_main(self, timer: StepTimer) -> list[float]:
+        """Return what is equal on all ranks in the main process's words; zeros on the others."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        if not if_main_process():
+            return [0.0] * _OF_MAIN
+        rate = self._learning_rate()
+        norm = timer.gradient_norm
+        return [seconds, _NONE if norm is None else norm, _NONE if rate is None else rate]
+
+    def _learning_rate(self) -> float | None:
+        for optimizer in self._train_step.named_optimizers().values():
+            for group in getattr(optimizer, "param_groups", ()):
+                rate = group.get("lr")
+                if isinstance(rate, torch.Tensor) and not rate.is_cpu:  # it would be waited for
+                    return None
+                if rate is not None:
+                    return float(rate) * rate_factor(optimizer)
+        return None
+
+    def _take(self, sums: list[float]) -> None:
+        self._of_main = sums[:_OF_MAIN]
+        self._rows = rows_of(sums[_OF_MAIN:], get_world_size())
+
+    def on_sync(self, report: SyncReport, next_sync: int) -> None:
+        """Report the steps that were measured since the last sync; choose the next ones.
+
+        Args:
+            report: what the ranks have learnt.
+            next_sync: batches at the next sync.
+        """
+        if self.timer is None:
+            return
+        if self._windows:
+            self.last = self._second(report)
+            run_event("speed", **speed_fields(self.last))
+        self._windows = []
+        self.timer.plan(report.step, next_sync)
+
+    def _second(self, report: SyncReport) -> SecondOfSteps:
+        rows = [row.numbers for row in self._rows]
+        seconds, norm, rate = self._of_main
+        tokens = [row.tokens or 0.0 for row in rows]
+        has_tokens = any(row.tokens is not None for row in rows)
+        facts: dict[str, Any] = {
+            "epoch": self._progress.epoch,
+            "step": report.step,
+            "optimizer_step": self._progress.optimizer_step,
+            "loss": report.loss,
+        }
+        return SecondOfSteps(
+            **facts,
+            seconds=seconds,
+            windows=len(self._windows),
+            batches_per_window=sum(one.batches for one in self._windows) / len(self._windows),
+            world_size=len(rows),
+            phases=[row.phases for row in rows],
+            samples=[row.samples for row in rows],
+            sizes=[row.size for row in rows],
+            tokens=tokens if has_tokens else None,
+            memory=[row.memory for row in self._rows],
+            host_seconds=[row.host_seconds for row in rows],
+            is_host_bound=[row.is_host_bound for row in rows],
+            exchanged_bytes=self._bytes,
+            gradient_norm=_known(norm),
+            learning_rate=_known(rate),
+            host_names=self._hosts,
+        )
+
+
+def _known(number: float) -> float | None:
+    return None if number != number else number  # noqa: PLR0124 -- not a number

@@ -1,0 +1,217 @@
+"""Measures optimizer steps on this rank, where the training loop and its parts tell what happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ddpkit.base import WAITS
+from ddpkit.compat import CallNotice, call_at_arrival
+from ddpkit.step_times.phases import DATA, EXCHANGE, MOVE, OPTIMIZER, OTHER
+from ddpkit.step_times.sampled_windows import SampledWindows
+from ddpkit.step_times.stopwatch import Stopwatch
+from ddpkit.step_times.tensor_sizes import first_tensor
+from ddpkit.step_times.window_times import WindowTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
+
+
+class _Window(Protocol):
+    """What the timer reads of the loop's accumulation window."""
+
+    closes: bool
+    count: int
+
+
+class _Progress(Protocol):
+    """What the timer reads of the run's progress."""
+
+    step: int
+
+
+class StepTimer:
+    """Measures some of the optimizer steps of a training: how long each phase of them takes on this rank.
+
+    The loop's other parts look at :attr:`measures` first: in a step that is not measured nothing is called.
+
+    Args:
+        progress: tells how many batches there were.
+        modules: returns the models; the forward pass begins when one of them is called.
+        every: measure every step, from the second of a pass on; else about 50 a second.
+        exchanges: whether a backward pass may wait for other ranks.
+
+    Attributes:
+        measures: whether the present step is measured.
+        gradient_norm: of the last optimizer step whose norm is known; None before it.
+
+    Ranks: local. The same steps are measured on all ranks.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> progress, window = SimpleNamespace(step=0), SimpleNamespace(closes=True, count=2)
+        >>> feed = SimpleNamespace(batches=lambda _: iter("abc"))
+        >>> timer = StepTimer(progress, list)
+        >>> for batch in timer.batches(feed, window):
+        ...     progress.step += 1
+        ...     timer.plan(progress.step, progress.step + 1)
+        >>> timer.stop(); len(timer.taken())
+        2
+    """
+
+    def __init__(
+        self,
+        progress: _Progress,
+        modules: Callable[[], Iterable[torch.nn.Module]],
+        *,
+        every: bool = False,
+        exchanges: bool = False,
+    ) -> None:
+        self.measures = False
+        self.gradient_norm: float | None = None
+        self._progress = progress
+        self._modules = modules
+        self._exchanges = exchanges
+        self._chosen = SampledWindows(every=every)
+        self._watch = Stopwatch()
+        self._now = WindowTimes()
+        self._finished: list[WindowTimes] = []
+        self._notices: list[CallNotice] = []
+        self._arrival: Any = None
+
+    # ------------------------------------------------------------------ the loop
+
+    def batches(self, feed: Any, window: _Window) -> Iterator[Any]:
+        """Yield the batches of a feed; measure what happens from one to the next.
+
+        Args:
+            feed: has ``batches(window)``.
+            window: is set by the feed for each batch.
+        """
+        self.stop()
+        self._chosen.start()
+        progress, chosen = self._progress, self._chosen
+        for batch in feed.batches(window):
+            if self.measures:
+                self._note_batch(batch, window)
+            yield batch
+            if self.measures:
+                self._end_batch(window)
+            if window.closes:
+                if progress.step >= chosen.due:
+                    self._begin_step()
+                elif self._notices:
+                    self._drop_notices()
+
+    def plan(self, step: int, next_sync: int) -> None:
+        """Choose the steps to be measured up to the next sync of the ranks.
+
+        Args:
+            step: batches so far; equal on all ranks, as is the next.
+            next_sync: batches at the next sync.
+        """
+        self._chosen.plan(step, next_sync)
+
+    def taken(self) -> list[WindowTimes]:
+        """Return the steps measured since the last time; end the present one, which waits for a sync of the ranks."""
+        if self.measures:
+            self._finish_step()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def stop(self) -> None:
+        """Measure nothing until a step begins; forget the one that is not over."""
+        self.measures = False
+        WAITS.watch = None
+        self._drop_notices()
+        self._end_arrival()
+
+    def _begin_step(self) -> None:
+        self._chosen.begin(self._progress.step)
+        if not self._notices:
+            self._notices = [CallNotice(one, self._note_call) for one in self._modules()]
+        self._now = WindowTimes()
+        self._watch = Stopwatch()
+        WAITS.watch = self._watch
+        self.measures = True
+
+    def _note_batch(self, batch: Any, window: _Window) -> None:
+        tensor = first_tensor(batch)
+        self._now.size += 0 if tensor is None else tensor.numel()
+        self._now.samples += window.count
+        self._now.batches += 1
+        self._watch.switch(MOVE)
+
+    def _end_batch(self, window: _Window) -> None:
+        if window.closes:
+            self._finish_step()
+        else:
+            self._watch.switch(DATA)
+
+    def _finish_step(self) -> None:
+        self.measures = False
+        WAITS.watch = None
+        self._watch.switch(OTHER)
+        self._now.seconds = self._watch.seconds
+        self._now.host_seconds = sum(self._watch.seconds.values())
+        self._finished.append(self._now)
+
+    def _drop_notices(self) -> None:
+        for notice in self._notices:
+            notice.remove()
+        self._notices.clear()
+
+    # ------------------------------------------------------------------ inside of a batch
+
+    def _note_call(self) -> None:
+        if self.measures:
+            self._watch.note_call()
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Note that a backward pass begins.
+
+        Args:
+            loss: from which it goes.
+        """
+        if self._exchanges and loss.requires_grad:
+            self._arrival = call_at_arrival(loss, self._note_arrival)
+        self._watch.begin_backward()
+
+    def _note_arrival(self) -> None:
+        if self.measures:
+            self._watch.switch(EXCHANGE)
+
+    def end_backward(self) -> None:
+        """Note that a backward pass is over, with its wait for other ranks."""
+        self._watch.switch(OTHER)
+        self._end_arrival()
+
+    def _end_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.remove()
+            self._arrival = None
+
+    def note_count(self, count: torch.Tensor | float) -> None:
+        """Note the count of a batch's loss sum.
+
+        Args:
+            count: a number, or a tensor of one element that nobody writes into; it is read later.
+        """
+        self._now.counts.append(count)
+
+    def begin_optimizer(self) -> None:
+        """Note that the optimizers' step begins."""
+        self._watch.switch(OPTIMIZER)
+
+    def end_optimizer(self) -> None:
+        """Note that it is over."""
+        self._watch.switch(OTHER)
+
+    def begin_reading(self) -> None:
+        """Note that the loop waits for the next batch again, after a strategy's own work on the one before."""
+        self._watch.switch(DATA)
+
+    def begin_other(self) -> None:
+        """Note that a strategy works on the last batch, while the loop waits for the next."""
+        self._watch.switch(OTHER)

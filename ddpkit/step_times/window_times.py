@@ -1,0 +1,84 @@
+"""What was measured of single optimizer steps on this rank, and the medians of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpkit.step_times.medians import median
+from ddpkit.step_times.phases import PHASES, STEP
+
+
+@dataclass
+class WindowTimes:
+    """One measured step.
+
+    Attributes:
+        seconds: by phase.
+        samples: of this rank.
+        size: elements of the first tensors of its batches.
+        batches: how many there were.
+        counts: of ``(loss_sum, count)``, one per batch: numbers, or tensors that nobody has waited for.
+        host_seconds: that the host took.
+        is_host_bound: whether the GPU had reached the end when the host came there.
+
+    Ranks: local.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    samples: float = 0.0
+    size: float = 0.0
+    batches: int = 0
+    counts: list[Any] = field(default_factory=list)
+    host_seconds: float = 0.0
+    is_host_bound: bool = False
+
+
+@dataclass
+class RankNumbers:
+    """What one rank tells of its measured steps since the last sync of the ranks.
+
+    Attributes:
+        phases: medians over the steps, by phase, and ``"step"`` for their sum.
+        samples: mean per step, as are the next.
+        size: elements of the first tensors.
+        tokens: counts of the losses; None where there are none.
+        host_seconds: median.
+        is_host_bound: share of the steps, 0 to 1.
+
+    Ranks: local.
+    """
+
+    phases: dict[str, float]
+    samples: float
+    size: float
+    tokens: float | None
+    host_seconds: float
+    is_host_bound: float
+
+
+def summarized(windows: list[WindowTimes]) -> RankNumbers:
+    """Return what a rank tells of its measured steps.
+
+    Args:
+        windows: at least one.
+
+    Ranks: local. Waits for counts that are on a GPU.
+
+    Example:
+        >>> first = WindowTimes(dict.fromkeys(PHASES, 0.5), samples=4.0)
+        >>> summarized([first, first]).phases["step"]
+        3.5
+    """
+    phases = {phase: median(one.seconds[phase] for one in windows) for phase in PHASES}
+    phases[STEP] = median(sum(one.seconds.values()) for one in windows)
+    number = len(windows)
+    counts = [float(count) for one in windows for count in one.counts]
+    return RankNumbers(
+        phases=phases,
+        samples=sum(one.samples for one in windows) / number,
+        size=sum(one.size for one in windows) / number,
+        tokens=sum(counts) / number if counts else None,
+        host_seconds=median(one.host_seconds for one in windows),
+        is_host_bound=sum(one.is_host_bound for one in windows) / number,
+    )

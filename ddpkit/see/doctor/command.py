@@ -13,8 +13,9 @@ from ddpkit import __version__
 from ddpkit.device import accelerator_kind
 from ddpkit.errors import ConfigError, LaunchError, MissingExtraError
 from ddpkit.launch import LaunchInfo, find_launch
+from ddpkit.see.doctor.amounts import counted
 from ddpkit.see.doctor.check import Check, Site
-from ddpkit.see.doctor.examination import Placed, collect, examine
+from ddpkit.see.doctor.examination import Examination, Placed, collect, examine
 from ddpkit.see.doctor.finding import PROBLEM, VERDICTS, Finding
 from ddpkit.see.doctor.findings_table import table
 from ddpkit.see.doctor.machine import Machine
@@ -83,15 +84,15 @@ def run_doctor(
     ranks, launch, before = _meet(request)
     site = Site(machine, _planned(request, launch), ranks)
     made_before = [Placed(finding, machine.name(), launch.rank) for finding in before]
-    placed = collect(site, [*made_before, *examine(site, checks)])
+    examination = collect(site, [*made_before, *examine(site, checks)])
     if ranks.is_main and ranks.is_first_on_host:
         say(
-            _as_json(placed, site)
+            _as_json(examination, site)
             if request.as_json
-            else _as_text(placed, site, verbose=request.verbose)
+            else _as_text(examination, site, verbose=request.verbose)
         )
     ranks.leave()
-    return int(any(one.finding.is_problem for one in placed))
+    return int(any(one.finding.is_problem for one in examination.placed))
 
 
 def require_extra() -> None:
@@ -171,26 +172,26 @@ def _planned(request: Request, launch: LaunchInfo) -> PlannedRun:
     )
 
 
-def _as_text(placed: Sequence[Placed], site: Site, *, verbose: bool) -> str:
-    hosts = list(dict.fromkeys(one.host for one in placed))
-    size = site.ranks.world_size
-    processes = "1 process" if size == 1 else f"{size} processes"
+def _as_text(examination: Examination, site: Site, *, verbose: bool) -> str:
+    hosts = list(dict.fromkeys(examination.hosts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    processes = counted(examination.world_size, "process")
     title = f"ddpkit {__version__} doctor: {processes} on {where}, device {site.run.device}"
-    return f"{title}\n\n{table(placed, verbose=verbose)}"
+    return f"{title}\n\n{table(examination, verbose=verbose)}"
 
 
-def _as_json(placed: Sequence[Placed], site: Site) -> str:
-    verdicts = [one.finding.verdict for one in placed]
+def _as_json(examination: Examination, site: Site) -> str:
+    verdicts = [one.finding.verdict for one in examination.placed]
     return json.dumps(
         {
             "ddpkit": __version__,
-            "world_size": site.ranks.world_size,
+            "world_size": examination.world_size,
+            "hosts": examination.hosts,
             "device": site.run.device,
             "verdict": max(verdicts, key=VERDICTS.index, default=VERDICTS[0]),
             "findings": [
                 {"host": one.host, "rank": one.rank, **dataclasses.asdict(one.finding)}
-                for one in placed
+                for one in examination.placed
             ],
         },
         indent=1,

@@ -34,6 +34,30 @@ class Placed:
     is_of_host: bool = False
 
 
+@dataclass(frozen=True)
+class Examination:
+    """The findings of all ranks.
+
+    Attributes:
+        placed: the findings, in the order of ranks.
+        hosts: the name of the host of each rank; ``"?"`` of one that has not answered.
+
+    Ranks: local.
+
+    Example:
+        >>> Examination((), ("gpu07", "gpu07")).world_size
+        2
+    """
+
+    placed: tuple[Placed, ...]
+    hosts: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.hosts)
+
+
 def examine(site: Site, checks: Sequence[Check]) -> list[Placed]:
     """Run the checks of this rank, in order; one that fails itself becomes a finding.
 
@@ -64,7 +88,7 @@ def _findings_of(check: Check, site: Site) -> list[Finding]:
     return found
 
 
-def collect(site: Site, own: Iterable[Placed]) -> list[Placed]:
+def collect(site: Site, own: Iterable[Placed]) -> Examination:
     """Bring the findings of all ranks together.
 
     Args:
@@ -79,11 +103,14 @@ def collect(site: Site, own: Iterable[Placed]) -> list[Placed]:
 
     Ranks: collective.
     """
-    everybody = site.ranks.exchange("findings", [asdict(one) for one in own])
+    answer = {"host": site.machine.name(), "findings": [asdict(one) for one in own]}
+    everybody = site.ranks.exchange("findings", answer)
     answers = answering(everybody)
-    placed = [_placed(fields) for answer in answers.values() for fields in answer]
+    placed = [_placed(fields) for one in answers.values() for fields in one["findings"]]
     silent = [rank for rank in range(len(everybody)) if rank not in answers]
-    return placed + [Placed(_silence(site), "?", rank) for rank in silent]
+    placed += [Placed(_silence(site), "?", rank) for rank in silent]
+    hosts = [answers[rank]["host"] if rank in answers else "?" for rank in range(len(everybody))]
+    return Examination(tuple(placed), tuple(hosts))
 
 
 def _placed(fields: dict[str, Any]) -> Placed:

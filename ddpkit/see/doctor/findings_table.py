@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpkit.base import spans
-from ddpkit.see.doctor.examination import Placed
+from ddpkit.see.doctor.examination import Examination, Placed
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, VERDICTS, Finding
 
 WIDTH = 80
@@ -18,16 +18,17 @@ MOST_VALUES = 4  # shown of a finding that differs between hosts
 _WORDS = {OK: "ok", LOOK: "look", PROBLEM: "PROBLEM"}
 
 
-def table(placed: Sequence[Placed], *, verbose: bool = False) -> str:
+def table(examination: Examination, *, verbose: bool = False) -> str:
     """Write the findings in 80 columns, the worst last, where the eye is.
 
     Args:
-        placed: the findings of all ranks.
+        examination: the findings of all ranks.
         verbose: whether to say of everything what was expected, and why.
 
     Ranks: local.
     """
-    everywhere = _Everywhere({one.rank for one in placed}, {one.host for one in placed})
+    placed = examination.placed
+    everywhere = _Everywhere(set(range(examination.world_size)), set(examination.hosts))
     rows = []
     for verdict in VERDICTS:
         for group in grouped(one for one in placed if one.finding.verdict == verdict):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from ddpkit.base import host_name
 from ddpkit.see.doctor.gpus.sight import GpuSight
+from ddpkit.see.doctor.interfaces import Interface, interfaces_of_machine
+from ddpkit.see.doctor.load import Load, measure_load
 
 
 def addresses_of(name: str) -> list[str]:
@@ -47,6 +49,25 @@ def threads_of_torch() -> int:
     return torch.get_num_threads()
 
 
+def versions_here() -> dict[str, str]:
+    """Return the versions of what computes in this process.
+
+    Ranks: local.
+
+    Example:
+        >>> list(versions_here())[:4]
+        ['Python', 'torch', 'numpy', 'ddpkit']
+    """
+    import torch
+
+    from ddpkit.comm import software_facts
+
+    versions = software_facts()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # by torch
+    return versions
+
+
 @dataclass(frozen=True)
 class Machine:
     """How a check looks at the world. ``dataclasses.replace`` plants a fault.
@@ -60,7 +81,11 @@ class Machine:
         threads: returns how many threads torch computes with in this process.
         is_root: whether this process may do everything.
         resolve: returns the addresses of a host name; raises :class:`OSError`.
+        interfaces: lists the network interfaces.
+        versions: the versions of what computes, by name.
         disk: what the file system of a folder says of itself.
+        pid: of this process.
+        load: measures what other processes take of the cores.
         clock: seconds since 1970.
         gpus: how GPUs are looked at.
 
@@ -79,7 +104,11 @@ class Machine:
     threads: Callable[[], int] = threads_of_torch
     is_root: Callable[[], bool] = lambda: os.geteuid() == 0
     resolve: Callable[[str], list[str]] = addresses_of
+    interfaces: Callable[[], list[Interface]] = interfaces_of_machine
+    versions: Callable[[], dict[str, str]] = versions_here
     disk: Callable[[Path], os.statvfs_result] = os.statvfs
+    pid: Callable[[], int] = os.getpid
+    load: Callable[[set[int]], Load] = measure_load
     clock: Callable[[], float] = time.time
     gpus: GpuSight = field(default_factory=GpuSight)
 

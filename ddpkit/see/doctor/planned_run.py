@@ -42,6 +42,11 @@ class PlannedRun:
         return self.launch.local_world_size
 
     @property
+    def has_several_hosts(self) -> bool:
+        """Whether there are ranks on other hosts."""
+        return self.launch.world_size > self.launch.local_world_size
+
+    @property
     def backend(self) -> str:
         """What ddpkit would take for collectives."""
         return "nccl" if self.device == "cuda" else "gloo"

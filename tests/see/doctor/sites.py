@@ -10,7 +10,7 @@ from ddpkit.see.doctor.machine import Machine
 from ddpkit.see.doctor.planned_run import PlannedRun
 from ddpkit.see.doctor.ranks import Ranks
 
-HERE = LaunchInfo("torchrun", local_world_size=1)
+HERE = LaunchInfo()
 FOUR = LaunchInfo("torchrun", world_size=4, local_world_size=4)
 TWO_HOSTS = LaunchInfo("torchrun", world_size=2, local_world_size=1, address="node0", port=29500)
 

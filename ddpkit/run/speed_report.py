@@ -10,12 +10,16 @@ import torch
 
 from ddpkit.base import host_name
 from ddpkit.distributed import exchange, get_rank, get_world_size, if_main_process
+from ddpkit.logger import get_logger
 from ddpkit.optim import rate_factor
 from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.step_times import (
+    CoreWaits,
+    GpuClocks,
     RankRow,
     SecondOfSteps,
     StepTimer,
+    VerdictFinder,
     WindowTimes,
     filled_slots,
     memory_use,
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from ddpkit.control import SyncReport
     from ddpkit.training import TrainStep
 
+logger = get_logger(__name__)
+
 OFF, ALL = "off", "all"
 
 _NONE = float("nan")
@@ -47,6 +53,8 @@ class SpeedReport:
     Attributes:
         timer: of this call of ``fit``; None with ``--measure_steps=off``.
         last: the newest second of steps; None before the first.
+        flops_per_step: floating-point operations of a step on this rank; None: not known.
+        peak_per_second: what this rank's device can do at most; None: not known.
 
     Ranks: collective: all ranks make the same calls.
     """
@@ -54,6 +62,8 @@ class SpeedReport:
     def __init__(self, train_step: TrainStep) -> None:
         self.timer: StepTimer | None = None
         self.last: SecondOfSteps | None = None
+        self.flops_per_step: float | None = None
+        self.peak_per_second: float | None = None
         self._train_step = train_step
         self._progress = train_step.progress
         self._hosts: tuple[str, ...] = ()
@@ -62,6 +72,9 @@ class SpeedReport:
         self._windows: list[WindowTimes] = []
         self._rows: list[RankRow] = []
         self._of_main = [_NONE] * _OF_MAIN
+        self._core_waits = CoreWaits()
+        self._clocks = GpuClocks("cpu")
+        self._verdicts = VerdictFinder()
 
     def prepare(self) -> None:
         """Make the timer for a call of ``fit``, or none; let the ranks know each other's machines."""
@@ -76,22 +89,26 @@ class SpeedReport:
             every=options.measure_steps == ALL,
             exchanges=train_step.strategy.is_distributed,
         )
+        self._clocks = GpuClocks(train_step.device)
         if len(self._hosts) != get_world_size():
             self._hosts = tuple(exchange(host_name(), site="machines of measured steps"))
 
     def _models(self) -> Iterable[torch.nn.Module]:
         return self._train_step.modules.values()
 
-    def begin_pass(self, feed: Any) -> Any:
+    def begin_pass(self, feed: Any, loader: Any) -> Any:
         """Note that a pass of training begins; return its feed, whose batches the timer sees.
 
         Args:
             feed: of the pass.
+            loader: what it reads.
         """
         if self.timer is None:
             return feed
         self._since = time.monotonic()
         self._bytes = exchanged_bytes(self._train_step)
+        self._core_waits.share()  # from now on
+        self._verdicts.num_workers = getattr(loader, "num_workers", None)
         return FeedThrough(feed, functools.partial(self.timer.batches, feed))
 
     def end_pass(self) -> None:
@@ -127,7 +144,12 @@ class SpeedReport:
         world_size, rank = get_world_size(), get_rank() or 0
         row = None
         if self._windows:
-            row = RankRow(summarized(self._windows), memory_use(self._train_step.device))
+            row = RankRow(
+                summarized(self._windows),
+                memory_use(self._train_step.device),
+                self._core_waits.share(),
+                self._clocks.read(),
+            )
         return [*self._facts_of_main(timer), *filled_slots(row, rank, world_size)]
 
     def _facts_of_main(self, timer: StepTimer) -> list[float]:
@@ -165,9 +187,17 @@ class SpeedReport:
             return
         if self._windows:
             self.last = self._second(report)
-            run_event("speed", **speed_fields(self.last))
+            if if_main_process():
+                self._tell(self.last)
         self._windows = []
         self.timer.plan(report.step, next_sync)
+
+    def _tell(self, second: SecondOfSteps) -> None:
+        """Write a second of steps to the run's log, and what it shows for the first time."""
+        run_event("speed", **speed_fields(second, self.flops_per_step, self.peak_per_second))
+        for verdict in self._verdicts.note(second):
+            logger.warning("%s", verdict.line())
+            run_event("verdict", **verdict.event())
 
     def _second(self, report: SyncReport) -> SecondOfSteps:
         rows = [row.numbers for row in self._rows]
@@ -197,7 +227,20 @@ class SpeedReport:
             gradient_norm=_known(norm),
             learning_rate=_known(rate),
             host_names=self._hosts,
+            **self._details(),
         )
+
+    def _details(self) -> dict[str, Any]:
+        """Return what the verdicts look at beside medians."""
+        singles = [row.numbers.singles for row in self._rows]
+        clocks = [row.gpu_clocks for row in self._rows]
+        return {
+            "single_sizes": [[one.size for one in row] for row in singles],
+            "single_own": [[one.own for one in row] for row in singles],
+            "single_exchange": [[one.exchange for one in row] for row in singles],
+            "core_waits": [row.core_waits for row in self._rows],
+            "gpu_clocks": None if None in clocks else clocks,
+        }
 
 
 def _known(number: float) -> float | None:

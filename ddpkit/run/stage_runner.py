@@ -237,7 +237,7 @@ class StageRunner:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
         self._begin(Stage.TRAIN, loader, feed if isinstance(feed, StreamFeed) else None)
-        feed = self.speed.begin_pass(feed)
+        feed = self.speed.begin_pass(feed, loader)
         self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()

@@ -8,6 +8,9 @@ from ddpkit.step_times.device_peaks import (
 from ddpkit.step_times.flops import (
     FlopCounter as FlopCounter,
 )
+from ddpkit.step_times.gpu_clocks import (
+    GpuClocks as GpuClocks,
+)
 from ddpkit.step_times.memory import (
     memory_use as memory_use,
 )
@@ -37,6 +40,10 @@ from ddpkit.step_times.speed_event import (
 )
 from ddpkit.step_times.step_timer import (
     StepTimer as StepTimer,
+)
+from ddpkit.step_times.verdicts import (
+    Verdict as Verdict,
+    VerdictFinder as VerdictFinder,
 )
 from ddpkit.step_times.window_times import (
     WindowTimes as WindowTimes,

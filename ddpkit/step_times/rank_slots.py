@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ddpkit.step_times.memory import MEMORY
 from ddpkit.step_times.phases import PHASES, STEP
-from ddpkit.step_times.window_times import RankNumbers
+from ddpkit.step_times.seconds import SINGLE_WINDOWS
+from ddpkit.step_times.window_times import RankNumbers, SingleWindow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _TIMES = (*PHASES, STEP)
-_REST = ("samples", "size", "tokens", "host_seconds", "is_host_bound")
+_REST = ("samples", "size", "tokens", "host_seconds", "is_host_bound", "core_waits")
+_CLOCKS = ("share", "reasons")
+_SINGLE = len(SingleWindow._fields)
 
 #: How many numbers each rank tells.
-SLOTS = len(_TIMES) + len(_REST) + len(MEMORY)
+SLOTS = len(_TIMES) + len(_REST) + len(MEMORY) + len(_CLOCKS) + _SINGLE * SINGLE_WINDOWS
 
 _NOTHING = -1.0  # in the place of a number that a rank does not have; all numbers are 0 or more
 
 
-class RankRow(NamedTuple):
-    """What one rank has told: its steps, and its memory in bytes by name.
+@dataclass(frozen=True)
+class RankRow:
+    """What one rank has told.
+
+    Attributes:
+        numbers: of its measured steps.
+        memory: bytes by name.
+        core_waits: share of the time without a core.
+        gpu_clocks: ``"share"`` and ``"reasons"``; None: not known.
 
     Ranks: local.
     """
 
     numbers: RankNumbers
     memory: dict[str, float]
+    core_waits: float = 0.0
+    gpu_clocks: dict[str, float] | None = None
 
 
 def filled_slots(row: RankRow | None, rank: int, world_size: int) -> list[float]:
@@ -53,26 +69,53 @@ def rows_of(sums: list[float], world_size: int) -> list[RankRow]:
     Ranks: local.
 
     Example:
-        >>> numbers = RankNumbers(dict.fromkeys((*PHASES, "step"), 0.5), 4.0, 12.0, None, 0.25, 0.0)
+        >>> times = dict.fromkeys((*PHASES, "step"), 0.5)
+        >>> numbers = RankNumbers(times, 4.0, 12.0, None, 0.25, 0.0, [SingleWindow(12.0, 0.5, 0.0)])
         >>> row = RankRow(numbers, {"rss": 8.0})
         >>> rows_of(filled_slots(row, 0, 1), 1) == [row]
         True
     """
-    return [_unpacked(sums[rank * SLOTS : (rank + 1) * SLOTS]) for rank in range(world_size)]
+    return [_unpacked(iter(sums[rank * SLOTS : (rank + 1) * SLOTS])) for rank in range(world_size)]
 
 
 def _packed(row: RankRow) -> list[float]:
     numbers = row.numbers
-    tokens = _NOTHING if numbers.tokens is None else numbers.tokens
-    rest = [numbers.samples, numbers.size, tokens, numbers.host_seconds, numbers.is_host_bound]
-    memory = [row.memory.get(name, _NOTHING) for name in MEMORY]
-    return [*(numbers.phases[name] for name in _TIMES), *rest, *memory]
+    singles = [*numbers.singles[-SINGLE_WINDOWS:]]
+    missing = SINGLE_WINDOWS - len(singles)
+    return [
+        *(numbers.phases[name] for name in _TIMES),
+        numbers.samples,
+        numbers.size,
+        _NOTHING if numbers.tokens is None else numbers.tokens,
+        numbers.host_seconds,
+        numbers.is_host_bound,
+        row.core_waits,
+        *_values(row.memory, MEMORY),
+        *_values(row.gpu_clocks or {}, _CLOCKS),
+        *(value for single in singles for value in single),
+        *[_NOTHING] * (missing * _SINGLE),
+    ]
 
 
-def _unpacked(slots: list[float]) -> RankRow:
-    times = dict(zip(_TIMES, slots, strict=False))
-    samples, size, tokens, host_seconds, bound = slots[len(_TIMES) : len(_TIMES) + len(_REST)]
-    memory = dict(zip(MEMORY, slots[-len(MEMORY) :], strict=True))
-    there = {name: value for name, value in memory.items() if value >= 0.0}
-    known = None if tokens < 0.0 else tokens
-    return RankRow(RankNumbers(times, samples, size, known, host_seconds, bound), there)
+def _unpacked(slots: Iterator[float]) -> RankRow:
+    times = {name: next(slots) for name in _TIMES}
+    rest = {name: next(slots) for name in _REST}
+    memory = {name: next(slots) for name in MEMORY}
+    clocks = {name: next(slots) for name in _CLOCKS}
+    singles = [SingleWindow(*(next(slots) for _ in range(_SINGLE))) for _ in range(SINGLE_WINDOWS)]
+    core_waits, tokens = rest.pop("core_waits"), rest.pop("tokens")
+    numbers = RankNumbers(
+        phases=times,
+        tokens=None if tokens < 0.0 else tokens,
+        singles=[one for one in singles if one.size >= 0.0],
+        **rest,
+    )
+    return RankRow(numbers, _there(memory), core_waits, _there(clocks) or None)
+
+
+def _values(found: Mapping[str, float], names: tuple[str, ...]) -> list[float]:
+    return [found.get(name, _NOTHING) for name in names]
+
+
+def _there(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if value >= 0.0}

@@ -36,11 +36,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def speed_fields(second: SecondOfSteps) -> dict[str, Any]:
+def speed_fields(
+    second: SecondOfSteps,
+    flops_per_step: float | None = None,
+    peak_per_second: float | None = None,
+) -> dict[str, Any]:
     """Return the fields of the event.
 
     Args:
         second: what the ranks have told.
+        flops_per_step: floating-point operations of a step on one rank; None: not known.
+        peak_per_second: what the rank's device can do at most; None: not known.
 
     Ranks: local.
     """
@@ -65,7 +71,21 @@ def speed_fields(second: SecondOfSteps) -> dict[str, Any]:
         "exchanged_bytes": second.exchanged_bytes or None,
         "host_bound": max(second.is_host_bound, default=0.0) or None,
     }
+    optional |= _flops(second, flops_per_step, peak_per_second)
     return fields | {name: value for name, value in optional.items() if value is not None}
+
+
+def _flops(
+    second: SecondOfSteps, per_step: float | None, peak: float | None
+) -> dict[str, float | None]:
+    if not per_step:
+        return {}
+    per_second = per_step / max(second.step_seconds, 1e-9)
+    return {
+        "flops_per_step": per_step,
+        "flops_per_second": _rounded(per_second),
+        "mfu": _rounded(per_second / peak) if peak else None,
+    }
 
 
 def _memory(second: SecondOfSteps) -> dict[str, dict[str, float]]:

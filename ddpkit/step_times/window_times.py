@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpkit.step_times.medians import median
-from ddpkit.step_times.phases import PHASES, STEP
+from ddpkit.step_times.phases import EXCHANGE, PHASES, STEP
+from ddpkit.step_times.seconds import SINGLE_WINDOWS
 
 
 @dataclass
@@ -34,6 +35,22 @@ class WindowTimes:
     is_host_bound: bool = False
 
 
+class SingleWindow(NamedTuple):
+    """Numbers of one measured step that its medians would hide.
+
+    Attributes:
+        size: elements of the first tensors.
+        own: seconds without the wait for others.
+        exchange: seconds of that wait.
+
+    Ranks: local.
+    """
+
+    size: float
+    own: float
+    exchange: float
+
+
 @dataclass
 class RankNumbers:
     """What one rank tells of its measured steps since the last sync of the ranks.
@@ -45,6 +62,7 @@ class RankNumbers:
         tokens: counts of the losses; None where there are none.
         host_seconds: median.
         is_host_bound: share of the steps, 0 to 1.
+        singles: the last steps one by one, at most :data:`~ddpkit.step_times.seconds.SINGLE_WINDOWS`.
 
     Ranks: local.
     """
@@ -55,6 +73,7 @@ class RankNumbers:
     tokens: float | None
     host_seconds: float
     is_host_bound: float
+    singles: list[SingleWindow] = field(default_factory=list)
 
 
 def summarized(windows: list[WindowTimes]) -> RankNumbers:
@@ -81,4 +100,10 @@ def summarized(windows: list[WindowTimes]) -> RankNumbers:
         tokens=sum(counts) / number if counts else None,
         host_seconds=median(one.host_seconds for one in windows),
         is_host_bound=sum(one.is_host_bound for one in windows) / number,
+        singles=[_single(one) for one in windows[-SINGLE_WINDOWS:]],
     )
+
+
+def _single(window: WindowTimes) -> SingleWindow:
+    exchange = window.seconds[EXCHANGE]
+    return SingleWindow(window.size, sum(window.seconds.values()) - exchange, exchange)

@@ -1,19 +1,30 @@
-"""How fast this rank's GPU is clocked, and why it is not faster, as its driver says."""
+"""How fast a GPU is clocked, and why not faster; asked of the driver every ten seconds."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import time
 from typing import Any
 
 import torch
 
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
+
+#: From one question to the next: clocks follow heat slowly, and a question takes up to a millisecond.
+INTERVAL_SECONDS = 10.0
+
 
 class GpuClocks:
-    """Asks the driver of an NVIDIA GPU, through ``nvidia-ml-py``, if that is installed (``ddpkit[see]``).
+    """Asks NVML for the clock of this rank's GPU.
+
+    Without such a GPU, or without nvidia-ml-py (``pip install ddpkit[see]``), it knows nothing. A
+    driver that refuses an answer is not asked again.
 
     Args:
-        device: of this rank, such as ``"cuda:1"``.
+        device: of this rank.
+        nvml: in place of the module ``pynvml`` of nvidia-ml-py.
 
     Ranks: local.
 
@@ -24,31 +35,41 @@ class GpuClocks:
         True
     """
 
-    def __init__(self, device: str) -> None:
-        self._driver: Any = None
-        self._gpu: Any = None
-        if device.startswith("cuda"):
-            with contextlib.suppress(ImportError):
-                self._connect(device)
-
-    def _connect(self, device: str) -> None:
-        driver: Any = importlib.import_module("pynvml")  # of nvidia-ml-py, which has no types
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        if uuid is None:  # a torch without it, or a GPU of another maker
-            return
-        with contextlib.suppress(driver.NVMLError):
-            driver.nvmlInit()
-            self._gpu = driver.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            self._driver = driver
+    def __init__(self, device: str, nvml: Any = None) -> None:
+        self._device = device
+        self._nvml = nvml
+        self._handle: Any = None
+        self._is_known = device.startswith("cuda") and torch.version.hip is None
+        self._asked_at = float("-inf")
+        self._last: dict[str, float] | None = None
 
     def read(self) -> dict[str, float] | None:
-        """Return ``"share"`` of the highest clock, 0 to 1, and ``"reasons"``, bits of NVML; None: not known."""
-        driver = self._driver
-        if driver is None:
+        """Return ``"share"`` of the highest clock, 0 to 1, and ``"reasons"``, bits; None: not known."""
+        now = time.monotonic()
+        if self._is_known and now - self._asked_at >= INTERVAL_SECONDS:
+            self._asked_at = now
+            self._last = self._ask()
+        return self._last
+
+    def _ask(self) -> dict[str, float] | None:
+        try:
+            nvml = self._nvml = self._nvml or importlib.import_module("pynvml")
+        except ImportError:
+            self._is_known = False
             return None
-        with contextlib.suppress(driver.NVMLError):
-            now = driver.nvmlDeviceGetClockInfo(self._gpu, driver.NVML_CLOCK_SM)
-            most = driver.nvmlDeviceGetMaxClockInfo(self._gpu, driver.NVML_CLOCK_SM)
-            reasons = driver.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)
-            return {"share": now / max(most, 1), "reasons": float(reasons)}
-        return None
+        try:
+            if self._handle is None:
+                nvml.nvmlInit()
+                self._handle = nvml.nvmlDeviceGetHandleByUUID(_uuid(self._device))
+            now = nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)
+            highest = nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM)
+            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        except nvml.NVMLError as error:
+            logger.debug("NVML does not tell the clock of %s: %s.", self._device, error)
+            self._is_known = False
+            return None
+        return {"share": min(now / max(highest, 1), 1.0), "reasons": float(reasons)}
+
+
+def _uuid(device: str) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

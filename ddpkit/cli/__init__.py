@@ -25,6 +25,7 @@ COMMANDS = {
     "ckpt": "look at checkpoints: list, show, verify, average and export them",
     "doctor": "look at this machine, or at all of a launch: what is wrong for training, and what to do",
     "port": "show what changes in a SpeechBrain recipe that moves to ddpkit, or change it",
+    "report": "write one page about a run, or several against each other: curves, speed, goodput, settings",
     "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
 

@@ -705,7 +705,10 @@ class Brain(_Typed):
             run.preflight.check_what_is_saved(self.hparams, folder)
             given, contexts = given_batch_size(train_set, train_kwargs), (self.training_ctx, self.evaluation_ctx)
             run.preflight.report_training(sizes, run.length, given, valid, contexts)
-            return self.__fit_result(self.__run_epochs(epoch_counter, train, valid, self.__bar_enabled(progressbar)))
+            run.record.begin(sizes, run.length)
+            result = self.__fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
+            run.record.end(result)
+            return result
 
     def evaluate(
         self,
@@ -919,8 +922,9 @@ class Brain(_Typed):
             self.__run.preflight.compare_optimizers()
             self.__run.train_step.watch_first_step(self)
 
-    def __run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
+    def __run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, progressbar: bool | None) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
+        enable = self.__bar_enabled(progressbar)
         if self.__is_step_limit_reached() and (not self.step or self.progress.is_validated):
             logger.info("optimizer_step_limit=%s has been reached before.", self.run_opts.optimizer_step_limit)
             return "optimizer_step_limit"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -56,6 +57,7 @@ from ddpkit.checkpointing import (
     LoadMode,
     Predicate,
     Retention,
+    SaveListener,
     SaveRequest,
     Selection,
     SnapshotMemory,
@@ -177,6 +179,8 @@ class Checkpointer:
         tell_epoch: returns the epoch of a save.
         whole_states: None, or a function that makes sharded states whole before a save: called with the objects that
             :func:`torch_save` saves, by name, it returns what is saved instead of some. Every rank must save then.
+        listener: None, or a :class:`~ddpkit.checkpointing.save_report.SaveListener`, which the main process tells of
+            every save and deletion. The Brain sets it, for the run's log.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -223,6 +227,7 @@ class Checkpointer:
         self.around_save: Callable[[bool], AbstractContextManager[bool | None]] = lambda _: contextlib.nullcontext()
         self.tell_epoch: Callable[[], int | None] = lambda: None
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        self.listener: SaveListener | None = None
         self._damage_log = DamageLog()
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
@@ -668,6 +673,8 @@ class Checkpointer:
         verbosity: int,
         retention: Retention | None = None,
     ) -> Checkpoint | None:
+        begun = time.monotonic()
+        tell = self.listener.begin() if self.listener is not None and if_main_process() else None
         with self.around_save(end_of_epoch) as known:
             end_of_epoch = end_of_epoch if known is None else known
             if name is not None:
@@ -676,7 +683,7 @@ class Checkpointer:
             if self.whole_states is not None:
                 stored = {one: obj for one, obj in objects.items() if hooks[one] is torch_save}
                 objects = {**objects, **self.whole_states(stored)}
-            save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch)
+            save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch, begun, tell)
             folder, everywhere = self._folder(), save.hooks_where(every_rank=True)
             if everywhere:
                 return self._save_on_every_rank(folder, save, everywhere)
@@ -703,6 +710,7 @@ class Checkpointer:
             get_world_size(),
             self._background,
             self._memory.take if self.asynchronous else None,
+            bool if self.listener is None else self.listener.failed,
         )
 
     def _on_main(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -731,7 +739,9 @@ class Checkpointer:
         folder = self._folder()
         with folder.lock.hold():
             folder.lock.clean()
-            folder.delete(retention, verbosity)
+            retained = folder.delete(retention, verbosity)
+        if self.listener is not None and retained.deleted:
+            self.listener.deleted(retained)
 
     # ------------------------------------------------------------------------------------ loading
 

@@ -8,7 +8,6 @@ import importlib.metadata
 import logging
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +17,30 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base import PROCESS, cannot_write, replacing, to_plain, writing
+from ddpkit.base import COUNTERS, POSITION, PROCESS, cannot_write, counters_of, replacing, to_plain, writing
 from ddpkit.checkpointing import FolderLock
 from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, show_without_traceback, watch_uncaught
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
-from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
+from ddpkit.errors import (
+    CheckpointError,
+    ConfigError,
+    DdpkitError,
+    FolderInUseError,
+    MissingFileError,
+    RankFailedError,
+)
 from ddpkit.launch import PARITY, find_launch
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
+from ddpkit.reporting import (
+    close_torn_line,
+    end_before,
+    environment_facts,
+    file_identity,
+    git_commit,
+    process_start,
+)
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
 from ddpkit.train_logger import move_logs_away, run_event, set_run_log
@@ -40,7 +54,6 @@ logger = get_logger(__name__)
 
 RULE = "=" * 80
 LOCK_NAME = ".run.lock"  # beside that of a folder of checkpoints, which may be the same folder
-GIT_TIMEOUT_SECONDS = 5
 
 _CLAIMED = contextlib.ExitStack()  # releases the lock of the folder that is this process's
 
@@ -130,7 +143,7 @@ def create_experiment_directory(
         setup_logging(log_config, log_file=log_file)
     _log_what_ends_this()
     set_run_log(folder / f"metrics{suffix}.jsonl")
-    run_event("start", arguments=sys.argv, world_size=get_world_size(), torch=torch.__version__)
+    _record_start(folder / f"metrics{suffix}.jsonl", options, hyperparams_to_save, script)
     seed = global_seed()
     logger.info("Experiment folder: %s%s", folder, "" if seed is None else f" (seed {seed})")
 
@@ -151,7 +164,7 @@ def close_experiment() -> None:
     _CLAIMED.close()
     close_logging()
     set_run_log(None)
-    PROCESS.log = None
+    PROCESS.log = PROCESS.note_end = None
 
 
 def get_environment_description(folder: str | os.PathLike[str] | None = None) -> str:
@@ -180,7 +193,7 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
     sections = [
         f"Python {' '.join(sys.version.split())}\n{platform.platform()}\n{sys.executable}",
         "Installed packages:\n" + "\n".join(sorted(packages, key=str.lower)),
-        f"Git revision of {where}: {_git_revision(where)}",
+        f"Git revision of {where}: {git_commit(where) or 'none'}",
         "\n".join(numbers),
     ]
     return f"\n{RULE}\n".join(sections) + "\n"
@@ -301,11 +314,36 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path
             log.write(f"\n{RULE}\n")
 
 
+# ------------------------------------------------------------------------------------- the record of the run
+
+
+def _record_start(
+    log: Path, options: RunOptions, hyperparams: str | os.PathLike[str] | None, script: Path | None
+) -> None:
+    """Write the event ``start``; the main process alone looks at what it is about."""
+    if not if_main_process():
+        return
+    with writing(f"the run's log {str(log)!r}"):
+        before = {} if options.test_only else end_before(log)
+        close_torn_line(log)
+    facts: dict[str, Any] = {
+        "arguments": sys.argv,
+        "world_size": get_world_size(),
+        "torch": torch.__version__,
+        "pid": os.getpid(),
+        "process_start": process_start(),
+        "options": options.changed(),
+        "yaml": None if hyperparams is None else file_identity(hyperparams),
+        "environment": environment_facts(script.parent if script else Path.cwd()),
+    }
+    run_event("start", **facts, **before)
+
+
 # ------------------------------------------------------------------------------------- log and exceptions
 
 
 def _log_what_ends_this() -> None:
-    PROCESS.log = _log_uncaught
+    PROCESS.log, PROCESS.note_end = _log_uncaught, _note_end
     watch_uncaught()
 
 
@@ -314,21 +352,10 @@ def _log_uncaught(error: BaseException) -> None:
     kind, level = type(error).__name__, logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR
     logger.log(level, "Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
     with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
-        run_event("exception", type=kind, message=str(error))
+        run_event("exception", type=kind, message=str(error), **vars(error).get(COUNTERS, {}))
 
 
-# -------------------------------------------------------------------------------------------- environment
-
-
-def _git_revision(folder: Path) -> str:
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"],  # noqa: S607 -- whichever git the user has
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-    return found.stdout.strip()
+def _note_end(text: str) -> None:
+    """Note that another thread ends this process: its main thread does not move, or another rank has failed."""
+    with contextlib.suppress(ConfigError):
+        run_event("exception", type=RankFailedError.__name__, message=text, **counters_of(POSITION.progress))

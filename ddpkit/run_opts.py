@@ -448,6 +448,7 @@ PARSER_ONLY = OPTION_BY_NAME.keys() - RUN_OPTIONS.keys()
 
 _OWN_ATTRIBUTES = frozenset({"_values", "_reached", "overridden_args"})
 _FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and so counts as not given
+_OF_THIS_START = frozenset({"param_file", "distributed_launch"})  # where it was started from; no choice of settings
 
 
 class RunOptions(OptionTypes, MutableMapping[str, Any]):
@@ -589,6 +590,25 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             2
         """
         return dict(self._values)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options whose values are not their defaults, for the record of a run.
+
+        A device or a backend that was found out, and not given, is left out.
+
+        Ranks: local.
+
+        Example:
+            >>> RunOptions(debug=True, max_grad_norm=5.0).changed()
+            {'debug': True}
+        """
+        found_out = {name for name in _FOUND_OUT if name not in self.overridden_args}
+        left_out = _OF_THIS_START | found_out
+        return {
+            name: self[name]
+            for name, row in RUN_OPTIONS.items()
+            if name not in left_out and self[name] != row.default
+        }
 
     def copy(self) -> RunOptions:
         """Return options that can be changed without changing these.

@@ -935,6 +935,7 @@ class _Process:
 
     report: FailureReport | None = None  # of its process group
     log: Callable[[BaseException], object] | None = None  # writes an uncaught exception into the experiment's log
+    note_end: Callable[[str], object] | None = None  # writes why another thread ends it into the run's log
     failed: BaseException | None = None  # the uncaught exception that ends it
     left = False  # whether an exception has left its last call of fit or evaluate
 

@@ -41,6 +41,11 @@ from ddpkit.checkpointing.hooks import (
     whole_state_dict as whole_state_dict,
     whole_states as whole_states,
 )
+from ddpkit.checkpointing.save_report import (
+    Retained as Retained,
+    SaveListener as SaveListener,
+    SaveReport as SaveReport,
+)
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,
     META_NAME as META_NAME,

@@ -32,6 +32,7 @@ from ddpkit.base import LoadHook, SaveHook, earlier_folder, kind_of
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
+from ddpkit.checkpointing.save_report import Retained, SaveReport, size_of_files
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME,
     META_MARK,
@@ -513,6 +514,8 @@ class SaveRequest:
         hooks: what saves each.
         retention: what to delete afterwards, or None.
         epoch: for the line that tells of it; None where it is not known.
+        begun: when it was asked for, by ``time.monotonic``: training stands still from then on.
+        tell: called with a :class:`SaveReport` once the checkpoint is complete, perhaps in a thread; or None.
 
     Ranks: local.
 
@@ -529,6 +532,8 @@ class SaveRequest:
     hooks: Mapping[str, SaveHook]
     retention: Retention | None = None
     epoch: int | None = None
+    begun: float = field(default_factory=time.monotonic)
+    tell: Callable[[SaveReport], object] | None = None
 
     def hooks_where(self, *, every_rank: bool) -> dict[str, SaveHook]:
         """Return the hooks that run on every rank, or on the main process alone."""
@@ -598,6 +603,7 @@ class CheckpointFolder:
         background: writes what was copied.
         copy: copies states, so that they may change; where memory is too short for that, a warning says so. None: a
             save ends before training goes on.
+        note_failure: called with an error that was only warned of.
 
     Ranks: main only.
 
@@ -619,6 +625,7 @@ class CheckpointFolder:
     world_size: int = 1
     background: BackgroundSave = field(default_factory=BackgroundSave)
     copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    note_failure: Callable[[BaseException], object] = bool
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -668,6 +675,7 @@ class CheckpointFolder:
             commit = functools.partial(self.commit, save, staging, checkpoint, states)
             if not is_copy:
                 return commit()
+            commit = functools.partial(commit, stood_still=time.monotonic() - save.begun)
             self.background.start(final, functools.partial(self._commit_and_release, commit))
             releasing.pop_all()  # the thread does it
             return checkpoint
@@ -702,14 +710,22 @@ class CheckpointFolder:
         names = sorted({*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))})
         return Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names}), states, is_copy
 
-    def commit(self, save: SaveRequest, staging: Path, checkpoint: Checkpoint, states: Mapping[str, Any]) -> Checkpoint:
-        """Write the states, give the checkpoint its name, and apply the retention.
+    def commit(
+        self,
+        save: SaveRequest,
+        staging: Path,
+        checkpoint: Checkpoint,
+        states: Mapping[str, Any],
+        stood_still: float | None = None,
+    ) -> Checkpoint:
+        """Write the states, give the checkpoint its name, apply the retention, and tell of it.
 
         Args:
             save: what to save.
             staging: the directory from :meth:`begin`.
             checkpoint: as it will be.
             states: what is still to be written, by name.
+            stood_still: seconds that training waited, if it goes on already; None: it waits for this.
 
         Raises:
             CheckpointError: it could not be saved, and nothing is left of it; or the retention could not be applied,
@@ -727,9 +743,24 @@ class CheckpointFolder:
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
-        if save.retention is not None:
-            self.attempt(self.delete, save.retention, save.verbosity)
+        retained = None
+        try:
+            if save.retention is not None:
+                retained = self.attempt(self.delete, save.retention, save.verbosity)
+        finally:
+            self._tell(save, checkpoint, stood_still, retained)
         return checkpoint
+
+    @staticmethod
+    def _tell(
+        save: SaveRequest, checkpoint: Checkpoint, stood_still: float | None, retained: Retained | None
+    ) -> None:
+        if save.tell is None:
+            return
+        is_waiting = stood_still is None
+        seconds = time.monotonic() - save.begun if stood_still is None else stood_still
+        size, meta = size_of_files(checkpoint.path), checkpoint.meta
+        save.tell(SaveReport(checkpoint.path, size, seconds, not is_waiting, save.end_of_epoch, meta, retained))
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
         """Run a part of a save; if ``on_error`` is "warn", warn of its error and return None."""
@@ -739,6 +770,7 @@ class CheckpointFolder:
             if self.on_error != "warn" or isinstance(error, FolderInUseError):
                 raise
             logger.warning("%s Training goes on.", error)
+            self.note_failure(error)
             return None
 
     def _new_path(self, name: str | None) -> Path:
@@ -788,8 +820,11 @@ class CheckpointFolder:
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
         logger.warning("Checkpoints that this run does not continue were moved to %s.", shown_path(aside))
 
-    def delete(self, retention: Retention, verbosity: int) -> None:
+    def delete(self, retention: Retention, verbosity: int) -> Retained:
         """Delete what the retention does not keep. What is damaged neither counts nor is deleted.
+
+        Returns:
+            What it has deleted, and what is left.
 
         Raises:
             CheckpointError: one cannot be deleted.
@@ -797,11 +832,25 @@ class CheckpointFolder:
         log = self.damage_log
         readable = log.scan(self.lock.folder, self.verify_mode)
         counted = [each for each in readable if each.path not in log.reasons and log.is_whole(each, "size")]
-        for checkpoint in deletable(counted, retention):
+        gone = deletable(counted, retention)
+        for checkpoint in gone:
             self.lock.require()
             log.used.add(checkpoint.path.name)
             remove_directory(checkpoint.path)
             logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", shown_path(checkpoint.path))
+        return _retained(counted, gone, retention)
+
+
+def _retained(counted: Iterable[Checkpoint], gone: Sequence[Checkpoint], retention: Retention) -> Retained:
+    """Say what a deletion has left in a folder, and what is the best of it by each key of the meta."""
+    left = sorted((one for one in counted if one not in gone), key=ckpt_recency)
+    best = {}
+    for selection, _ in retention.selections():
+        key = selection.max_key or selection.min_key
+        order = ranked(left, selection) if key is not None else []
+        if key is not None and order:
+            best[key] = order[0].path.name
+    return Retained(tuple(one.path.name for one in left), tuple(one.path.name for one in gone), best)
 
 
 # ---------------------------------------------------------------------------------------- averaging

@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpkit.base import (
+    COUNTERS,
     PLACE,
     POSITION,
     PROCESS,
     FailureReport,
     Reason,
     code_of,
+    counters_of,
     explained,
     is_second_hand,
     line_of,
@@ -261,6 +263,7 @@ def failure_notice() -> Iterator[None]:
             _tell(news, is_final=ends)
         if POSITION.progress is not None:
             vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()
+            vars(news)[COUNTERS] = counters_of(POSITION.progress)
         if is_shown_without_traceback(news):
             watch_uncaught()
         if news is error:

@@ -54,6 +54,7 @@ EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
 HOLD_SECONDS = 25.0  # for a save that the end of the process waits for; launchers kill after 30
 REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
+NOTE_SECONDS = 1.0  # for the run's log to take in why this process ends
 QUIET_SECONDS = 0.5  # for a call of the store to end, before the reason is said
 BEAT_SECONDS = 1.0  # between two calls of the store
 TOLD_SECONDS = 1.0  # without a step, before a heartbeat tells the line, too: for those that may wait for this rank
@@ -540,12 +541,22 @@ class Watchdog:
     def _end(self, text: str | None) -> None:
         """End the process, whatever its main thread is doing; say why last, if there is something to say."""
         if text is not None:
+            _note_end(text)
             record_for_launcher(RankFailedError(text))
             self.heartbeat.await_silence()
             with contextlib.suppress(OSError):
                 os.write(2, f"\n[ddpkit] {text}\n".encode())
         kill_workers()
         os._exit(1)
+
+
+def _note_end(text: str) -> None:
+    """Write why this process ends into the run's log, and do not wait long: its disk may be why nothing moves."""
+    if PROCESS.note_end is None:
+        return
+    noting = threading.Thread(target=PROCESS.note_end, args=(text,), name="ddpkit notes the end", daemon=True)
+    noting.start()
+    noting.join(NOTE_SECONDS)
 
 
 def _launcher_keeps_store() -> bool:

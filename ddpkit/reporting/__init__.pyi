@@ -4,6 +4,14 @@ from ddpkit.reporting.profile_table import (
     ranges_of as ranges_of,
     table_of_operations as table_of_operations,
 )
+from ddpkit.reporting.run_start import (
+    close_torn_line as close_torn_line,
+    end_before as end_before,
+    environment_facts as environment_facts,
+    file_identity as file_identity,
+    git_commit as git_commit,
+    process_start as process_start,
+)
 from ddpkit.reporting.stage_report import (
     LoggedValues as LoggedValues,
     ProgressBar as ProgressBar,

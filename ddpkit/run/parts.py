@@ -16,6 +16,7 @@ from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling
 from ddpkit.run.fit_counters import FitCounters
 from ddpkit.run.preflight import Preflight
+from ddpkit.run.run_record import RunRecord
 from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RUN_OPTIONS, RunOptions
@@ -57,6 +58,7 @@ class Run:
         policy: when to save, what to recover.
         stop: why and when to stop; failure notice and limits of time.
         preflight: compares the ranks, shows the start-up block.
+        record: writes the begin and the end of each call of ``fit`` into the run's log.
         stages: runs a stage.
         loaders: makes loaders.
         counters: which epoch counter the calls of ``fit`` count with.
@@ -79,6 +81,7 @@ class Run:
         self.policy = CheckpointPolicy(checkpointer, train_step)
         self.stop = StopControl(options, hparams, progress, self.policy)
         self.preflight = Preflight(train_step, self.policy)
+        self.record = RunRecord(train_step, self.policy, self.preflight)
         self.stages = StageRunner(train_step, self.policy, self.stop)
         self.loaders = LoaderFactory(options, hparams, self.strategy)
         self.counters = FitCounters()

@@ -31,6 +31,7 @@ from ddpkit.errors import CheckpointError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.save_position import SavePosition
+from ddpkit.run.save_record import SaveRecord
 from ddpkit.run.state import NEVER, NEWEST, RunState, Start, choose_start, modules_not_saved, optimizers_not_saved
 from ddpkit.run_opts import OPTION_BY_NAME, parse_duration
 from ddpkit.strategies import batch_norms
@@ -121,6 +122,7 @@ class CheckpointPolicy:
         self.register_average()
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.progress.epoch or None
+        checkpointer.listener = SaveRecord(self.progress)
         if not self.train_step.strategy.saves_alone:
             checkpointer.whole_states = self._whole_states
 
@@ -665,9 +667,9 @@ class StopControl:
             "optimizer_step": progress.optimizer_step,
             "checkpoint": None if newest is None else str(newest.path),
             "host": host_name(),
-            "time": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         }
         run_event("stopped", **facts)
+        facts["time"] = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
         place = f"{facts['stage']} of epoch {progress.epoch}{f' at step {progress.step}' if progress.step else ''}"
         saved = "There is no checkpoint." if newest is None else f"The same command goes on from {newest.path}."
         words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"

@@ -31,6 +31,7 @@ from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
 from ddpkit.run.save_and_stop import exit_code
+from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
 from ddpkit.train_logger import run_event
@@ -140,6 +141,7 @@ class StageRunner:
         self._sync = PeriodicSync(add_up, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
         self._stop_sync = StopsOfEvaluation(self.progress, stop.cause)
+        self._skipped = SkippedSteps(self.progress)
 
     @contextlib.contextmanager
     def session(self, output_folder: str) -> Iterator[None]:
@@ -247,7 +249,7 @@ class StageRunner:
             def on_sync(report: SyncReport) -> None:
                 progress.settle()
                 self.stop.tighten_timeouts()
-                progress.logged.write_steps(report.step, progress.optimizer_step)
+                self._write_steps(report.step)
                 progress.avg_train_loss = report.loss
                 self.speed.on_sync(report, self._sync.due)
                 bar.show(report.step, report.loss, report.samples - samples_before)
@@ -476,6 +478,8 @@ class StageRunner:
     def _begin(self, stage: Stage, loader: Any, stream: StreamFeed | None = None) -> None:
         """Note, for gathering and for the metrics, what a stage runs over, and whether it is divided over the ranks."""
         is_training = stage is Stage.TRAIN
+        if is_training:
+            self._skipped = SkippedSteps(self.progress)
         divided = get_world_size() > 1 and (is_training or is_divided(loader, unknown=self.options.shard_evaluation))
         begin_stage(divided=divided)
         POSITION.stage_begins()
@@ -588,11 +592,17 @@ class StageRunner:
         if stage is Stage.TRAIN:
             self._tell_clipped(epoch)
             facts["clipped_share"] = progress.clipped_share
-            progress.logged.write_steps(progress.step, progress.optimizer_step)
+            facts["skipped"] = progress.nonfinite
+            self._write_steps(progress.step)
         values = progress.logged.values.get(stage.name.lower())
         facts |= {"logged": dict(values)} if values else {}
         run_event("stage", stage=stage.name, epoch=epoch, **facts, seconds=round(seconds, 3))
         return mean
+
+    def _write_steps(self, step: int) -> None:
+        """Write what was logged per step, and which steps were skipped, since the last time."""
+        self.progress.logged.write_steps(step, self.progress.optimizer_step)
+        self._skipped.write()
 
     def _tell_clipped(self, epoch: int | None) -> None:
         """Say in how many steps of the epoch gradients were clipped; the first time also without any logging."""

@@ -166,6 +166,7 @@ class Progress(optim.StepCounters):
             None.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
+        skipped_norm: the gradients' norm of the last step that was skipped; None before the first.
         has_told_clipping: whether a line has said that gradients are clipped.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
@@ -198,6 +199,7 @@ class Progress(optim.StepCounters):
     window_end: int = 0
     avg_train_loss: float = 0.0
     is_fitting: bool = False
+    skipped_norm: float | None = None
     has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
@@ -340,6 +342,7 @@ class Progress(optim.StepCounters):
             NonFiniteLossError: one more than that.
         """
         self.nonfinite += 1
+        self.skipped_norm = norm
         batch = self.step if step is None else step
         where = f"epoch {self.epoch}, batch {batch}, after optimizer step {self.optimizer_step}"
         if patience is None:

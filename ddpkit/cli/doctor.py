@@ -59,6 +59,7 @@ def run(words: Sequence[str]) -> int:
             recipe=(*options.recipe, *words[split + 1 :]),
             workers=options.workers,
             timeout=float(options.timeout),
+            with_pairs=options.pairs,
             as_json=options.json,
             verbose=options.verbose,
         ),
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds to wait for a rank (default: 120)",
     )
+    add("--pairs", action="store_true", help="measure each pair of hosts (one host: of ranks)")
     add("--json", action="store_true", help="write JSON, with all values")
     add(
         "--verbose", action="store_true", help="say of what is well, too, what was expected and why"

@@ -36,6 +36,7 @@ class Request:
         recipe: script, parameter file and overrides.
         workers: loader processes of each rank.
         timeout: seconds to wait for a rank.
+        with_pairs: whether to measure pairs of hosts, or of ranks, whatever all together reach.
         as_json: whether to write JSON.
         verbose: whether to say of everything what was expected.
 
@@ -51,6 +52,7 @@ class Request:
     recipe: tuple[str, ...] = ()
     workers: int | None = None
     timeout: float = 120.0
+    with_pairs: bool = False
     as_json: bool = False
     verbose: bool = False
 
@@ -168,6 +170,7 @@ def _planned(request: Request, launch: LaunchInfo) -> PlannedRun:
         recipe=request.recipe,
         workers=request.workers,
         timeout=request.timeout,
+        with_pairs=request.with_pairs,
         is_cpu_asked=request.device == "cpu",
     )
 

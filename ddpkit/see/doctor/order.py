@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddpkit.see.doctor.check import EACH_RANK, TOGETHER, Check
 from ddpkit.see.doctor.checks import (
+    all_reduce,
     busy_cores,
     clocks,
     gpus,
@@ -41,4 +42,5 @@ CHECKS: tuple[Check, ...] = (
     Check("rendezvous port", master_port.look),
     Check("clock", clocks.look, TOGETHER),
     Check("GPUs", gpus.look, TOGETHER),
+    Check("all-reduce", all_reduce.look, TOGETHER),
 )

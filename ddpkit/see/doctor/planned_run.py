@@ -19,6 +19,7 @@ class PlannedRun:
         recipe: script, parameter file and overrides of ``--recipe``; empty without.
         workers: loader processes of each rank; None where nothing says it.
         timeout: seconds after which a rank that does not answer is given up.
+        with_pairs: whether pairs of ranks are measured even if all together are fast.
         is_cpu_asked: whether the command line says that the run is to be on the CPU.
 
     Ranks: local.
@@ -34,6 +35,7 @@ class PlannedRun:
     recipe: tuple[str, ...] = ()
     workers: int | None = None
     timeout: float = 120.0
+    with_pairs: bool = False
     is_cpu_asked: bool = False
 
     @property

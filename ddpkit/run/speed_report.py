@@ -88,6 +88,7 @@ class SpeedReport:
             self._models,
             every=options.measure_steps == ALL,
             exchanges=train_step.strategy.is_distributed,
+            device=train_step.device,
         )
         self._clocks = GpuClocks(train_step.device)
         if len(self._hosts) != get_world_size():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpkit.base import WAITS
 from ddpkit.compat import CallNotice, call_at_arrival
+from ddpkit.step_times.device_stopwatch import DeviceStopwatch, event_recorder
 from ddpkit.step_times.phases import DATA, EXCHANGE, MOVE, OPTIMIZER, OTHER
 from ddpkit.step_times.sampled_windows import SampledWindows
 from ddpkit.step_times.stopwatch import Stopwatch
@@ -41,6 +43,7 @@ class StepTimer:
         modules: returns the models; the forward pass begins when one of them is called.
         every: measure every step, from the second of a pass on; else about 50 a second.
         exchanges: whether a backward pass may wait for other ranks.
+        device: of this rank; on ``"cuda"`` the times are those of the GPU.
 
     Attributes:
         measures: whether the present step is measured.
@@ -67,6 +70,7 @@ class StepTimer:
         *,
         every: bool = False,
         exchanges: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.measures = False
         self.gradient_norm: float | None = None
@@ -74,9 +78,10 @@ class StepTimer:
         self._modules = modules
         self._exchanges = exchanges
         self._chosen = SampledWindows(every=every)
+        self._new_watch = watch_maker(device)
         self._watch = Stopwatch()
         self._now = WindowTimes()
-        self._finished: list[WindowTimes] = []
+        self._finished: list[tuple[WindowTimes, Stopwatch]] = []
         self._notices: list[CallNotice] = []
         self._arrival: Any = None
 
@@ -114,11 +119,20 @@ class StepTimer:
         self._chosen.plan(step, next_sync)
 
     def taken(self) -> list[WindowTimes]:
-        """Return the steps measured since the last time; end the present one, which waits for a sync of the ranks."""
+        """Return the steps measured since the last time; end the present one, which waits for a sync of the ranks.
+
+        Nothing is waited for. A GPU may not have come to the end of the newest step, which is kept for the next time,
+        on all ranks. The others are done: the loop has read a newer loss.
+        """
         if self.measures:
             self._finish_step()
-        finished, self._finished = self._finished, []
-        return finished
+            self._now.is_cut = self._watch.is_late
+        kept = 1 if self._watch.is_late else 0
+        number = max(len(self._finished) - kept, 0)
+        finished, self._finished = self._finished[:number], self._finished[number:]
+        for window, watch in finished:
+            window.seconds = watch.phase_seconds()
+        return [window for window, _ in finished]
 
     def stop(self) -> None:
         """Measure nothing until a step begins; forget the one that is not over."""
@@ -132,7 +146,7 @@ class StepTimer:
         if not self._notices:
             self._notices = [CallNotice(one, self._note_call) for one in self._modules()]
         self._now = WindowTimes()
-        self._watch = Stopwatch()
+        self._watch = self._new_watch()
         WAITS.watch = self._watch
         self.measures = True
 
@@ -152,10 +166,10 @@ class StepTimer:
     def _finish_step(self) -> None:
         self.measures = False
         WAITS.watch = None
-        self._watch.switch(OTHER)
-        self._now.seconds = self._watch.seconds
+        self._watch.finish()
         self._now.host_seconds = sum(self._watch.seconds.values())
-        self._finished.append(self._now)
+        self._now.is_host_bound = self._watch.is_host_bound
+        self._finished.append((self._now, self._watch))
 
     def _drop_notices(self) -> None:
         for notice in self._notices:
@@ -215,3 +229,20 @@ class StepTimer:
     def begin_other(self) -> None:
         """Note that a strategy works on the last batch, while the loop waits for the next."""
         self._watch.switch(OTHER)
+
+
+def watch_maker(device: str) -> Callable[[], Stopwatch]:
+    """Return what makes a stopwatch for a device.
+
+    Args:
+        device: such as ``"cuda:1"``.
+
+    Ranks: local.
+
+    Example:
+        >>> watch_maker("cpu")().is_late
+        False
+    """
+    if device.startswith("cuda"):
+        return functools.partial(DeviceStopwatch, event_recorder(device))
+    return Stopwatch

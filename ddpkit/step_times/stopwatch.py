@@ -19,6 +19,8 @@ class Stopwatch:
     """Divides the time of one step into its phases.
 
     Attributes:
+        is_late: whether the times are known later, when another device has come to the end.
+        is_host_bound: whether such a device had done all when the host came to the end.
         phase: the present one.
         seconds: of each phase so far, up to the last :meth:`switch`.
 
@@ -31,6 +33,9 @@ class Stopwatch:
         >>> watch.seconds["forward"] >= 0.0, watch.seconds["backward"]
         (True, 0.0)
     """
+
+    is_late = False
+    is_host_bound = False
 
     def __init__(self) -> None:
         self.phase = DATA
@@ -75,3 +80,11 @@ class Stopwatch:
             before: what :meth:`begin_wait` has returned.
         """
         self.switch(before)
+
+    def finish(self) -> None:
+        """End the last phase, and with it the step."""
+        self.switch(OTHER)
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase of a step that is finished."""
+        return self.seconds

@@ -22,6 +22,7 @@ class WindowTimes:
         counts: of ``(loss_sum, count)``, one per batch: numbers, or tensors that nobody has waited for.
         host_seconds: that the host took.
         is_host_bound: whether the GPU had reached the end when the host came there.
+        is_cut: whether a sync has ended it, for which the host has waited for the GPU: then the last two tell nothing.
 
     Ranks: local.
     """
@@ -33,6 +34,7 @@ class WindowTimes:
     counts: list[Any] = field(default_factory=list)
     host_seconds: float = 0.0
     is_host_bound: bool = False
+    is_cut: bool = False
 
 
 class SingleWindow(NamedTuple):
@@ -92,14 +94,15 @@ def summarized(windows: list[WindowTimes]) -> RankNumbers:
     phases = {phase: median(one.seconds[phase] for one in windows) for phase in PHASES}
     phases[STEP] = median(sum(one.seconds.values()) for one in windows)
     number = len(windows)
+    whole = [one for one in windows if not one.is_cut]
     counts = [float(count) for one in windows for count in one.counts]
     return RankNumbers(
         phases=phases,
         samples=sum(one.samples for one in windows) / number,
         size=sum(one.size for one in windows) / number,
         tokens=sum(counts) / number if counts else None,
-        host_seconds=median(one.host_seconds for one in windows),
-        is_host_bound=sum(one.is_host_bound for one in windows) / number,
+        host_seconds=median(one.host_seconds for one in whole or windows),
+        is_host_bound=sum(one.is_host_bound for one in whole) / max(len(whole), 1),
         singles=[_single(one) for one in windows[-SINGLE_WINDOWS:]],
     )
 

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--output_folder",
         metavar="FOLDER",
-        help="where a run would write (default: the present folder)",
+        help="where a run would write (default: the recipe's, or the present one)",
     )
     add("--workers", type=natural, metavar="N", help="loader processes of each rank")
     add(

@@ -22,6 +22,7 @@ from ddpkit.see.doctor.machine import Machine
 from ddpkit.see.doctor.order import CHECKS
 from ddpkit.see.doctor.planned_run import PlannedRun
 from ddpkit.see.doctor.ranks import Ranks, open_ranks
+from ddpkit.see.doctor.recipe_plan import RecipePlan, plan_of
 
 NEEDED = "psutil"
 
@@ -32,9 +33,9 @@ class Request:
 
     Attributes:
         device: ``"cpu"`` or a kind of accelerator; None: what is there.
-        output_folder: where the run would write; None: the present folder.
+        output_folder: where the run would write; None: as the recipe says, else the present one.
         recipe: script, parameter file and overrides.
-        workers: loader processes of each rank.
+        workers: loader processes of each rank; None: as the recipe says.
         timeout: seconds to wait for a rank.
         with_pairs: whether to measure pairs of hosts, or of ranks, whatever all together reach.
         as_json: whether to write JSON.
@@ -75,6 +76,7 @@ def run_doctor(
         1 if there is a problem, 0 else; the same on all ranks.
 
     Raises:
+        ConfigError: the recipe's files cannot be read.
         LaunchError: rank 0 does not answer any more.
         MissingExtraError: the extra ``see`` is not installed.
 
@@ -82,9 +84,10 @@ def run_doctor(
     """
     require_extra()
     check_recipe(request.recipe)
+    plan = plan_of(request.recipe)
     machine = machine or Machine()
     ranks, launch, before = _meet(request)
-    site = Site(machine, _planned(request, launch), ranks)
+    site = Site(machine, _planned(request, plan, launch), ranks)
     made_before = [Placed(finding, machine.name(), launch.rank) for finding in before]
     examination = collect(site, [*made_before, *examine(site, checks)])
     if ranks.is_main and ranks.is_first_on_host:
@@ -162,13 +165,13 @@ def _failed(name: str, error: LaunchError) -> Finding:
     )
 
 
-def _planned(request: Request, launch: LaunchInfo) -> PlannedRun:
+def _planned(request: Request, plan: RecipePlan, launch: LaunchInfo) -> PlannedRun:
     return PlannedRun(
         launch=launch,
         device=request.device or accelerator_kind(),
-        output_folder=Path(request.output_folder or "."),
+        output_folder=Path(request.output_folder or plan.output_folder or "."),
         recipe=request.recipe,
-        workers=request.workers,
+        workers=plan.workers if request.workers is None else request.workers,
         timeout=request.timeout,
         with_pairs=request.with_pairs,
         is_cpu_asked=request.device == "cpu",
@@ -179,8 +182,13 @@ def _as_text(examination: Examination, site: Site, *, verbose: bool) -> str:
     hosts = list(dict.fromkeys(examination.hosts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     processes = counted(examination.world_size, "process")
-    title = f"ddpkit {__version__} doctor: {processes} on {where}, device {site.run.device}"
-    return f"{title}\n\n{table(examination, verbose=verbose)}"
+    launcher = f" by {site.run.launch.launcher}" if site.run.launch.is_distributed else ""
+    title = f"ddpkit {__version__} doctor: {processes} on {where}{launcher}, {site.run.device}"
+    text = f"{title}\n\n{table(examination, verbose=verbose)}"
+    is_bad = any(one.finding.is_problem for one in examination.placed)
+    if is_bad and site.run.launch.launcher == "torchrun":
+        text += "\n(exit code 1: torchrun adds a report of its own below)"
+    return text
 
 
 def _as_json(examination: Examination, site: Site) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpkit.base import spans
+from ddpkit.see.doctor.amounts import counted
 from ddpkit.see.doctor.examination import Examination, Placed
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, VERDICTS, Finding
 
@@ -33,7 +34,7 @@ def table(examination: Examination, *, verbose: bool = False) -> str:
     for verdict in VERDICTS:
         for group in grouped(one for one in placed if one.finding.verdict == verdict):
             rows += _row(group, everywhere, is_block=verbose or verdict != OK)
-    return "\n".join([*rows, "", summary(placed)]).lstrip("\n")
+    return "\n".join([*rows, "", *_wrapped("", summary(placed))]).lstrip("\n")
 
 
 def summary(placed: Sequence[Placed]) -> str:
@@ -46,17 +47,20 @@ def summary(placed: Sequence[Placed]) -> str:
 
     Example:
         >>> summary([])
-        '0 problems, 0 to look at, 0 ok.'
+        '0 problems, 0 to look at, 0 ok'
     """
     count = dict.fromkeys(VERDICTS, 0)
+    names = []
     for group in grouped(placed):
         count[group[0].finding.verdict] += 1
-    plural = "" if count[PROBLEM] == 1 else "s"
-    return f"{count[PROBLEM]} problem{plural}, {count[LOOK]} to look at, {count[OK]} ok."
+        if group[0].finding.is_problem:
+            names.append(group[0].finding.name)
+    which = f": {', '.join(dict.fromkeys(names))}" if names else ""
+    return f"{counted(count[PROBLEM], 'problem')}, {count[LOOK]} to look at, {count[OK]} ok{which}"
 
 
 def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
-    """Bring together what says the same of several ranks: name, verdict and advice are equal.
+    """Bring together what says the same of several ranks: name, verdict and shown advice are equal.
 
     Args:
         placed: findings.
@@ -65,7 +69,8 @@ def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
     """
     groups: dict[tuple[str, str, str], list[Placed]] = {}
     for one in placed:
-        key = (one.finding.name, one.finding.verdict, one.finding.advice)
+        is_shown = one.finding.verdict != OK
+        key = (one.finding.name, one.finding.verdict, one.finding.advice if is_shown else "")
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 
@@ -76,8 +81,9 @@ def _row(group: Sequence[Placed], everywhere: _Everywhere, *, is_block: bool) ->
     measured = _measured(group, everywhere)
     if not is_block:
         return [*_wrapped(start, measured, len(start)), *_lines(finding)]
-    rows = ["", *_wrapped(start, measured, VERDICT_COLUMNS)]
+    rows = ["", start.rstrip()]
     for label, text in (
+        ("found", measured),
         ("expected", finding.expected),
         ("because", finding.source),
         ("cost", "" if finding.verdict == OK else finding.cost),

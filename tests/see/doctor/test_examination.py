@@ -41,14 +41,16 @@ def yields(*findings):
 def test_the_worst_finding_stands_last_with_what_to_do_and_makes_the_exit_code():
     code, text = told([Check("b", yields(SMALL)), Check("a", yields(FINE))])
     assert code == 1
-    assert text.index("ok       cores") < text.index("PROBLEM  shared memory        64.0 MB")
-    assert text.splitlines()[-6:] == [
+    assert text.index("ok       cores") < text.index("PROBLEM  shared memory")
+    assert text.splitlines()[-8:] == [
+        "PROBLEM  shared memory",
+        "         found     64.0 MB",
         "         expected  at least 1 GB",
         "         because   the loaders",
         "         cost      a bus error",
         "         do        docker run --shm-size=1g",
         "",
-        "1 problem, 0 to look at, 1 ok.",
+        "1 problem, 0 to look at, 1 ok: shared memory",
     ]
 
 
@@ -61,7 +63,7 @@ def test_a_check_that_fails_itself_is_a_finding_and_ends_nothing():
     assert code == 0
     assert "look     swap" in text
     assert "FileNotFoundError" in text
-    assert "0 problems, 1 to look at, 1 ok." in text
+    assert "0 problems, 1 to look at, 1 ok" in text
 
 
 def test_json_has_everything_and_a_verdict():
@@ -100,8 +102,8 @@ def test_what_the_ranks_say_alike_is_told_once_by_the_main_process_alone(ranks):
     assert (code, other_code, nothing) == (1, 1, "")
     unwrapped = " ".join(text.split())
     assert "ok cores 2 (rank 0); 8 (rank 1)" in unwrapped
-    assert "PROBLEM same 64.0 MB expected" in unwrapped
-    assert "look ranks [0, 1] expected" in unwrapped
+    assert "PROBLEM same found 64.0 MB expected" in unwrapped
+    assert "look ranks found [0, 1] expected" in unwrapped
 
 
 def leave_early():
@@ -115,7 +117,7 @@ def leave_early():
 def test_a_rank_that_does_not_answer_is_a_problem_and_not_waited_for_for_ever(ranks):
     (code, text), _ = ranks.run(leave_early, init=False)
     assert code == 1
-    assert "PROBLEM  answer of the rank   none (rank 1 on ?)" in text
+    assert "PROBLEM answer of the rank found none (rank 1 on ?)" in " ".join(text.split())
     assert "ok       cores" in text
 
 

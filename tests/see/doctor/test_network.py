@@ -71,7 +71,7 @@ def test_an_interface_for_gloo_that_is_not_there_or_down_is_a_problem(named, wor
     finding = found(network_interfaces, site)["interface of gloo"]
     assert finding.verdict == "problem"
     assert words in finding.measured
-    assert "eth0 (10.0.0.5)" in finding.source
+    assert "up here: lo, docker0, eth0." in finding.advice
 
 
 @pytest.mark.parametrize(

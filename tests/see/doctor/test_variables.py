@@ -111,7 +111,7 @@ def test_a_clock_that_is_far_ahead_on_one_host_is_a_problem(ranks):
     (code, text), _ = ranks.run(late_clock, init=False, env=each_alone)
     assert "2 processes on 2 hosts" in text
     assert code == 1
-    assert "PROBLEM clock +90.0" in text
+    assert "PROBLEM clock found +90.0" in text
     assert "(late)" in text
 
 
@@ -120,7 +120,7 @@ def test_cores_that_others_keep_busy_are_told_with_who(busy, verdict):
     load = Load(8, busy, (("python", 4711, busy),), stolen=0.2)
     findings = found(busy_cores, site_of(Machine(environ={}, load=lambda left_out: load)))
     assert findings["busy cores"].verdict == verdict
-    assert f"python (pid 4711) {busy}" in findings["busy cores"].measured
+    assert f"python (pid 4711) {busy} cores" in findings["busy cores"].measured
     assert findings["stolen time"].verdict == "look"
 
 

@@ -22,7 +22,7 @@ def look(site: Site) -> Iterator[Finding]:
     if not site.ranks.is_first_on_host:
         return
     load = site.machine.load(ranks_here)
-    names = ", ".join(f"{name} (pid {pid}) {cores:.1f}" for name, pid, cores in load.busiest)
+    names = ", ".join(f"{name} (pid {pid}) {cores:.1f} cores" for name, pid, cores in load.busiest)
     yield Finding(
         "busy cores",
         LOOK if load.busy_cores > LITTLE * load.cores else OK,

@@ -37,6 +37,7 @@ def _of_gloo(site: Site, interfaces: Sequence[Interface]) -> Finding:
         fault or _unfit(site, taken),
         is_fatal=bool(fault) or bool(taken and _leads_nowhere(site, taken[0])),
         variable=VARIABLE,
+        otherwise="it is that of the host name's address (torch, distributed)",
         failure='gloo ends with "Unable to find address"',
     )
 
@@ -51,11 +52,12 @@ def _of_nccl(site: Site, interfaces: Sequence[Interface], names: str | None) -> 
         fault or _unfit(site, taken),
         is_fatal=bool(fault) or _leads_nowhere(site, taken[0]),
         variable=NCCL_VARIABLE,
+        otherwise="ib*, then what is neither docker* nor lo (NCCL, Environment Variables)",
         failure='NCCL ends with "Bootstrap : no socket interface found"',
     )
 
 
-def _finding(
+def _finding(  # noqa: PLR0913 -- the parts of a sentence
     site: Site,
     name: str,
     taken: Sequence[Interface],
@@ -63,10 +65,11 @@ def _finding(
     *,
     is_fatal: bool,
     variable: str,
+    otherwise: str,
     failure: str,
 ) -> Finding:
     interfaces = site.machine.interfaces()
-    there = ", ".join(one.shown() for one in interfaces if one.is_usable)
+    there = ", ".join(one.name for one in interfaces if one.is_usable)
     return Finding(
         name,
         PROBLEM if is_fatal else LOOK if fault else OK,
@@ -74,9 +77,9 @@ def _finding(
         "one that is up and leads to the other hosts"
         if site.run.has_several_hosts
         else "one that is up",
-        f"up here: {there or 'none'}",
+        f"{variable} names it, else {otherwise}",
         cost=f"{failure}, or the ranks wait for each other",
-        advice=f"unset {variable}, or give it the name of one of these.",
+        advice=f"unset {variable}, or give it the name of another one; up here: {there or 'none'}.",
         details={"taken": [one.name for one in taken]},
     )
 

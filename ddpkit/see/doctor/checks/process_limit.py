@@ -30,7 +30,7 @@ def look(site: Site) -> Iterator[Finding]:
     yield Finding(
         "process limit",
         OK if found is None or found.value >= wanted else PROBLEM,
-        "none" if found is None else f"{found.value:.0f} may be started ({found.file})",
+        "no limit" if found is None else f"{found.value:.0f} may be started ({found.file})",
         f"at least {wanted} processes and threads",
         f"{OF_A_RANK} for each of {counted(ranks, 'process')}, {OF_A_WORKER} for each of "
         f"{counted(workers, 'loader worker')}",

@@ -124,6 +124,7 @@ RULES: tuple[Rule, ...] = (
         _is_one_of("INFO", "TRACE"),
         "hundreds of lines from each rank at the start; TRACE writes in each collective",
         NCCL_PAGE,
+        for_gpus=True,
         for_several=True,
     ),
     Rule(

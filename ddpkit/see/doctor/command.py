@@ -25,6 +25,7 @@ from ddpkit.see.doctor.ranks import Ranks, open_ranks
 from ddpkit.see.doctor.recipe_plan import RecipePlan, plan_of
 
 NEEDED = "psutil"
+UNNAMED_LAUNCHERS = ("none", "environment")  # no launcher, and --nproc or variables set by hand
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,12 @@ def _as_text(examination: Examination, site: Site, *, verbose: bool) -> str:
     hosts = list(dict.fromkeys(examination.hosts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     processes = counted(examination.world_size, "process")
-    launcher = f" by {site.run.launch.launcher}" if site.run.launch.is_distributed else ""
+    by = site.run.launch.launcher
+    launcher = "" if by in UNNAMED_LAUNCHERS else f" by {by}"
     title = f"ddpkit {__version__} doctor: {processes} on {where}{launcher}, {site.run.device}"
     text = f"{title}\n\n{table(examination, verbose=verbose)}"
     is_bad = any(one.finding.is_problem for one in examination.placed)
-    if is_bad and site.run.launch.launcher == "torchrun":
+    if is_bad and by == "torchrun":
         text += "\n(exit code 1: torchrun adds a report of its own below)"
     return text
 

@@ -42,6 +42,15 @@ def test_the_first_step_is_timed_in_fresh_processes():
     assert re.match(r"by hand \d\.\d+ s, ddpkit \d\.\d+ s, ratio [012]\.\d+ ", done.stdout)
 
 
+@pytest.mark.slow
+def test_planted_faults_are_named_and_a_clean_run_on_a_busy_machine_is_left_alone():
+    command = [sys.executable, "-m", "benchmarks.planted_delays", "--short"]
+    root = BENCHMARKS[0].parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 faults named; 0 of 1 clean runs had a verdict" in done.stdout
+
+
 def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):
     path = str(BENCHMARKS[0].parent / "gpu.py")
     monkeypatch.setattr(sys, "argv", [path, "--processes", "99"])

@@ -72,6 +72,17 @@ def test_a_rank_that_waits_for_a_core_is_not_named():
     assert verdicts_of(Run(2, late=late, more=more).seconds(10)) == []
 
 
+def test_a_machine_that_others_keep_busy_is_named_with_its_rank():
+    hosts = ("a", "a", "b")
+    more = {"core_waits": [0.05, 0.05, 0.35], "host_names": hosts}
+    found = verdicts_of(Run(3, late={(2, "forward"): 0.04}, more=more).seconds(10))
+    assert subjects(found) == [("late_rank", 2, "forward")]
+    assert found[0].host == "b"
+    assert "waits for a core 35 % of the time" in found[0].advice
+    alike = {"core_waits": [0.05, 0.3, 0.0], "host_names": hosts}
+    assert verdicts_of(Run(3, late={(1, "forward"): 0.03}, more=alike).seconds(10)) == []
+
+
 def test_a_rank_that_another_follows_is_said_again():
     finder = VerdictFinder()
     run = Run(4, late={(1, "data"): 0.1})

@@ -72,14 +72,22 @@ class Stretch:
         """By how many seconds per window each rank comes later than the others, by its own fault.
 
         The rank that comes last waits least: it has to be late by its own times and by its wait.
-        What it waited for a core, more than the others, is not its fault.
+        What it waited for a core, more than the other ranks of its machine, is not its fault: they
+        share the cores, and take them from each other.
         """
         waits = self.of_phase(EXCHANGE)
         by_times = above_others(self.phases.sum(axis=1) - waits)
         by_waits = -above_others(waits)
-        excused = np.maximum(above_others(self.core_waits), 0.0) * self.step
+        excused = np.maximum(self._above_others_of_host(self.core_waits), 0.0) * self.step
         lateness: NDArray[np.float64] = np.minimum(by_times, by_waits) - excused
         return lateness
+
+    def _above_others_of_host(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        hosts = np.array(self.last.host_names or ("",) * len(values))
+        above = np.zeros(len(values))
+        for host in set(hosts.tolist()):
+            above[hosts == host] = above_others(values[hosts == host])
+        return above
 
 
 def above_others(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -36,6 +36,8 @@ KIND = "late_rank"
 SHARE = 0.12
 #: Of its lateness, that the sizes of its batches may explain.
 EXPLAINED = 0.5
+#: Of its share of a step: with so much more waiting for cores, its machine is too busy.
+BUSY = 0.5
 
 ADVICE = {
     DATA: "Look at its loader and its disk: more workers, or data on a local disk.",
@@ -89,7 +91,17 @@ class LateRank:
                 f"It needs {duration(late)} more than the median of the others, "
                 f"{percent(share)} of a step of {duration(history.step)}, and {who}."
             ),
-            advice=ADVICE[phase],
+            advice=self._advice(history, rank, phase, share),
+        )
+
+    def _advice(self, history: History, rank: int, phase: str, share: float) -> str:
+        """Say what to try; a machine that others keep busy explains more than a phase."""
+        waits = history.typical(lambda stretch: stretch.core_waits)
+        if above_others(waits)[rank] < BUSY * share:
+            return ADVICE[phase]
+        return (
+            f"Its main thread waits for a core {percent(float(waits[rank]))} of the time: look for "
+            "other processes on its machine, and for more threads than cores."
         )
 
     def _phase(self, history: History, rank: int) -> str:

@@ -64,7 +64,7 @@ class RunLog:
     Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats keep their
     full precision; not-a-number and infinities are the strings ``"NaN"``, ``"Infinity"`` and
     ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and arrays become
-    numbers (one element) or nested lists, other objects their text.
+    numbers (one element) or nested lists, other objects their text. The reference lists what ddpkit writes.
 
     Args:
         path: the file; it is appended to. Its folder is made at the first write.

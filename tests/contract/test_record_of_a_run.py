@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import RunStopped
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.run_opts import parse_arguments
-from ddpkit.train_logger import run_event, set_run_log
+from ddpkit.train_logger import FileTrainLogger, run_event, set_run_log
 from ddpkit.types import Stage
 
 from .recipes import Regression, make, points
@@ -336,3 +337,73 @@ def test_skipped_steps_are_told_together(tmp_path):
         for event in events_of(tmp_path / "out", "stage")
         if event["stage"] == "TRAIN"
     ] == [2, 2]
+
+
+# ------------------------------------------------------------------------------------ the page of the reference
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "metrics-jsonl.md"
+
+
+def documented():
+    """Return the fields that the page lists, by event: whether each is always there."""
+    events = {}
+    for heading, text in re.findall(
+        r"^## `?([^`\n]+)`?\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        rows = re.findall(r"^\| `(\w+)` \| (.*) \|", text, re.MULTILINE)
+        events[heading] = {name: "missing" not in words for name, words in rows}
+    return events
+
+
+class Everything(Saving):
+    """Writes all kinds of events that one process can."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        self.log("value", loss, per_step=True)
+        return loss * float("nan") if stage is Stage.TRAIN and self.step == 3 else loss
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        self.log("score", 1.0)
+        self.hparams.train_logger.log_stats(
+            {"epoch": epoch}, **{f"{stage.name.lower()}_stats": {"loss": stage_loss}}
+        )
+
+
+def test_the_page_lists_every_field_and_every_kind_of_event(tmp_path):
+    begin(tmp_path / "out")
+    logger = FileTrainLogger(tmp_path / "log.txt")
+    brain = make(
+        Everything, hparams={"train_logger": logger}, folder=tmp_path / "save", measure_steps="all"
+    )
+    fit(brain, epochs=3)
+    brain.checkpointer.delete_checkpoints(num_to_keep=1)
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    always, *_ = page = documented()
+    for event in events_of(tmp_path / "out"):
+        known = {**page[always], **page[event["event"]]}
+        assert event.keys() <= known.keys(), event
+        assert {name for name, is_there in known.items() if is_there} <= event.keys(), event
+    kinds = {event["event"] for event in events_of(tmp_path / "out")}
+    assert kinds >= {
+        "start",
+        "fit",
+        "fit_end",
+        "stage",
+        "step",
+        "logged",
+        "stats",
+        "speed",
+        "skipped_steps",
+        "exception",
+    }
+    written = {
+        kind
+        for path in (ROOT / "ddpkit").rglob("*.py")
+        for kind in re.findall(
+            r"^ +(?:run_event|_write|self\.write)\(\s*\"(\w+)\"", path.read_text(), re.MULTILINE
+        )
+    }
+    assert written - {"epoch"} == set(page) - {always}

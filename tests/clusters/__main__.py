@@ -1,8 +1,10 @@
-"""``python -m tests.clusters``: install what the clusters are made of, with more time than a test has for it."""
+"""``python -m tests.clusters``: install what clusters are made of, and a browser, with more time than a test has."""
 
 from __future__ import annotations
 
 import sys
+
+from tests import browser
 
 from . import mpi, slurm_cluster, two_hosts
 from .packages import CannotSetUpError, need
@@ -12,7 +14,7 @@ SECONDS = 600.0
 
 def main() -> int:
     try:
-        need({**slurm_cluster.PROGRAMS, **two_hosts.PROGRAMS, **mpi.PROGRAMS}, SECONDS)
+        need({**slurm_cluster.PROGRAMS, **two_hosts.PROGRAMS, **mpi.PROGRAMS, **browser.PROGRAMS}, SECONDS)
     except CannotSetUpError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -54,6 +54,7 @@ class Attempt:
         begin: time of its first record, or earlier where the process's own start is known.
         end: time of its last record.
         start: the record of its start; empty where there is none.
+        fit: the record of its last call of ``fit``; likewise.
         resumed_from: the checkpoint that it went on from; empty where that is not told.
         resumed_at: optimizer steps that it went on from; None where that is not told.
         first: the first optimizer step that it tells of after training; None before one.
@@ -71,6 +72,7 @@ class Attempt:
     begin: float
     end: float
     start: Record = field(default_factory=dict)
+    fit: Record = field(default_factory=dict)
     resumed_from: str = ""
     resumed_at: float | None = None
     first: float | None = None
@@ -137,9 +139,11 @@ class Attempt:
     def note_end(self, outcome: str, words: str) -> None:
         """Note how it ended; the first reason stays, as later ones follow from it.
 
+        What comes after a call of ``fit`` that has finished, such as an evaluation, may still fail.
+
         Ranks: local.
         """
-        if self.outcome == WITHOUT_A_WORD:
+        if self.outcome in {WITHOUT_A_WORD, FINISHED}:
             self.outcome = outcome
             self.words = words
 

@@ -204,7 +204,7 @@ def _is_wide(lines: Sequence[Line]) -> bool:
 def _limit(axes: Any, panel: Panel, *, is_log: bool) -> None:
     x = _finite(panel.lines, is_y=False)
     low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 1.0)
-    room = (high - low) * 0.02 or 0.5
+    room = (high - low) * 0.02 or 1.0
     axes.set_xlim(low - room, high + room)
     if panel.is_stack:
         axes.set_ylim(bottom=0)

@@ -79,6 +79,7 @@ class RunHistory:
         best: names of the best checkpoints, by the key that decides, as the last save tells.
         deleted: names of those that were deleted.
         verdicts: records of verdicts.
+        failed_saves: records of checkpoints that are lost.
         skipped: optimizer steps and how many were skipped up to there.
         flops: the record of the counted operations; empty without one.
         world_sizes: how many processes there were, in the order of the attempts.
@@ -105,6 +106,7 @@ class RunHistory:
         self.best: dict[str, str] = {}
         self.deleted: set[str] = set()
         self.verdicts: list[Record] = []
+        self.failed_saves: list[Record] = []
         self.skipped: list[tuple[float, float]] = []
         self.flops: Record = {}
         self.world_sizes: list[int] = []
@@ -120,6 +122,7 @@ class RunHistory:
             "speed": self._speed,
             "checkpoint": self._checkpoint,
             "checkpoints_deleted": self._note_kept,
+            "checkpoint_failed": self.failed_saves.append,
             "verdict": self.verdicts.append,
             "flops": self._flops,
             "skipped_steps": self._skipped,
@@ -165,8 +168,12 @@ class RunHistory:
             self.world_sizes.append(int(world_size))
 
     def _fit(self, record: Record) -> None:
+        self.now.fit = record
+        came_from = record.get("resumed_from")
+        if isinstance(came_from, dict):
+            came_from = came_from.get("checkpoint")
         if not self.now.resumed_from:
-            self.now.resumed_from = _name(record.get("resumed_from"))
+            self.now.resumed_from = _name(came_from)
         steps = number_of(record.get("optimizer_step"))
         if steps is not None and self.now.resumed_at is None and self.now.first is None:
             self.now.resumed_at = steps
@@ -259,12 +266,13 @@ class RunHistory:
         self._note_kept(record)
 
     def _note_kept(self, record: Record) -> None:
-        best = record.get("best")
-        if isinstance(best, dict):
-            self.best = {str(key): _name(name) for key, name in best.items()}
         deleted = record.get("deleted")
         if isinstance(deleted, list):
             self.deleted |= {_name(name) for name in deleted}
+        best = record.get("best")  # of the keys by which this save has deleted, and of no others
+        if isinstance(best, dict):
+            self.best |= {str(key): _name(name) for key, name in best.items()}
+        self.best = {key: name for key, name in self.best.items() if name not in self.deleted}
 
     def _flops(self, record: Record) -> None:
         self.flops = record

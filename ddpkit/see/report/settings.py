@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ TAIL_BYTES = 64_000
 LONGEST_LOG_LINE = 400
 OTHER_RANKS = 4  # whose logs are shown
 
+#: What of a call of ``fit`` is shown beside the environment.
+OF_FIT = (
+    "strategy",
+    "samples_per_step",
+    "grad_accumulation_factor",
+    "steps_per_epoch",
+    "total_steps",
+    "parameters",
+)
 _SHORT = "..."
 _PACKAGE = re.compile(r"^(\S+)==(\S+)$")
 
@@ -43,14 +53,15 @@ def options_of(history: RunHistory) -> dict[str, str]:
         {'debug': 'True'}
     """
     start = history.now.start if history.attempts else {}
-    options = start.get("options")
-    if isinstance(options, dict):
-        return {str(name): text_of(value) for name, value in sorted(options.items())}
+    fit = history.now.fit if history.attempts else {}
+    for options in (fit.get("options"), start.get("options")):  # of `fit`: with those of the YAML
+        if isinstance(options, dict):
+            return {str(name): text_of(value) for name, value in sorted(options.items())}
     return dict(_options_in(start.get("arguments")))
 
 
 def _options_in(arguments: Any) -> Iterator[tuple[str, str]]:
-    words = [str(word) for word in arguments] if isinstance(arguments, list) else []
+    words = [str(one) for one in arguments] if isinstance(arguments, list) else []
     for number, word in enumerate(words):
         if not word.startswith("--"):
             continue
@@ -132,10 +143,24 @@ def environment_of(history: RunHistory) -> dict[str, str]:
     found = {"processes": text_of(start["world_size"])} if "world_size" in start else {}
     if "torch" in start:
         found["torch"] = text_of(start["torch"])
-    told = start.get("environment")
-    if isinstance(told, dict):
-        found |= {key: value for key, value in flat(told).items() if value != "None"}
+    fit = history.now.fit if history.attempts else {}
+    found |= {name.replace("_", " "): text_of(fit[name]) for name in OF_FIT if name in fit}
+    ranks = fit.get("ranks")
+    if isinstance(ranks, list):
+        places = Counter(_place_of(rank) for rank in ranks)
+        found["ranks"] = text_of(", ".join(f"{num} on {place}" for place, num in places.items()))
+    for name in ("environment", "yaml"):
+        told = start.get(name)
+        before = "" if name == "environment" else "YAML "
+        if isinstance(told, dict):
+            found |= {k: value for k, value in flat(told, before).items() if value != "None"}
     return found
+
+
+def _place_of(rank: Any) -> str:
+    facts = rank if isinstance(rank, dict) else {}
+    device = str(facts.get("device", "?")).partition(":")[0]
+    return f"{facts.get('host', '?')} ({device})"
 
 
 def packages_of(run: RunFiles) -> dict[str, str]:

@@ -135,7 +135,7 @@ def killed_and_resumed(folder, scale=1.0, seed=0, **start):
         rank=LATE,
         what="Rank 2 is late in its forward pass.",
         how_much="12 ms of a step of 116 ms.",
-        **{"try": "Look at what else runs on its machine."},
+        **{"try": "Try to look at what else runs on its machine."},
     )
     run.epoch(4, scale=scale)
     run.epoch(5, scale=scale)

@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path, capsys):
         "1 restart",
         "Goodput is the share of the wall time that went into steps that counted.",
         "Rank 2 is late in its forward pass. 12 ms of a step of 116 ms.",
-        "Try: Look at what else runs on its machine.",
+        "Try to look at what else runs on its machine.",
         "ended without a word 600 150 15 s 1 min 20 s 1 min 35 s",
         "CKPT+5 best error not here",
         "precision bf16",
@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path, capsys):
         "samples per second",
         "time of a step",
         "split of a step",
-        "wait of the last rank and of the first",
+        "wait for the other ranks",
         "memory of a process (RSS)",
         "GPU memory in use",
     ]

@@ -37,8 +37,8 @@ def counted(number: float, noun: str) -> str:
     Ranks: local.
 
     Example:
-        >>> counted(1, "core"), counted(1.5, "core"), counted(2, "process")
-        ('1 core', '1.5 cores', '2 processes')
+        >>> counted(1, "core"), counted(1.5, "core"), counted(2, "process"), counted(3, "batch")
+        ('1 core', '1.5 cores', '2 processes', '3 batches')
     """
-    plural = "es" if noun.endswith(("s", "x")) else "s"
+    plural = "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{number:g} {noun}{'' if number == 1 else plural}"

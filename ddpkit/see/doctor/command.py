@@ -148,13 +148,13 @@ def _meet(request: Request) -> tuple[Ranks, LaunchInfo, list[Finding]]:
         return Ranks(launch), launch, [_failed("launcher", error)]
     try:
         return open_ranks(launch, request.timeout), launch, []
-    except LaunchError as error:
+    except (RuntimeError, OSError, ValueError) as error:  # LaunchError, and torch's own
         alone = Ranks(launch)
         alone.is_first_on_host = launch.local_rank == 0  # one process of each host tells
         return alone, launch, [_failed("rendezvous", error)]
 
 
-def _failed(name: str, error: LaunchError) -> Finding:
+def _failed(name: str, error: Exception) -> Finding:
     return Finding(
         name,
         PROBLEM,

@@ -6,6 +6,7 @@ answer. A rank that does not answer in time is None in it, and is not waited for
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import timedelta
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ddpkit.launch import LaunchInfo
 
 LEAVE_SECONDS = 5.0
-MARGIN_SECONDS = 10.0  # that the others wait longer for the main process than it waits for them
+MAIN_PATIENCE = 2.0  # the main process itself waits for the slowest rank, once
 NAP_SECONDS = 0.01
 
 
@@ -72,23 +73,34 @@ class Ranks:
             value: of plain types, as JSON has them.
 
         Raises:
-            LaunchError: the main process does not answer.
+            LaunchError: the main process does not answer, or the store has gone.
 
         Ranks: collective: every rank calls it, in the same order.
         """
         if self.store is None:
             return [value]
         self._exchanges += 1
-        key = f"exchange/{self._exchanges}"
+        try:
+            return self._exchange(f"exchange/{self._exchanges}", value)
+        except LaunchError as error:
+            raise LaunchError(f"{error} This was about: {name}.") from error
+        except RuntimeError as error:  # torch.distributed.DistError derives from it
+            raise LaunchError(
+                f"rank {self.rank} has lost the store of the launch, while it was about: {name}. "
+                f"Look at the output of rank 0, or of the launcher. ({error})"
+            ) from error
+
+    def _exchange(self, key: str, value: Any) -> list[Any]:
+        if self.store is None:
+            return [value]
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         if self.is_main:
             values = self._read_all(key)
             self.store.set(f"{key}/all", json.dumps(values))
             return values
-        if not self._await(f"{key}/all", self.timeout + MARGIN_SECONDS):
-            raise LaunchError(
-                f"rank 0 did not answer within {self.timeout:g} s ({name}). Look at its output."
-            )
+        patience = MAIN_PATIENCE * self.timeout
+        if not self._await(f"{key}/all", patience):
+            raise LaunchError(f"rank 0 did not answer within {patience:g} s. Look at its output.")
         found: list[Any] = json.loads(self.store.get(f"{key}/all"))
         return found
 
@@ -96,11 +108,12 @@ class Ranks:
         """End: the process that keeps the store waits a moment for the others."""
         if self.store is None:
             return
-        self.store.set(f"left/{self.rank}", "1")
-        if self.is_main:
-            end = time.monotonic() + LEAVE_SECONDS
-            for other in set(range(self.world_size)) - self.silent:
-                self._await(f"left/{other}", end - time.monotonic())
+        with contextlib.suppress(RuntimeError):  # the store has gone, and all has been told
+            self.store.set(f"left/{self.rank}", "1")
+            if self.is_main:
+                end = time.monotonic() + LEAVE_SECONDS
+                for other in set(range(self.world_size)) - self.silent:
+                    self._await(f"left/{other}", end - time.monotonic())
 
     def _read_all(self, key: str) -> list[Any]:
         end = time.monotonic() + self.timeout

@@ -8,12 +8,14 @@ import json
 import pytest
 
 from ddpkit.cli import main
-from ddpkit.launch import find_launch
+from ddpkit.errors import LaunchError, MissingExtraError
+from ddpkit.launch import LaunchInfo, find_launch
 from ddpkit.see import Request, run_doctor
 from ddpkit.see.doctor.check import EACH_RANK, TOGETHER, Check
+from ddpkit.see.doctor.command import require_extra
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.machine import Machine
-from ddpkit.see.doctor.ranks import open_ranks
+from ddpkit.see.doctor.ranks import Ranks, open_ranks
 from tests.house import run_tool
 
 FINE = Finding("cores", OK, "8", "at least 2", "the number of processes")
@@ -119,6 +121,39 @@ def test_a_rank_that_does_not_answer_is_a_problem_and_not_waited_for_for_ever(ra
     assert code == 1
     assert "PROBLEM answer of the rank found none (rank 1 on ?)" in " ".join(text.split())
     assert "ok       cores" in text
+
+
+def leave_as_main():
+    launch = find_launch()
+    if launch.rank == 0:
+        open_ranks(launch, 30.0)
+        return None
+    with pytest.raises(LaunchError, match="rank 0 did not answer within 0.6 s.*about: findings"):
+        told([Check("a", yields(FINE), EACH_RANK)], timeout=0.3)
+    return "told"
+
+
+def test_a_main_process_that_does_not_answer_is_an_error_in_a_sentence(ranks):
+    assert ranks.run(leave_as_main, init=False) == [None, "told"]
+
+
+class GoneStore:
+    """A store whose process has ended."""
+
+    def set(self, key, value):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_has_gone_is_an_error_in_a_sentence():
+    here = Ranks(LaunchInfo("torchrun", rank=1, world_size=2), GoneStore(), timeout=0.1)
+    with pytest.raises(LaunchError, match="rank 1 has lost the store.*about: versions"):
+        here.exchange("versions", {})
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install ddpkit\[see\]"):
+        require_extra()
 
 
 def test_ranks_that_cannot_meet_are_a_problem_and_the_machine_is_looked_at_all_the_same(

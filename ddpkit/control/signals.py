@@ -339,6 +339,7 @@ class PeriodicSync:
         self.is_main = is_main
         self.interval = interval
         self.due = 1
+        self.steps_per_interval = 1  # as all ranks have found together at the last sync
         self._last_step = 0
         self._last_time = 0.0
         self._steps_apart = self._known = 1
@@ -384,6 +385,7 @@ class PeriodicSync:
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
         known = 0 if self._steps_apart == 1 else self._known // MOST_SHORTER  # one step tells little
         self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, known)))
+        self.steps_per_interval = max(1, wanted)
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")

@@ -33,7 +33,7 @@ from ddpkit.training import FeedThrough
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ddpkit.control import SyncReport
+    from ddpkit.control import PeriodicSync, SyncReport
     from ddpkit.training import TrainStep
 
 logger = get_logger(__name__)
@@ -81,9 +81,9 @@ class SpeedReport:
         train_step, options = self._train_step, self._train_step.options
         self.last = None
         if options.measure_steps == OFF:
-            self.timer = train_step.timer = None
+            self.timer = train_step.timer = train_step.strategy.timer = None
             return
-        self.timer = train_step.timer = StepTimer(
+        self.timer = train_step.timer = train_step.strategy.timer = StepTimer(
             self._progress,
             self._models,
             every=options.measure_steps == ALL,
@@ -177,12 +177,12 @@ class SpeedReport:
         self._of_main = sums[:_OF_MAIN]
         self._rows = rows_of(sums[_OF_MAIN:], get_world_size())
 
-    def on_sync(self, report: SyncReport, next_sync: int) -> None:
+    def on_sync(self, report: SyncReport, sync: PeriodicSync) -> None:
         """Report the steps that were measured since the last sync; choose the next ones.
 
         Args:
             report: what the ranks have learnt.
-            next_sync: batches at the next sync.
+            sync: knows when the next one is.
         """
         if self.timer is None:
             return
@@ -191,7 +191,7 @@ class SpeedReport:
             if if_main_process():
                 self._tell(self.last)
         self._windows = []
-        self.timer.plan(report.step, next_sync)
+        self.timer.plan(report.step, sync.due, sync.steps_per_interval)
 
     def _tell(self, second: SecondOfSteps) -> None:
         """Write a second of steps to the run's log, and what it shows for the first time."""

@@ -251,7 +251,7 @@ class StageRunner:
                 self.stop.tighten_timeouts()
                 self._write_steps(report.step)
                 progress.avg_train_loss = report.loss
-                self.speed.on_sync(report, self._sync.due)
+                self.speed.on_sync(report, self._sync)
                 bar.show(report.step, report.loss, report.samples - samples_before)
                 saves.on_sync(report)
 

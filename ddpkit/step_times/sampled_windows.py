@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-#: At most about so many are measured between two syncs of the ranks, which is about a second.
-MOST_PER_SYNC = 50
+#: At most about so many are measured in a second, in which the ranks sync once or more often.
+MOST_PER_SECOND = 50
 
 _NEVER = math.inf
 
@@ -23,7 +23,7 @@ class SampledWindows:
 
     Example:
         >>> chosen = SampledWindows(every=False)
-        >>> chosen.plan(step=100, next_sync=600)
+        >>> chosen.plan(step=100, next_sync=350, per_second=500)
         >>> chosen.due
         105
         >>> chosen.begin(105); chosen.due
@@ -39,15 +39,16 @@ class SampledWindows:
         """Begin a pass. Its first step waits for the loader to start, and is not measured."""
         self.due = _NEVER
 
-    def plan(self, step: int, next_sync: int) -> None:
+    def plan(self, step: int, next_sync: int, per_second: int) -> None:
         """Choose the steps up to the next sync.
 
         Args:
             step: batches so far.
             next_sync: batches at the next sync.
+            per_second: batches in a second; at the beginning of a run more syncs come in it.
         """
-        batches = next_sync - step
-        self._distance = 1 if self._every else max(1, math.ceil(batches / MOST_PER_SYNC))
+        batches = max(next_sync - step, per_second)
+        self._distance = 1 if self._every else max(1, math.ceil(batches / MOST_PER_SECOND))
         self.due = step + self._distance // 2
 
     def begin(self, step: int) -> None:

@@ -58,7 +58,7 @@ class StepTimer:
         >>> timer = StepTimer(progress, list)
         >>> for batch in timer.batches(feed, window):
         ...     progress.step += 1
-        ...     timer.plan(progress.step, progress.step + 1)
+        ...     timer.plan(progress.step, progress.step + 1, 1)
         >>> timer.stop(); len(timer.taken())
         2
     """
@@ -109,14 +109,15 @@ class StepTimer:
                 elif self._notices:
                     self._drop_notices()
 
-    def plan(self, step: int, next_sync: int) -> None:
+    def plan(self, step: int, next_sync: int, per_second: int) -> None:
         """Choose the steps to be measured up to the next sync of the ranks.
 
         Args:
             step: batches so far; equal on all ranks, as is the next.
             next_sync: batches at the next sync.
+            per_second: batches in a second.
         """
-        self._chosen.plan(step, next_sync)
+        self._chosen.plan(step, next_sync, per_second)
 
     def taken(self) -> list[WindowTimes]:
         """Return the steps measured since the last time; end the present one, which waits for a sync of the ranks.

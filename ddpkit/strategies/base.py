@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.step_times import StepTimer
 
 NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
 NO_VALUES = (
@@ -67,6 +68,7 @@ class Strategy:
         averages_weights: whether :meth:`after_window` must be called.
         steps_alone: whether the next optimizer step is made with this rank's own gradients.
         is_apart: whether the ranks' weights differ until the next average: a checkpoint must wait.
+        timer: measures steps; or None.
 
     Ranks: local.
 
@@ -85,6 +87,7 @@ class Strategy:
     roots: Sequence[Any] = ()
     unrepeatable = ""
     averages_weights = steps_alone = is_apart = False
+    timer: StepTimer | None = None
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""

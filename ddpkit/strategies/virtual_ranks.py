@@ -181,7 +181,13 @@ class VirtualRanks(Strategy):
             self._place = seed, *place, number // self.shards
             seed_streams(*self._place, self._first + self._shard)
             yield batch
-            self._end_shard(window)
+            timer = self.timer
+            if timer is None or not timer.measures:
+                self._end_shard(window)
+            else:
+                timer.begin_other()
+                self._end_shard(window)
+                timer.begin_reading()
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches; the random streams are seeded by shard before each, and alike on all ranks at the end."""

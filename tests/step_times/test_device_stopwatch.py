@@ -143,7 +143,7 @@ def test_the_newest_step_is_told_of_at_the_next_sync(monkeypatch):
         if place.step in {1, 4, 6}:
             gpu.reached = gpu.end  # the loop has read a loss
             taken.append(timer.taken())
-            timer.plan(place.step, place.step + 1)
+            timer.plan(place.step, place.step + 1, 1)
     assert [len(one) for one in taken] == [0, 2, 2]
     assert [[one.is_cut for one in windows] for windows in taken] == [
         [],

@@ -16,7 +16,8 @@ By hand, the norm is read in every step, but under fp16, where the fused optimiz
 rows `norm not read`, too. ddpkit reads it one step later, but under fp16, and in the rows `looked at first`, before the
 step. In the rows `moved ahead` ddpkit moves batches with --prefetch_to_device, in the rows before them not; the loop by
 hand moves them when it uses them. In the row `checkpoint` a step of the loop by hand is a copy of the state to the CPU,
-and ddpkit's the stall of a save in the background. Some kernels of a GPU, as the backward pass of attention, may give
+and ddpkit's the stall of a save in the background. ddpkit times about 50 steps a second phase by phase, as by default,
+and in two rows none (`--measure_steps=off`) and all. Some kernels of a GPU, as the backward pass of attention, may give
 other bits each time, in both loops.
 """
 
@@ -132,6 +133,8 @@ ROWS = [
     Row("transformer, norm not read", reads=False),
     Row("small, looked at first", "small", looks_first=True),
     Row("transformer, looked at first", looks_first=True),
+    Row("small, not timed", "small", options={"measure_steps": "off"}),
+    Row("small, every step timed", "small", options={"measure_steps": "all"}),
     Row("large batches, 2 workers", "large batches", workers=2),
     Row("large batches, moved ahead", "large batches", workers=2, options={"prefetch_to_device": True}),
     Row("transformer, 2 workers", workers=2),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
+from ddpkit.compat import profile_events
 from ddpkit.distributed import get_rank, get_world_size, if_main_process
 from ddpkit.logger import get_logger, shown_path
-from ddpkit.reporting import largest_operations, line_of_ranges, ranges_of, table_of_operations
+from ddpkit.reporting import summary_of
 
 logger = get_logger(__name__)
 
@@ -19,8 +20,6 @@ __all__ = ["prepare_profiler"]
 WHERE = "Profile of %s: %s"
 HOW_TO_OPEN = "Open it at https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard."
 OF_ALL = "Each of the %d processes has written a file beside it; the figures here are of rank 0."
-_STEP = "ProfilerStep*"  # torch's name for its own range around a step
-NO_TIME = "No operation of torch took any time in these batches."
 
 
 def prepare_profiler(
@@ -77,13 +76,9 @@ def _trace_writer(folder: Path) -> Callable[[profile], None]:
 
 def _tell(profiler: profile, path: Path) -> None:
     """Say where the trace is, how to open it, and what took most time."""
-    averages = profiler.key_averages()
-    steps = sum(one.count for one in averages if one.key == _STEP) or 1
-    world_size = get_world_size()
-    lines = [WHERE % (f"{steps} batches" if steps > 1 else "1 batch", shown_path(path)), HOW_TO_OPEN]
-    if world_size > 1:
-        lines.append(OF_ALL % world_size)
-    lines.append(line_of_ranges(ranges_of(averages), steps))
-    found, total, is_device = largest_operations(averages)
-    lines += table_of_operations(found, total, is_device=is_device) if found else [NO_TIME]
-    logger.announce("%s", "\n".join(line for line in lines if line))
+    summary = summary_of(profile_events(profiler))
+    batches = f"{summary.batches} batches" if summary.batches > 1 else "1 batch"
+    lines = [WHERE % (batches, shown_path(path)), HOW_TO_OPEN]
+    if get_world_size() > 1:
+        lines.append(OF_ALL % get_world_size())
+    logger.announce("%s", "\n".join([*lines, *summary.lines()]))

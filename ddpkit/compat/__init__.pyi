@@ -16,6 +16,10 @@ from ddpkit.compat.memory_history import (
 from ddpkit.compat.random_streams import (
     look_at_random_streams as look_at_random_streams,
 )
+from ddpkit.compat.recorded_events import (
+    ProfileEvent as ProfileEvent,
+    profile_events as profile_events,
+)
 from ddpkit.compat.streams import (
     is_split_by_node as is_split_by_node,
     loses_items as loses_items,

@@ -1,8 +1,7 @@
 from ddpkit.reporting.profile_table import (
-    largest_operations as largest_operations,
-    line_of_ranges as line_of_ranges,
-    ranges_of as ranges_of,
-    table_of_operations as table_of_operations,
+    Operation as Operation,
+    ProfileSummary as ProfileSummary,
+    summary_of as summary_of,
 )
 from ddpkit.reporting.run_start import (
     close_torn_line as close_torn_line,

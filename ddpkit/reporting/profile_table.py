@@ -2,172 +2,168 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch.autograd import DeviceType
+from ddpkit.step_times import PHASES, RANGE
 
-#: What the names of ddpkit's own ranges in a trace begin with.
-RANGE = "ddpkit: "
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
-PYTHON = "(Python, between the operations)"
+    from ddpkit.compat import ProfileEvent
+
+PYTHON = "(between the operations: Python, waiting)"
 UNNAMED = "(kernels that no operation has started)"
 
+_STEP = "ProfilerStep#"  # torch's own range around a step
 _WIDTH = 80
-_PYTHON = re.compile(r"<|nn\.Module: |.*\.py\(\d+\): ")
-_PROFILERS_OWN = re.compile(r"torch/(autograd/)?profiler|.*_record_function_|.*_profiler of ")
-_TITLE = "What took {}, the largest first:"
+_MOST = 10
+_TITLE = "What took the {}'s time, the largest first:"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
-    """The time of one operation, without what it has called.
+    """The time of one operation, without that of others that it has called.
 
     Attributes:
         name: as in the trace.
         calls: how often it ran; 0 where that says nothing.
-        microseconds: of all calls together.
+        nanoseconds: of all calls together.
 
     Ranks: local.
     """
 
     name: str
-    calls: int
-    microseconds: float
+    calls: int = 0
+    nanoseconds: int = 0
 
 
-def largest_operations(
-    averages: Iterable[Any], limit: int = 10
-) -> tuple[list[Operation], float, bool]:
-    """Choose the operations of a profile that took most time by themselves.
+@dataclass
+class ProfileSummary:
+    """Where the time of some batches went.
 
-    Args:
-        averages: of ``torch.profiler.profile.key_averages()``.
-        limit: how many are returned at most.
-
-    Returns:
-        Them, the largest first; the microseconds of everything; and whether that is the time of a GPU, or of another
-        accelerator. Then what the host did does not count.
+    Attributes:
+        batches: how many were recorded.
+        operations: the largest first; on a GPU, or another accelerator, each with the kernels that it has started.
+        nanoseconds: of all operations together.
+        ranges: nanoseconds on the host of each phase of :data:`~ddpkit.step_times.phases.PHASES`.
+        is_device: whether the operations' time is that of an accelerator.
 
     Ranks: local.
 
     Example:
-        >>> import torch
-        >>> from torch.profiler import profile
-        >>> with profile() as profiler:
-        ...     total = torch.ones(3).sum()
-        >>> found, microseconds, is_device = largest_operations(profiler.key_averages())
-        >>> "aten::sum" in [one.name for one in found], is_device
-        (True, False)
+        >>> from ddpkit.compat import ProfileEvent
+        >>> host = {"thread": 1, "number": 1, "started_by": 0, "is_on_device": False}
+        >>> outer = ProfileEvent("aten::linear", 0, 900, is_range=False, **host)
+        >>> inner = ProfileEvent("aten::addmm", 100, 900, is_range=False, **host)
+        >>> [(one.name, one.nanoseconds) for one in summary_of([outer, inner]).operations]
+        [('aten::addmm', 800), ('aten::linear', 100)]
     """
-    rows = [one for one in averages if not (one.is_user_annotation or one.key.startswith(RANGE))]
-    on_device = [one for one in rows if one.device_type is not DeviceType.CPU]
-    of_device = sum(one.self_device_time_total for one in on_device)
-    if of_device:
-        found = _of_device(rows, of_device)
-        total = of_device
-    else:
-        found = _of_host(rows)
-        total = sum(one.microseconds for one in found)
-    found.sort(key=lambda one: one.microseconds, reverse=True)
-    return found[:limit], total, of_device > 0
+
+    batches: int
+    operations: list[Operation]
+    nanoseconds: int
+    ranges: dict[str, int] = field(default_factory=dict)
+    is_device: bool = False
+
+    def lines(self) -> list[str]:
+        """Return what there is to say, in lines of at most 80 characters."""
+        if not self.operations:
+            return ["No operation of torch took any time in these batches."]
+        return [*self._lines_of_ranges(), *self._table()]
+
+    def _lines_of_ranges(self) -> list[str]:
+        parts = [
+            f"{name} {self.ranges[name] / self.batches / 1e6:.1f} ms"
+            for name in PHASES
+            if name in self.ranges
+        ]
+        text = f"A batch, on the host: {', '.join(parts)}."
+        return textwrap.wrap(text, _WIDTH, subsequent_indent="  ") if parts else []
+
+    def _table(self) -> list[str]:
+        room = _WIDTH - 2 - 26  # for a name
+        lines = [_TITLE.format("device" if self.is_device else "host")]
+        lines.append(f"  {'operation':<{room}}{'calls':>8}{'ms':>10}{'share':>8}")
+        for one in self.operations[:_MOST]:
+            name = one.name if len(one.name) < room else f"{one.name[: room - 4]}..."
+            share = one.nanoseconds / self.nanoseconds
+            calls = f"{one.calls}" if one.calls else ""
+            lines.append(f"  {name:<{room}}{calls:>8}{one.nanoseconds / 1e6:>10.1f}{share:>8.1%}")
+        return lines
 
 
-def _of_device(rows: Sequence[Any], total: float) -> list[Operation]:
-    """Return the operations with the kernels that each of them has started."""
-    found = [
-        Operation(one.key, one.count, one.self_device_time_total)
-        for one in rows
-        if one.device_type is DeviceType.CPU and one.self_device_time_total > 0
-    ]
-    rest = total - sum(one.microseconds for one in found)
-    if rest > total / 100:
-        found.append(Operation(UNNAMED, 0, rest))
-    return found
-
-
-def _of_host(rows: Sequence[Any]) -> list[Operation]:
-    """Return the operations on the host; what is Python's own becomes one of them."""
-    python: Counter[str] = Counter()
-    found = []
-    for one in rows:
-        if _PROFILERS_OWN.match(one.key):
-            continue
-        if _PYTHON.match(one.key):
-            python[PYTHON] += max(one.self_cpu_time_total, 0.0)
-        elif one.self_cpu_time_total > 0:
-            found.append(Operation(one.key, one.count, one.self_cpu_time_total))
-    return found + [Operation(name, 0, time) for name, time in python.items() if time > 0]
-
-
-def ranges_of(averages: Iterable[Any]) -> dict[str, float]:
-    """Return the microseconds on the host of each of ddpkit's named ranges, by their short names.
+def summary_of(events: Sequence[ProfileEvent]) -> ProfileSummary:
+    """Return where the time of a profile went.
 
     Args:
-        averages: of ``torch.profiler.profile.key_averages()``.
+        events: of :func:`ddpkit.compat.profile_events`.
 
     Ranks: local.
-
-    Example:
-        >>> ranges_of([])
-        {}
     """
-    return {
-        one.key.removeprefix(RANGE): one.cpu_time_total
-        for one in averages
-        if one.key.startswith(RANGE) and one.device_type is DeviceType.CPU
-    }
+    steps = [one for one in events if one.name.startswith(_STEP) and not one.is_on_device]
+    ranges: dict[str, int] = defaultdict(int)
+    for one in events:
+        if one.name.startswith(RANGE) and not one.is_on_device:
+            ranges[one.name.removeprefix(RANGE)] += one.end - one.begin
+    kernels = [one for one in events if one.is_on_device and not one.is_range]
+    on_host = [one for one in events if not (one.is_on_device or one.is_range)]
+    found = _of_device(kernels, on_host) if kernels else _of_host(on_host, steps)
+    operations = sorted(found, key=lambda one: one.nanoseconds, reverse=True)
+    total = sum(one.nanoseconds for one in operations)
+    return ProfileSummary(max(len(steps), 1), operations, total, dict(ranges), bool(kernels))
 
 
-def table_of_operations(
-    operations: Sequence[Operation], total: float, *, is_device: bool
-) -> list[str]:
-    """Return the lines of a table, each of at most 80 characters.
-
-    Args:
-        operations: as :func:`largest_operations` returns them.
-        total: microseconds of everything, of which the shares are.
-        is_device: whether it is the time of an accelerator.
-
-    Ranks: local.
-
-    Example:
-        >>> for line in table_of_operations([Operation("aten::mm", 12, 1500.0)], 2000.0, is_device=False):
-        ...     print(line)
-        What took the host's time, the largest first:
-          operation                                             calls        ms   share
-          aten::mm                                                 12       1.5   75.0%
-    """
-    whose = "the device's time" if is_device else "the host's time"
-    name_width = _WIDTH - 2 - 26
-    lines = [_TITLE.format(whose)]
-    lines.append(f"  {'operation':<{name_width}}{'calls':>8}{'ms':>10}{'share':>8}")
-    for one in operations:
-        name = one.name if len(one.name) <= name_width - 1 else f"{one.name[: name_width - 4]}..."
-        calls = f"{one.calls}" if one.calls else ""
-        lines.append(
-            f"  {name:<{name_width}}{calls:>8}{one.microseconds / 1e3:>10.1f}{one.microseconds / total:>8.1%}"
-        )
-    return lines
+def _of_device(
+    kernels: Iterable[ProfileEvent], on_host: Iterable[ProfileEvent]
+) -> Iterable[Operation]:
+    """Return the operations with the time of the kernels that each has started."""
+    names = {one.number: one.name for one in on_host}
+    found: dict[str, Operation] = {}
+    callers: dict[str, set[int]] = defaultdict(set)
+    for kernel in kernels:
+        name = names.get(kernel.started_by, UNNAMED)
+        operation = found.setdefault(name, Operation(name))
+        operation.nanoseconds += kernel.end - kernel.begin
+        if name != UNNAMED:
+            callers[name].add(kernel.started_by)
+    for name, operation in found.items():
+        operation.calls = len(callers[name])
+    return found.values()
 
 
-def line_of_ranges(microseconds: dict[str, float], steps: int) -> str:
-    """Return a line that says how long each range of a step took on the host; empty where there are none.
+def _of_host(on_host: Iterable[ProfileEvent], steps: Sequence[ProfileEvent]) -> Iterable[Operation]:
+    """Return the operations with their own time, and what of the steps is between them."""
+    found: dict[str, Operation] = {}
+    of_thread: dict[int, list[ProfileEvent]] = defaultdict(list)
+    for one in on_host:
+        of_thread[one.thread].append(one)
+    covered: dict[int, int] = {}
+    for thread, events in of_thread.items():
+        covered[thread] = _add_own_times(events, found)
+    if steps:
+        between = sum(one.end - one.begin for one in steps) - covered.get(steps[0].thread, 0)
+        if between > 0:
+            found[PYTHON] = Operation(PYTHON, nanoseconds=between)
+    return [one for one in found.values() if one.nanoseconds > 0]
 
-    Args:
-        microseconds: of each range in all steps.
-        steps: how many were recorded.
 
-    Ranks: local.
-
-    Example:
-        >>> line_of_ranges({"data": 500.0, "forward": 1500.0}, 2)
-        'A batch, on the host: data 0.2 ms, forward 0.8 ms.'
-    """
-    if not microseconds:
-        return ""
-    parts = ", ".join(f"{name} {time / steps / 1e3:.1f} ms" for name, time in microseconds.items())
-    return f"A batch, on the host: {parts}."
+def _add_own_times(events: list[ProfileEvent], found: dict[str, Operation]) -> int:
+    """Add the own times of one thread's operations; return how long any of them ran."""
+    covered = 0
+    running: list[ProfileEvent] = []
+    for one in sorted(events, key=lambda event: (event.begin, -event.end)):
+        while running and running[-1].end <= one.begin:
+            running.pop()
+        length = one.end - one.begin
+        operation = found.setdefault(one.name, Operation(one.name))
+        operation.calls += 1
+        operation.nanoseconds += length
+        if running:
+            found[running[-1].name].nanoseconds -= length
+        else:
+            covered += length
+        running.append(one)
+    return covered

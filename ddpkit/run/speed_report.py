@@ -16,6 +16,7 @@ from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.step_times import (
     CoreWaits,
     GpuClocks,
+    NamedRanges,
     RankRow,
     SecondOfSteps,
     StepTimer,
@@ -66,6 +67,7 @@ class SpeedReport:
         self.peak_per_second: float | None = None
         self._train_step = train_step
         self._progress = train_step.progress
+        self._marking: StepTimer | None = None  # for a profile alone: it reports nothing
         self._hosts: tuple[str, ...] = ()
         self._since = 0.0
         self._bytes = 0
@@ -81,18 +83,43 @@ class SpeedReport:
         train_step, options = self._train_step, self._train_step.options
         self.last = None
         if options.measure_steps == OFF:
-            self.timer = train_step.timer = train_step.strategy.timer = None
+            self.timer = self._marking = None
+            train_step.timer = train_step.strategy.timer = None
             return
-        self.timer = train_step.timer = train_step.strategy.timer = StepTimer(
-            self._progress,
-            self._models,
-            every=options.measure_steps == ALL,
-            exchanges=train_step.strategy.is_distributed,
-            device=train_step.device,
-        )
+        self.timer = self._give(self._new_timer())
         self._clocks = GpuClocks(train_step.device)
         if len(self._hosts) != get_world_size():
             self._hosts = tuple(exchange(host_name(), site="machines of measured steps"))
+
+    def _new_timer(self) -> StepTimer:
+        return StepTimer(
+            self._progress,
+            self._models,
+            every=self._train_step.options.measure_steps == ALL,
+            exchanges=self._train_step.strategy.is_distributed,
+            device=self._train_step.device,
+        )
+
+    def _give(self, timer: StepTimer) -> StepTimer:
+        """Have the parts of a step tell a timer what happens."""
+        self._train_step.timer = self._train_step.strategy.timer = timer
+        return timer
+
+    def mark_ranges(self, *, once: bool) -> NamedRanges:
+        """Have the phases of the coming pass marked in a profile, also with ``--measure_steps=off``.
+
+        Args:
+            once: whether the profile ends in this call of ``fit``.
+
+        Returns:
+            What marks them, to be told of the profiler's steps.
+        """
+        ranges = NamedRanges(once=once)
+        timer = self.timer or self._marking
+        if timer is None:
+            timer = self._marking = self._give(self._new_timer())
+        timer.mark(ranges)
+        return ranges
 
     def _models(self) -> Iterable[torch.nn.Module]:
         return self._train_step.modules.values()
@@ -104,18 +131,20 @@ class SpeedReport:
             feed: of the pass.
             loader: what it reads.
         """
-        if self.timer is None:
+        timer = self.timer or self._marking
+        if timer is None:
             return feed
         self._since = time.monotonic()
         self._bytes = exchanged_bytes(self._train_step)
         self._core_waits.share()  # from now on
         self._verdicts.num_workers = getattr(loader, "num_workers", None)
-        return FeedThrough(feed, functools.partial(self.timer.batches, feed))
+        return FeedThrough(feed, functools.partial(timer.batches, feed))
 
     def end_pass(self) -> None:
         """Measure nothing until the next pass."""
-        if self.timer is not None:
-            self.timer.stop()
+        timer = self.timer or self._marking
+        if timer is not None:
+            timer.stop()
 
     # ------------------------------------------------------------------ at a sync of the ranks
 
@@ -185,6 +214,8 @@ class SpeedReport:
             sync: knows when the next one is.
         """
         if self.timer is None:
+            if self._marking is not None:
+                self._marking.taken()
             return
         if self._windows:
             self.last = self._second(report)

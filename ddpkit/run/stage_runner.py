@@ -297,7 +297,8 @@ class StageRunner:
         options, strategy = self.options, self.train_step.strategy
         length, batches = length_of(loader), self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
-            batches = PassedThrough(batches, functools.partial(profiled, self.profiler, left_out))
+            ranges = self.speed.mark_ranges(once=options.profile_training)
+            batches = PassedThrough(batches, functools.partial(profiled, self.profiler, ranges, left_out))
         known: dict[str, Any] = {
             "factor": options.grad_accumulation_factor,
             "weighting": options.loss_weighting,

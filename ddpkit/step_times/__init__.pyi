@@ -14,6 +14,10 @@ from ddpkit.step_times.gpu_clocks import (
 from ddpkit.step_times.memory import (
     memory_use as memory_use,
 )
+from ddpkit.step_times.named_ranges import (
+    RANGE as RANGE,
+    NamedRanges as NamedRanges,
+)
 from ddpkit.step_times.phases import (
     BACKWARD as BACKWARD,
     DATA as DATA,

@@ -19,6 +19,9 @@ class SampledWindows:
     Attributes:
         due: a step that begins after so many batches, or more, is measured.
 
+    Attributes:
+        every: as given; may be changed.
+
     Ranks: local; equal on all ranks.
 
     Example:
@@ -31,7 +34,7 @@ class SampledWindows:
     """
 
     def __init__(self, *, every: bool) -> None:
-        self._every = every
+        self.every = every
         self._distance = 1
         self.due: float = _NEVER
 
@@ -48,7 +51,7 @@ class SampledWindows:
             per_second: batches in a second; at the beginning of a run more syncs come in it.
         """
         batches = max(next_sync - step, per_second)
-        self._distance = 1 if self._every else max(1, math.ceil(batches / MOST_PER_SECOND))
+        self._distance = 1 if self.every else max(1, math.ceil(batches / MOST_PER_SECOND))
         self.due = step + self._distance // 2
 
     def begin(self, step: int) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ddpkit.step_times.named_ranges import NamedRanges
+
 
 class _Window(Protocol):
     """What the timer reads of the loop's accumulation window."""
@@ -79,6 +81,9 @@ class StepTimer:
         self._exchanges = exchanges
         self._chosen = SampledWindows(every=every)
         self._new_watch = watch_maker(device)
+        self._every = every
+        self._ranges: NamedRanges | None = None
+        self._is_first = False
         self._watch = Stopwatch()
         self._now = WindowTimes()
         self._finished: list[tuple[WindowTimes, Stopwatch]] = []
@@ -96,6 +101,9 @@ class StepTimer:
         """
         self.stop()
         self._chosen.start()
+        if self._ranges is not None:
+            self._begin_step()
+            self._is_first = True
         progress, chosen = self._progress, self._chosen
         for batch in feed.batches(window):
             if self.measures:
@@ -135,19 +143,40 @@ class StepTimer:
             window.seconds = watch.phase_seconds()
         return [window for window, _ in finished]
 
+    def mark(self, ranges: NamedRanges) -> None:
+        """Mark the phases of every step, from the first of the next pass on, until a profile is over.
+
+        Args:
+            ranges: in the profile.
+        """
+        self._ranges = ranges
+        self._chosen.every = True
+
+    def _end_marks(self) -> None:
+        self._ranges = None
+        self._chosen.every = self._every
+        self._chosen.start()
+
     def stop(self) -> None:
         """Measure nothing until a step begins; forget the one that is not over."""
-        self.measures = False
+        self.measures = self._is_first = False
+        if self._ranges is not None:
+            self._ranges.end()
         WAITS.watch = None
         self._drop_notices()
         self._end_arrival()
 
     def _begin_step(self) -> None:
+        if self._ranges is not None and self._ranges.is_over:
+            self._end_marks()  # the next sync plans anew
+            return
         self._chosen.begin(self._progress.step)
         if not self._notices:
             self._notices = [CallNotice(one, self._note_call) for one in self._modules()]
         self._now = WindowTimes()
         self._watch = self._new_watch()
+        if self._ranges is not None:
+            self._watch.mark(self._ranges)
         WAITS.watch = self._watch
         self.measures = True
 
@@ -170,7 +199,11 @@ class StepTimer:
         self._watch.finish()
         self._now.host_seconds = sum(self._watch.seconds.values())
         self._now.is_host_bound = self._watch.is_host_bound
-        self._finished.append((self._now, self._watch))
+        if self._ranges is not None:
+            self._ranges.end()
+        if not self._is_first:  # that one has waited for the loader to start
+            self._finished.append((self._now, self._watch))
+        self._is_first = False
 
     def _drop_notices(self) -> None:
         for notice in self._notices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from ddpkit.step_times.phases import (
     BACKWARD,
@@ -13,6 +14,9 @@ from ddpkit.step_times.phases import (
     OTHER,
     PHASES,
 )
+
+if TYPE_CHECKING:
+    from ddpkit.step_times.named_ranges import NamedRanges
 
 
 class Stopwatch:
@@ -41,6 +45,16 @@ class Stopwatch:
         self.phase = DATA
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
+        self._ranges: NamedRanges | None = None
+
+    def mark(self, ranges: NamedRanges) -> None:
+        """Mark the phases in a profiler's trace, too, from the present one on.
+
+        Args:
+            ranges: in the trace.
+        """
+        self._ranges = ranges
+        ranges.begin(self.phase)
 
     def switch(self, phase: str) -> str:
         """End the present phase, and begin another.
@@ -56,6 +70,8 @@ class Stopwatch:
         self.seconds[before] += now - self._since
         self._since = now
         self.phase = phase
+        if self._ranges is not None:
+            self._ranges.begin(phase)
         return before
 
     def note_call(self) -> None:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.step_times import NamedRanges
     from ddpkit.strategies import Strategy
     from ddpkit.training.loop import Window
 
@@ -933,15 +934,22 @@ def _checked(inner: StreamLoader, stage: Stage, batches: Iterator[Any]) -> Itera
     yield from batches
 
 
-def profiled(profiler: Any, left_out: int, batches: Iterator[Any]) -> Iterator[Any]:
+def profiled(profiler: Any, ranges: NamedRanges, left_out: int, batches: Iterator[Any]) -> Iterator[Any]:
     """Tell the profiler after each batch that a step is over, except batches that a resume only skips.
+
+    Args:
+        profiler: has ``step``.
+        ranges: marks the phases in the profiler's trace.
+        left_out: batches that are skipped.
+        batches: of this rank.
 
     Ranks: local.
     """
+    ranges.start(profiler)
     for number, batch in enumerate(batches):
         yield batch
         if number >= left_out:
-            profiler.step()
+            ranges.step(profiler)
 
 
 def cuda_graph_steps(batches: Iterator[Any]) -> Iterator[Any]:

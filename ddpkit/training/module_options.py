@@ -100,6 +100,9 @@ class Recomputed:
         block: the module.
         classes: what the option names, for messages.
 
+    Attributes:
+        is_recomputing: whether the block runs again now, in a backward pass.
+
     Ranks: as the block.
 
     Example:
@@ -110,6 +113,7 @@ class Recomputed:
 
     def __init__(self, block: nn.Module, classes: list[str]) -> None:
         self.block, self.classes, self.is_checked = block, classes, False
+        self.is_recomputing = False
         self.run = self.forward = block.forward
 
     @property
@@ -140,9 +144,11 @@ class Recomputed:
         moved = [(one, name, buffer) for one in layers for name, buffer in one.named_buffers(recurse=False)]
         for layer, name, buffer in moved:
             setattr(layer, name, buffer.clone())
+        self.is_recomputing = True
         try:
             yield
         finally:
+            self.is_recomputing = False
             for layer, name, buffer in moved:
                 setattr(layer, name, buffer)
 

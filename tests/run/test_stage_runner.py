@@ -51,6 +51,7 @@ class Host:
 
     freezes = waits_for_window = False
     ema = schedule = base_seed = None
+    device = "cpu"
 
     def __init__(self, **given):
         self.options = options(**given)

@@ -1,0 +1,112 @@
+"""What a torch profiler has recorded, event by event.
+
+Reason: the public ``events()`` and ``key_averages()`` read the name of each Python function, too, and torch
+2.13 may keep such a name of a type that is gone by then: the names of some traces are no text, and
+the call fails with UnicodeDecodeError, in the middle of a training. The events that they are made of
+tell which of them are Python functions. They are read from where torch keeps them; where they are not
+there, the public ``events()`` are taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.autograd import DeviceType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class ProfileEvent(NamedTuple):
+    """One operation, range or kernel.
+
+    Attributes:
+        name: as in the trace.
+        begin: nanoseconds; the origin is the same for all events.
+        end: likewise.
+        thread: of the host; of an event of a device it says nothing.
+        number: of an operation: kernels name it.
+        started_by: of a kernel: the number of the operation; 0 where that is not known.
+        is_range: whether it is an annotation, not an operation.
+        is_on_device: whether it ran on a GPU, or another accelerator.
+
+    Ranks: local.
+    """
+
+    name: str
+    begin: int
+    end: int
+    thread: int
+    number: int
+    started_by: int
+    is_range: bool
+    is_on_device: bool
+
+
+def profile_events(profiler: Any) -> list[ProfileEvent]:
+    """Return what a profiler has recorded, without the functions of Python.
+
+    Args:
+        profiler: a ``torch.profiler.profile`` that has recorded.
+
+    Ranks: local.
+
+    Example:
+        >>> import torch
+        >>> with torch.profiler.profile() as profiler:
+        ...     total = torch.ones(3).sum()
+        >>> "aten::sum" in [one.name for one in profile_events(profiler)]
+        True
+    """
+    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
+    events = getattr(results, "events", None)
+    return _of_public(profiler.events()) if events is None else _of_kineto(events())
+
+
+def _of_kineto(events: Iterable[Any]) -> list[ProfileEvent]:
+    found = []
+    for one in events:
+        if getattr(one, "is_python_function", bool)() or getattr(one, "is_hidden_event", bool)():
+            continue
+        if one.start_thread_id() != one.end_thread_id():  # of what goes on in the background
+            continue
+        with contextlib.suppress(
+            UnicodeDecodeError
+        ):  # a Python function of a torch that does not tell
+            name = one.name()
+            if not _is_python(name):
+                found.append(
+                    ProfileEvent(
+                        name,
+                        one.start_ns(),
+                        one.start_ns() + one.duration_ns(),
+                        one.start_thread_id(),
+                        one.correlation_id(),
+                        one.linked_correlation_id(),
+                        one.is_user_annotation(),
+                        one.device_type() != DeviceType.CPU,
+                    )
+                )
+    return found
+
+
+def _of_public(events: Iterable[Any]) -> list[ProfileEvent]:
+    return [
+        ProfileEvent(
+            getattr(one, "trace_name", None) or one.name,
+            round(one.time_range.start * 1e3),
+            round(one.time_range.end * 1e3),
+            one.thread,
+            one.id,
+            getattr(one, "linked_correlation_id", 0) or 0,
+            one.is_user_annotation,
+            one.device_type != DeviceType.CPU,
+        )
+        for one in events
+        if not (one.is_async or _is_python(one.name))
+    ]
+
+
+def _is_python(name: str) -> bool:
+    return name.startswith(("<", "nn.Module: ")) or (".py(" in name and "): " in name)

@@ -25,7 +25,15 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
 from ddpkit.reporting import TimeLeft
-from ddpkit.run import FOLLOWED, Run, StepPlan, given_batch_size, last_epoch, note_epoch
+from ddpkit.run import (
+    FOLLOWED,
+    Run,
+    StepPlan,
+    given_batch_size,
+    hparams_of_slice,
+    last_epoch,
+    note_epoch,
+)
 from ddpkit.run_opts import IN_FIT, MADE, PREPARED, WRAPPED, RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.train_logger import join_loggers
@@ -252,7 +260,7 @@ class Brain(_Typed):
         scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
         self.opt_class, self.scheduler_class = opt_class, scheduler_class
-        self.hparams = SimpleNamespace(**join_loggers(hparams or {}))
+        self.hparams = SimpleNamespace(**hparams_of_slice(join_loggers(hparams or {})))
         self.run_opts = options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(options)
         self.rank = get_rank() or 0
@@ -947,7 +955,7 @@ class Brain(_Typed):
         return limit is not None and self.optimizer_step >= limit
 
     def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
-        self.__run.stages.train(self, train_set, epoch, enable_bar=enable)
+        self.__run.stages.train_or_measure(self, train_set, epoch, enable_bar=enable)
 
     def _fit_valid(self, valid_set: Any, epoch: int, enable: bool) -> None:
         if valid_set is not None:

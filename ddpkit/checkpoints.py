@@ -85,6 +85,7 @@ from ddpkit.checkpointing import (
 from ddpkit.comm import failures_of
 from ddpkit.distributed import get_world_size, if_main_process
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
+from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger, shown_path
 
 __all__ = [
@@ -234,7 +235,8 @@ class Checkpointer:
         weakref.finalize(self, self._background.close)
         if recoverables is not None:
             self.add_recoverables(recoverables)
-        if if_main_process():
+        plan = find_slice()  # a measured slice makes no folder of the user's
+        if if_main_process() and (plan is None or plan.holds(checkpoints_dir)):
             with writing(f"checkpoints_dir={os.fspath(checkpoints_dir)!r}"):
                 self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
 

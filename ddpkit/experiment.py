@@ -30,7 +30,7 @@ from ddpkit.errors import (
     MissingFileError,
     RankFailedError,
 )
-from ddpkit.launch import PARITY, find_launch
+from ddpkit.launch import PARITY, find_launch, find_slice
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
 from ddpkit.reporting import (
@@ -112,10 +112,10 @@ def create_experiment_directory(
         ...     sorted(os.listdir(f"{parent}/results/1234"))
         ['log.txt', 'metrics.jsonl']
     """
-    if PARITY in os.environ:  # the folder belongs to the process that runs the parity check
+    folder = Path(experiment_directory)
+    if _is_left_alone(folder):
         _log_what_ends_this()
         return
-    folder = Path(experiment_directory)
     script = _script_of(outside_frame())
     options = command_line_options() or RunOptions()
     log_config = options.log_config or log_config
@@ -200,6 +200,14 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
 
 
 # --------------------------------------------------------------------------------------- whose folder it is
+
+
+def _is_left_alone(folder: Path) -> bool:
+    """Return whether this process only measures or checks; a folder of its own is made, for data that it prepares."""
+    plan = find_slice()
+    if plan is not None and plan.holds(folder):
+        run_on_main(folder.mkdir, kwargs={"parents": True, "exist_ok": True})
+    return plan is not None or PARITY in os.environ  # then it belongs to the process that runs the parity check
 
 
 def _lock_folder(folder: Path) -> None:

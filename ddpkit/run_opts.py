@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ddpkit.control import SignalListener, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch
+from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch, options_of_slice
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -771,7 +771,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
             if source.get(name, "") is None:
                 del source[name]
     merged = run_opts.copy()
-    merged.update({**from_yaml, **given})
+    merged.update({**from_yaml, **given, **options_of_slice(RUN_OPTIONS)})
     device = resolve_device(merged["device"], info)
     chosen = "distributed_backend" in from_yaml or "distributed_backend" in given
     if merged["distributed_backend"] is None or (device != run_opts["device"] and not chosen):

@@ -44,7 +44,10 @@ START_SECONDS, POLL_SECONDS = 300.0, 0.02  # to import torch takes three; a load
 class WarmProcess:
     """A Python command in a forked process, with what is used of :class:`subprocess.Popen`."""
 
-    def __init__(self, args, *, env=None, cwd=None, stdin=None, stdout=None, stderr=None, start_new_session=False):
+    def __init__(
+        self, args, *, env=None, cwd=None, stdin=None, stdout=None, stderr=None, start_new_session=False,
+        preexec_fn=None,  # of the parent's death: the parent of a forked process is another
+    ):  # fmt: skip
         if stdin not in (None, subprocess.DEVNULL):
             raise ValueError(f"a forked process reads nothing, and stdin={stdin!r} was asked for")
         self.args, self.returncode = args, None

@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "look at this machine, or at all of a launch: what is wrong for training, and what to do",
     "port": "show what changes in a SpeechBrain recipe that moves to ddpkit, or change it",
     "report": "write one page about a run, or several against each other: curves, speed, goodput, settings",
+    "scale": "measure a recipe on one process and on several: how fast, and what holds it back",
     "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
 

@@ -19,3 +19,9 @@ from ddpkit.launch.nproc import (
 from ddpkit.launch.platforms import (
     refuse_lonely_node as refuse_lonely_node,
 )
+from ddpkit.launch.slice_plan import (
+    SLICE as SLICE,
+    SlicePlan as SlicePlan,
+    find_slice as find_slice,
+    options_of_slice as options_of_slice,
+)

@@ -15,6 +15,7 @@ from ddpkit.base import MPI_LAUNCHERS, state_and_start
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launchers import NPROC, PARITY, find_launch
 from ddpkit.launch.platforms import NUMBERS_OF_NODES
+from ddpkit.launch.slice_plan import SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,7 @@ _NAMES = {
         NPROC,
         PARITY,
         RANK_PROCESS,
+        SLICE,
     ),
     *(one.rank for one in MPI_LAUNCHERS.values()),
     *(one.world_size for one in MPI_LAUNCHERS.values()),

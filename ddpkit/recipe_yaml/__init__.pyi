@@ -10,6 +10,9 @@ from ddpkit.recipe_yaml.document import (
 from ddpkit.recipe_yaml.named_modules import (
     named_module_files as named_module_files,
 )
+from ddpkit.recipe_yaml.scratch_output import (
+    with_scratch_output as with_scratch_output,
+)
 from ddpkit.recipe_yaml.static_checks import (
     check_overrides as check_overrides,
     check_references as check_references,

@@ -5,6 +5,12 @@ from ddpkit.run.parts import (
     FOLLOWED as FOLLOWED,
     Run as Run,
 )
+from ddpkit.run.slice_hparams import (
+    hparams_of_slice as hparams_of_slice,
+)
+from ddpkit.run.slice_result import (
+    SliceResult as SliceResult,
+)
 from ddpkit.run.start_rows import (
     given_batch_size as given_batch_size,
 )

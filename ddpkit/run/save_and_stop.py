@@ -28,6 +28,7 @@ from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, limits_by_option, long
 from ddpkit.control import EXIT_DELAY, TIME_LIMIT, SignalListener, failure_notice, signal_named
 from ddpkit.distributed import alone, get_rank, get_world_size, is_distributed_initialized, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, RunStopped
+from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.save_position import SavePosition
@@ -172,14 +173,19 @@ class CheckpointPolicy:
                 self.add(name, one)
 
     def follow_options(self) -> None:
-        """Give the checkpointer what the options say now: a temporary folder when debugging; how it reads and fails."""
+        """Give the checkpointer what the options say now: how it reads and fails; a temporary folder when debugging.
+
+        A measured slice has a temporary folder, too: it goes on from nothing and leaves nothing.
+        """
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
-        is_temporary = self.options.debug and not self.options.debug_persistently
+        plan = find_slice()
+        is_temporary = plan is not None or (self.options.debug and not self.options.debug_persistently)
         if is_temporary and self._real_folder is None:
             self._real_folder = checkpointer.checkpoints_dir
-            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
+            where = None if plan is None else plan.scratch
+            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-", "dir": where}) or ""
             checkpointer.checkpoints_dir = Path(folder)
             if not get_rank():
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)

@@ -22,6 +22,7 @@ from ddpkit.distributed import (
     sum_over_ranks,
 )
 from ddpkit.errors import BatchError, ConfigError, RunStopped
+from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
@@ -182,6 +183,23 @@ class StageRunner:
             self.progress.copy_losses()
 
     # ------------------------------------------------------------------ training
+
+    def train_or_measure(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+        """Train one epoch; a measured slice of a run trains until enough is measured, and ends.
+
+        Args:
+            brain: of the recipe.
+            loader: this rank's batches.
+            epoch: from 1.
+            enable_bar: show progress (main process only, whatever is given).
+        """
+        plan = find_slice()
+        if plan is None:
+            self.train(brain, loader, epoch, enable_bar=enable_bar)
+            return
+        from ddpkit.run.measured_slice import measure_slice  # nothing else needs it
+
+        measure_slice(plan, self, brain, loader, epoch)
 
     def train(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
         """Train one epoch.

@@ -10,3 +10,10 @@ from ddpkit.see.report.page import (
 )
 from ddpkit.see.report.run_files import find_runs as find_runs
 from ddpkit.see.report.run_report import read_run as read_run
+from ddpkit.see.scale.command import (
+    join_results as join_results,
+    run_scale as run_scale,
+)
+from ddpkit.see.scale.request import (
+    ScaleRequest as ScaleRequest,
+)

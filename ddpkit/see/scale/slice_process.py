@@ -1,0 +1,264 @@
+"""Starts the processes of one slice, waits for its result, and sees to it that none of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpkit.errors import LaunchError
+from ddpkit.launch import LOOPBACK, SLICE, SlicePlan, cores, without_launch
+from ddpkit.run import SliceResult
+from ddpkit.see.scale.cells import Cell
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+POLL_SECONDS = 0.05
+STORE_SECONDS = 300.0
+GRACE_SECONDS = 10.0  # in which the other ranks may tell of the failure of one, and end
+SHOWN_LINES = 30  # of what a process that failed has said
+USAGE_ERROR = ": error: "  # before the sentence that ends a script with a mistake in its usage
+QUIET_SECONDS = 30.0  # after so long the user is shown what the recipe says
+NO_FIT = "the script ended without a call of Brain.fit, which is what is measured."
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+_RANK_PREFIX = re.compile(r"^\[rank:? ?\d+\]:? ")
+
+
+class SliceFailedError(LaunchError):
+    """The processes of a slice have ended without a result. The message has what they said."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The command that is measured.
+
+    Args:
+        words: script and arguments, as they stand after ``python``.
+
+    Ranks: local.
+
+    Example:
+        >>> Recipe(("train.py", "hparams.yaml")).shown
+        'train.py hparams.yaml'
+    """
+
+    words: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        """The words in one line."""
+        return " ".join(self.words)
+
+    @property
+    def command(self) -> list[str]:
+        """The command line of one process."""
+        return [sys.executable, *self.words]
+
+
+def run_slice(
+    recipe: Recipe, cell: Cell, plan: SlicePlan, tell: Callable[[str], object]
+) -> SliceResult:
+    """Run the processes of a slice to its end.
+
+    Args:
+        recipe: what is run.
+        cell: how, and in how many processes.
+        plan: for them.
+        tell: is told what the recipe says, if it takes long.
+
+    Returns:
+        What the slice has measured.
+
+    Raises:
+        SliceFailedError: a process has failed, or none has come to ``fit``.
+
+    Ranks: local.
+
+    State: no process of the slice is left, also after an exception.
+    """
+    Path(plan.result).unlink(missing_ok=True)
+    log = Path(plan.scratch, "output.log")
+    with _processes(recipe, cell, plan, log) as processes:
+        codes = _wait(processes, log, tell)
+    if any(codes):
+        raise SliceFailedError(_failure(cell, codes, log))
+    if not Path(plan.result).exists():
+        raise SliceFailedError(f"{cell.name}: {NO_FIT} {_said(_last_lines(_log_of(log, 0)))}")
+    values = json.loads(Path(plan.result).read_text(encoding="utf-8"))
+    return SliceResult.from_dict({**values, "size": cell.size}, plan.result)
+
+
+@contextlib.contextmanager
+def _processes(
+    recipe: Recipe, cell: Cell, plan: SlicePlan, log: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the processes; end all that is left of them."""
+    started: list[subprocess.Popen[bytes]] = []
+    store = None
+    try:
+        if cell.processes > 1:
+            store = _open_store()
+        for rank in range(cell.processes):
+            environment = environment_of(cell, plan, rank, 0 if store is None else store.port)
+            with _log_of(log, rank).open("wb") as file:
+                started.append(
+                    subprocess.Popen(
+                        recipe.command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=file,
+                        start_new_session=True,
+                        preexec_fn=_die_with_parent,  # noqa: PLW1509 -- takes no lock
+                    )
+                )
+        yield started
+    finally:
+        _kill(started)
+        del store
+
+
+def environment_of(cell: Cell, plan: SlicePlan, rank: int, port: int) -> dict[str, str]:
+    """Return the environment of a process of a slice: what ``--nproc`` of a recipe gives it, and the plan.
+
+    Args:
+        cell: of the slice.
+        plan: of the slice.
+        rank: of the process.
+        port: at which the ranks meet.
+
+    Ranks: local.
+    """
+    number = cell.processes
+    environment = {
+        **without_launch(os.environ),
+        SLICE: plan.text(),
+        "TMPDIR": plan.scratch,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if cell.way == "dp":
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        chosen = visible if len(visible) >= cell.size else list(map(str, range(cell.size)))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(chosen[: cell.size])
+    if number == 1:
+        return environment
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
+    return environment | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _open_store() -> TCPStore:
+    """Open the store at which the ranks meet. Here: the system chooses a free port, and keeps it."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        LOOPBACK,
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_SECONDS),
+    )
+
+
+def _die_with_parent() -> None:
+    """In a new process: end when the command ends, however that comes about."""
+    if _libc is not None:
+        _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+# ------------------------------------------------------------------------------------------ while they run
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], log: Path, tell: Callable[[str], object]
+) -> list[int]:
+    """Wait until all have ended, or until one has failed and the others have had time to follow."""
+    give_up = None
+    tell_at = time.monotonic() + QUIET_SECONDS
+    while True:
+        codes = [process.poll() for process in processes]
+        now = time.monotonic()
+        if None not in codes:
+            return [code or 0 for code in codes]
+        if give_up is None and any(codes):
+            give_up = now + GRACE_SECONDS
+        if give_up is not None and now > give_up:
+            return [0 if code is None else code for code in codes]
+        if now > tell_at:
+            tell_at = now + QUIET_SECONDS
+            tell(_last_lines(_log_of(log, 0), 1))
+        time.sleep(POLL_SECONDS)
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes with all that they have started."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+# ------------------------------------------------------------------------------------------ when one has failed
+
+
+def _log_of(log: Path, rank: int) -> Path:
+    return log.with_suffix(f".rank{rank}.log")
+
+
+def _failure(cell: Cell, codes: Sequence[int], log: Path) -> str:
+    """Say which rank has failed, and what it said last; a mistake in the usage is one sentence."""
+    said = {rank: _last_lines(_log_of(log, rank)) for rank, code in enumerate(codes) if code}
+    for text in said.values():
+        lines = text.splitlines()
+        at = next((number for number, line in enumerate(lines) if USAGE_ERROR in line), None)
+        if at is not None:
+            return f"{cell.name}: " + "\n".join(
+                [lines[at].partition(USAGE_ERROR)[2], *lines[at + 1 :]]
+            )
+    rank = max(said, key=lambda number: len(said[number]))
+    who = "the recipe" if len(codes) == 1 else f"rank {rank} of the recipe"
+    return f"{cell.name}: {who} {_ended(codes[rank])}. {_said(said[rank])}"
+
+
+def _said(text: str) -> str:
+    return f"It said last:\n{text}" if text else "It said nothing."
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by {signal.Signals(-code).name}"
+
+
+def _last_lines(path: Path, number: int = SHOWN_LINES) -> str:
+    """Return the last lines of an output; torch's copies of a traceback, line by line, are left out."""
+    lines: dict[str, None] = {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in filter(str.strip, text.splitlines()):
+        plain = _RANK_PREFIX.sub("", line)
+        if plain not in lines:
+            lines[plain] = None
+    return "\n".join([*lines][-number:])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ddpkit.reporting.time_left import Estimate
 
 LEAST_BAR = 5  # columns
+SHOWN_WAIT = 0.1  # share of a step above which the wait for data is shown
 _MEASURED_BAR = 10  # columns that tqdm gives a bar where it knows no width
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
 _COUNT = "{desc}: {n_fmt}/{total_fmt}"
@@ -27,6 +28,7 @@ class BarFacts(NamedTuple):
         rate: the learning rate.
         speed: samples per second.
         left: time left of the whole run.
+        data_wait: how much of a step the loop waits for data.
 
     Ranks: local.
 
@@ -39,6 +41,7 @@ class BarFacts(NamedTuple):
     rate: str = ""
     speed: str = ""
     left: str = ""
+    data_wait: str = ""
 
     def words(self, *names: str) -> list[str]:
         """Return the facts of these names that there are, as the bar shows them.
@@ -51,6 +54,7 @@ class BarFacts(NamedTuple):
             "rate": f"lr={self.rate}" if self.rate else "",
             "speed": f"samples/s={self.speed}" if self.speed else "",
             "left": self.left,
+            "data_wait": self.data_wait,
         }
         return [shown[name] for name in names if shown[name]]
 
@@ -71,6 +75,21 @@ def left_in_words(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
     return f"run {tqdm.format_interval(estimate.seconds)}{'+' if estimate.is_least else ''} left"
+
+
+def wait_in_words(share: float) -> str:
+    """Return how much of a step waits for data in words; nothing where it is little.
+
+    Args:
+        share: 0 to 1.
+
+    Ranks: local.
+
+    Example:
+        >>> wait_in_words(0.234), wait_in_words(SHOWN_WAIT)
+        ('data wait 23 %', '')
+    """
+    return f"data wait {100 * share:.0f} %" if share > SHOWN_WAIT else ""
 
 
 def fitting_format(facts: BarFacts, meter: Mapping[str, Any]) -> str:
@@ -104,7 +123,9 @@ def fitting_format(facts: BarFacts, meter: Mapping[str, Any]) -> str:
 def _formats(facts: BarFacts, *, has_end: bool) -> Iterator[str]:
     """Yield the formats, from all to the least."""
     start, times = (_BAR, _TIMES) if has_end else (_OPEN_END, "{elapsed}")
-    yield _joined(start, [times, *facts.words("loss", "rate", "speed", "left")])
+    yield _joined(start, [times, *facts.words("loss", "rate", "speed", "data_wait", "left")])
+    if facts.data_wait:
+        yield _joined(start, [times, *facts.words("loss", "rate", "speed", "left")])
     # The time of the run tells more than that of the stage.
     own_time = [] if facts.left else [times]
     yield _joined(start, [*own_time, *facts.words("left", "loss", "rate", "speed")])

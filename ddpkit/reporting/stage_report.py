@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
-from ddpkit.reporting.bar_layout import BarFacts, fitting_format, left_in_words
+from ddpkit.reporting.bar_layout import BarFacts, fitting_format, left_in_words, wait_in_words
 from ddpkit.train_logger import Current, run_event
 from ddpkit.types import Stage
 
@@ -54,6 +54,7 @@ class RunFacts(NamedTuple):
     Attributes:
         rate: learning rate of the next step, in words; empty: not shown.
         left: time left of the whole run; None: not shown.
+        data_wait: share of a step in which the loop waits for data, 0 to 1; it is shown where it is large.
 
     Ranks: local.
 
@@ -64,6 +65,7 @@ class RunFacts(NamedTuple):
 
     rate: str = ""
     left: Estimate | None = None
+    data_wait: float = 0.0
 
 
 def _nothing_known(_: int) -> RunFacts:
@@ -439,6 +441,7 @@ class ProgressBar:
             rate=run.rate,
             speed=tqdm.format_sizeof(speed),
             left=left_in_words(run.left),
+            data_wait=wait_in_words(run.data_wait),
         )
         if self._bar is not None:
             self._draw(step, facts)
@@ -464,6 +467,7 @@ class ProgressBar:
         parts += [f"loss {facts.loss}"] if facts.loss else []
         parts += [f"lr {facts.rate}"] if facts.rate else []
         parts.append(f"{facts.speed} samples/s")
+        parts += [facts.data_wait] if facts.data_wait else []
         done = step - self.initial
         if self.total and done > 0:
             left = (now - self._started) / done * (self.total - step)

@@ -14,6 +14,8 @@ from ddpkit.logger import get_logger
 from ddpkit.optim import rate_factor
 from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.step_times import (
+    DATA,
+    STEP,
     CoreWaits,
     GpuClocks,
     NamedRanges,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 OFF, ALL = "off", "all"
+LEAST_SECONDS = 0.9  # from one report to the next
+FIRST_WINDOWS = 8  # steps of the first report of a run, if it comes sooner
 
 _NONE = float("nan")
 _OF_MAIN = 3  # numbers that the main process tells for all: seconds, norm, learning rate
@@ -134,7 +138,8 @@ class SpeedReport:
         timer = self.timer or self._marking
         if timer is None:
             return feed
-        self._since = time.monotonic()
+        if not self._windows:
+            self._since = time.monotonic()
         self._bytes = exchanged_bytes(self._train_step)
         self._core_waits.share()  # from now on
         self._verdicts.num_workers = getattr(loader, "num_workers", None)
@@ -170,7 +175,7 @@ class SpeedReport:
         timer = self.timer
         if timer is None:
             return []
-        self._windows = timer.taken()
+        self._windows += timer.taken()
         world_size, rank = get_world_size(), get_rank() or 0
         row = None
         if self._windows:
@@ -184,10 +189,9 @@ class SpeedReport:
 
     def _facts_of_main(self, timer: StepTimer) -> list[float]:
         """Return what is equal on all ranks in the main process's words; zeros on the others."""
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
         if not if_main_process():
             return [0.0] * _OF_MAIN
+        seconds = time.monotonic() - self._since
         rate = self._learning_rate()
         norm = timer.gradient_norm
         return [seconds, _NONE if norm is None else norm, _NONE if rate is None else rate]
@@ -217,12 +221,28 @@ class SpeedReport:
             if self._marking is not None:
                 self._marking.taken()
             return
-        if self._windows:
+        if self._is_due():
             self.last = self._second(report)
+            self._windows = []
+            self._since = time.monotonic()
             if if_main_process():
                 self._tell(self.last)
-        self._windows = []
         self.timer.plan(report.step, sync.due, sync.steps_per_interval)
+
+    def _is_due(self) -> bool:
+        """Say whether it is time for a report: about a second after the last one; alike on all ranks.
+
+        The first syncs of a pass come sooner. Of a short run there is one report all the same.
+        """
+        if self.last is None and len(self._windows) >= FIRST_WINDOWS:
+            return True
+        return bool(self._windows) and self._of_main[0] >= LEAST_SECONDS
+
+    def data_wait(self) -> float:
+        """Return the share of a step that the loop waits for data on the slowest rank, 0 to 1; 0: not known."""
+        if self.last is None:
+            return 0.0
+        return max(one[DATA] / max(one[STEP], 1e-9) for one in self.last.phases)
 
     def _tell(self, second: SecondOfSteps) -> None:
         """Write a second of steps to the run's log, and what it shows for the first time."""

@@ -536,7 +536,8 @@ class StageRunner:
         if stage is Stage.TEST:
             return RunFacts()
         rate = rate_of_bar(self.train_step.named_optimizers().values()) if stage is Stage.TRAIN else ""
-        return RunFacts(rate, self.time_left.estimate(step / length if length else None))
+        left = self.time_left.estimate(step / length if length else None)
+        return RunFacts(rate, left, self.speed.data_wait() if stage is Stage.TRAIN else 0.0)
 
     def _done_before(self, loader: Any) -> float | None:
         """Return the part of an epoch's training that was done before a restart; None: a part that is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from ddpkit.epoch_loop import EpochCounter
 
-from .recipes import make, points, sgd
+from .recipes import Regression, make, points, sgd
 
 
 class Console(io.StringIO):
@@ -32,6 +33,12 @@ def console(monkeypatch):
 def last_bars(console):
     """Return what stood in each bar at its end."""
     return [line.rpartition("\r")[2] for line in console.getvalue().split("\n")[:-1]]
+
+
+class SlowSteps(Regression):
+    def compute_forward(self, batch, stage):
+        time.sleep(0.01)
+        return super().compute_forward(batch, stage)
 
 
 def fit(epochs, *, scheduler=None, valid=None, **options):
@@ -92,6 +99,21 @@ def test_without_a_terminal_the_line_says_the_same(monkeypatch, caplog):
         r"epoch 2 of 2 train: batch 4/4, loss \S+, lr 0.03, \S+ samples/s, 00:00 left, run 00:00 left",
         last,
     )
+
+
+class SlowItems(list):
+    """Points that take their time to be read."""
+
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("data", "is_shown"), [(SlowItems, True), (list, False)])
+def test_the_wait_for_data_is_shown_where_it_is_long(console, data, is_shown):
+    brain = make(SlowSteps, noprogressbar=False, measure_steps="all")
+    brain.fit([1], data(points(40)), train_loader_kwargs={"batch_size": 2})
+    assert bool(re.search(r"data wait [1-9]\d %", last_bars(console)[-1])) == is_shown
 
 
 def test_a_line_that_is_announced_does_not_stand_behind_the_bar(console, monkeypatch):

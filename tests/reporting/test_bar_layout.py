@@ -19,7 +19,14 @@ def line(columns, facts=ALL, **meter):
 @pytest.mark.parametrize("total", [300, None])
 @pytest.mark.parametrize(
     "facts",
-    [ALL, ALL._replace(left=""), ALL._replace(rate=""), BarFacts(), BarFacts(loss="nan")],
+    [
+        ALL,
+        ALL._replace(left=""),
+        ALL._replace(rate=""),
+        ALL._replace(data_wait="data wait 23 %"),
+        BarFacts(),
+        BarFacts(loss="nan"),
+    ],
     ids=str,
 )
 def test_no_line_is_wider_than_the_terminal_and_more_room_never_shows_less(total, facts):
@@ -64,3 +71,14 @@ def test_where_the_width_is_not_known_all_is_shown():
     shown = line(None)
     assert "lr=0.00123" in shown
     assert "samples/s=4.42k" in shown
+
+
+def test_the_wait_for_data_is_the_first_to_be_left_out():
+    waits = ALL._replace(data_wait="data wait 23 %")
+    shown = line(150, waits)
+    assert shown.endswith(
+        "[01:23<01:34, loss=0.1234, lr=0.00123, samples/s=4.42k, data wait 23 %, run 1:12:34 left]"
+    )
+    needed = next(columns for columns in range(1, 160) if "data wait" in line(columns, waits))
+    assert line(needed - 1, waits) == line(needed - 1)
+    assert "samples/s" in line(needed - 1)

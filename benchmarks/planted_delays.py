@@ -35,7 +35,7 @@ from ddpkit.step_times.verdicts import VerdictFinder
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 15.0
-LONG_SECONDS = 24.0  # for memory, which takes longer to be sure of, and to find nothing in
+LONG_SECONDS = 24.0  # to be sure of small delays, of memory, and of nothing
 START_SECONDS = 240.0  # at most, on a busy machine
 
 Verdicts = list[dict[str, Any]]
@@ -59,7 +59,8 @@ def trained(case: Case, keep: Path) -> Verdicts:
     folder = folder_of(case, keep)
     for old in folder.iterdir():
         old.unlink()
-    seconds = LONG_SECONDS if case.kind in {"memory_grows", ""} else SECONDS
+    is_plain = case.kind in {"late_rank", "slow_data"} and not case.steps
+    seconds = SECONDS if is_plain else LONG_SECONDS
     words = [
         "-m",
         "benchmarks.planted.recipe",

@@ -32,7 +32,7 @@ def test_a_late_rank_is_named_with_its_phase_once(phase, world_size):
     rank = world_size - 1
     run = Run(world_size, late={(rank, phase): 0.03}, seed=world_size)
     found = verdicts_of(
-        run.seconds(30), VerdictFinder([f"host{number}" for number in range(world_size)])
+        run.seconds(15), VerdictFinder([f"host{number}" for number in range(world_size)])
     )
     assert subjects(found) == [("late_rank", rank, phase)]
     verdict = found[0]
@@ -51,7 +51,7 @@ def test_two_hundred_milliseconds_in_the_backward_pass_of_one_of_four_ranks():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_a_run_without_a_fault_has_no_verdict(world_size):
-    seconds = Run(world_size, noise=0.3, seed=world_size).seconds(100)
+    seconds = Run(world_size, noise=0.3, seed=world_size).seconds(40)
     assert verdicts_of(seconds) == []
     assert verdicts_of([without_windows(second) for second in seconds]) == []
 
@@ -70,6 +70,13 @@ def test_a_rank_that_waits_for_a_core_is_not_named():
     assert subjects(verdicts_of(Run(2, late=late).seconds(10))) == [("late_rank", 1, "forward")]
     more = {"core_waits": [0.05, 0.35]}
     assert verdicts_of(Run(2, late=late, more=more).seconds(10)) == []
+
+
+def test_a_rank_is_late_though_the_others_wait_for_cores():
+    run = Run(2, late={(1, "forward"): 0.012})
+    assert verdicts_of(run.seconds(10)) == []
+    busy = Run(2, late={(1, "forward"): 0.012}, more={"core_waits": [0.35, 0.15]})
+    assert subjects(verdicts_of(busy.seconds(10))) == [("late_rank", 1, "forward")]
 
 
 def test_a_machine_that_others_keep_busy_is_named_with_its_rank():
@@ -93,7 +100,7 @@ def test_a_rank_that_another_follows_is_said_again():
 
 def test_of_many_late_ranks_the_first_are_enough():
     finder = VerdictFinder()
-    run = Run(24)
+    run = Run(24, windows=2)
     found = []
     for rank in range(12):
         run.late = {(rank, "data"): 0.1}
@@ -212,6 +219,29 @@ def test_a_gpu_that_waits_for_the_host():
     loader = {(0, "data"): 0.2, (1, "data"): 0.2}
     waits = verdicts_of(Run(2, late=loader, more={"is_host_bound": [0.9, 0.8]}).seconds(10))
     assert subjects(waits) == [("slow_data", None, "data")]
+
+
+@pytest.mark.parametrize(
+    ("bound", "step", "kinds"), [(1.0, 0.0083, ["host_bound"]), (0.0, 0.51, [])]
+)
+def test_a_gpu_with_little_and_one_with_much_to_do(bound, step, kinds):
+    """As an H200 told it of forty layers of width 64, and of eight of width 8192."""
+    times = {
+        "data": 0.02,
+        "move": 0.01,
+        "forward": 0.27,
+        "backward": 0.5,
+        "optimizer": 0.16,
+        "other": 0.04,
+    }
+    phases = [
+        {**{name: share * step for name, share in times.items()}, "exchange": 0.0, "step": step}
+    ]
+    seconds = [
+        replace(second, phases=phases, is_host_bound=[bound], single_own=None, single_exchange=None)
+        for second in Run(1).seconds(10)
+    ]
+    assert [verdict.kind for verdict in verdicts_of(seconds)] == kinds
 
 
 @pytest.mark.parametrize(

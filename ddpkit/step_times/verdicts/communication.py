@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KIND = "communication"
 #: Of a step, in which the last rank to come waits.
-SHARE = 0.3
+SHARE = 0.25
 #: Of gradients in a step. Below it a slow exchange tells of busy cores, not of many bytes.
 FEWEST_BYTES = 1_000_000
 

@@ -46,6 +46,8 @@ class SlicePlan:
         warmup_windows: optimizer steps before these, at least.
         max_seconds: from the first step on. Then the slice ends with what it has, if that is one step.
         options: run options that win over those of the recipe.
+        loader_workers: numbers of workers with which the loader alone is measured before; none: it is not.
+        loader_seconds: to measure it with each of them.
 
     Ranks: local; equal on all ranks.
 
@@ -63,6 +65,8 @@ class SlicePlan:
     warmup_windows: int = 5
     max_seconds: float = 120.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    loader_workers: list[int] = field(default_factory=list)
+    loader_seconds: float = 1.5
 
     def text(self) -> str:
         """Return the plan as the value of an environment variable."""

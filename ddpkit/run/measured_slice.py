@@ -22,6 +22,7 @@ from ddpkit.distributed import exchange, get_world_size, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SlicePlan, cores, find_launch
 from ddpkit.run.exchanged_bytes import exchanged_bytes
+from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
 from ddpkit.run_opts import RUN_OPTIONS
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
@@ -69,7 +70,9 @@ def measure_slice(
 
     Ranks: collective.
     """
-    clock = SliceClock(plan, stages.train_step, facts_of_run(stages.train_step, loader))
+    rates = _loader_rates(loader, plan)
+    facts = {**facts_of_run(stages.train_step, loader), "loader_rates": rates}
+    clock = SliceClock(plan, stages.train_step, facts)
     train_batch = brain.fit_batch
     window = stages.train_step.progress.window
 
@@ -84,6 +87,16 @@ def measure_slice(
     for number in itertools.count(epoch):
         stages.train(brain, loader, number, enable_bar=False)
     raise AssertionError("epochs have no end")
+
+
+def _loader_rates(loader: Any, plan: SlicePlan) -> dict[str, list[float]]:
+    """Measure the loader alone on all ranks at the same time, where the plan says so."""
+    if not plan.loader_workers:
+        return {}
+    own = loader_rates(loader, plan.loader_workers, plan.loader_seconds)
+    ranks = exchange(own, site="loader rates")
+    common = set.intersection(*map(set, ranks))
+    return {str(number): [rates[number] for rates in ranks] for number in sorted(common)}
 
 
 class SliceClock:
@@ -257,7 +270,6 @@ def facts_of_run(train_step: TrainStep, loader: Any) -> dict[str, Any]:
     sizes = batch_sizes(loader, length and length // shards, factor, world_size, virtual)
     way = named_way(options, world_size)
     device = torch.device(str(options.device)).type
-    inner = getattr(loader, "loader", loader)
     return {
         "way": way,
         "size": torch.cuda.device_count() if way == "dp" else world_size,
@@ -266,7 +278,7 @@ def facts_of_run(train_step: TrainStep, loader: Any) -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads(),
         "cores": cores(),
-        "loader_workers": int(getattr(inner, "num_workers", 0) or 0),
+        "loader_workers": own_workers(loader),
         "exchanged_bytes": exchanged_bytes(train_step),
         "samples_per_step": sizes.per_step,
         "can_fix_step": sizes.alone is not None or options.global_batch_size is not None,

@@ -39,6 +39,7 @@ class SliceResult:
         global_batch_size: the option.
         micro_batches: batches of a step on each process.
         options: run options that matter for speed and are not the default.
+        loader_rates: samples per second of the loader alone on each rank, by the number of workers; empty: not asked.
 
     Ranks: local.
     """
@@ -66,6 +67,7 @@ class SliceResult:
     global_batch_size: int | None = None
     micro_batches: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    loader_rates: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def step(self) -> float:

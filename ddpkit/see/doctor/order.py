@@ -18,6 +18,7 @@ from ddpkit.see.doctor.checks import (
     process_limit,
     processor_cores,
     reachability,
+    recipe_loader,
     shared_folder,
     shared_memory,
     variables,
@@ -43,4 +44,5 @@ CHECKS: tuple[Check, ...] = (
     Check("clock", clocks.look, TOGETHER),
     Check("GPUs", gpus.look, TOGETHER),
     Check("all-reduce", all_reduce.look, TOGETHER),
+    Check("loader of the recipe", recipe_loader.look),
 )

@@ -35,6 +35,21 @@ def addresses_of(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def disk_of(folder: Path) -> os.statvfs_result:
+    """Return what the file system of a folder says of itself.
+
+    Args:
+        folder: that is there.
+
+    Ranks: local.
+
+    Example:
+        >>> disk_of(Path("/")).f_blocks > 0
+        True
+    """
+    return os.statvfs(folder)
+
+
 def threads_of_torch() -> int:
     """Return how many threads torch computes with in this process.
 
@@ -106,7 +121,7 @@ class Machine:
     resolve: Callable[[str], list[str]] = addresses_of
     interfaces: Callable[[], list[Interface]] = interfaces_of_machine
     versions: Callable[[], dict[str, str]] = versions_here
-    disk: Callable[[Path], os.statvfs_result] = os.statvfs
+    disk: Callable[[Path], os.statvfs_result] = disk_of
     pid: Callable[[], int] = os.getpid
     load: Callable[[set[int]], Load] = measure_load
     clock: Callable[[], float] = time.time

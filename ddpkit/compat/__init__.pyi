@@ -34,6 +34,7 @@ from ddpkit.compat.torch_inside import (
     default_store as default_store,
     expect_backward_pass as expect_backward_pass,
     forget_compiled as forget_compiled,
+    has_compiled_code as has_compiled_code,
     has_gradient_hooks as has_gradient_hooks,
     is_compiled as is_compiled,
     multiply_all as multiply_all,

@@ -277,6 +277,21 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def has_compiled_code() -> bool:
+    """Return whether ``torch.compile`` has compiled anything in this process; otherwise, if unknown, True.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(has_compiled_code(), bool)
+        True
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return True if counters is None else bool(counters.get("frames", {}).get("total"))
+
+
 def forget_compiled(module: torch.nn.Module) -> None:
     """Take off a copy of a module what ``compile`` has bound to the module; otherwise nothing, as there is nothing.
 

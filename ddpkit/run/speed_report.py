@@ -145,6 +145,16 @@ class SpeedReport:
         self._verdicts.num_workers = getattr(loader, "num_workers", None)
         return FeedThrough(feed, functools.partial(timer.batches, feed))
 
+    def note_flops(self, per_step: float, peak_per_second: float | None) -> None:
+        """Report from now on how fast this rank computes.
+
+        Args:
+            per_step: floating-point operations of an optimizer step on this rank.
+            peak_per_second: what its device can do at most; None: not known.
+        """
+        self.flops_per_step = per_step
+        self.peak_per_second = peak_per_second
+
     def end_pass(self) -> None:
         """Measure nothing until the next pass."""
         timer = self.timer or self._marking

@@ -35,6 +35,7 @@ from ddpkit.run.save_and_stop import exit_code
 from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
+from ddpkit.run.step_flops import StepFlops
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
@@ -124,6 +125,7 @@ class StageRunner:
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
         speed: measures steps and reports them.
+        flops: counts the operations of one step.
 
     Ranks: collective.
     """
@@ -138,6 +140,7 @@ class StageRunner:
         self.time_left = TimeLeft()
         self._has_graphs = False
         self.speed = SpeedReport(train_step)
+        self.flops = StepFlops(train_step, self.speed.note_flops)
         add_up = self.speed.adding(self.progress.logged.sync)
         self._sync = PeriodicSync(add_up, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
@@ -258,6 +261,8 @@ class StageRunner:
         progress.begin_pass()
         self._begin(Stage.TRAIN, loader, feed if isinstance(feed, StreamFeed) else None)
         feed = self.speed.begin_pass(feed, loader)
+        if self.speed.timer is not None and self.profiler is None:
+            feed = self.flops.feed(feed)
         self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
@@ -275,7 +280,7 @@ class StageRunner:
 
             limit = self._step_limit(ready)
             on_window = saves.on_window if saves.follows_windows else None
-            with self.train_step.warning_without_steps():
+            with self.train_step.warning_without_steps(), self.flops.during_pass():
                 is_limited = train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             self.speed.end_pass()
             progress.is_whole = not is_limited or (feed.length is not None and progress.step >= feed.length)

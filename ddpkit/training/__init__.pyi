@@ -52,5 +52,6 @@ from ddpkit.training.module_options import (
     checkpoint_blocks as checkpoint_blocks,
     compile_modules as compile_modules,
     has_cuda_graphs as has_cuda_graphs,
+    recomputed as recomputed,
     require_module_keys as require_module_keys,
 )

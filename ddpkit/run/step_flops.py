@@ -1,0 +1,145 @@
+"""The floating-point operations of one early optimizer step, counted once in a run, on the main process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpkit.compat import has_compiled_code, is_compiled
+from ddpkit.distributed import if_main_process
+from ddpkit.train_logger import run_event
+from ddpkit.training import FeedThrough, recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ddpkit.step_times import FlopCounter
+    from ddpkit.training import TrainStep, Window
+
+_COUNTED = 2  # the step of the run; in the first, much is done that is done once
+
+COMPILED = (
+    "a part of the model is compiled, and would not run compiled while its operations are counted"
+)
+THREADS = "data_parallel_backend runs the model in threads, whose operations are not seen"
+
+
+class StepFlops:
+    """Counts the operations of the second optimizer step that this process trains, on the main process alone.
+
+    That step takes longer than others. It is not measured, on any rank.
+
+    Args:
+        train_step: of the run.
+        on_count: is given the operations, and the peak of the device or None.
+
+    Attributes:
+        is_done: whether they were counted, or cannot be.
+
+    Ranks: all, as the passes of training. Nothing is sent.
+    """
+
+    def __init__(
+        self, train_step: TrainStep, on_count: Callable[[int, float | None], object]
+    ) -> None:
+        self.is_done = False
+        self._train_step = train_step
+        self._on_count = on_count
+        self._steps = 0  # that are over
+        self._counter: FlopCounter | None = None
+        self._running = contextlib.ExitStack()
+
+    def feed(self, feed: Any) -> Any:
+        """Return the feed of a pass, whose batches of the counted step are followed.
+
+        Args:
+            feed: whose batches the loop trains on; the timer of steps sees them before.
+        """
+        return feed if self.is_done else FeedThrough(feed, functools.partial(self._batches, feed))
+
+    def _batches(self, feed: Any, window: Window) -> Iterator[Any]:
+        batches = iter(feed.batches(window))
+        for batch in batches:
+            is_counted = self._steps == _COUNTED - 1
+            if is_counted:
+                self._begin_batch()
+            yield batch
+            self._running.close()
+            if window.closes:
+                self._steps += 1
+                if is_counted:
+                    self._finish()
+                    break
+        yield from batches
+
+    @contextlib.contextmanager
+    def during_pass(self) -> Iterator[None]:
+        """Return a context for a pass: nothing is counted after it, whatever ends it."""
+        try:
+            yield
+        finally:
+            self._running.close()
+            if not self.is_done:  # a step that is not over is not the step
+                self._counter = None
+
+    def _begin_batch(self) -> None:
+        timer = self._train_step.timer
+        if timer is not None:
+            timer.stop()
+        if not if_main_process() or self._problem():
+            return
+        if self._counter is None:
+            from ddpkit.step_times import FlopCounter  # which a step needs once
+
+            blocks = [recomputed(one) for one in self._train_step.modules.modules()]
+            found = [one for one in blocks if one is not None]
+            self._counter = FlopCounter(lambda: any(one.is_recomputing for one in found))
+        self._running.enter_context(self._counter)
+
+    def _problem(self) -> str:
+        """Return why the operations of this run cannot be counted; empty if they can."""
+        modules = self._train_step.modules
+        if any(isinstance(one, nn.DataParallel) for one in modules.modules()):
+            return THREADS
+        if has_compiled_code() or any(map(is_compiled, modules.modules())):
+            return COMPILED
+        return ""
+
+    def _finish(self) -> None:
+        self.is_done = True
+        counter, self._counter = self._counter, None
+        problem = self._problem()
+        if counter is not None and not problem:
+            problem = counter.problem
+        name = device_name(self._train_step.device)
+        if counter is None or problem:
+            if if_main_process():
+                run_event("flops", per_step=None, device=name, problem=problem)
+            return
+        facts: dict[str, Any] = {"per_step": counter.total, "device": name}
+        peak = counter.peak(name)
+        if peak is not None:
+            facts["peak_per_second"] = peak
+        run_event("flops", **facts)
+        self._on_count(counter.total, peak)
+
+
+def device_name(device: str) -> str:
+    """Return what a device calls itself; its kind, where it says nothing.
+
+    Args:
+        device: such as ``"cuda:1"``.
+
+    Ranks: local.
+
+    Example:
+        >>> device_name("cpu")
+        'cpu'
+    """
+    kind = torch.device(device).type
+    ask = getattr(getattr(torch, kind, None), "get_device_name", None)
+    return kind if kind == "cpu" or ask is None else str(ask(device))

@@ -1,0 +1,180 @@
+"""The operations of one step, counted in a run: once, on the main process, and with no number of the run changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.experiment import set_run_log
+from ddpkit.train_logger import Current
+from ddpkit.types import Stage
+from tests.contract.recipes import Regression, make, points
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch):
+    """What other tests have compiled is not of this run."""
+    import torch._dynamo.utils as inside
+
+    monkeypatch.setattr(inside, "counters", {})
+
+
+@pytest.fixture
+def log(tmp_path):
+    set_run_log(tmp_path / "metrics.jsonl")
+    yield tmp_path / "metrics.jsonl"
+    Current.log = None
+
+
+def events(log, kind="flops"):
+    found = map(json.loads, log.read_text(encoding="utf-8").splitlines())
+    return [one for one in found if one["event"] == kind]
+
+
+# One batch of 4 rows, 3 inputs that need no gradient, 1 output: a product forwards and one backwards.
+OF_A_STEP = 2 * 2 * 4 * 3 * 1
+FOUR = {"train_loader_kwargs": {"batch_size": 4}}
+
+
+class OwnFitBatch(Regression):
+    def fit_batch(self, batch):
+        with self.training_ctx:
+            outputs = self.compute_forward(batch, Stage.TRAIN)
+            loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
+        self.backward(loss)
+        if self.should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_step_is_counted_once_in_a_run(cls, factor, log):
+    brain = make(cls, grad_accumulation_factor=factor)
+    brain.fit([1, 2], points(36 * factor), **FOUR)
+    brain.fit([3], points(36), **FOUR)
+    (event,) = events(log)
+    assert event["per_step"] == factor * OF_A_STEP
+    assert event["device"] == "cpu"
+    assert "peak_per_second" not in event
+    later = events(log, "speed")[-1]
+    assert later["flops_per_step"] == factor * OF_A_STEP
+    seconds = later["step_seconds"]["max"]
+    assert later["flops_per_second"] == pytest.approx(factor * OF_A_STEP / seconds, rel=1e-4)
+    assert "mfu" not in later
+
+
+def test_the_second_step_may_be_in_another_epoch_and_a_run_of_one_step_has_no_count(log):
+    brain = make()
+    brain.fit([1], points(4), **FOUR)
+    assert not events(log)
+    brain.fit([2], points(4), **FOUR)
+    assert [one["per_step"] for one in events(log)] == [OF_A_STEP]
+
+
+@pytest.mark.parametrize("options", [{"measure_steps": "off"}, {"profile_training": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
+def test_without_measured_steps_and_in_a_profile_nothing_is_counted(options, log, tmp_path):
+    brain = make(hparams={"output_folder": str(tmp_path)}, **options)
+    brain.fit([1], points(36), **FOUR)
+    assert not events(log)
+
+
+def test_a_block_that_is_computed_again_counts_once(log):
+    class Block(nn.Sequential):
+        pass
+
+    for options in ({}, {"activation_checkpointing": ["Block"]}):
+        parts = nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)
+        net = nn.Sequential(Block(*parts)).double()
+        make(net=net, **options).fit([1], points(36), **FOUR)
+    plain, again = events(log)
+    assert plain["per_step"] == again["per_step"] == 2 * 4 * (2 * 3 * 5 + 3 * 5 * 1)
+
+
+@pytest.mark.parametrize("how", ["in place", "a function"])
+def test_of_what_is_compiled_nothing_is_counted(how, log, monkeypatch):
+    brain = make()
+    if how == "in place":
+        monkeypatch.setattr(
+            brain.modules["net"], "_compiled_call_impl", brain.modules["net"].forward
+        )
+    else:
+        import torch._dynamo.utils as inside
+
+        monkeypatch.setattr(inside, "counters", {"frames": {"total": 1}})
+    brain.fit([1], points(36), **FOUR)
+    (event,) = events(log)
+    assert event["per_step"] is None
+    assert "compiled" in event["problem"]
+    assert "flops_per_step" not in events(log, "speed")[-1]
+
+
+def test_an_error_in_the_counted_step_ends_the_count(log):
+    class Fails(Regression):
+        def compute_forward(self, batch, stage):
+            if self.step == 2:
+                raise RuntimeError("no")
+            return super().compute_forward(batch, stage)
+
+    with pytest.raises(RuntimeError, match="no"):
+        make(Fails).fit([1], points(36), **FOUR)
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    assert _get_current_dispatch_mode() is None
+    assert not events(log)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.parts = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
+        )
+
+    def forward(self, inputs):
+        return self.parts(inputs)
+
+
+def trained(**options):
+    torch.manual_seed(3)
+    brain = make(net=Norm().double(), **options)
+    brain.fit([1, 2], points(24), **FOUR)
+    return [one.detach().clone() for one in brain.modules.state_dict().values()]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "options", [{}, {"grad_accumulation_factor": 2}, {"ema_decay": 0.9}], ids=str
+)
+def test_no_bit_of_a_training_is_another(options, log):
+    counted = trained(**options)
+    assert events(log)[0]["per_step"]
+    assert all(map(torch.equal, counted, trained(**options, measure_steps="off")))
+
+
+def of_rank(folder, options):
+    """Train; return what the log of this rank has of it, and the weights."""
+    import torch._dynamo.utils as inside
+
+    inside.counters.clear()
+    path = set_run_log(f"{folder}/metrics.jsonl").path
+    try:
+        torch.manual_seed(3)
+        brain = make(**options)
+        brain.fit([1], points(48), **FOUR)
+    finally:
+        Current.log = None
+    return events(path) if brain.rank == 0 else None, brain.modules.state_dict()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"strategy": "zero1"}], ids=str)
+def test_on_several_ranks_the_first_counts_its_own_part(ranks, options, tmp_path):
+    (found, _), *others = ranks.run(of_rank, str(tmp_path), options)
+    assert [one["per_step"] for one in found] == [OF_A_STEP]
+    assert all(one is None for one, _ in others)

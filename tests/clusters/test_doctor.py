@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
+import sys
 
 import pytest
 
@@ -78,3 +80,20 @@ def test_a_firewall_that_lets_the_rendezvous_alone_through_is_found(hosts, told)
     assert problems(findings) == {("next host", "host1")}
     assert "host2 at " in findings["next host", "host1"]["measured"]
     assert "timed out" in findings["next host", "host1"]["measured"]
+
+
+def test_srun_on_two_nodes_looks_at_both(slurm, tmp_path):
+    words = shlex.join([sys.executable, *WORDS, "--device", "cpu"])
+    job_script = tmp_path / "job.sh"
+    job_script.write_text(
+        f"#!/bin/bash\nexport OMP_NUM_THREADS=1\nexec srun --output=table.json {words}\n"
+    )
+    with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", str(job_script)) as job:
+        job.wait(180)
+        text = (tmp_path / "table.json").read_text()
+        assert text.startswith("{"), job.report()
+    found = json.loads(text)
+    assert found["world_size"] == 2
+    assert len(set(found["hosts"])) == 2
+    assert not [one for one in found["findings"] if one["name"] in {"launcher", "rendezvous"}]
+    assert {one["verdict"] for one in found["findings"] if one["name"] == "next host"} == {"ok"}

@@ -158,7 +158,7 @@ class RunHistory:
 
     def _start(self, record: Record) -> None:
         time = number_of(record.get("time")) or 0.0
-        begin = number_of(record.get("process_start")) or time
+        begin = time if _is_notebook(record) else number_of(record.get("process_start")) or time
         if self.attempts:
             begin = max(begin, self.now.end)
         self._begin(Attempt(min(begin, time), time, record))
@@ -308,3 +308,10 @@ def _spread(name: str, spread: Any) -> dict[str, float]:
 
 def _name(path: Any) -> str:
     return PurePath(path).name if isinstance(path, str) else ""
+
+
+def _is_notebook(record: Record) -> bool:
+    """Say whether a start was in a notebook's process, which may be hours older."""
+    arguments = record.get("arguments")
+    program = str(arguments[0]) if isinstance(arguments, list) and arguments else ""
+    return not program or "ipykernel" in program

@@ -186,9 +186,7 @@ def _speed(runs: Sequence[RunReport]) -> Iterator[Panel]:
     )
     for number, run in enumerate(runs):
         yield _split(run, number, f" of {run.label}" if len(runs) > 1 else "")
-    yield Panel(
-        "wait for the other ranks", SPEED, STEP_AXIS, SECONDS, tuple(_waits(runs))
-    )
+    yield Panel("wait for the other ranks", SPEED, STEP_AXIS, SECONDS, tuple(_waits(runs)))
     yield _one(runs, SPEED, "share of the device's peak (MFU)", "mfu", SHARE)
     yield _one(runs, SPEED, "steps in which the GPU waited for the host", "host_bound", SHARE)
 
@@ -211,7 +209,10 @@ def _split(run: RunReport, number: int, words: str) -> Panel:
 
 def _waits(runs: Sequence[RunReport]) -> Iterator[Line]:
     """How long ranks wait for the others: who waits least has come last."""
-    columns = {"phases.exchange.max": "the rank that came first", "phases.exchange.min": "the rank that came last"}
+    columns = {
+        "phases.exchange.max": "the rank that came first",
+        "phases.exchange.min": "the rank that came last",
+    }
     several = [run for run in runs if not _has_one_process(run)]
     for line in _column_lines(runs, "speed", columns):
         if runs[line.run] in several:

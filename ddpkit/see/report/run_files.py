@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,10 @@ from ddpkit.errors import ConfigError, MissingFileError
 METRICS = "metrics.jsonl"
 METRICS_OF_TESTS = "metrics.test_only.jsonl"
 RUN_LOCK = ".run.lock"
-LOCKS = Path("/proc/locks")  # of this machine's kernel
+PROCESSES = Path("/proc")
+LOCKS = PROCESSES / "locks"  # of this machine's kernel
 MOST_NAMED = 4
+_LOCK = re.compile(r" (?P<pid>\d+) [0-9a-f]+:[0-9a-f]+:(?P<inode>\d+) ")
 DEPTH = 3  # folders below a wrong one in which runs are looked for
 
 
@@ -58,12 +62,29 @@ class RunFiles:
         if lock is None:
             return False
         try:
-            inode = lock.stat().st_ino
+            inode = str(lock.stat().st_ino)
             lines = LOCKS.read_text(encoding="ascii").splitlines()
         except (OSError, UnicodeDecodeError):  # no Linux, or a container without it
             return False
-        places = (word for line in lines for word in line.split() if word.count(":") == 2)  # noqa: PLR2004 -- major:minor:inode
-        return any(place.rpartition(":")[2] == str(inode) for place in places)
+        found = [_LOCK.search(line) for line in lines]
+        holders = [match["pid"] for match in found if match and match["inode"] == inode]
+        return any(_has_open(pid, lock) for pid in holders)
+
+
+def _has_open(pid: str, file: Path) -> bool:
+    """Say whether a process has a file open: a file of another disk may have the same inode."""
+    path = file.resolve()
+    try:
+        links = list(PROCESSES.joinpath(pid, "fd").iterdir())
+    except FileNotFoundError:  # it has ended
+        return False
+    except OSError:  # another user's process
+        return True
+    for link in links:
+        with contextlib.suppress(OSError):  # it may be closed meanwhile
+            if link.readlink() == path:
+                return True
+    return False
 
 
 def find_runs(given: Sequence[str | os.PathLike[str]]) -> list[RunFiles]:

@@ -12,7 +12,9 @@ from typing import Any
 from ddpkit.errors import ConfigError
 from ddpkit.recipe_yaml import pairs, read_document
 from ddpkit.see.report.history import RunHistory
+from ddpkit.see.report.records import number_of
 from ddpkit.see.report.run_files import RunFiles
+from ddpkit.see.report.words import number
 
 HYPERPARAMETERS = "hyperparams.yaml"
 ENVIRONMENT = "env.log"
@@ -62,11 +64,11 @@ def options_of(history: RunHistory) -> dict[str, str]:
 
 def _options_in(arguments: Any) -> Iterator[tuple[str, str]]:
     words = [str(one) for one in arguments] if isinstance(arguments, list) else []
-    for number, word in enumerate(words):
+    for at, word in enumerate(words):
         if not word.startswith("--"):
             continue
         name, has_value, value = word[2:].partition("=")
-        following = words[number + 1] if number + 1 < len(words) else "--"
+        following = words[at + 1] if at + 1 < len(words) else "--"
         if not has_value:
             value = "True" if following.startswith("--") else following
         yield name, text_of(value)
@@ -145,6 +147,9 @@ def environment_of(history: RunHistory) -> dict[str, str]:
         found["torch"] = text_of(start["torch"])
     fit = history.now.fit if history.attempts else {}
     found |= {name.replace("_", " "): text_of(fit[name]) for name in OF_FIT if name in fit}
+    per_step = number_of(history.flops.get("per_step"))
+    if per_step is not None:
+        found["floating-point operations of a step"] = number(per_step)
     ranks = fit.get("ranks")
     if isinstance(ranks, list):
         places = Counter(_place_of(rank) for rank in ranks)

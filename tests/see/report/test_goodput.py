@@ -157,6 +157,14 @@ def test_an_old_log_without_measured_seconds_and_checkpoints():
     assert goodput.restarts[0].resumed_at == 100.0
 
 
+def test_the_start_of_a_process_counts_unless_it_is_a_notebooks():
+    for program, begin in (("train.py", 70.0), ("/lib/ipykernel_launcher.py", 100.0)):
+        facts = {"arguments": [program], "process_start": 70.0}
+        goodput = goodput_of(history_of((100.0, "start", facts), (130.0, "speed", second(10))))
+        assert goodput.wall == 130.0 - begin
+        assert goodput.parts[STARTING] == 120.0 - begin
+
+
 def test_the_parts_never_exceed_the_wall_time():
     goodput = goodput_of(history_of((0.0, "start", {}), (1.0, "stage", trained(10, 3.0))))
     assert sum(goodput.parts.values()) == pytest.approx(goodput.wall)

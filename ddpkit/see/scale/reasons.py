@@ -13,7 +13,7 @@ from ddpkit.see.scale.losses import (
     late_rank,
     losses_of,
 )
-from ddpkit.see.scale.summary import GOOD, Row
+from ddpkit.see.scale.summary import GOOD, TOO_GOOD, Row
 from ddpkit.step_times import DATA, EXCHANGE, OPTIMIZER, OTHER
 
 #: Gradients of fewer bytes travel as fast as any: what takes time is each message, not its size.
@@ -37,6 +37,11 @@ def reason_of(row: Row) -> str:
         return _of_base(row)
     losses = losses_of(row)
     opening = f"{row.name}: {row.speed_up:.2f}x, {_percent(row.efficiency)}"
+    if row.efficiency > TOO_GOOD:
+        return (
+            f"{opening}: more than so many processes can give. Something has held "
+            f"{in_words(row.base.world_size)} back, such as other programs. Measure again."
+        )
     if row.efficiency >= GOOD or losses.total <= 0:
         return f"{opening}, {row.word}. Nothing is lost that is worth a change."
     base = in_words(row.base.world_size)

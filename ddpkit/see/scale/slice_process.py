@@ -208,7 +208,8 @@ def _wait(
             return [0 if code is None else code for code in codes]
         if now > tell_at:
             tell_at = now + QUIET_SECONDS
-            tell(_last_lines(_log_of(log, 0), 1))
+            said = _last_lines(_log_of(log, 0), 1).strip()
+            tell(f"  still running. It said last: {said}")
         time.sleep(POLL_SECONDS)
 
 

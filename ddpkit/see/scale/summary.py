@@ -13,6 +13,8 @@ from ddpkit.step_times import PHASES
 
 #: Efficiencies from which on a word is right; below the last one more processes hardly pay.
 GOOD, FAIR, POOR = 0.9, 0.75, 0.5
+#: More than so many processes can give: then the smallest size was slower than it is.
+TOO_GOOD = 1.2
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,11 @@ def word_for(efficiency: float) -> str:
     Ranks: local.
 
     Example:
-        >>> word_for(0.95), word_for(0.8), word_for(0.52), word_for(0.3)
-        ('good', 'fair', 'poor', 'bad')
+        >>> word_for(0.95), word_for(0.8), word_for(0.52), word_for(0.3), word_for(8.0)
+        ('good', 'fair', 'poor', 'bad', 'doubtful')
     """
+    if efficiency > TOO_GOOD:
+        return "doubtful"
     for bound, word in ((GOOD, "good"), (FAIR, "fair"), (POOR, "poor")):
         if efficiency >= bound:
             return word

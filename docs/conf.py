@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 os.environ["DDPKIT_SPEECHBRAIN"] = "0"  # importing ddpkit.speechbrain changes nothing here
 
@@ -18,7 +19,7 @@ copyright = "the ddpkit authors; Apache License 2.0"
 version = release = ddpkit.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "decisions/template.md"]
+exclude_patterns = ["_build", "recorded_runs", "decisions/template.md"]
 nitpicky = True
 # References to ddpkit's own names must resolve. Those to other projects cannot: their inventories would have
 # to be downloaded, and a build needs no network.
@@ -45,3 +46,11 @@ html_theme = "furo"
 html_title = f"ddpkit {release}"
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(_):
+    """Draw the pictures of commands, anew at each build."""
+    from draw_report import draw
+
+    draw(Path(__file__).resolve().parent / "_build" / "pictures" / "report.png")
+    return {"parallel_read_safe": True}

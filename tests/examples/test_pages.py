@@ -19,6 +19,7 @@ PAGES = (
     "docs/how-to/evaluation.md",
     "docs/how-to/log-values.md",
     "docs/how-to/schedules.md",
+    "docs/how-to/watch-a-run.md",
 )
 
 FILE = re.compile(r"# (?P<name>[\w.]+)(?P<end>, at the end)?(, from `(?P<start>.+)` on)?\n")

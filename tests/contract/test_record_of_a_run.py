@@ -396,7 +396,6 @@ def test_the_page_lists_every_field_and_every_kind_of_event(tmp_path):
         "step",
         "logged",
         "stats",
-        "speed",
         "skipped_steps",
         "exception",
     }

@@ -23,12 +23,12 @@ def loader_rates(loader: Any, numbers: Sequence[int], seconds: float) -> dict[in
 
     Args:
         loader: of this rank, as ``fit`` uses it.
-        numbers: of workers. Where a loader cannot be made anew (one of a class of its own, or batches that the recipe
-            makes), it is measured as it is.
+        numbers: of workers. Where a loader cannot be made anew (one of a class of its own, or
+            batches that the recipe makes), it is measured as it is.
         seconds: for each.
 
     Returns:
-        Samples per second, by the number of workers; those with fewer than two batches are left out.
+        Samples per second, by the number of workers; none where there is one batch alone.
 
     Ranks: local; on a host all ranks measure at the same time.
 

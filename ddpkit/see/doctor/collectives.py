@@ -1,4 +1,4 @@
-"""How fast the ranks average and send: measured in a process group of its own, which ends with the measurement."""
+"""How fast the ranks average and send: measured in a process group of its own."""
 
 from __future__ import annotations
 

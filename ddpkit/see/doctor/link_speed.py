@@ -28,7 +28,7 @@ UNKNOWN_NETWORK = 1e8
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What this rank is connected by: the name of it, and bytes per second in one direction; 0: unknown.
+    """What this rank is connected by: its name, and bytes per second in one direction; 0: unknown.
 
     Ranks: local.
     """
@@ -77,7 +77,7 @@ def _network(site: Site) -> tuple[str, float]:
 
 
 def _infiniband(site: Site) -> float:
-    """Return the rate of the fastest adapter, such as "400 Gb/sec (4X NDR)", in bytes per second."""
+    """Return bytes per second of the fastest adapter, which says "400 Gb/sec (4X NDR)"."""
     rates = [0.0]
     for file in site.machine.root.glob("sys/class/infiniband/*/ports/*/rate"):
         found = re.match(r"([\d.]+) Gb/sec", file.read_text())

@@ -87,7 +87,9 @@ def test_a_slow_loader_is_found_and_how_many_workers_would_do(doctor):
 @pytest.mark.slow
 def test_a_fast_loader_is_well(doctor):
     found, _ = doctor()
-    assert found["verdict"] == "ok"
+    assert found["verdict"] in {"ok", "look"}, (
+        "on busy cores a step waits, whatever the loader does"
+    )
     assert (
         found["details"]["samples_per_second"]["0"]
         > 2 * found["details"]["needed_samples_per_second"]
@@ -138,12 +140,24 @@ def test_a_number_of_workers_that_would_do_is_named():
 
 
 def test_a_loader_that_is_a_little_slow_is_worth_a_look():
-    assert said(speed(0.15, own=1, w0=500.0, w1=900.0)).verdict == LOOK
+    assert said(speed(0.15, own=1, w0=500.0, w1=850.0)).verdict == LOOK
 
 
 def test_a_loader_that_is_fast_is_well_also_where_it_is_hardly_faster_than_the_steps():
     assert said(speed(0.02, own=2, w0=400.0, w2=1050.0)).verdict == OK
     assert said(speed(0.2, own=2, w0=400.0, w2=5000.0)).verdict == OK
+
+
+def test_a_loader_without_workers_that_is_twice_as_fast_as_the_steps_takes_a_third_of_each():
+    slow = said(speed(0.33, w0=2000.0, w1=1900.0))
+    assert slow.verdict == PROBLEM
+    assert slow.advice.startswith("num_workers: 1 would do")
+
+
+def test_where_only_the_training_waits_the_loader_is_not_to_blame():
+    busy = said(speed(0.4, w0=50000.0, w1=60000.0))
+    assert busy.verdict == LOOK
+    assert busy.advice.startswith("The loader alone is fast enough")
 
 
 def test_where_workers_wait_for_files_more_of_them_are_advised():

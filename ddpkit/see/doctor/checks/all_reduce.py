@@ -162,7 +162,7 @@ def _whole(site: Site, members: Mapping[int, Member]) -> Measured:
 
 
 def _by_pairs(site: Site, members: Mapping[int, Member]) -> list[Finding]:
-    """Measure pairs; those that seem slow once more, for a moment's work of others slows them, too."""
+    """Measure pairs; those that seem slow once more: other work slows them for a moment, too."""
     ranks = _chosen(members)
     pairs = [(i, j) for i in ranks for j in ranks if i < j]
     measured = _shared(site, "pairs", _pairs(site, members, "pairs", pairs, FEW_TIMES))
@@ -265,7 +265,7 @@ def _of_whole(
 
 
 def _slowest(measured: Mapping[int, Measured]) -> dict[int, float]:
-    """Return the best time of an all-reduce, by bytes: each takes as long as for its slowest rank."""
+    """Return the best time by bytes: an all-reduce takes as long as for its slowest rank."""
     sizes = set.intersection(*(set(one.seconds) for one in measured.values()))
     found = {}
     for size in sorted(sizes, key=int):
@@ -388,8 +388,8 @@ def pair_finding(
         "both send 4 MB to each other, one pair after another",
         cost="every all-reduce is as slow as the slowest link",
         advice=(
-            "Look at the cables, ports and interfaces of these two (ethtool, errors in `ip -s link`), and "
-            "at the switch between them. Or leave one of them out."
+            "Look at the cables, ports and interfaces of these two (ethtool, errors in "
+            "`ip -s link`), and at the switch between them. Or leave one of them out."
         ),
         lines=_pair_lines(speeds, names),
         details={"bytes_per_second": {f"{i}-{j}": value for (i, j), value in speeds.items()}},

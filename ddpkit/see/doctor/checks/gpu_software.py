@@ -117,8 +117,8 @@ def _remedy(seen: ByTorch) -> str:
         )
     return (
         "Error 802: NVSwitch's fabric manager does not run. Error 803 or 804: the parts of the "
-        "driver do not fit (restart the machine). In a container: --gpus all. Try nvidia-smi, and dmesg "
-        "for Xid."
+        "driver do not fit (restart the machine). In a container: --gpus all. Try nvidia-smi, "
+        "and dmesg for Xid."
     )
 
 

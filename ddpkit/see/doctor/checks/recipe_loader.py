@@ -26,8 +26,8 @@ WAITS = 0.1  # of a step: more than this is waited for data
 WAITS_LONG = 0.25
 STILL_GROWS = 1.3
 CHEAPER = (
-    "Do less for each sample: prepare data once and store it, decode smaller files, move work to the "
-    "GPU, read from a local disk."
+    "Do less for each sample: prepare data once and store it, decode smaller files, move work to "
+    "the GPU, read from a local disk."
 )
 
 
@@ -51,12 +51,28 @@ class LoaderSpeed:
     waits: float
     is_whole: bool = True
 
+    def share(self, number: int) -> float:
+        """Return the share of a step that waits for data, as the loader's own speed has it.
+
+        Without workers a step does not go on while its batch is loaded.
+        """
+        rate = self.rates[number]
+        return (
+            self.needed / (self.needed + rate) if number == 0 else max(0.0, 1 - rate / self.needed)
+        )
+
+    @property
+    def by_loader(self) -> float:
+        """What of a step the loader is to blame for; on busy cores a step waits longer."""
+        return min(self.waits, self.share(self.own))
+
     @property
     def enough(self) -> int | None:
-        """The smallest number of workers with which the loader is fast enough; None if there is none."""
-        return next(
-            (n for n, rate in sorted(self.rates.items()) if rate >= NEEDED * self.needed), None
-        )
+        """The smallest number of workers with which the loader is fast enough, if there is one."""
+        for number, rate in sorted(self.rates.items()):
+            if self.share(number) < WAITS and rate >= NEEDED * self.needed:
+                return number
+        return None
 
     @property
     def still_grows(self) -> bool:
@@ -148,12 +164,11 @@ def finding(speed: LoaderSpeed, numbers: Sequence[int]) -> Finding:
     Ranks: local.
     """
     own = speed.rates[speed.own]
-    is_fast = speed.waits < WAITS or (own >= speed.needed and speed.waits < WAITS_LONG)
-    verdict = OK if is_fast else PROBLEM if speed.waits >= WAITS_LONG else LOOK
     return Finding(
         NAME,
-        verdict,
-        f"{own:,.0f} samples/s with {_workers(speed.own)}; {100 * speed.waits:.0f} % of a step waits for data",
+        _verdict(speed),
+        f"{own:,.0f} samples/s with {_workers(speed.own)}; "
+        f"{100 * speed.waits:.0f} % of a step waits for data",
         f"{NEEDED * speed.needed:,.0f} samples/s, and less than {100 * WAITS:.0f} % of a step",
         f"the steps of the recipe alone take {speed.needed:,.0f} samples/s, measured here",
         cost=f"steps take {1 / max(1 - speed.waits, 1e-9):.1f} times as long as they could",
@@ -169,9 +184,20 @@ def finding(speed: LoaderSpeed, numbers: Sequence[int]) -> Finding:
     )
 
 
+def _verdict(speed: LoaderSpeed) -> str:
+    if speed.by_loader >= WAITS_LONG:
+        return PROBLEM
+    return LOOK if speed.by_loader >= WAITS or speed.waits >= WAITS_LONG else OK
+
+
 def _advice(speed: LoaderSpeed, numbers: Sequence[int]) -> str:
     if not speed.is_whole:
         return f"The recipe makes its batches itself: give its own loader num_workers. {CHEAPER}"
+    if speed.by_loader < WAITS:
+        return (
+            "The loader alone is fast enough, and is not while the recipe trains. Are the cores or "
+            "the disk busy with something else, or do copies to the device take long (pin_memory)?"
+        )
     enough, best = speed.enough, speed.best
     if enough is not None and enough != speed.own:
         return f"num_workers: {enough} would do, in the loader's arguments of the YAML file."
@@ -180,9 +206,10 @@ def _advice(speed: LoaderSpeed, numbers: Sequence[int]) -> str:
     gain = speed.rates[best] / speed.rates[speed.own]
     words = f"num_workers: {best} is {gain:.1f} times as fast, and still too slow. "
     if best == max(speed.rates) and speed.still_grows:
+        most = math.ceil(best * NEEDED * speed.needed / speed.rates[best])
         words += (
             "It still grows with the workers, as it does where they wait for files: "
-            f"try more than cores, up to {math.ceil(best * NEEDED * speed.needed / speed.rates[best])}. "
+            f"try more than cores, up to {most}. "
         )
     return words + CHEAPER
 

@@ -23,6 +23,7 @@ LOG_OF_TESTS = "log.test_only.txt"
 MOST_VALUES = 2000  # of a YAML file
 MOST_BYTES = 1_000_000  # of a text file
 LONGEST_VALUE = 300  # letters
+MOST_LINES = 40  # of env.log
 TAIL_LINES = 60
 TAIL_BYTES = 64_000
 LONGEST_LOG_LINE = 400
@@ -153,7 +154,7 @@ def environment_of(history: RunHistory) -> dict[str, str]:
     ranks = fit.get("ranks")
     if isinstance(ranks, list):
         places = Counter(_place_of(rank) for rank in ranks)
-        found["ranks"] = text_of(", ".join(f"{num} on {place}" for place, num in places.items()))
+        found["ranks"] = text_of("; ".join(f"{num} x {place}" for place, num in places.items()))
     for name in ("environment", "yaml"):
         told = start.get(name)
         before = "" if name == "environment" else "YAML "
@@ -164,8 +165,8 @@ def environment_of(history: RunHistory) -> dict[str, str]:
 
 def _place_of(rank: Any) -> str:
     facts = rank if isinstance(rank, dict) else {}
-    device = str(facts.get("device", "?")).partition(":")[0]
-    return f"{facts.get('host', '?')} ({device})"
+    device = re.sub(r":\d+", "", str(facts.get("device", "?")))  # cuda:3 is one of its kind
+    return f"{facts.get('host', '?')}, {device}"
 
 
 def packages_of(run: RunFiles) -> dict[str, str]:
@@ -183,7 +184,8 @@ def environment_lines(run: RunFiles) -> list[str]:
     Ranks: local.
     """
     lines = (printable(line) for line in text_in(run.find(ENVIRONMENT)).splitlines())
-    return [one for one in lines if one.strip("= ") and not _PACKAGE.match(one)][:40]
+    facts = [line for line in lines if line.strip("= ") and not _PACKAGE.match(line)]
+    return [line for line in facts if not line.endswith("packages:")][:MOST_LINES]
 
 
 def flat(value: Mapping[str, Any], before: str = "") -> dict[str, str]:

@@ -1,6 +1,10 @@
 from ddpkit.compat.arrivals import (
     call_at_arrival as call_at_arrival,
 )
+from ddpkit.compat.blocking_waits import (
+    TellsWaitsOfBuffers as TellsWaitsOfBuffers,
+    tell_waits_of_fsdp as tell_waits_of_fsdp,
+)
 from ddpkit.compat.first_calls import (
     CallNotice as CallNotice,
 )

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import distributed
 from ddpkit.base import temporarily
 from ddpkit.comm import require_agreement
-from ddpkit.compat import GradientOrder, show_order, version_of, waits_for_gradients
+from ddpkit.compat import GradientOrder, TellsWaitsOfBuffers, show_order, version_of, waits_for_gradients
 from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
@@ -210,7 +210,7 @@ class AttributeForwarding(nn.Module):
             return getattr(inner, name)
 
 
-class WrappedDDP(AttributeForwarding, DistributedDataParallel):
+class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
     """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
 
     Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate

@@ -20,6 +20,7 @@ from torch import nn
 
 from ddpkit.base import is_sharded
 from ddpkit.checkpointing import whole_states
+from ddpkit.compat import tell_waits_of_fsdp
 from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
@@ -160,6 +161,8 @@ class FSDP(Strategy):
             if from_meta:
                 self._give_values(path, block)
             fully_shard(block, **policy)
+            if kind == "cpu":  # a GPU's collectives wait in streams of their own
+                tell_waits_of_fsdp(block)
             note = functools.partial(self._note_call, len(self._blocks), path)  # before torch's own hook, which gathers
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)

@@ -22,9 +22,10 @@ STRATEGIES = {
     "unused": {"find_unused_parameters": True},
     "static graph": {"static_graph": True},
     "local SGD": {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2},
+    "buffers of rank 0": {"broadcast_buffers": True},
+    "fsdp": {"strategy": "fsdp", "fsdp_min_parameters": 30},
 }
 DIVIDED = {
-    "fsdp": {"strategy": "fsdp", "fsdp_min_parameters": 30},
     "virtual ranks": {"virtual_ranks": 4, "global_batch_size": 16},
 }
 

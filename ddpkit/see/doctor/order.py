@@ -44,5 +44,5 @@ CHECKS: tuple[Check, ...] = (
     Check("clock", clocks.look, TOGETHER),
     Check("GPUs", gpus.look, TOGETHER),
     Check("all-reduce", all_reduce.look, TOGETHER),
-    Check("loader of the recipe", recipe_loader.look),
+    Check("loader of the recipe", recipe_loader.look, TOGETHER),
 )

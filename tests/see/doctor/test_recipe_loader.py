@@ -11,6 +11,7 @@ from ddpkit.see.doctor.checks import recipe_loader
 from ddpkit.see.doctor.checks.recipe_loader import LoaderSpeed, finding
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM
 from tests.launching import Run, python
+from tests.see.scale.results import result
 
 from .sites import site_of
 
@@ -98,8 +99,8 @@ def test_a_fast_loader_is_well(doctor):
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_the_loaders_of_two_ranks_are_measured_together(doctor):
-    found, _ = doctor("--nproc=2", values=["--seconds_of_a_sample=0.01"])
+def test_the_loaders_of_two_ranks_are_measured_together_however_long_that_takes(doctor):
+    found, _ = doctor("--nproc=2", "--timeout=8", values=["--seconds_of_a_sample=0.01"])
     assert found["verdict"] == "problem"
     assert 100 < found["details"]["samples_per_second"]["0"] < 205
 
@@ -173,3 +174,10 @@ def test_where_no_number_of_workers_is_faster_the_work_is_to_blame():
 
 def test_batches_that_the_recipe_makes_have_workers_of_their_own():
     assert said(speed(0.8, w0=100.0)).advice.startswith("The recipe makes its batches itself")
+
+
+def test_an_epoch_of_one_batch_is_told_to_be_too_short():
+    assert recipe_loader._too_short().verdict == LOOK
+    assert recipe_loader.speed_of(result(loader_workers=0, loader_rates={})) is None
+    measured = recipe_loader.speed_of(result(2, loader_workers=1, loader_rates={"1": [80.0, 90.0]}))
+    assert (measured.rates, measured.own) == ({1: 170.0}, 1)

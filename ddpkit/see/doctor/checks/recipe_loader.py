@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ddpkit.launch import SlicePlan, cores
@@ -11,6 +12,7 @@ from ddpkit.logger import get_logger
 from ddpkit.run import SliceResult
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
+from ddpkit.see.doctor.ranks import answering
 from ddpkit.see.scale.cells import Cell
 from ddpkit.see.scale.rounds import scratch_folder
 from ddpkit.see.scale.slice_process import Recipe, SliceFailedError, run_slice
@@ -21,6 +23,7 @@ logger = get_logger(__name__)
 NAME = "loader of the recipe"
 LOADER_SECONDS = 1.0  # for each number of workers
 MOST_SECONDS = 30.0  # of the training
+LONGEST_PERIOD = 5.0  # seconds in which the other ranks hear that it goes on
 NEEDED = 1.1  # times what the step takes: a loader has worse moments
 WAITS = 0.1  # of a step: more than this is waited for data
 WAITS_LONG = 0.25
@@ -87,13 +90,29 @@ class LoaderSpeed:
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Run a slice of the recipe on this host: its loader alone, and a few steps.
+    """Run a slice of the recipe on each host: its loader alone, and a few steps.
 
-    Ranks: local.
+    The other ranks hear every few seconds that it goes on: a recipe may take long to start.
+
+    Ranks: collective.
     """
-    run = site.run
-    if not run.recipe:
+    if not site.run.recipe:
         return
+    period = min(LONGEST_PERIOD, site.ranks.timeout / 4)
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(_looked_at, site) if site.ranks.is_first_on_host else None
+        is_over = False
+        while not is_over:
+            if work is not None:
+                wait([work], period)
+            told = site.ranks.exchange("loader of the recipe", work is None or work.done())
+            is_over = all(answering(told).values())
+    if work is not None:
+        yield from work.result()
+
+
+def _looked_at(site: Site) -> list[Finding]:
+    run = site.run
     numbers = worker_numbers(cores(), run.processes_here, run.workers)
     with scratch_folder() as folder:
         plan = SlicePlan(
@@ -107,11 +126,9 @@ def look(site: Site) -> Iterator[Finding]:
         try:
             result = run_slice(Recipe(run.recipe), Cell("", run.processes_here), plan, logger.info)
         except SliceFailedError as error:
-            yield _failed(error)
-            return
+            return [_failed(error)]
     speed = speed_of(result)
-    if speed is not None:
-        yield finding(speed, numbers)
+    return [_too_short() if speed is None else finding(speed, numbers)]
 
 
 def _device(site: Site) -> dict[str, str]:
@@ -224,6 +241,18 @@ def _lines(speed: LoaderSpeed) -> tuple[str, ...]:
 
 def _workers(number: int) -> str:
     return f"{number} worker{'' if number == 1 else 's'}"
+
+
+def _too_short() -> Finding:
+    return Finding(
+        NAME,
+        LOOK,
+        "not measured: the loader gives fewer than two batches",
+        "an epoch of several batches",
+        "the first batch waits for workers to start, and does not count",
+        cost="a slow loader would not be seen",
+        advice="Give the recipe more data for this once, or smaller batches.",
+    )
 
 
 def _failed(error: SliceFailedError) -> Finding:

@@ -33,6 +33,7 @@ USAGE_ERROR = ": error: "  # before the sentence that ends a script with a mista
 QUIET_SECONDS = 30.0  # after so long the user is shown what the recipe says
 NO_FIT = "the script ended without a call of Brain.fit, which is what is measured."
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 _RANK_PREFIX = re.compile(r"^\[rank:? ?\d+\]:? ")
 
 
@@ -208,8 +209,8 @@ def _wait(
             return [0 if code is None else code for code in codes]
         if now > tell_at:
             tell_at = now + QUIET_SECONDS
-            said = _last_lines(_log_of(log, 0), 1).strip()
-            tell(f"  still running. It said last: {said}")
+            said = _last_lines(_log_of(log, 0), 1).strip() or "nothing"
+            tell(f"  still running; it said last: {said}")
         time.sleep(POLL_SECONDS)
 
 
@@ -255,11 +256,27 @@ def _ended(code: int) -> str:
 
 
 def _last_lines(path: Path, number: int = SHOWN_LINES) -> str:
-    """Return the last lines of an output; torch's copies of a traceback, line by line, are left out."""
-    lines: dict[str, None] = {}
+    """Return the last lines of an output, without those that torch repeats with a rank before them."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    for line in filter(str.strip, text.splitlines()):
-        plain = _RANK_PREFIX.sub("", line)
-        if plain not in lines:
-            lines[plain] = None
-    return "\n".join([*lines][-number:])
+    lines = [line for line in text.splitlines() if line.strip()]
+    told = set(lines)
+    own = [line for line in lines if not _is_repeated(line, told)]
+    return "\n".join(own[-number:])
+
+
+def _is_repeated(line: str, told: set[str]) -> bool:
+    plain = _RANK_PREFIX.sub("", line)
+    return plain != line and plain in told
+
+
+def short_reason(failure: str) -> str:
+    r"""Return the line of a failure that says most: its last exception, or else its last line.
+
+    Ranks: local.
+
+    Example:
+        >>> short_reason("rank 0 failed. It said last:\nValueError: too many\n  ^^^^")
+        'ValueError: too many'
+    """
+    lines = failure.splitlines()
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])

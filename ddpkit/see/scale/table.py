@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ddpkit.see.scale.losses import CORE_WAIT
 from ddpkit.see.scale.reasons import reason_of
 from ddpkit.see.scale.result_file import Measurement
+from ddpkit.see.scale.slice_process import short_reason
 from ddpkit.see.scale.summary import FAIR, GOOD, POOR, Row
 from ddpkit.step_times import PHASES
 
@@ -50,10 +51,11 @@ def _heading(measurement: Measurement, rows: Sequence[Row]) -> str:
 
 def _scaling(measurement: Measurement, rows: Sequence[Row]) -> str:
     base = rows[0].slice
+    samples = base.samples_per_step or base.samples_of_step
     if measurement.is_strong:
-        number = f"{base.samples_of_step:.4g}"
+        number = f"{samples:.4g}"
         return f"Strong scaling: a step has {number} samples on any number of processes."
-    number = f"{base.samples_of_step / base.size:.4g}"
+    number = f"{samples / base.size:.4g}"
     return f"Weak scaling: a step has {number} samples for each process."
 
 
@@ -104,7 +106,7 @@ def _shown(seconds: float) -> str:
 
 def _failures(measurement: Measurement) -> list[str]:
     return [
-        f"{name}: failed. {textwrap.shorten(why.splitlines()[-1], LONGEST_FAILURE)}"
+        f"{name}: failed. {textwrap.shorten(short_reason(why), LONGEST_FAILURE)}"
         for name, why in measurement.failed.items()
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,8 @@ class Row:
 
     Attributes:
         rates: samples per second over all processes, of each slice.
-        slice: the one with the median rate.
-        base: the slice with the median rate of the smallest size.
-        base_rate: the median rate of the smallest size.
+        slice: the one with the median rate; of an even number, the slower of the two in the middle.
+        base: likewise of the smallest size.
 
     Ranks: local.
     """
@@ -33,7 +31,6 @@ class Row:
     rates: Sequence[float]
     slice: SliceResult
     base: SliceResult
-    base_rate: float
 
     @property
     def name(self) -> str:
@@ -47,8 +44,8 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Samples per second: the median over the slices."""
-        return statistics.median(self.rates)
+        """Samples per second of all processes."""
+        return self.slice.samples_per_second
 
     @property
     def spread(self) -> float:
@@ -58,7 +55,7 @@ class Row:
     @property
     def speed_up(self) -> float:
         """The rate, compared with the smallest size."""
-        return self.rate / self.base_rate
+        return self.rate / self.base.samples_per_second
 
     @property
     def efficiency(self) -> float:
@@ -121,9 +118,8 @@ def rows_of(slices: Sequence[SliceResult]) -> list[Row]:
         groups.setdefault((one.way, one.size), []).append(one)
     ordered = sorted(groups.values(), key=lambda group: group[0].size)
     base = _median_slice(ordered[0])
-    base_rate = statistics.median(one.samples_per_second for one in ordered[0])
     return [
-        Row([one.samples_per_second for one in group], _median_slice(group), base, base_rate)
+        Row([one.samples_per_second for one in group], _median_slice(group), base)
         for group in ordered
     ]
 

@@ -19,7 +19,7 @@ INTERVAL_SECONDS = 10.0
 class GpuClocks:
     """Asks NVML for the clock of this rank's GPU.
 
-    Without such a GPU, or without nvidia-ml-py (``pip install ddpkit[see]``), it knows nothing. A
+    Without such a GPU, or without nvidia-ml-py (``pip install nvidia-ml-py``), it knows nothing. A
     driver that refuses an answer is not asked again.
 
     Args:

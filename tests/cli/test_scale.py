@@ -108,6 +108,6 @@ def test_a_plot_without_matplotlib_says_what_to_install(recipe, capsys, monkeypa
     )
     assert main(["scale", "train.py", "--plot", "scale.svg"]) == 1
     assert (
-        "needs matplotlib, which is not installed. Run `pip install ddpkit[see]`"
+        "needs matplotlib, which is not installed. Run `pip install matplotlib`"
         in capsys.readouterr().err
     )

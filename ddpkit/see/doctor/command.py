@@ -114,7 +114,7 @@ def require_extra() -> None:
     """
     if importlib.util.find_spec(NEEDED) is None:
         raise MissingExtraError(
-            f"`python -m ddpkit doctor` needs {NEEDED}, which is not installed. Run `pip install ddpkit[see]`."
+            f"`python -m ddpkit doctor` needs {NEEDED}, which is not installed. Run `pip install {NEEDED}`."
         )
 
 

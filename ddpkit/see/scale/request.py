@@ -117,7 +117,7 @@ def require_outputs(plot: Path | None, json: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
             f"--plot={str(plot)!r} needs matplotlib, which is not installed. "
-            "Run `pip install ddpkit[see]`, or leave --plot out."
+            "Run `pip install matplotlib`, or leave --plot out."
         )
 
 

@@ -152,7 +152,7 @@ def test_a_store_that_has_gone_is_an_error_in_a_sentence():
 
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install ddpkit\[see\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install psutil"):
         require_extra()
 
 

@@ -426,13 +426,14 @@ def test_what_fails_while_it_is_looked_at_is_a_finding_and_the_rest_goes_on():
 
 def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    with pytest.raises(MissingExtraError, match=r"pip install ddpkit\[see\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install nvidia-ml-py"):
         read_driver()
     site = site_of(recorded("h200_at_rest"), seen=ByTorch(), device="cpu")
     sight = dataclasses.replace(site.machine.gpus, driver=read_driver)
     seen = found(dataclasses.replace(site, machine=dataclasses.replace(site.machine, gpus=sight)))
     assert bad(seen) == {"GPUs": LOOK}
-    assert "pip install ddpkit[see]" in seen["GPUs"].advice
+    advice = seen["GPUs"].advice
+    assert "pip install nvidia-ml-py" in advice
 
 
 # ------------------------------------------------------------------------------- several processes

@@ -52,7 +52,7 @@ def _import_nvml() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "The GPUs cannot be looked at: nvidia-ml-py is not installed. "
-            "Run `pip install ddpkit[see]`."
+            "Run `pip install nvidia-ml-py`."
         ) from error
 
 

@@ -80,13 +80,13 @@ def _draw_way(axes: Any, points: Sequence[Row], colour: str, way: str, *, is_bel
     for row in points[1:]:
         text = f"{row.speed_up:.2f}x\n{100 * row.efficiency:.0f} %"
         place = (row.slice.size, row.speed_up)
-        offset, side = ((0, -8), "top") if is_below else ((0, 8), "bottom")
+        offset, side = ((-8, -4), "top") if is_below else ((-8, 4), "bottom")
         axes.annotate(
             text,
             place,
             offset,
             textcoords="offset points",
-            ha="center",
+            ha="right",  # beside the error bar
             va=side,
             fontsize=9,
             color=colour,

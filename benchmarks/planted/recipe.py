@@ -165,7 +165,7 @@ def record_seconds(folder: Path) -> None:
 
     @functools.wraps(note)
     def noted(finder: VerdictFinder, second: Any) -> Any:
-        if get_rank() == 0:
+        if not get_rank():
             with file.open("a") as lines:
                 lines.write(json.dumps(dataclasses.asdict(second)) + "\n")
         return note(finder, second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -40,15 +39,6 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """Of one rank: bytes in all, per optimizer step, and at the end."""
-
-    total: float
-    per_step: float
-    end: float
-
-
 class MemoryGrowth:
     """Finds ranks whose memory grows evenly.
 
@@ -73,50 +63,47 @@ class MemoryGrowth:
     ) -> Iterator[Verdict]:
         used = np.array([[rank[name] for rank in point.used] for point in points])
         steps = np.array([point.optimizer_step for point in points], dtype=np.float64)
-        found = {rank: growth_of(steps, used[:, rank]) for rank in range(used.shape[1])}
-        growing = {rank: growth for rank, growth in found.items() if growth is not None}
-        if not growing:
+        per_step = growth_per_step(steps, used)
+        rank = int(per_step.argmax())
+        fastest = float(per_step[rank])
+        if not fastest:
             return
-        rank = max(growing, key=lambda one: growing[one].per_step)
-        fast = growing[rank]
-        alike = sum(one.per_step >= ALIKE * fast.per_step for one in growing.values())
-        is_of_all = alike == used.shape[1] and alike > 1
+        is_of_all = len(per_step) > 1 and bool((per_step >= ALIKE * fastest).all())
         host = None if is_of_all else history.host(rank)
         who = "All ranks" if is_of_all else rank_words(rank, host)
+        end = float(used[-1, rank])
         yield Verdict(
             kind=KIND,
             rank=None if is_of_all else rank,
             host=host,
             what=f"{who}: the {NAMES[name]} grows from step to step.",
             how_much=(
-                f"It grew by {size(fast.per_step)} a step, {size(fast.total)} in "
-                f"{steps[-1] - steps[0]:.0f} steps, and is {size(fast.end)} now."
+                f"It grew by {size(fastest)} a step, {size(end - float(used[0, rank]))} in "
+                f"{steps[-1] - steps[0]:.0f} steps, and is {size(end)} now."
             ),
             advice=ADVICE,
         )
 
 
-def growth_of(steps: NDArray[np.float64], used: NDArray[np.float64]) -> _Growth | None:
-    """Return how much memory grows, if it does so in each part of the time, and does not slow down.
+def growth_per_step(steps: NDArray[np.float64], used: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how much the memory of each rank grows; 0 where it stands still, or slows down.
 
     Args:
         steps: optimizer steps at each point.
-        used: bytes at each point.
+        used: bytes, shape ``(points, ranks)``.
 
     Ranks: local.
 
     Example:
-        >>> growth_of(np.arange(16.0), 1e9 + 1e8 * np.arange(16.0)).per_step
-        100000000.0
-        >>> growth_of(np.arange(16.0), np.full(16, 1e9)) is None
-        True
+        >>> steps = np.arange(16.0)
+        >>> used = np.stack([1e9 + 1e8 * steps, np.full(16, 1e9)], axis=1)
+        >>> growth_per_step(steps, used).tolist()
+        [100000000.0, 0.0]
     """
-    levels = np.array([np.median(part) for part in np.array_split(used, PARTS)])
-    middles = np.array([np.median(part) for part in np.array_split(steps, PARTS)])
-    rises = np.diff(levels)
-    total = float(levels[-1] - levels[0])
-    is_even = rises.min() > 0 and rises[-1] >= LAST_RISE * rises.mean()
-    if not is_even or total < max(FEWEST_BYTES, SHARE * float(levels[0])):
-        return None
-    per_step = total / max(float(middles[-1] - middles[0]), 1.0)
-    return _Growth(total=float(used[-1] - used[0]), per_step=per_step, end=float(used[-1]))
+    levels = np.stack([np.median(part, axis=0) for part in np.array_split(used, PARTS)])
+    middles = [float(np.median(part)) for part in np.array_split(steps, PARTS)]
+    rises = np.diff(levels, axis=0)
+    total = levels[-1] - levels[0]
+    is_even = (rises.min(axis=0) > 0) & (rises[-1] >= LAST_RISE * rises.mean(axis=0))
+    is_much = total >= np.maximum(FEWEST_BYTES, SHARE * levels[0])
+    return np.where(is_even & is_much, total / max(middles[-1] - middles[0], 1.0), 0.0)

@@ -1,16 +1,18 @@
 """Are faults of real runs named, and are runs without one left alone?
 
-    python -m benchmarks.planted_delays                      # 20 planted faults and 20 clean runs, about 20 minutes
-    python -m benchmarks.planted_delays --short              # a few of each
-    python -m benchmarks.planted_delays --only "backward"    # those with such a name
-    python -m benchmarks.planted_delays --load 2 --keep DIR  # two busy processes beside them; keep what was measured
+    python -m benchmarks.planted_delays                     # 20 planted faults, 20 clean runs
+    python -m benchmarks.planted_delays --short             # a few of each
+    python -m benchmarks.planted_delays --only "backward"   # those with such a name
+    python -m benchmarks.planted_delays --keep DIR          # keep what was measured
 
-Each run is a training of real processes (torchrun, gloo). A fault counts as named if the run's log has a verdict of its
-kind with its rank and phase, and no other verdict; a clean run may have none. While the clean runs train, other
-processes keep the machine busy (``--load``, by default one for each core; 0 for none). The exit code is 1 after a miss.
+Each run is a training of real processes (torchrun, gloo); all of them take 20 minutes and more. A
+fault counts as named if the run's log has a verdict of its kind with its rank and phase, and no
+other verdict; a clean run may have none. While the clean runs train, other processes keep the
+machine busy (``--load``, by default one for each core; 0: none). The exit code is 1 after a miss.
 
-``--keep`` leaves a folder for each run, with what the ranks have told each other in each second (``seconds.jsonl``).
-``--replay DIR`` looks at these again, with the thresholds of today, and trains nothing: thresholds were chosen so.
+``--keep`` leaves a folder for each run, with what the ranks have told each other in each second
+(``seconds.jsonl``). ``--replay DIR`` looks at these again, with the thresholds of today, and trains
+nothing: thresholds were chosen so.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What `benchmarks/planted_delays.py` runs: cases, a recipe that has a fault planted, and a busy machine."""
+"""What `benchmarks/planted_delays.py` runs: cases, a recipe with a fault in it, a busy machine."""

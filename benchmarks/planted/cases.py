@@ -132,7 +132,7 @@ CLEAN = (
     Case("2 processes, short epochs", 2, epoch=60),
 )
 
-#: For the short form: a fault of each sort that takes little time, and runs that were hard to get right.
+#: For the short form: faults that take little time, and a run that was hard to get right.
 SHORT_FAULTS = tuple(
     case for case in FAULTS if case.name.startswith(("200 ms", "50 ms in the loader"))
 )

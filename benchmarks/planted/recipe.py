@@ -2,8 +2,8 @@
 
     python -m benchmarks.planted.recipe CASE FOLDER SECONDS
 
-CASE is a case as JSON. What is measured goes to FOLDER: metrics.jsonl, and seconds.jsonl with all that the ranks have
-told each other.
+CASE is a case as JSON. What is measured goes to FOLDER: metrics.jsonl, and seconds.jsonl with all
+that the ranks have told each other.
 """
 
 from __future__ import annotations

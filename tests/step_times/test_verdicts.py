@@ -274,8 +274,14 @@ def test_nothing_is_said_of_the_first_seconds():
     assert sum(said) == 1
 
 
-def test_the_first_second_of_an_epoch_does_not_count():
+def test_short_epochs_are_no_excuse():
     run = Run(2, late={(1, "data"): 1.0})
+    seconds = [replace(second, epoch=number) for number, second in enumerate(run.seconds(12))]
+    assert subjects(verdicts_of(seconds)) == [("late_rank", 1, "data")]
+
+
+def test_the_first_steps_of_an_epoch_do_not_count_alone():
+    run = Run(2, late={(1, "data"): 1.0}, windows=3)
     seconds = [replace(second, epoch=number) for number, second in enumerate(run.seconds(30))]
     assert verdicts_of(seconds) == []
 

@@ -1,18 +1,19 @@
-"""A run says what makes it slow: once, in its log and in metrics.jsonl."""
+"""What is found in the seconds of a run is said in its log and in metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from ddpkit.brain import Brain
-from ddpkit.step_times.verdicts import history
+from ddpkit.step_times.verdicts import Verdict, VerdictFinder
 from ddpkit.train_logger import set_run_log
+
+FOUND = Verdict(kind="slow_data", what="Slow.", how_much="By half.", advice="Hurry.", phase="data")
 
 
 class Classifier(Brain):
@@ -23,30 +24,38 @@ class Classifier(Brain):
         return predictions.square().mean()
 
 
-def slowly(samples):
-    time.sleep(0.003)
+def ones(samples):
     return torch.ones(len(samples), 4)
 
 
 @pytest.mark.parametrize(("measured", "said"), [("sampled", 1), ("off", 0)])
-def test_a_loader_that_is_the_limit_is_said_once(measured, said, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(history, "WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(history, "STRETCH_SECONDS", 0.0)
+def test_a_verdict_goes_to_both_logs(measured, said, tmp_path, caplog, monkeypatch):
+    seen = []
+
+    def note(finder, second):
+        seen.append((second, finder.num_workers))
+        return [FOUND] if len(seen) == 1 else []
+
+    monkeypatch.setattr(VerdictFinder, "note", note)
     set_run_log(tmp_path / "metrics.jsonl")
     try:
         options = {"device": "cpu", "noprogressbar": True, "measure_steps": measured}
-        brain = Classifier(
-            {"net": nn.Linear(4, 4)}, lambda p: torch.optim.SGD(p, lr=0.1), run_opts=options
-        )
+        make_sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        brain = Classifier({"net": nn.Linear(4, 4)}, make_sgd, run_opts=options)
         with caplog.at_level(logging.WARNING):
-            brain.fit([1], range(264), train_loader_kwargs={"batch_size": 2, "collate_fn": slowly})
-        events = [
-            json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-        ]
+            brain.fit([1], range(800), train_loader_kwargs={"batch_size": 2, "collate_fn": ones})
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     finally:
         set_run_log(None)
+    events = [json.loads(line) for line in lines]
     verdicts = [event for event in events if event["event"] == "verdict"]
-    assert [(one["kind"], one["phase"]) for one in verdicts] == [("slow_data", "data")] * said
-    lines = [record.getMessage() for record in caplog.records]
-    expected = [" ".join((one["what"], one["how_much"], one["try"])) for one in verdicts]
-    assert [line for line in lines if "The loader is the limit" in line] == expected
+    assert [{name: one[name] for name in FOUND.event()} for one in verdicts] == [
+        FOUND.event()
+    ] * said
+    told = [record.getMessage() for record in caplog.records]
+    assert told.count("Slow. By half. Hurry.") == said
+    assert bool(seen) == bool(said)
+    for second, num_workers in seen:
+        assert num_workers == 0
+        assert len(second.single_own) == len(second.core_waits) == second.world_size == 1
+        assert len(second.single_sizes[0]) == len(second.single_exchange[0]) > 0

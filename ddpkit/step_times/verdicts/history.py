@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WARM_UP_SECONDS = 2.0
 #: Of what the other ranks wait more for a core, that counts: the rest falls into the exchange.
 HIDDEN = 0.5
+#: So many steps tell enough even at the beginning of an epoch, as their median does not mind one.
+SETTLED_WINDOWS = 4
 #: Seconds of a stretch, at least: an epoch begins with syncs that are closer than a second.
 STRETCH_SECONDS = 0.5
 #: How many stretches are looked at, and how many of them must agree.
@@ -176,13 +178,13 @@ class History:
     def note(self, second: SecondOfSteps) -> bool:
         """Take a second; return whether a stretch has become complete.
 
-        The first second of an epoch is left out: its loader begins.
+        The first few steps of an epoch are left out if they come alone: its loader begins.
         """
         if second.host_names:
             self.hosts = second.host_names
         self.memory.note(second)
         self._passed += second.seconds
-        is_first = second.epoch != self._epoch
+        is_first = second.epoch != self._epoch and second.windows < SETTLED_WINDOWS
         self._epoch = second.epoch
         if is_first or self._passed < WARM_UP_SECONDS:
             return False

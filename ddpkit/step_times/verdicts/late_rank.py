@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KIND = "late_rank"
 #: Of a step, by which a rank is late in most stretches. Measured with `benchmarks.planted_delays` on
-#: two cores that twelve threads wanted: 18 clean runs of several ranks reached 0.06 at most, and a
+#: two cores that ten threads wanted: 18 clean runs of several ranks reached 0.06 at most, and a
 #: delay of 30 % of a step alone at least 0.12.
 SHARE = 0.1
 #: Of its lateness, that the sizes of its batches may explain.
@@ -44,8 +44,8 @@ BUSY = 0.5
 ADVICE = {
     DATA: "Look at its loader and its disk: more workers, or data on a local disk.",
     MOVE: "Look at what compute_forward does before it calls the model: features, copies, prints.",
-    FORWARD: "Look at its device (other jobs, clocks, heat), and for branches of this rank alone.",
-    BACKWARD: "Look at its device (other jobs, clocks, heat), and for hooks of this rank alone.",
+    FORWARD: "Look at its device (other jobs, clocks, heat), and for branches of its own.",
+    BACKWARD: "Look at its device (other jobs, clocks, heat), and for hooks of its own.",
     OPTIMIZER: "Look at what only this rank does in its optimizer step, and at its device.",
     OTHER: "Look at hooks that run on this rank only: files, images and logs that it writes.",
 }

@@ -99,7 +99,7 @@ def summary_of(events: Sequence[ProfileEvent]) -> ProfileSummary:
     """Return where the time of a profile went.
 
     Args:
-        events: of :func:`ddpkit.compat.profile_events`.
+        events: of ``ddpkit.compat.profile_events``.
 
     Ranks: local.
     """

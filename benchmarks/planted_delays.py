@@ -36,8 +36,7 @@ from ddpkit.step_times import SecondOfSteps
 from ddpkit.step_times.verdicts import VerdictFinder
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 15.0
-LONG_SECONDS = 24.0  # to be sure of small delays, of memory, and of nothing
+SECONDS = 25.0  # of training: verdicts need several seconds of steps, and memory more
 START_SECONDS = 240.0  # at most, on a busy machine
 
 Verdicts = list[dict[str, Any]]
@@ -61,14 +60,12 @@ def trained(case: Case, keep: Path) -> Verdicts:
     folder = folder_of(case, keep)
     for old in folder.iterdir():
         old.unlink()
-    is_plain = case.kind in {"late_rank", "slow_data"} and not case.steps
-    seconds = SECONDS if is_plain else LONG_SECONDS
     words = [
         "-m",
         "benchmarks.planted.recipe",
         json.dumps(dataclasses.asdict(case)),
         str(folder),
-        str(seconds),
+        str(SECONDS),
     ]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.processes}"]
     command = [sys.executable, *(launcher if case.processes > 1 else []), *words]
@@ -80,7 +77,7 @@ def trained(case: Case, keep: Path) -> Verdicts:
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=ROOT,
-            timeout=START_SECONDS + seconds,
+            timeout=START_SECONDS + SECONDS,
             check=False,
         ).check_returncode()
     events = events_of(folder)

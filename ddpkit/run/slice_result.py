@@ -29,7 +29,7 @@ class SliceResult:
         seconds: that they took on the main process.
         step_seconds: of each step, on the main process: the tenth, fiftieth and ninetieth percentile.
         samples: of a step.
-        phases: seconds of each of :data:`~ddpkit.step_times.PHASES`.
+        phases: seconds of each of :data:`~ddpkit.step_times.phases.PHASES`.
         transfer_seconds: of ``exchange``, what also the rank waits that comes last.
         last: share of the steps, 0 to 1, in which a rank came last to the exchange.
         core_waits: share of the time, 0 to 1, in which the main thread was ready to run and had no core.

@@ -14,6 +14,7 @@ from ddpkit.base.output_folder import (
     OUTPUT_EXAMPLE as OUTPUT_EXAMPLE,
     cannot_write as cannot_write,
     require_writable as require_writable,
+    require_writable_file as require_writable_file,
     writing as writing,
 )
 from ddpkit.base.plain_yaml import (

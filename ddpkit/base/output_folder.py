@@ -87,6 +87,30 @@ def require_writable(what: str, path: str | os.PathLike[str]) -> None:
         _require_writable(Path.cwd() / path)
 
 
+def require_writable_file(what: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a file that could not be written later, also where a folder has its name.
+
+    Args:
+        what: the option and its value.
+        path: the file, which need not exist, nor its parents.
+
+    Raises:
+        ConfigError: as :func:`require_writable`, or a folder is there.
+
+    Ranks: local.
+
+    Example:
+        >>> require_writable_file("--output='.'", ".")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: --output='.' cannot be written: it is a folder. Give the name of a file in it.
+    """
+    if Path(path).is_dir():
+        raise ConfigError(
+            f"{what} cannot be written: it is a folder. Give the name of a file in it."
+        )
+    require_writable(what, path)
+
+
 def _require_writable(path: Path) -> None:
     """Raise the error that writing would end in, with the nearest folder or file that is there."""
     found = next(one for one in (path, *path.parents) if one.exists())

@@ -86,11 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _require_writable(options: argparse.Namespace) -> None:
     """Refuse files that cannot be written before a long log is read."""
-    from ddpkit.base import require_writable
+    from ddpkit.base import require_writable_file
+    from ddpkit.errors import ConfigError
 
-    require_writable(f"--output={str(options.output)!r}", options.output)
-    if options.png is not None:
-        require_writable(f"--png={str(options.png)!r}", options.png)
+    for name, path, suffix in (("output", options.output, ".html"), ("png", options.png, ".png")):
+        if path is None:
+            continue
+        what = f"--{name}={str(path)!r}"
+        if path.suffix.lower() != suffix:  # it might be a log of a run
+            raise ConfigError(f"{what}: the name of this file must end in {suffix}.")
+        require_writable_file(what, path)
 
 
 def _write(option: str, path: Path, content: bytes) -> None:

@@ -91,6 +91,7 @@ def test_wrong_usage_is_told_with_exit_code_2(recipe, capsys, words, said):
             ["train.py", "--json", "train.py/scale.json"],
             "--json='train.py/scale.json' cannot be written",
         ),
+        (["train.py", "--json", "."], "--json='.' cannot be written: it is a folder."),
     ],
 )
 def test_what_cannot_be_measured_is_told_before_anything_runs(recipe, capsys, words, said):

@@ -6,6 +6,7 @@ torchrun would write a report of its own below the table whenever the exit code 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LOOPBACK, cores, count_processes, find_launch, without_launch
+from ddpkit.see.orderly_end import dying_with_parent, end_children, ended_in_order
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 STORE_SECONDS = 60.0
+GRACE_SECONDS = 5.0  # in which a rank may end what it has started
 
 
 def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
@@ -55,14 +58,13 @@ def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_SECONDS),
     )
-    children = [_start(rank, number, store, words) for rank in range(number)]
-    try:
-        codes = [child.wait() for child in children]
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+    children: list[subprocess.Popen[bytes]] = []
+    with ended_in_order():
+        try:
+            children.extend(_start(rank, number, store, words) for rank in range(number))
+            codes = [child.wait() for child in children]
+        finally:
+            end_children(children, GRACE_SECONDS)
     return codes[0] if codes[0] > 0 else int(any(codes))
 
 
@@ -82,4 +84,8 @@ def _start(
     environment.setdefault(
         "OMP_NUM_THREADS", str(max(1, cores() // number))
     )  # as --nproc of a recipe
-    return subprocess.Popen([sys.executable, "-m", "ddpkit", "doctor", *words], env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddpkit", "doctor", *words],
+        env=environment,
+        preexec_fn=dying_with_parent(signal.SIGTERM),  # noqa: PLW1509 -- takes no lock
+    )

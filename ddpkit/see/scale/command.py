@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from ddpkit.launch import find_launch
+from ddpkit.see.orderly_end import ended_in_order
 from ddpkit.see.scale.request import ScaleRequest, require_outputs
 from ddpkit.see.scale.result_file import Measurement, joined, read_measurement, write_measurement
 from ddpkit.see.scale.rounds import measured
@@ -41,11 +39,11 @@ def run_scale(
     if info.is_distributed:
         found = measure_this_launch(request, info)
         if found is not None:
-            say(_answer(found, request.plot, None))
+            _answer(found, request.plot, None, say)
         return 0
-    with _ended_by_sigterm():
+    with ended_in_order():
         measurement = measured(request, tell)
-    say(_answer(measurement, request.plot, request.json))
+        _answer(measurement, request.plot, request.json, say)
     return 1 if measurement.failed else 0
 
 
@@ -70,30 +68,19 @@ def join_results(
     """
     require_outputs(plot, json)
     measurement = joined([read_measurement(path) for path in files])
-    say(_answer(measurement, plot, json))
+    _answer(measurement, plot, json, say)
     return 0
 
 
-def _answer(measurement: Measurement, plot: Path | None, json: Path | None) -> str:
+def _answer(
+    measurement: Measurement, plot: Path | None, json: Path | None, say: Callable[[str], object]
+) -> None:
+    """Say what was found, and then write it: a full disk must not take minutes of measuring."""
     rows = rows_of(measurement.slices)
+    say(report(measurement, rows))
     if json is not None:
         write_measurement(json, measurement, [row.as_dict() for row in rows])
     if plot is not None:
         from ddpkit.see.scale.plot import draw  # loads matplotlib
 
         draw(measurement, rows, plot)
-    return report(measurement, rows)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Return a context in which SIGTERM ends this process in order, so that nothing of a slice stays."""
-
-    def end(number: int, _: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpkit.base import require_writable
+from ddpkit.base import require_writable_file
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, MissingExtraError, MissingFileError
 from ddpkit.launch import count_processes
@@ -107,7 +107,7 @@ def require_outputs(plot: Path | None, json: Path | None) -> None:
     """
     for name, path in (("plot", plot), ("json", json)):
         if path is not None:
-            require_writable(f"--{name}={str(path)!r}", path)
+            require_writable_file(f"--{name}={str(path)!r}", path)
     if plot is None:
         return
     if plot.suffix not in PLOT_SUFFIXES:

@@ -76,13 +76,23 @@ def read_measurement(path: Path) -> Measurement:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingFileError(f"--join: there is no file {str(path)!r}.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unknown(path) from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    if not _is_measurement(values):
         raise _unknown(path)
     slices = [SliceResult.from_dict(one, repr(str(path))) for one in values["slices"]]
     is_strong = values["scaling"] == "strong"
     return Measurement(values["recipe"], is_strong, slices, values["failed"])
+
+
+def _is_measurement(values: Any) -> bool:
+    """Return whether values have the shape of a file of results, with one slice at least."""
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        return False
+    kinds = {"recipe": str, "scaling": str, "slices": list, "failed": dict}
+    return all(isinstance(values.get(name), kind) for name, kind in kinds.items()) and bool(
+        values["slices"]
+    )
 
 
 def joined(measurements: Sequence[Measurement]) -> Measurement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LOOPBACK, SLICE, SlicePlan, cores, without_launch
 from ddpkit.run import SliceResult
+from ddpkit.see.orderly_end import dying_with_parent
 from ddpkit.see.scale.cells import Cell
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ SHOWN_LINES = 30  # of what a process that failed has said
 USAGE_ERROR = ": error: "  # before the sentence that ends a script with a mistake in its usage
 QUIET_SECONDS = 30.0  # after so long the user is shown what the recipe says
 NO_FIT = "the script ended without a call of Brain.fit, which is what is measured."
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 _RANK_PREFIX = re.compile(r"^\[rank:? ?\d+\]:? ")
 
@@ -69,7 +68,11 @@ class Recipe:
 
 
 def run_slice(
-    recipe: Recipe, cell: Cell, plan: SlicePlan, tell: Callable[[str], object]
+    recipe: Recipe,
+    cell: Cell,
+    plan: SlicePlan,
+    tell: Callable[[str], object],
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> SliceResult:
     """Run the processes of a slice to its end.
 
@@ -78,6 +81,7 @@ def run_slice(
         cell: how, and in how many processes.
         plan: for them.
         tell: is told what the recipe says, if it takes long.
+        is_given_up: whether nobody waits for the result any more; asked again and again.
 
     Returns:
         What the slice has measured.
@@ -92,7 +96,7 @@ def run_slice(
     Path(plan.result).unlink(missing_ok=True)
     log = Path(plan.scratch, "output.log")
     with _processes(recipe, cell, plan, log) as processes:
-        codes = _wait(processes, log, tell)
+        codes = _wait(processes, log, tell, is_given_up)
     if any(codes):
         raise SliceFailedError(_failure(cell, codes, log))
     if not Path(plan.result).exists():
@@ -122,7 +126,7 @@ def _processes(
                         stdout=file,
                         stderr=file,
                         start_new_session=True,
-                        preexec_fn=_die_with_parent,  # noqa: PLW1509 -- takes no lock
+                        preexec_fn=dying_with_parent(signal.SIGKILL),  # noqa: PLW1509 -- takes no lock
                     )
                 )
         yield started
@@ -180,20 +184,14 @@ def _open_store() -> TCPStore:
     )
 
 
-def _die_with_parent() -> None:
-    """In a new process: end when the command ends, however that comes about."""
-    if _libc is not None:
-        _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
 # ------------------------------------------------------------------------------------------ while they run
 
 
 def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], log: Path, tell: Callable[[str], object]
+    processes: Sequence[subprocess.Popen[bytes]],
+    log: Path,
+    tell: Callable[[str], object],
+    is_given_up: Callable[[], bool],
 ) -> list[int]:
     """Wait until all have ended, or until one has failed and the others have had time to follow."""
     give_up = None
@@ -207,6 +205,8 @@ def _wait(
             give_up = now + GRACE_SECONDS
         if give_up is not None and now > give_up:
             return [0 if code is None else code for code in codes]
+        if is_given_up():
+            raise SliceFailedError("it was given up.")
         if now > tell_at:
             tell_at = now + QUIET_SECONDS
             said = _last_lines(_log_of(log, 0), 1).strip() or "nothing"

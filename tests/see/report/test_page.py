@@ -283,6 +283,19 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
     assert f"Runs below it: {str(folder)!r}." in error
 
 
+def test_a_log_is_never_taken_for_the_page(tmp_path, capsys):
+    folder = a_short_run(tmp_path / "run")
+    log = folder / "metrics.jsonl"
+    before = log.read_bytes()
+    for words in (["-o", str(log)], ["--png", str(log)], ["--png", str(tmp_path / "page.html")]):
+        assert main(["report", str(folder), *words]) == 1
+        assert "the name of this file must end in ." in capsys.readouterr().err
+    assert log.read_bytes() == before
+    (tmp_path / "folder.html").mkdir()
+    assert main(["report", str(folder), "-o", str(tmp_path / "folder.html")]) == 1
+    assert "cannot be written: it is a folder." in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     import importlib.util
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ddpkit.cli import main
+from ddpkit.errors import ConfigError
 from ddpkit.see.scale.plot import draw
 from ddpkit.see.scale.result_file import Measurement, read_measurement, write_measurement
 from ddpkit.see.scale.summary import rows_of
@@ -99,3 +100,28 @@ def test_a_plot_is_a_file_of_its_kind_and_the_same_for_the_same_results(tmp_path
     assert files[0].read_bytes().startswith(begins)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in files}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"slices": []}, {"slices": None}, {"slices": [5]}, {"failed": 5}, {"recipe": None}],
+    ids=str,
+)
+def test_a_file_that_was_changed_by_hand_is_no_result_file(tmp_path, capsys, change):
+    path = tmp_path / "scale.json"
+    written(path, result(1))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert main(["scale", "--join", str(path)]) == 1
+    assert "Give files that" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_said_also_where_it_cannot_be_written(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr("ddpkit.see.scale.command.write_measurement", full)
+    file = written(tmp_path / "1.json", result(1))
+    assert main(["scale", "--join", file, "--json", str(tmp_path / "all.json")]) == 1
+    captured = capsys.readouterr()
+    assert "samples/s" in captured.out
+    assert "the disk is full" in captured.err

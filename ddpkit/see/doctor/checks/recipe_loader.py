@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from ddpkit.run import SliceResult
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.ranks import answering
+from ddpkit.see.orderly_end import ended_in_order
 from ddpkit.see.scale.cells import Cell
 from ddpkit.see.scale.rounds import scratch_folder
 from ddpkit.see.scale.slice_process import Recipe, SliceFailedError, run_slice
@@ -99,19 +101,24 @@ def look(site: Site) -> Iterator[Finding]:
     if not site.run.recipe:
         return
     period = min(LONGEST_PERIOD, site.ranks.timeout / 4)
-    with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(_looked_at, site) if site.ranks.is_first_on_host else None
-        is_over = False
-        while not is_over:
-            if work is not None:
-                wait([work], period)
-            told = site.ranks.exchange("loader of the recipe", work is None or work.done())
-            is_over = all(answering(told).values())
+    is_left = threading.Event()
+    with ended_in_order(), ThreadPoolExecutor(1) as pool:
+        try:
+            first = site.ranks.is_first_on_host
+            work = pool.submit(_looked_at, site, is_left.is_set) if first else None
+            is_over = False
+            while not is_over:
+                if work is not None:
+                    wait([work], period)
+                told = site.ranks.exchange("loader of the recipe", work is None or work.done())
+                is_over = all(answering(told).values())
+        finally:  # after a signal, or without the main process: the recipe itself may never end
+            is_left.set()
     if work is not None:
         yield from work.result()
 
 
-def _looked_at(site: Site) -> list[Finding]:
+def _looked_at(site: Site, is_given_up: Callable[[], bool]) -> list[Finding]:
     run = site.run
     numbers = worker_numbers(cores(), run.processes_here, run.workers)
     with scratch_folder() as folder:
@@ -124,7 +131,8 @@ def _looked_at(site: Site) -> list[Finding]:
             options=_device(site),
         )
         try:
-            result = run_slice(Recipe(run.recipe), Cell("", run.processes_here), plan, logger.info)
+            cell = Cell("", run.processes_here)
+            result = run_slice(Recipe(run.recipe), cell, plan, logger.info, is_given_up)
         except SliceFailedError as error:
             return [_failed(error)]
     speed = speed_of(result)

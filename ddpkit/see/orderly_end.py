@@ -1,0 +1,91 @@
+"""The commands end in order: no process that they have started stays, and no file."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+_SIGNALS = ("SIGTERM", "SIGHUP")  # of a scheduler, and of a terminal that is closed
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Return a context in which a signal that ends this process lets it tidy up first, as Ctrl-C does.
+
+    Ranks: local.
+
+    State: handlers of signals, until the end of the context. A signal that is ignored stays so.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python allows no handlers here
+        yield
+        return
+    before: dict[int, Any] = {}
+
+    def end(number: int, _: Any) -> NoReturn:
+        for one in before:  # a second one must not interrupt the tidying up
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    for number in numbers:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def dying_with_parent(number: int) -> Callable[[], None] | None:
+    """Return what a new process calls to be ended when this one ends, however that comes about.
+
+    It is for ``subprocess.Popen(preexec_fn=...)``. The system looks at the thread that has started the
+    process: it must live as long as the process.
+
+    Args:
+        number: of the signal that ends it.
+
+    Returns:
+        None where the system has no such thing.
+
+    Ranks: local.
+    """
+    if _libc is None:
+        return None
+    prctl = _libc.prctl
+    return lambda: prctl(_DIE_WITH_PARENT, number)
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def end_children(children: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> None:
+    """End processes that have not ended by themselves.
+
+    Args:
+        children: started by this process.
+        grace_seconds: in which they may tidy up; then they are killed.
+
+    Ranks: local.
+    """
+    end = time.monotonic() + grace_seconds
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    try:
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, end - time.monotonic()))
+    finally:  # also where Ctrl-C comes once more
+        for child in children:
+            child.kill()
+            child.wait()

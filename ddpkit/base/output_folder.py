@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 IN_THE_WAY = {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+QUOTES = "'\""
 OUTPUT_EXAMPLE = "such as --output_folder=/path/to/results"
 
 
@@ -33,17 +34,26 @@ def cannot_write(what: str, error: OSError) -> ConfigError:
     """
     reason = error.strerror or str(error)
     place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
-    remedy = f"Give another folder, {OUTPUT_EXAMPLE}."
+    example = _example(what)
+    remedy = f"Give another folder, {example}."
     if error.errno in FULL:
-        remedy = f"Free some space, or give a folder on another disk, {OUTPUT_EXAMPLE}."
+        remedy = f"Free some space, or give a folder on another disk, {example}."
     elif error.errno in IN_THE_WAY and place is not None:
         file = _file_in_the_way(place)
         if file is not None:
             reason = f"{reason}, as {str(file)!r} is a file"
-            remedy = f"Remove this file, or give another folder, {OUTPUT_EXAMPLE}."
+            remedy = f"Remove this file, or give another folder, {example}."
     elif place is not None and str(place) not in what:
         reason = f"{reason}: {str(place)!r}"
     return ConfigError(f"{what} cannot be written: {reason}. {remedy}")
+
+
+def _example(what: str) -> str:
+    """Return how another folder is given: by the option itself, if it is one of a command line."""
+    option, sign, value = what.partition("=")
+    if not option.startswith("--") or not sign:
+        return OUTPUT_EXAMPLE
+    return f"such as {option}=/path/to/{Path(value.strip(QUOTES)).name}"
 
 
 @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
 
-from ddpkit.base import require_writable
+from ddpkit.base import cannot_write, require_writable
 from ddpkit.errors import ConfigError
 from tests.disks import fill, mounted
 
@@ -45,3 +46,9 @@ def test_another_users_folder_is_named(tmp_path):
             require_writable("x", folder / "run")
     finally:
         os.seteuid(0)
+
+
+def test_a_file_of_a_command_is_given_by_its_own_option():
+    error = OSError(errno.ENOSPC, "No space left on device")
+    said = str(cannot_write("--json='full/scale.json'", error))
+    assert said.endswith("or give a folder on another disk, such as --json=/path/to/scale.json.")

@@ -54,13 +54,14 @@ def plan_of(recipe: Sequence[str]) -> RecipePlan:
         return RecipePlan()
     import yaml
     from hyperpyyaml import resolve_references
+    from ruamel.yaml.error import YAMLError  # of HyperPyYAML's own parser
 
     file = Path(recipe[1])
     try:
         with file.open(encoding="utf-8") as stream:
             text = resolve_references(stream, _overrides(recipe[2:])).getvalue()
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, yaml.YAMLError, YAMLError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}") from error
     found = list(_scalars(root)) if root is not None else []
     folders = [value for path, value in found if path == (OUTPUT_FOLDER,)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ddpkit.cli import main
@@ -45,3 +47,13 @@ def test_a_file_that_cannot_be_read_is_an_error_with_the_reason(recipe, capsys):
         plan_of(recipe)
     assert main(["doctor", "--recipe", *recipe]) == 1
     assert "!PLACEHOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("lr: [1\n", ()), ("lr: 1\nlr: 2\n", ()), ("lr: 1\n", ("--lr=[",)), ("lr: !ref <no>\n", ())],
+)
+def test_a_file_that_is_no_yaml_is_told_in_a_sentence(recipe, text, words, capsys):
+    Path(recipe[1]).write_text(text)
+    assert main(["doctor", "--device=cpu", "--recipe", *recipe, "--", *words]) == 1
+    assert "hparams.yaml' cannot be read: " in capsys.readouterr().err

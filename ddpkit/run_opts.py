@@ -406,7 +406,7 @@ class OptionTypes:
     compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes", needs=_COMPILED,
         fixed=WRAPPED)
 
-    profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard", fixed=IN_FIT)
+    profile_training: bool = option(False, PROFILING, "record a trace, log what takes longest", fixed=IN_FIT)
     profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0, needs="profile_training",
         fixed=IN_FIT)
     profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1, needs="profile_training",

@@ -50,7 +50,10 @@ html_show_sphinx = False
 
 def setup(_):
     """Draw the pictures of commands, anew at each build."""
-    from draw_report import draw
+    import draw_report
+    import draw_scale
 
-    draw(Path(__file__).resolve().parent / "_build" / "pictures" / "report.png")
+    pictures = Path(__file__).resolve().parent / "_build" / "pictures"
+    draw_report.draw(pictures / "report.png")
+    draw_scale.draw(pictures / "scale.svg")
     return {"parallel_read_safe": True}

@@ -93,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe",
         nargs=2,
         default=[],
-        metavar="FILE",
-        help="script and YAML file; overrides stand after --",
+        metavar=("SCRIPT", "HPARAMS"),
+        help="a recipe: its folder, loader and data; overrides stand after --",
     )
     add(
         "--timeout",

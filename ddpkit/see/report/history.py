@@ -38,7 +38,7 @@ MOST_RANKS = 4096  # a rank of a record above it is no rank
 
 
 class LateRanks:
-    """How often each rank was the slowest in a phase, and how far behind the median.
+    """How often each rank was the slowest in a phase, and how far behind the median of the others.
 
     Ranks: local.
     """
@@ -48,21 +48,35 @@ class LateRanks:
         self.counts: dict[tuple[int, str], int] = {}
         self.behind: dict[tuple[int, str], float] = {}
 
-    def add(self, phase: str, spread: Mapping[str, Any]) -> None:
+    def add(self, phase: str, spread: Mapping[str, Any], world_size: float) -> None:
         """Take in who was the slowest in a phase, in one second.
 
         Ranks: local.
         """
         numbers = numbers_in(spread)
-        if not {"max_rank", "max", "median"} <= numbers.keys():
+        others = _median_of_others(numbers, world_size)
+        if others is None or not {"max_rank", "max"} <= numbers.keys():
             return
         rank = numbers["max_rank"]
-        behind = numbers["max"] - numbers["median"]
+        behind = numbers["max"] - others
         if not (0 <= rank < MOST_RANKS and math.isfinite(behind)):
             return
         key = int(rank), phase
         self.counts[key] = self.counts.get(key, 0) + 1
         self.behind[key] = self.behind.get(key, 0.0) + behind
+
+
+def _median_of_others(spread: Mapping[str, float], world_size: float) -> float | None:
+    """Return the median of all ranks but the slowest, as well as a spread knows it.
+
+    The other one of two ranks is the fastest, and two others of three are the fastest and the
+    median. Of more ranks the median of all is close to it.
+    """
+    least, median = spread.get("min"), spread.get("median")
+    if median is None or least is None:
+        return median
+    of_few_ranks = {2: least, 3: (least + median) / 2}
+    return of_few_ranks.get(int(world_size), median)
 
 
 class RunHistory:
@@ -247,13 +261,14 @@ class RunHistory:
 
     def _note_late(self, record: Record) -> None:
         phases = record.get("phases")
-        if not isinstance(phases, dict) or (number_of(record.get("world_size")) or 1) <= 1:
+        world_size = number_of(record.get("world_size")) or 1
+        if not isinstance(phases, dict) or world_size <= 1:
             return
         self.late.seconds += 1
         for phase in PHASES:
             spread = phases.get(phase)
             if isinstance(spread, dict):
-                self.late.add(phase, spread)
+                self.late.add(phase, spread, world_size)
 
     # ---------------------------------------------------------------------------- the rest
 

@@ -17,7 +17,7 @@ class LateCell:
 
     Attributes:
         share: of the measured seconds in which it was the slowest there.
-        behind: seconds of a step by which it was then behind the median, on average.
+        behind: seconds of a step by which it was then behind the median of the others, on average.
         weight: its part of all lateness in the table, from 0 to 1; at most 1 in sum.
 
     Ranks: local.
@@ -35,7 +35,7 @@ class LateRow:
     Attributes:
         rank: its number.
         cells: one for each of :func:`late_phases`.
-        behind: seconds of a step that it is behind the median, over all phases and seconds.
+        behind: seconds of a step that it is behind the others' median, over all phases and seconds.
 
     Ranks: local.
     """

@@ -68,7 +68,7 @@ def _draw_speed_up(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("processes", color=MUTED)
     axes.set_title("speed-up", loc="left", fontsize=10)
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.12)
+    axes.margins(x=0.2)
     axes.legend(frameon=False, loc="upper left")
 
 
@@ -80,13 +80,14 @@ def _draw_way(axes: Any, points: Sequence[Row], colour: str, way: str, *, is_bel
     for row in points[1:]:
         text = f"{row.speed_up:.2f}x\n{100 * row.efficiency:.0f} %"
         place = (row.slice.size, row.speed_up)
-        offset, side = ((-8, -4), "top") if is_below else ((-8, 4), "bottom")
+        # Right below or left above a point: a rising line passes through neither.
+        offset, align, side = ((8, -4), "left", "top") if is_below else ((-8, 4), "right", "bottom")
         axes.annotate(
             text,
             place,
             offset,
             textcoords="offset points",
-            ha="right",  # beside the error bar
+            ha=align,  # beside the error bar
             va=side,
             fontsize=9,
             color=colour,
@@ -103,9 +104,9 @@ def _draw_split(axes: Any, rows: Sequence[Row]) -> None:
         label = phase if is_seen else None
         axes.barh(names, times, left=ends, color=PHASE_COLOURS[phase], label=label, height=0.6)
         ends = [end + time for end, time in zip(ends, times, strict=True)]
-    for name, end in zip(names, ends, strict=True):
+    for name, end, row in zip(names, ends, rows, strict=True):
         axes.annotate(
-            f"{end:.3g} ms",
+            f"{MILLI * row.slice.step:.3g} ms",
             (end, name),
             (4, 0),
             textcoords="offset points",

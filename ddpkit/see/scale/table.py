@@ -63,7 +63,7 @@ def _rates(rows: Sequence[Row]) -> str:
     lines = [f"{'':20}{'samples/s':>12}{'spread':>9}{'speed-up':>11}{'efficiency':>14}"]
     for row in rows:
         spread = f"±{100 * row.spread:.0f} %" if len(row.rates) > 1 else ""
-        efficiency = "" if row.is_base else f"{100 * row.efficiency:.0f} % {row.word}"
+        efficiency = "" if row.is_base else f"  {100 * row.efficiency:.0f} % {row.word}"
         lines.append(
             f"{row.name:20}{row.rate:>12,.0f}{spread:>9}{row.speed_up:>10.2f}x{efficiency:>14}".rstrip()
         )

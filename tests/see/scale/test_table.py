@@ -29,6 +29,11 @@ def test_each_size_has_a_line_with_rate_speed_up_and_efficiency_in_words():
     ]
 
 
+def test_an_efficiency_of_many_digits_does_not_touch_the_speed_up():
+    text = answer(result(1, ranks=[{"forward": 400.0}]), result(2))
+    assert "x  3055 % doubtful" in text
+
+
 def test_each_size_has_a_line_with_the_phases_of_a_step():
     assert answer(*SLICES).splitlines()[8:12] == [
         "ms of a step    all   data   move  forward  backward  exchange  optimizer  other",

@@ -42,9 +42,9 @@ def fit(brain, epochs=(1,), number=48, **loader):
 
 def test_the_event_has_times_sizes_and_who_has_most(speed):
     brain = fit(make(measure_steps="all"))
-    [event] = speed()
+    event = speed()[0]
     assert event["epoch"] == 1
-    assert event["step"] == event["optimizer_step"] == event["windows"] + 1
+    assert 0 < event["windows"] < event["step"] == event["optimizer_step"]
     assert list(event["phases"]) == PHASES
     for spread in (*event["phases"].values(), event["step_seconds"], event["memory"]["rss"]):
         assert list(spread) == ["min", "median", "max", "max_rank"]

@@ -251,8 +251,8 @@ def test_the_random_streams_of_the_process_go_on_as_if_nothing_had_been_read(cls
 # ------------------------------------------------------------------------------------------- its own shards
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("num_workers", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1))])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("files", [6, 8])
 def test_streams_that_can_divide_themselves_do(files, world_size, num_workers, caplog):
     with caplog.at_level(logging.INFO):

@@ -955,7 +955,7 @@ def saved_at(folder, run_opts):
 @pytest.mark.parametrize(
     "run_opts",
     [
-        {"ckpt_interval_steps": 4},
+        pytest.param({"ckpt_interval_steps": 4}, marks=pytest.mark.slow),
         {"ckpt_interval_steps": 4, "grad_accumulation_factor": 3},
         {"ckpt_interval_minutes": 1.0},
     ],

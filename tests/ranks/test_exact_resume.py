@@ -170,7 +170,7 @@ def assert_bits(found, expected):
         pytest.param("stream", (1, 4), {}, marks=pytest.mark.slow),
         ("stream", (2, 4), {"grad_accumulation_factor": 2}),
         pytest.param("ending stream", (2, 1), {}, marks=pytest.mark.slow),
-        ("looped", (2, 5), {}),
+        pytest.param("looped", (2, 5), {}, marks=pytest.mark.slow),
         pytest.param("looped", (3, 4), {"epochs": 3}, marks=pytest.mark.slow),
     ],
 )

@@ -21,7 +21,7 @@ from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
 
 LIMIT_SECONDS = 20
-WORLDS = [(2, 0), (2, 1), (3, 1), (3, 2)]
+WORLDS = [(2, 0), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 2)]
 
 
 def assert_told(outcomes, *words):

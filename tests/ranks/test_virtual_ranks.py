@@ -356,10 +356,10 @@ def case(name):
 
 
 # Of each of these another case shows the same: own fit_batch and batches of one's own, uneven shards in micro-batches
-# and of a stream, fewer samples than shards, a sampler, noise in collating.
+# and of a stream, fewer samples than shards, noise in collating, other streams, what is gathered of a sampler.
 AT_LENGTH = {
     *("accumulation, counts", "uneven shards", "a stream", "a short stream, workers", "a batch sampler"),
-    "noise in workers",
+    *("noise in workers", "a sampler", "a stream that is debugged"),
 }
 
 
@@ -434,7 +434,7 @@ def as_on_a_gpu(name):
         return case(name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_buffers_move_alike_where_nobody_looks_at_them(ranks, world_size):
     name = "what moves and is frozen changes"
     assert ranks.run(as_on_a_gpu, name, world_size=world_size) == [case(name)] * world_size
@@ -521,7 +521,9 @@ def go_on(folder, dies_at=None, **options):
     return digest(brain), told, result.train_loss, result.valid_loss, result.logged
 
 
-@pytest.mark.parametrize("ways", [(1, 2), (2, 1), pytest.param((3, 2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "ways", [(2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 2), (3, 2, 1)])], ids=str
+)
 def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(ranks, tmp_path, ways):
     expected = go_on(tmp_path / "whole")
     for world_size, dies_at in zip(ways[:-1], [(1, 3), (2, 7)], strict=False):

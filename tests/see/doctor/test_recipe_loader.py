@@ -74,8 +74,17 @@ def doctor(tmp_path):
     return run
 
 
-def test_a_slow_loader_is_found_and_how_many_workers_would_do(doctor):
+def test_a_slow_loader_is_found(doctor):
     """Without workers 100 samples a second, of which a step takes 200."""
+    found, code = doctor("--workers=0", values=["--seconds_of_a_sample=0.01"])
+    assert (found["verdict"], code) == ("problem", 1)
+    details = found["details"]
+    assert details["samples_per_second"]["0"] < 105
+    assert 120 < details["needed_samples_per_second"] < 205
+
+
+@pytest.mark.slow
+def test_how_many_workers_would_do(doctor):
     found, code = doctor("--workers=4", values=["--seconds_of_a_sample=0.01"])
     assert (found["verdict"], code) == ("problem", 1)
     details = found["details"]

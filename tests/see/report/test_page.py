@@ -197,14 +197,14 @@ def test_a_runs_text_is_data(tmp_path):
     (folder / "env.log").write_text(f"{HOSTILE}\nx==<script>\n")
     (folder / "hyperparams.yaml").write_text(json.dumps({HOSTILE: HOSTILE}))
     file = tmp_path / "page.html"
-    for words in ([], ["--png", str(tmp_path / "picture.png")]):
-        assert report([str(folder), str(folder), "-o", str(file), *words]) == 0
-        page = file.read_text(encoding="utf-8")
-        assert page.count("<script") == 1
-        assert "<img" not in page
-        assert "onerror" not in re.sub(r"&lt;img src=x onerror=", "", page)
-        assert "{{ 7*7 }}" in page
-        assert "\x1b" not in page
+    words = ["-o", str(file), "--png", str(tmp_path / "picture.png")]
+    assert report([str(folder), str(folder), *words]) == 0
+    page = file.read_text(encoding="utf-8")
+    assert page.count("<script") == 1
+    assert "<img" not in page
+    assert "onerror" not in re.sub(r"&lt;img src=x onerror=", "", page)
+    assert "{{ 7*7 }}" in page
+    assert "\x1b" not in page
 
 
 def logged_by_step(folder, num_values, num_steps):
@@ -217,7 +217,7 @@ def logged_by_step(folder, num_values, num_steps):
 
 
 def test_long_curves_are_thinned_until_the_page_is_small(tmp_path, monkeypatch):
-    folder = logged_by_step(tmp_path / "run", 4, 2000)
+    folder = logged_by_step(tmp_path / "run", 4, 1000)
     monkeypatch.setattr(page_module, "MOST_BYTES", 60_000)
     page = page_of(tmp_path, folder)
     assert len(page.encode()) <= 60_000

@@ -91,7 +91,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("suffix", "begins"),
+    [(".svg", b"<?xml"), pytest.param(".png", b"\x89PNG", marks=pytest.mark.slow)],
+)
 def test_a_plot_is_a_file_of_its_kind_and_the_same_for_the_same_results(tmp_path, suffix, begins):
     slices = result(1), result(2), result(4), result(4, way="fsdp", ranks=[{"data": 20.0}] * 4)
     files = [tmp_path / f"{name}{suffix}" for name in "ab"]

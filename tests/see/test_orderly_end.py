@@ -19,6 +19,7 @@ from ddpkit.see.doctor.machine import Machine
 from ddpkit.see.doctor.planned_run import PlannedRun
 from ddpkit.see.doctor.ranks import Ranks
 from ddpkit.see.orderly_end import dying_with_parent, end_children, ended_in_order
+from ddpkit.see.scale import slice_process
 from tests.launching import Run, python, wait_until
 
 
@@ -73,10 +74,11 @@ def test_a_child_ends_with_the_thread_that_has_started_it():
     assert started[0].wait(30) == -signal.SIGKILL
 
 
-def test_a_recipe_that_never_ends_is_given_up_when_the_main_process_has_gone(monkeypatch):
+def test_a_recipe_that_never_ends_is_given_up_when_the_main_process_has_gone(monkeypatch, caplog):
     asked = []
 
     def never_ends(recipe, cell, plan, tell, is_given_up):
+        tell("  still running; it said last: 50 % done")
         assert wait_until(is_given_up, 20)
         asked.append(plan.scratch)
         raise recipe_loader.SliceFailedError("it was given up.")
@@ -88,10 +90,23 @@ def test_a_recipe_that_never_ends_is_given_up_when_the_main_process_has_gone(mon
     monkeypatch.setattr(recipe_loader, "run_slice", never_ends)
     run = PlannedRun(launch=LaunchInfo(), recipe=("train.py", "hparams.yaml"), timeout=0.1)
     site = Site(Machine(environ={}), run, Lost(LaunchInfo(), timeout=0.1))
-    with pytest.raises(LaunchError, match="rank 0 did not answer"):
+    with (
+        caplog.at_level("INFO", logger="ddpkit"),
+        pytest.raises(LaunchError, match="rank 0 did not answer"),
+    ):
         list(recipe_loader.look(site))
+    assert "loader of the recipe: still running; it said last: 50 % done" in caplog.text
     assert len(asked) == 1
     assert not Path(asked[0]).exists()
+
+
+def test_of_much_that_a_recipe_has_said_the_end_alone_is_read(tmp_path):
+    path = tmp_path / "output.rank0.log"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a file with a hole: none has the memory for it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nfirst\nlast\n")
+    assert slice_process._last_lines(path, 2) == "first\nlast"
 
 
 HANGS = """

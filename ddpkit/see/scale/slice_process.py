@@ -29,6 +29,7 @@ POLL_SECONDS = 0.05
 STORE_SECONDS = 300.0
 GRACE_SECONDS = 10.0  # in which the other ranks may tell of the failure of one, and end
 SHOWN_LINES = 30  # of what a process that failed has said
+SHOWN_BYTES = 200_000  # in which these lines are
 USAGE_ERROR = ": error: "  # before the sentence that ends a script with a mistake in its usage
 QUIET_SECONDS = 30.0  # after so long the user is shown what the recipe says
 NO_FIT = "the script ended without a call of Brain.fit, which is what is measured."
@@ -257,7 +258,9 @@ def _ended(code: int) -> str:
 
 def _last_lines(path: Path, number: int = SHOWN_LINES) -> str:
     """Return the last lines of an output, without those that torch repeats with a rank before them."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - SHOWN_BYTES))  # a recipe may have said very much
+        text = file.read(SHOWN_BYTES).decode("utf-8", errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
     told = set(lines)
     own = [line for line in lines if not _is_repeated(line, told)]

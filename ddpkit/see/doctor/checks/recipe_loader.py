@@ -132,11 +132,16 @@ def _looked_at(site: Site, is_given_up: Callable[[], bool]) -> list[Finding]:
         )
         try:
             cell = Cell("", run.processes_here)
-            result = run_slice(Recipe(run.recipe), cell, plan, logger.info, is_given_up)
+            result = run_slice(Recipe(run.recipe), cell, plan, _tell, is_given_up)
         except SliceFailedError as error:
             return [_failed(error)]
     speed = speed_of(result)
     return [_too_short() if speed is None else finding(speed, numbers)]
+
+
+def _tell(line: str) -> None:
+    """Tell the user why it takes so long: the recipe may hang."""
+    logger.announce("%s: %s", NAME, line.strip())
 
 
 def _device(site: Site) -> dict[str, str]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 STORE_SECONDS = 300.0
 GRACE_SECONDS = 10.0  # in which the other ranks may tell of the failure of one, and end
+CONTINUED = 8 * " "  # before a line that goes on with the one above
 SHOWN_LINES = 30  # of what a process that failed has said
 SHOWN_BYTES = 200_000  # in which these lines are
 USAGE_ERROR = ": error: "  # before the sentence that ends a script with a mistake in its usage
@@ -210,7 +211,7 @@ def _wait(
             raise SliceFailedError("it was given up.")
         if now > tell_at:
             tell_at = now + QUIET_SECONDS
-            said = _last_lines(_log_of(log, 0), 1).strip() or "nothing"
+            said = last_sentence(_last_lines(_log_of(log, 0))) or "nothing"
             tell(f"  still running; it said last: {said}")
         time.sleep(POLL_SECONDS)
 
@@ -265,6 +266,25 @@ def _last_lines(path: Path, number: int = SHOWN_LINES) -> str:
     told = set(lines)
     own = [line for line in lines if not _is_repeated(line, told)]
     return "\n".join(own[-number:])
+
+
+def last_sentence(said: str) -> str:
+    r"""Return the last line of an output, with the lines before it that it continues.
+
+    Args:
+        said: lines; a line that goes on below is followed by lines that are indented far.
+
+    Ranks: local.
+
+    Example:
+        >>> last_sentence("  epochs     10\n  start      from scratch: nothing is in\n             /tmp/run")
+        'start from scratch: nothing is in /tmp/run'
+    """
+    lines = said.splitlines()
+    first = len(lines) - 1
+    while first > 0 and lines[first].startswith(CONTINUED):
+        first -= 1
+    return " ".join(" ".join(lines[max(first, 0) :]).split())
 
 
 def _is_repeated(line: str, told: set[str]) -> bool:

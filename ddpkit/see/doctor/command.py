@@ -13,7 +13,7 @@ from ddpkit import __version__
 from ddpkit.device import accelerator_kind
 from ddpkit.errors import ConfigError, LaunchError, MissingExtraError
 from ddpkit.launch import LaunchInfo, find_launch
-from ddpkit.see.doctor.amounts import counted
+from ddpkit.see.amounts import counted
 from ddpkit.see.doctor.check import Check, Site
 from ddpkit.see.doctor.examination import Examination, Placed, collect, examine
 from ddpkit.see.doctor.finding import PROBLEM, VERDICTS, Finding

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpkit.base import spans
-from ddpkit.see.doctor.amounts import counted
+from ddpkit.see.amounts import counted
 from ddpkit.see.doctor.examination import Examination, Placed
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, VERDICTS, Finding
 

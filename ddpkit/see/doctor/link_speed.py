@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpkit.see.doctor.amounts import in_bytes
+from ddpkit.see.amounts import in_bytes
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.checks.gpu_links import LANE
 from ddpkit.see.doctor.gloo_address import gloo_address

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ddpkit.run import SliceResult
+from ddpkit.see.amounts import in_bytes
 from ddpkit.see.scale.cells import in_words
 from ddpkit.see.scale.losses import (
     COMPUTING,
@@ -89,7 +90,7 @@ def _transfer(row: Row) -> str:
     if not one.exchanged_bytes:
         return f"{share} of a step waits for other processes. Try larger batches."
     rate = one.exchanged_bytes / max(one.transfer_seconds, 1e-9)
-    size = _size(one.exchanged_bytes)
+    size = in_bytes(one.exchanged_bytes)
     if one.exchanged_bytes < SMALL_BYTES:
         return (
             f"{share} of a step waits for gradients. They are small ({size}), so each exchange "
@@ -216,11 +217,6 @@ _CAUSES: Mapping[str, Callable[[Row], str]] = {
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _size(number: float) -> str:
-    """Return bytes in words: 50.4 MB, 33.2 kB."""
-    return f"{number / 1e6:.1f} MB" if number >= SMALL_BYTES else f"{number / 1e3:.1f} kB"
 
 
 def _milliseconds(seconds: float) -> str:

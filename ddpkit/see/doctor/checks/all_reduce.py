@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore
 
 from ddpkit.errors import ConfigError, LaunchError, MissingExtraError
-from ddpkit.see.doctor.amounts import in_bytes
+from ddpkit.see.amounts import in_bytes
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.collectives import (
     MORE_SIZES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from ddpkit.see.doctor.amounts import GB, counted, in_bytes
+from ddpkit.see.amounts import GB, counted, in_bytes
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.control_groups import memory_kills, memory_left
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpkit.base import require_writable
 from ddpkit.errors import ConfigError
-from ddpkit.see.doctor.amounts import GB, MB, in_bytes
+from ddpkit.see.amounts import GB, MB, in_bytes
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.file_systems import (
     IN_MEMORY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
-from ddpkit.see.doctor.amounts import counted
+from ddpkit.see.amounts import counted
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.control_groups import Limit, processes_left
 from ddpkit.see.doctor.finding import OK, PROBLEM, Finding

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddpkit.see.doctor.amounts import counted
+from ddpkit.see.amounts import counted
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.control_groups import cpu_limit, throttled_share
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddpkit.see.doctor.amounts import GB, MB, counted, in_bytes
+from ddpkit.see.amounts import GB, MB, counted, in_bytes
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 

@@ -37,7 +37,8 @@ def run_scale(
     request.check_files()
     info = find_launch()
     if info.is_distributed:
-        found = measure_this_launch(request, info)
+        with ended_in_order():
+            found = measure_this_launch(request, info)
         if found is not None:
             _answer(found, request.plot, None, say)
         return 0

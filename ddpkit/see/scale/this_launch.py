@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from ddpkit.errors import LaunchError
 from ddpkit.launch import SLICE, LaunchInfo, SlicePlan
 from ddpkit.run import SliceResult
+from ddpkit.see.orderly_end import dying_with_parent
 from ddpkit.see.scale.request import ScaleRequest
 from ddpkit.see.scale.result_file import Measurement, write_measurement
 from ddpkit.see.scale.slice_process import NO_FIT
@@ -51,7 +53,11 @@ def measure_this_launch(request: ScaleRequest, info: LaunchInfo) -> Measurement 
 def _run_recipe(command: Sequence[str], plan: SlicePlan) -> None:
     environment = {**os.environ, SLICE: plan.text()}
     code = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, check=False
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        preexec_fn=dying_with_parent(signal.SIGKILL),
     ).returncode
     if code:
         raise LaunchError(

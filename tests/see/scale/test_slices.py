@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from tests.launching import Run, python, torchrun, wait_until
+from tests.launching import Run, free_port, python, torchrun, wait_until
 
 RECIPE = """
     import os, sys, time
@@ -41,6 +41,9 @@ RECIPE = """
             assert MODE == "trains", "a slice ends no stage"
 
     MODE, TOLD = sys.argv.pop(1), str(Path("told").absolute())
+    if MODE == "waits alone":
+        Path(TOLD).touch()
+        time.sleep(600)
     param_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
     hparams = ddpkit.load_hparams(param_file, overrides)
@@ -196,6 +199,18 @@ def test_no_process_and_no_file_stays_after_a_signal(scale, number, code):
     run.wait(20)
     assert run.code == code
     assert left(run) == {"told"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_as_a_rank_of_a_launch_it_ends_the_recipe_with_itself(scale, number):
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run = scale("waits alone", "--device=cpu", warm=False, **one, **address)
+    assert wait_until((run.folder / "told").exists, 60)
+    run.signal(number)
+    run.wait(20)
+    assert number == signal.SIGKILL or left(run) == {"told"}
 
 
 @pytest.mark.slow

@@ -186,6 +186,21 @@ def test_memory_that_grows_evenly_is_named_and_memory_that_warms_up_is_not():
     assert verdicts_of(warm) == []
 
 
+# Megabytes of two ranks that trained three layers of 2048 by hand with DDP, at every twentieth step.
+BY_HAND = [
+    (594, 666, 666, 666, 704, 670, 670, 670, 670, 670, 754, 737, 737, 720),
+    (594, 601, 635, 634, 652, 719, 688, 738, 721, 705, 721, 739, 705, 739),
+]
+
+
+def test_memory_that_an_allocator_takes_and_gives_back_is_none_that_grows():
+    seconds = [
+        replace(second, memory=[{"rss": 1e6 * rank[number // 3]} for rank in BY_HAND])
+        for number, second in enumerate(Run(2).seconds(3 * len(BY_HAND[0])))
+    ]
+    assert verdicts_of(seconds) == []
+
+
 def test_on_a_gpu_the_memory_of_the_allocator_counts():
     run = Run(1)
     seconds = [

@@ -173,10 +173,10 @@ def test_a_rank_whose_batches_are_always_larger_is_no_late_rank():
 
 
 def test_memory_that_grows_evenly_is_named_and_memory_that_warms_up_is_not():
-    found = verdicts_of(Run(2, leak={1: 5e6}).seconds(40))
+    found = verdicts_of(Run(2, leak={1: 1e7}).seconds(40))
     assert subjects(found) == [("memory_grows", 1, None)]
-    assert "by 625.0 kB a step" in found[0].how_much
-    assert subjects(verdicts_of(Run(2, leak={0: 5e6, 1: 5e6}).seconds(40))) == [
+    assert "by 1.2 MB a step" in found[0].how_much
+    assert subjects(verdicts_of(Run(2, leak={0: 1e7, 1: 1e7}).seconds(40))) == [
         ("memory_grows", None, None)
     ]
     warm = [

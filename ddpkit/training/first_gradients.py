@@ -20,7 +20,7 @@ from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 logger = get_logger(__name__)
 
@@ -115,6 +115,7 @@ class FirstGradients:
         self._step: int | None = None
         self._leaves: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
+        self._whole: dict[int, nn.Parameter] = {}
         self._has_compared = False
 
     def note(self, loss: Any, step: int) -> None:
@@ -136,6 +137,8 @@ class FirstGradients:
             compare: is given the optimizer, and the arguments of its step.
         """
         torchs = [one for one in optimizers.values() if isinstance(one, torch.optim.Optimizer)]
+        # In a step ZeRO-1 leaves an optimizer this rank's part of its parameters.
+        self._whole |= {id(one): one for one in parameters_of(torchs)}
         self._handles += [one.register_step_pre_hook(compare) for one in torchs]
 
     def stop(self) -> None:
@@ -159,12 +162,12 @@ class FirstGradients:
             return
         self._has_compared = True
         known = {**_optimizers_in(brain), **optimizers}
-        stepped = {id(one): one for one in parameters_of([*known.values()])}
+        stepped = self._whole | {id(one): one for one in parameters_of([*known.values()])}
         # Where it is divided, a graph has other objects than the modules.
         is_divided = any(is_sharded(one) for one in modules.parameters())
         if not any(one.grad is not None for one in stepped.values()):
             if not is_divided:
-                self._require_overlap(brain, modules, known)
+                self._require_overlap(brain, modules, known, stepped.keys())
             return
         self.is_settled = True
         inside = {id(one) for one in modules.parameters()}
@@ -198,18 +201,21 @@ class FirstGradients:
             raise ConfigError(NEVER.format(self._name, ", ".join(optimizers)))
 
     def _require_overlap(
-        self, brain: Any, modules: nn.ModuleDict, known: Mapping[str, Any]
+        self,
+        brain: Any,
+        modules: nn.ModuleDict,
+        known: Mapping[str, Any],
+        stepped: Collection[int],
     ) -> None:
         """Refuse optimizers that have nothing of what the loss depends on."""
-        stepped = {id(one) for one in parameters_of([*known.values()])}
-        if not self._leaves or not stepped.isdisjoint(self._leaves):
+        if not self._leaves or not self._leaves.keys().isdisjoint(stepped):
             return
         named = {id(one): plain_key(modules, name) for name, one in modules.named_parameters()}
         inside = [named[key] for key in self._leaves if key in named]
         outside = [one for key, one in self._leaves.items() if key not in named]
         words = [f"{_listed(inside, 'parameter(s)')} of `modules`"] if inside else []
         words += [_in_words(outside, brain)] if outside else []
-        strange = len(stepped - named.keys())
+        strange = len(set(stepped) - named.keys())
         raise ConfigError(
             NOTHING.format(self._name, " and ".join(words), ", ".join(known), strange)
         )

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from ddpkit.types import Stage
 from tests.contract.recipes import Regression, linear, make, points
 
 
@@ -20,6 +21,26 @@ class HalfStepped(OnBackbone):
         super().init_optimizers()
         weight, _ = self.modules.parameters()
         self.optimizer.param_groups[0]["params"] = [weight]
+
+
+class StepsByItself(Regression):
+    """Trains one parameter, which on several ranks only one of them steps."""
+
+    def fit_batch(self, batch):
+        predictions = self.compute_forward(batch, Stage.TRAIN)
+        loss = self.compute_objectives(predictions, batch, Stage.TRAIN)
+        self.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def train_one_parameter(options):
+    net = linear()
+    net.weight.requires_grad_(False)
+    brain = make(StepsByItself, net=net, global_batch_size=4, **options)
+    brain.fit([1], points(9))
+    return net.bias.item()
 
 
 def train(recipe, uses, options):
@@ -58,6 +79,12 @@ def test_it_is_told_under_each_strategy_and_nothing_else_is(ranks, recipe, optio
     told = ranks.run(train, recipe, False, options, world_size=2)[0]
     assert len(told) == (recipe is HalfStepped)
     assert not told or "that no optimizer has: net.bias. They are not trained." in told[0]
+
+
+def test_a_rank_that_steps_no_part_of_an_optimizer_is_no_mistake(ranks):
+    usual = ranks.run(train_one_parameter, {}, world_size=2)
+    found = ranks.run(train_one_parameter, {"strategy": "zero1"}, world_size=2)
+    assert found == usual
 
 
 @pytest.mark.grid

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -151,11 +152,13 @@ class FlopCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and count it."""
+        kwargs = kwargs or {}
+        if any(issubclass(one, FakeTensor) for one in types):
+            return func(*args, **kwargs)  # shapes that DTensor looks up: nothing is computed
         if any(one not in _PLAIN for one in types):
             return (
                 NotImplemented  # it runs operations on the tensors that it holds, which come here
             )
-        kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
         if torch.is_inference_mode_enabled():

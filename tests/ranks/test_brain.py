@@ -433,7 +433,8 @@ def count_collectives(factor, cls_name):
         return real(*args, **kwargs)
 
     cls = {"default": Regression, "own": OwnFitBatch, "past": PastForward}[cls_name]
-    brain = make(cls, net=Encoder(), grad_accumulation_factor=factor)
+    # Measured steps send more with a sync of the ranks, and one step is looked at more closely.
+    brain = make(cls, net=Encoder(), grad_accumulation_factor=factor, measure_steps="off")
     data, kwargs = points(120), {"batch_size": 2}
     brain.fit([1], data, train_loader_kwargs=kwargs)
     before, started = brain.optimizer_step, time.monotonic()
@@ -480,7 +481,7 @@ class ReadsCounted(Regression):
 
 
 def count_host_reads(factor):
-    brain = make(ReadsCounted, opt=torch.optim.Adam, grad_accumulation_factor=factor)
+    brain = make(ReadsCounted, opt=torch.optim.Adam, grad_accumulation_factor=factor, measure_steps="off")
     brain.fit([1], points(12), points(6), train_loader_kwargs={"batch_size": 2 // world_size()})
     return brain.reads, brain.evaluation_reads
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from collections import defaultdict
 
 import pytest
@@ -326,7 +327,7 @@ def compute_on_main_in_a_batch():
 def test_a_metric_computed_on_the_main_process_alone_in_a_batch_is_an_error_on_all(ranks):
     main, other = ranks.run(compute_on_main_in_a_batch)
     assert main.startswith("rank 0 has come to Sum.compute")
-    assert other.startswith("rank 1 has come to sum_over_ranks (13 number(s)), at ")
+    assert re.match(r"rank 1 has come to sum_over_ranks \(\d+ number\(s\)\), at ", other)
 
 
 def unlike():

@@ -75,5 +75,5 @@ def test_the_benchmark_of_gpus_runs_on_a_cpu_and_ends_with_the_bits_of_the_loop_
     }
     assert ("checkpoint" in rows) == (processes == 1)
     trained = rows.keys() - refused - {"checkpoint"}
-    assert len(trained) == 12
+    assert len(trained) == 14
     assert all(rows[name].endswith("same") for name in trained), done.stdout

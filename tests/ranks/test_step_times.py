@@ -89,7 +89,8 @@ def weights(ranks, folder, measures, **more):
     log = folder / f"{measures}.jsonl"
     job = functools.partial(train, steps=16, epochs=2, measure_steps=measures, **more)
     found = ranks.run(job, log)
-    assert bool(events(log)) == (measures != "off")
+    if measures != "sampled":  # a fast machine is through before enough steps for an event are due
+        assert bool(events(log)) == (measures == "all")
     return found
 
 

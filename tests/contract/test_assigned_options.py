@@ -109,7 +109,8 @@ VALUES = {
     "jit_module_keys": (["net"], {}),
     "param_file": ("other.yaml", {}),
 }
-#: Of one process on a CPU nothing is seen of these: they are for several, for a GPU, or for old command lines.
+#: Of one process on a CPU nothing is seen of these: they are for several, for a GPU, for old command lines, or, as what
+#: is measured, change nothing but the run's log.
 UNSEEN = {
     *(
         "shard_evaluation",
@@ -120,7 +121,7 @@ UNSEEN = {
     ),
     *("tqdm_colored_bar", "tqdm_barcolor", "prefetch_to_device", "auto_micro_batch", "param_file"),
     *("skip_nonfinite_grads", "nonfinite_patience", "reference_batch_size", "resume"),
-    *("data_parallel_count", "jit", "jit_module_keys", "memory_snapshot_on_oom"),
+    *("data_parallel_count", "jit", "jit_module_keys", "memory_snapshot_on_oom", "measure_steps"),
 }
 #: These end the process, take long, or start others: they are seen in tests of their own.
 APART = {

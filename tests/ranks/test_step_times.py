@@ -80,7 +80,7 @@ def test_a_late_rank_whatever_averages_the_gradients(ranks, phase, way, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("way", DIVIDED)
 def test_phases_where_the_work_is_divided(ranks, way, tmp_path):
-    event = measured(ranks, tmp_path, "forward", 1, measure_steps="all", **DIVIDED[way])
+    event = measured(ranks, tmp_path, "forward", 1, measure_steps="all", steps=48, **DIVIDED[way])
     forward = event["phases"]["forward"]
     assert forward["max"] > 0.7 * SECONDS, event
 

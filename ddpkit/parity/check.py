@@ -29,7 +29,7 @@ from ddpkit.parity.side import Side
 from ddpkit.strategies import refuse_shared_parameters
 
 if TYPE_CHECKING:
-    from ddpkit.brain import Brain
+    from ddpkit.parity.recipe import CheckedBrain
     from ddpkit.run import Run
 
 logger = get_logger(__name__)
@@ -39,7 +39,7 @@ SHOWN_LINES = 30  # of what ranks that failed have said
 RANDOM_SEED = 1000  # plus the rank
 
 
-def check_parity(brain: Brain, parts: Run, train_set: Any, loader_kwargs: Mapping[str, Any]) -> NoReturn:
+def check_parity(brain: CheckedBrain, parts: Run, train_set: Any, loader_kwargs: Mapping[str, Any]) -> NoReturn:
     """Compare the gradients of several processes with those of one, or record them in such a process; then end it.
 
     Args:

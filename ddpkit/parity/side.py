@@ -35,7 +35,7 @@ from ddpkit.training import Feed, RunLength, counts_of, length_of
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from ddpkit.brain import Brain
+    from ddpkit.parity.recipe import CheckedBrain
     from ddpkit.run import Run
 
 
@@ -103,7 +103,7 @@ class Side:
 
     def __init__(
         self,
-        brain: Brain,
+        brain: CheckedBrain,
         parts: Run,
         train_set: Any,
         loader_kwargs: Mapping[str, Any],

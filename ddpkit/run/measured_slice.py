@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
 from ddpkit.training import batch_sizes, length_of
 
 if TYPE_CHECKING:
-    from ddpkit.run.stage_runner import StageRunner
     from ddpkit.training import TrainStep
 
 #: Options that decide how fast a step is, and are told with the result where they are not the default.
@@ -52,8 +51,20 @@ MOST_STEPS = 4  # times those that are wanted: in short epochs not each one is m
 WHOLE_SLICE = 3  # of the longest time that a slice may take, warming up gets so small a part
 
 
+class EpochTrainer(Protocol):
+    """What trains the epochs of a slice: a :class:`~ddpkit.run.stage_runner.StageRunner`.
+
+    Ranks: as the loops.
+    """
+
+    train_step: TrainStep
+
+    def train(self, brain: Any, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+        """Train one epoch."""
+
+
 def measure_slice(
-    plan: SlicePlan, stages: StageRunner, brain: Any, loader: Any, epoch: int
+    plan: SlicePlan, stages: EpochTrainer, brain: Any, loader: Any, epoch: int
 ) -> NoReturn:
     """Train until enough steps are measured, write the result, and end the run.
 

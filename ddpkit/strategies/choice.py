@@ -106,7 +106,8 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
 
         return FSDP(options)
     from ddpkit.strategies.ddp import DDP
-    from ddpkit.strategies.uneven_steps import LocalSGD, Zero1
+    from ddpkit.strategies.local_sgd import LocalSGD
+    from ddpkit.strategies.zero1 import Zero1
 
     if options.ddp_comm_hook == "post_local_sgd":
         return LocalSGD(options)

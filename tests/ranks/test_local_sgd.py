@@ -14,7 +14,7 @@ from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, NonFiniteLossError, RankMismatchError, RunStopped
 from ddpkit.run import stage_runner
-from ddpkit.strategies import uneven_steps
+from ddpkit.strategies import local_sgd
 from tests.contract.recipes import QUIET, Killed, Regression, make, points, sgd, weights
 from tests.contract.test_brain_gradients import OwnFitBatch
 
@@ -264,7 +264,7 @@ def test_nothing_is_saved_while_the_weights_are_not_the_same(ranks, tmp_path):
 
 def averaged_count(number):
     count = torch.tensor(number)
-    uneven_steps._average_over_ranks([torch.ones(2), count], torch.device("cpu"))
+    local_sgd._average_over_ranks([torch.ones(2), count], torch.device("cpu"))
     return count.item()
 
 
@@ -329,7 +329,7 @@ def test_bf16_trains(ranks):
 
 def averaged_mask():
     mask = torch.full((3,), torch.finfo(torch.float32).min)
-    uneven_steps._average_over_ranks([mask], torch.device("cpu"))
+    local_sgd._average_over_ranks([mask], torch.device("cpu"))
     return mask.unique().tolist()
 
 

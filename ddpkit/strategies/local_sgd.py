@@ -1,0 +1,200 @@
+"""Post-local SGD: after a number of steps each rank steps by itself, and now and then weights are averaged.
+
+Source: T. Lin, S. U. Stich, K. K. Patel, M. Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020,
+https://arxiv.org/abs/1808.07217; ``post_localSGD_hook.py``, ``averagers.py`` and ``post_localSGD_optimizer.py`` of
+torch 2.13, which average weights alone (decision 0020).
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from ddpkit.base import kind_of, unwrap, waiting
+from ddpkit.comm import control_group
+from ddpkit.device import widest_float
+from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.optim import parameters_of
+from ddpkit.strategies.ddp import DDP
+from ddpkit.strategies.equal_groups import require_equal_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from torch import nn
+
+    from ddpkit.run_opts import RunOptions
+
+BUCKET_ELEMENTS = 1 << 25  # of one collective, and of the memory that it takes
+CANNOT_AVERAGE = (
+    "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} over the ranks: {} {} Use one that keeps tensors "
+    "by parameter, such as torch.optim.AdamW; or leave --ddp_comm_hook out."
+)
+UNEVEN = (
+    "ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here {} in all): an optimizer keeps a "
+    "state for parameters that other ranks have not used. Use the same parameters on every rank (a torch.Generator "
+    "with the same seed chooses alike), or leave --ddp_comm_hook out."
+)
+
+
+class LocalSGD(DDP):
+    """DDP in which, from an optimizer step on, each rank steps with its own gradients; weights are averaged instead.
+
+    A rank's gradient is then its part of what DDP would average, times the number of ranks: with plain SGD and an
+    average after every step the weights are those of DDP. What is averaged is the parameters and the state of the
+    optimizers, and the saved buffers of the modules; integer buffers are rank 0's.
+
+    Args:
+        options: of the run.
+
+    Attributes:
+        steps_alone: whether the next optimizer step is made with this rank's own gradients.
+        is_apart: whether a step was made so since the last average.
+
+    Ranks: collective.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> LocalSGD(RunOptions(device="cpu", ddp_comm_hook="post_local_sgd", local_sgd_period=8)).period
+        8
+    """
+
+    name = "DistributedDataParallel, weights averaged (post-local SGD)"
+    averages_weights = True
+
+    def __init__(self, options: RunOptions) -> None:
+        super().__init__(options)
+        self.start, self.period = options["local_sgd_start"] or 0, options["local_sgd_period"]
+        self._optimizers: Mapping[str, Any] = {}
+        self._progress: Any = None
+        self._is_compared = False
+
+    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
+        """Note what to average.
+
+        Raises:
+            ConfigError: an optimizer is not torch's, so its state is unknown.
+        """
+        super().prepare_optimizers(optimizers)
+        for name, one in optimizers.items():
+            if not isinstance(one, Optimizer):
+                raise ConfigError(CANNOT_AVERAGE.format(name, type(one).__name__, "is not a torch.optim.Optimizer."))
+        self._optimizers = optimizers
+
+    # ------------------------------------------------------------------ steps
+
+    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+        """Note, as a pass begins, how many steps there have been. The ranks are the same."""
+        self._progress, self.is_apart = progress, False
+        self._close_orders()
+        self._choose_phase()
+        return super().feed(feed, progress, seed)
+
+    def _choose_phase(self) -> None:
+        """Switch DDP's averaging of the next step's gradients on or off."""
+        self.steps_alone = self._progress.optimizer_step >= self.start
+        for module in self.wrapped:
+            module.require_backward_grad_sync = not self.steps_alone
+
+    def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
+        """Finish gradients as DDP does; those of a rank alone stay as they are."""
+        if self.steps_alone:
+            self.is_apart = True
+            if self._zeros.versions:
+                self._zeros.drop_own()
+        else:
+            super().finish_gradients(optimizers)
+
+    def after_window(self) -> None:
+        """Average if it is time, by the optimizer steps of the run: then a resume does not move it."""
+        if self.is_apart and (self._progress.optimizer_step - self.start) % self.period == 0:
+            self._average()
+        self._choose_phase()
+
+    def end_pass(self, modules: nn.ModuleDict) -> None:
+        """Average at the end of an epoch, whatever the period."""
+        if self.is_apart:
+            self._average()
+        super().end_pass(modules)
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows as of DDP, and on how long gradients are averaged."""
+        told = f"each process's own after {self.start} optimizer steps; weights averaged every {self.period} steps"
+        return {**super().start_rows(modules), "gradients": f"{told} (--ddp_comm_hook=post_local_sgd)"}
+
+    # ------------------------------------------------------------------ averages
+
+    def _average(self) -> None:
+        if not self._is_compared:
+            for name, one in self._optimizers.items():
+                require_equal_groups(CANNOT_AVERAGE, name, one)
+            self._is_compared = True
+        parts, progress = list(self._parts()), self._progress
+        sizes = [[one.numel() for one in part] for part in parts]
+        own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
+        most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])
+        with waiting():
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
+        largest, smallest, progress.clipped, progress.nonfinite = most.tolist()
+        if largest != -smallest:
+            raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
+        _average_over_ranks(itertools.chain(*parts), torch.device(self.device))
+        self.is_apart = False
+        progress.require_patience("on the rank with the most", self.options["nonfinite_patience"])
+
+    def _parts(self) -> Iterator[list[torch.Tensor]]:
+        """Yield the tensors to average by parameter, and those of the modules, in the same order on all ranks."""
+        known: set[int] = set()
+        for name, optimizer in self._optimizers.items():
+            for parameter in [one for one in parameters_of([optimizer]) if one.requires_grad]:
+                own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
+                known.add(id(parameter))
+                yield [*own, *_state_of(name, optimizer, parameter)]
+        for module in map(unwrap, self._modules.values()):
+            saved = module.state_dict(keep_vars=True)
+            yield [one for key, one in module.named_buffers() if key in saved]
+
+
+def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors to average of an optimizer's state for a parameter; counts are the same on all ranks."""
+    for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            yield value
+        elif not (value is None or isinstance(value, (int, str)) or getattr(value, "numel", int)() == 1):
+            reason = f"keeps state[{key!r}], {kind_of(value)}, not a tensor of floating-point numbers."
+            raise ConfigError(CANNOT_AVERAGE.format(name, type(optimizer).__name__, reason))
+
+
+@torch.no_grad()
+def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Replace tensors by their averages over the ranks, the same bits on all; integers by rank 0's.
+
+    Half precision is added up in float32, and single numbers in float64: Adam's count of steps stays a whole number.
+    What is in host memory beside the device travels there.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for one in tensors:
+        is_exact = not (one.is_floating_point() or one.is_complex())
+        wide = widest_float(one.device) if one.numel() == 1 else torch.float32
+        dtype = one.dtype if is_exact else torch.promote_types(one.dtype, wide)
+        kinds.setdefault((dtype, one.device), []).append(one)
+    for (dtype, where), alike in kinds.items():
+        group = control_group() if where.type != device.type else None
+        ends = itertools.accumulate(one.numel() for one in alike)
+        for _, pairs in itertools.groupby(zip(alike, ends, strict=True), lambda pair: pair[1] // BUCKET_ELEMENTS):
+            bucket = [one for one, _ in pairs]
+            flat = torch.cat([one.reshape(-1).to(dtype) for one in bucket])
+            if dtype.is_floating_point or dtype.is_complex:
+                flat /= dist.get_world_size()  # before the sum, which could overflow: a mask has the lowest number
+                with waiting():
+                    dist.all_reduce(flat, group=group)
+            else:
+                with waiting():
+                    dist.broadcast(flat.view(torch.uint8), src=0, group=group)
+            for one, values in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+                one.copy_(values.view_as(one))

@@ -27,7 +27,7 @@ from benchmarks.planted.cases import Case
 from ddpkit.brain import Brain
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import RunStopped
-from ddpkit.run.save_and_stop import seconds_since_start
+from ddpkit.run.process_age import seconds_since_start
 from ddpkit.step_times.verdicts import VerdictFinder
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage

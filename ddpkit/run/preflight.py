@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ddpkit.launch import LaunchInfo
-    from ddpkit.run.save_and_stop import CheckpointPolicy
+    from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.training import BatchSizes, RunLength, TrainStep
 
 logger = get_logger(__name__)

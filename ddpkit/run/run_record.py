@@ -9,8 +9,8 @@ from ddpkit.distributed import get_world_size, if_main_process
 from ddpkit.train_logger import run_event
 
 if TYPE_CHECKING:
+    from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.preflight import Preflight
-    from ddpkit.run.save_and_stop import CheckpointPolicy
     from ddpkit.training import BatchSizes, RunLength, TrainStep
     from ddpkit.types import FitResult
 

@@ -31,11 +31,11 @@ from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
-from ddpkit.run.save_and_stop import exit_code
 from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
 from ddpkit.run.step_flops import StepFlops
+from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
@@ -69,7 +69,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.control import SyncReport
-    from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
+    from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run.stop_control import StopControl
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
 

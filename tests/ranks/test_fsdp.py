@@ -31,7 +31,7 @@ from ddpkit.errors import (
     RankFailedError,
     RankMismatchError,
 )
-from ddpkit.run import save_and_stop
+from ddpkit.run import checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, assert_same
@@ -609,12 +609,12 @@ def saves_alone(folder):
     handler.emit = lambda record: told.append(record.getMessage())
     log = logging.getLogger(checkpoint_folder.__name__)
     log.addHandler(handler)
-    seconds, save_and_stop.WAIT_SECONDS = save_and_stop.WAIT_SECONDS, 0.2
+    seconds, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, 0.2
     tells, checkpoint_folder.TELL_SECONDS = checkpoint_folder.TELL_SECONDS, 0.1
     try:
         return message_of(SavesAlone, (CheckpointError, RankFailedError), folder), told
     finally:
-        save_and_stop.WAIT_SECONDS, checkpoint_folder.TELL_SECONDS = seconds, tells
+        checkpoint_policy.WAIT_SECONDS, checkpoint_folder.TELL_SECONDS = seconds, tells
         log.removeHandler(handler)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpkit.comm import get_runtime, shorten_timeout
 from ddpkit.distributed import ddp_init_group
 from ddpkit.errors import RunStopped
-from ddpkit.run import save_and_stop
+from ddpkit.run import stop_control
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 
@@ -112,7 +112,7 @@ def waiting_seconds():
             if stage is Stage.TRAIN and self.other is not None:
                 self.other.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
 
-    save_and_stop.shorten_timeout = shorten
+    stop_control.shorten_timeout = shorten
     try:
         options = {"distributed_timeout_minutes": 5}
         outer, inner = (make(Nested, hang_timeout=limit, **options) for limit in (100.0, 10.0))
@@ -121,7 +121,7 @@ def waiting_seconds():
         for brain in (outer, patient):
             brain.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
     finally:
-        save_and_stop.shorten_timeout = shorten_timeout
+        stop_control.shorten_timeout = shorten_timeout
     return seconds
 
 

@@ -11,7 +11,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankFailedError
-from ddpkit.run import save_and_stop
+from ddpkit.run import checkpoint_policy
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Killed, assert_same, linear, points, weights, world_size
 
@@ -271,12 +271,12 @@ KINDS["Saves"] = Saves
 
 
 def saves_alone(folder, how):
-    waits, Saves.how, save_and_stop.WAIT_SECONDS = save_and_stop.WAIT_SECONDS, how, 0.2
+    waits, Saves.how, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, how, 0.2
     try:
         with pytest.raises((ConfigError, CheckpointError, RankFailedError)) as caught:
             train_with("zero1", "Saves", folder, {})
     finally:
-        save_and_stop.WAIT_SECONDS = waits
+        checkpoint_policy.WAIT_SECONDS = waits
     return f"{caught.typename}: {caught.value}"
 
 

@@ -16,7 +16,7 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.errors import ConfigError
-from ddpkit.run.save_and_stop import INTRA_EPOCH_KEY
+from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
 from ddpkit.run.state import EVALUATED, Start, StepPlan, order_of
 
 

@@ -1,51 +1,41 @@
-"""When a run saves, what it resumes from, and when and why it stops: on all ranks, between two optimizer steps.
+"""When a run saves, and what it resumes from: the part of a run that registers with the Checkpointer.
 
-The part of a run that registers with the Checkpointer and saves. A run that stops leaves a checkpoint and a note:
-torchrun turns every exit code into 1, so a script that decides whether to start the run again reads the note.
+All ranks save at the same place, between two optimizer steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import functools
-import json
-import os
 import shutil
-import signal
 import tempfile
-import time
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import POSITION, host_name, replacing, stage_of, state_and_start, temporarily
+from ddpkit.base import temporarily
 from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, safe_load
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, limits_by_option, longest_wait, shorten_timeout
-from ddpkit.control import EXIT_DELAY, TIME_LIMIT, SignalListener, failure_notice, signal_named
-from ddpkit.distributed import alone, get_rank, get_world_size, is_distributed_initialized, run_on_main
-from ddpkit.errors import CheckpointError, ConfigError, RunStopped
+from ddpkit.control import EXIT_DELAY
+from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.save_position import SavePosition
 from ddpkit.run.save_record import SaveRecord
-from ddpkit.run.state import NEVER, NEWEST, RunState, Start, choose_start, modules_not_saved, optimizers_not_saved
-from ddpkit.run_opts import OPTION_BY_NAME, parse_duration
+from ddpkit.run.state import NEVER, NEWEST, RunState, choose_start, modules_not_saved, optimizers_not_saved
+from ddpkit.run_opts import OPTION_BY_NAME
 from ddpkit.strategies import batch_norms
-from ddpkit.train_logger import run_event
 from ddpkit.training import EpochPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import SimpleNamespace
+    from collections.abc import Iterator, Mapping
 
     from ddpkit.checkpointing import Checkpoint
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training import Progress, TrainStep
+    from ddpkit.run.state import Start
+    from ddpkit.training import TrainStep
 
 logger = get_logger(__name__)
 
@@ -62,9 +52,6 @@ NOTHING_SAVED = (
     "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
     "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
 )
-MARKER = "stopped.json"
-TIME_LIMIT_CODE = 75  # EX_TEMPFAIL: try again later
-_STARTED = time.monotonic()
 
 
 class CheckpointPolicy:
@@ -548,212 +535,3 @@ def _recoverables(checkpointer: Checkpointer | None) -> Mapping[str, Any]:
 def _newest(checkpointer: Checkpointer) -> Path | None:
     newest = max(checkpointer.list_checkpoints(), key=ckpt_recency, default=None)
     return None if newest is None else newest.path
-
-
-# ------------------------------------------------------------------------------------------------ when and why it stops
-
-
-class StopControl:
-    """Knows what has asked this rank to stop, and stops the run; guards a call, whose failure ends the other ranks.
-
-    Args:
-        options: of the run.
-        hparams: of the recipe; ``output_folder`` in it is where the note goes.
-        progress: of the run.
-        policy: saves.
-
-    Attributes:
-        signals: what signals have asked of this rank.
-
-    Ranks: collective, but for :meth:`cause`, :meth:`guarded` and :meth:`tighten_timeouts`.
-    """
-
-    def __init__(
-        self, options: RunOptions, hparams: SimpleNamespace, progress: Progress, policy: CheckpointPolicy
-    ) -> None:
-        self.signals = SignalListener(options.stop_signals, options.save_signals)
-        self._options, self.hparams, self._progress, self._policy = options, hparams, progress, policy
-
-    @contextlib.contextmanager
-    def guarded(self, call: str) -> Iterator[None]:
-        """Return a context for ``fit``, ``evaluate`` or ``predict``.
-
-        Args:
-            call: its name.
-
-        Raises:
-            RunStopped: the run was asked to stop.
-        """
-        with self._own_limits(), POSITION.inside(self._progress, call), self.signals.listening(), failure_notice():
-            yield
-
-    def tighten_timeouts(self) -> None:
-        """Shorten the time for which collectives wait. At every sync: another Brain may have set a longer one."""
-        timeout = self._options.hang_timeout
-        if timeout:
-            shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
-
-    @contextlib.contextmanager
-    def _own_limits(self) -> Iterator[None]:
-        """Apply this Brain's time limits; restore the limits of an enclosing Brain afterwards."""
-        if not is_distributed_initialized():
-            yield
-            return
-        options, watchdog = self._options, get_runtime().watchdog
-        limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
-        get_runtime().report.limits |= limits_by_option(options.distributed_timeout_minutes, options.hang_timeout)
-        shorten_timeout(self._longest_wait())  # a start may take long: not the shorter wait of an earlier call
-        try:
-            with limited or contextlib.nullcontext():
-                yield
-        finally:
-            shorten_timeout(self._longest_wait())
-
-    def _longest_wait(self) -> float:
-        return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
-
-    def cause(self) -> str:
-        """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`; empty if it was not."""
-        if self.signals.stop_signal:
-            return signal.Signals(self.signals.stop_signal).name
-        limit = self._options.time_limit
-        over = limit is not None and not get_rank() and seconds_since_start() > parse_duration(limit)
-        return TIME_LIMIT if over else ""
-
-    def stop_training(self, cause: str, *, is_saved: bool = False) -> None:
-        """Save, and end the run; between two optimizer steps.
-
-        Args:
-            cause: what has asked for it.
-            is_saved: whether a checkpoint of this very step is there already.
-
-        Raises:
-            RunStopped: always.
-        """
-        if not is_saved:
-            self._policy.save_inside_epoch()
-        self._end(RunStopped(exit_code(cause), cause))
-
-    def stop_evaluation(self, stopped: RunStopped) -> None:
-        """Save where training ended before this evaluation, and end the run.
-
-        Raises:
-            RunStopped: always.
-        """
-        self._policy.save_before_evaluation()
-        self._end(stopped)
-
-    def remove_note(self) -> None:
-        """Remove the note of a run that has stopped: this one is running. If it begins anew, so do its logs."""
-        if self._policy.begins_anew:
-            train_logger = getattr(self.hparams, "train_logger", None)
-            run_on_main(getattr(train_logger, "begin_anew", lambda: None))
-        folder = self._folder()
-        if folder is not None:
-            run_on_main(remove_marker, args=(folder,))
-
-    def _end(self, stopped: RunStopped) -> None:
-        """End the run once its checkpoint is there: no rank before, because launchers end all when one has ended."""
-        stopped.words = str(run_on_main(self._finish, args=(stopped,)) or "")
-        raise stopped
-
-    def _finish(self, stopped: RunStopped) -> str:
-        """Write down that the run has stopped, and where; return that in words."""
-        checkpointer, folder, progress = self._policy.checkpointer, self._folder(), self._progress
-        newest = None
-        if checkpointer is not None:
-            checkpointer.wait()
-            newest = checkpointer.find_checkpoint()
-        facts: dict[str, Any] = {
-            "reason": stopped.cause,
-            "exit_code": stopped.code,
-            "stage": stage_of(progress),
-            "epoch": progress.epoch,
-            "step": progress.step,
-            "optimizer_step": progress.optimizer_step,
-            "checkpoint": None if newest is None else str(newest.path),
-            "host": host_name(),
-        }
-        run_event("stopped", **facts)
-        facts["time"] = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-        place = f"{facts['stage']} of epoch {progress.epoch}{f' at step {progress.step}' if progress.step else ''}"
-        saved = "There is no checkpoint." if newest is None else f"The same command goes on from {newest.path}."
-        words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"
-        logger.warning("%s", words)
-        if folder is not None:
-            try:
-                write_marker(folder, facts)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", folder / MARKER, error)
-        return words
-
-    def _folder(self) -> Path | None:
-        """Return the output folder of the run, or else its checkpoint folder."""
-        checkpoints = getattr(self._policy.checkpointer, "checkpoints_dir", None)
-        folder = getattr(self.hparams, "output_folder", None) or checkpoints
-        return None if folder is None else Path(folder)
-
-
-def seconds_since_start() -> float:
-    """Return for how many seconds this process has been running.
-
-    Ranks: local.
-
-    Where there is no ``/proc`` these are the seconds since this module was imported.
-
-    Example:
-        >>> seconds_since_start() > 0
-        True
-    """
-    _, ticks = state_and_start(os.getpid())
-    if not ticks:
-        return time.monotonic() - _STARTED
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def exit_code(cause: str) -> int:
-    """Return what a process exits with that was stopped: 128 plus the signal's number, or 75 at the time limit.
-
-    Ranks: local.
-
-    Example:
-        >>> exit_code("SIGTERM"), exit_code(TIME_LIMIT)
-        (143, 75)
-    """
-    return TIME_LIMIT_CODE if cause == TIME_LIMIT else 128 + int(signal_named(cause))
-
-
-def write_marker(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Leave word in a folder of why and where a run has stopped.
-
-    Args:
-        folder: of the run; made if it is not there.
-        facts: plain values.
-
-    Raises:
-        OSError: it cannot be written.
-
-    Ranks: main only.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> write_marker(folder, {"reason": "SIGTERM", "exit_code": 143})
-        >>> json.loads((folder / MARKER).read_text())["exit_code"]
-        143
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / MARKER) as unfinished:
-        unfinished.write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
-
-
-def remove_marker(folder: Path) -> None:
-    """Take away what an earlier run has left: this one is running.
-
-    Ranks: main only.
-
-    Example:
-        >>> remove_marker(Path("/nowhere"))
-    """
-    if (folder / MARKER).exists():  # a read-only file system refuses to delete even what is not there
-        (folder / MARKER).unlink(missing_ok=True)

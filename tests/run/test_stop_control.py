@@ -11,12 +11,8 @@ import pytest
 
 from ddpkit.control import CAUSES, SignalListener
 from ddpkit.errors import ConfigError
-from ddpkit.run.save_and_stop import (
-    MARKER,
-    exit_code,
-    remove_marker,
-    write_marker,
-)
+from ddpkit.run.stop_control import exit_code
+from ddpkit.run.stop_note import MARKER, remove_marker, write_marker
 from ddpkit.run_opts import parse_duration
 from tests.launching import Run, python
 
@@ -76,8 +72,8 @@ def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses
 
 def test_time_counts_from_the_start_of_the_process(tmp_path):
     script = (
-        "import sys, time; sys.modules.pop('ddpkit.run.save_and_stop', None); time.sleep(0.5)\n"
-        "from ddpkit.run.save_and_stop import seconds_since_start as s; print(s())"
+        "import sys, time; sys.modules.pop('ddpkit.run.process_age', None); time.sleep(0.5)\n"
+        "from ddpkit.run.process_age import seconds_since_start as s; print(s())"
     )
     run = Run(python("-c", script), tmp_path, warm=True).wait()
     assert 0.5 <= float(run.out) < 60, run.err

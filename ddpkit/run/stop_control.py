@@ -1,0 +1,185 @@
+"""When and why a run stops: on all ranks, between two optimizer steps. It leaves a checkpoint and a note."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base import POSITION, host_name, stage_of
+from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, limits_by_option, longest_wait, shorten_timeout
+from ddpkit.control import TIME_LIMIT, SignalListener, failure_notice, signal_named
+from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
+from ddpkit.errors import RunStopped
+from ddpkit.logger import get_logger
+from ddpkit.run.process_age import seconds_since_start
+from ddpkit.run.stop_note import MARKER, remove_marker, write_marker
+from ddpkit.run_opts import parse_duration
+from ddpkit.train_logger import run_event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import SimpleNamespace
+
+    from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Progress
+
+logger = get_logger(__name__)
+
+TIME_LIMIT_CODE = 75  # EX_TEMPFAIL: try again later
+
+
+class StopControl:
+    """Knows what has asked this rank to stop, and stops the run; guards a call, whose failure ends the other ranks.
+
+    Args:
+        options: of the run.
+        hparams: of the recipe; ``output_folder`` in it is where the note goes.
+        progress: of the run.
+        policy: saves.
+
+    Attributes:
+        signals: what signals have asked of this rank.
+
+    Ranks: collective, but for :meth:`cause`, :meth:`guarded` and :meth:`tighten_timeouts`.
+    """
+
+    def __init__(
+        self, options: RunOptions, hparams: SimpleNamespace, progress: Progress, policy: CheckpointPolicy
+    ) -> None:
+        self.signals = SignalListener(options.stop_signals, options.save_signals)
+        self._options, self.hparams, self._progress, self._policy = options, hparams, progress, policy
+
+    @contextlib.contextmanager
+    def guarded(self, call: str) -> Iterator[None]:
+        """Return a context for ``fit``, ``evaluate`` or ``predict``.
+
+        Args:
+            call: its name.
+
+        Raises:
+            RunStopped: the run was asked to stop.
+        """
+        with self._own_limits(), POSITION.inside(self._progress, call), self.signals.listening(), failure_notice():
+            yield
+
+    def tighten_timeouts(self) -> None:
+        """Shorten the time for which collectives wait. At every sync: another Brain may have set a longer one."""
+        timeout = self._options.hang_timeout
+        if timeout:
+            shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
+
+    @contextlib.contextmanager
+    def _own_limits(self) -> Iterator[None]:
+        """Apply this Brain's time limits; restore the limits of an enclosing Brain afterwards."""
+        if not is_distributed_initialized():
+            yield
+            return
+        options, watchdog = self._options, get_runtime().watchdog
+        limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
+        get_runtime().report.limits |= limits_by_option(options.distributed_timeout_minutes, options.hang_timeout)
+        shorten_timeout(self._longest_wait())  # a start may take long: not the shorter wait of an earlier call
+        try:
+            with limited or contextlib.nullcontext():
+                yield
+        finally:
+            shorten_timeout(self._longest_wait())
+
+    def _longest_wait(self) -> float:
+        return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
+
+    def cause(self) -> str:
+        """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`; empty if it was not."""
+        if self.signals.stop_signal:
+            return signal.Signals(self.signals.stop_signal).name
+        limit = self._options.time_limit
+        over = limit is not None and not get_rank() and seconds_since_start() > parse_duration(limit)
+        return TIME_LIMIT if over else ""
+
+    def stop_training(self, cause: str, *, is_saved: bool = False) -> None:
+        """Save, and end the run; between two optimizer steps.
+
+        Args:
+            cause: what has asked for it.
+            is_saved: whether a checkpoint of this very step is there already.
+
+        Raises:
+            RunStopped: always.
+        """
+        if not is_saved:
+            self._policy.save_inside_epoch()
+        self._end(RunStopped(exit_code(cause), cause))
+
+    def stop_evaluation(self, stopped: RunStopped) -> None:
+        """Save where training ended before this evaluation, and end the run.
+
+        Raises:
+            RunStopped: always.
+        """
+        self._policy.save_before_evaluation()
+        self._end(stopped)
+
+    def remove_note(self) -> None:
+        """Remove the note of a run that has stopped: this one is running. If it begins anew, so do its logs."""
+        if self._policy.begins_anew:
+            train_logger = getattr(self.hparams, "train_logger", None)
+            run_on_main(getattr(train_logger, "begin_anew", lambda: None))
+        folder = self._folder()
+        if folder is not None:
+            run_on_main(remove_marker, args=(folder,))
+
+    def _end(self, stopped: RunStopped) -> None:
+        """End the run once its checkpoint is there: no rank before, because launchers end all when one has ended."""
+        stopped.words = str(run_on_main(self._finish, args=(stopped,)) or "")
+        raise stopped
+
+    def _finish(self, stopped: RunStopped) -> str:
+        """Write down that the run has stopped, and where; return that in words."""
+        checkpointer, folder, progress = self._policy.checkpointer, self._folder(), self._progress
+        newest = None
+        if checkpointer is not None:
+            checkpointer.wait()
+            newest = checkpointer.find_checkpoint()
+        facts: dict[str, Any] = {
+            "reason": stopped.cause,
+            "exit_code": stopped.code,
+            "stage": stage_of(progress),
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "optimizer_step": progress.optimizer_step,
+            "checkpoint": None if newest is None else str(newest.path),
+            "host": host_name(),
+        }
+        run_event("stopped", **facts)
+        facts["time"] = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+        place = f"{facts['stage']} of epoch {progress.epoch}{f' at step {progress.step}' if progress.step else ''}"
+        saved = "There is no checkpoint." if newest is None else f"The same command goes on from {newest.path}."
+        words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"
+        logger.warning("%s", words)
+        if folder is not None:
+            try:
+                write_marker(folder, facts)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", folder / MARKER, error)
+        return words
+
+    def _folder(self) -> Path | None:
+        """Return the output folder of the run, or else its checkpoint folder."""
+        checkpoints = getattr(self._policy.checkpointer, "checkpoints_dir", None)
+        folder = getattr(self.hparams, "output_folder", None) or checkpoints
+        return None if folder is None else Path(folder)
+
+
+def exit_code(cause: str) -> int:
+    """Return what a process exits with that was stopped: 128 plus the signal's number, or 75 at the time limit.
+
+    Ranks: local.
+
+    Example:
+        >>> exit_code("SIGTERM"), exit_code(TIME_LIMIT)
+        (143, 75)
+    """
+    return TIME_LIMIT_CODE if cause == TIME_LIMIT else 128 + int(signal_named(cause))

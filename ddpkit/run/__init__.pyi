@@ -14,7 +14,7 @@ from ddpkit.run.slice_result import (
 from ddpkit.run.start_rows import (
     given_batch_size as given_batch_size,
 )
-from ddpkit.run.state import (
+from ddpkit.run.step_plan import (
     StepPlan as StepPlan,
 )
 from ddpkit.run.total_steps import (

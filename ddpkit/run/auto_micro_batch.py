@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ddpkit.data import SamplingPlan
     from ddpkit.run.memory_report import MemoryReport
-    from ddpkit.run.state import RunState
+    from ddpkit.run.run_state import RunState
     from ddpkit.training import Feed, StreamFeed, TrainStep
 
 logger = get_logger(__name__)

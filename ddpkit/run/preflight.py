@@ -64,7 +64,7 @@ from ddpkit.run.start_rows import (
     optimizers_row,
     row_lines,
 )
-from ddpkit.run.state import parts_of
+from ddpkit.run.unsaved_objects import parts_of
 from ddpkit.training import compare_samples, length_of, selected_facts
 
 if TYPE_CHECKING:

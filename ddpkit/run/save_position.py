@@ -19,7 +19,7 @@ from ddpkit.training import EpochPhase
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpkit.run.state import RunState
+    from ddpkit.run.run_state import RunState
     from ddpkit.training import Progress
 
 logger = get_logger(__name__)

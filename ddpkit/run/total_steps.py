@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpointing import Checkpoint
-from ddpkit.run.state import StepPlan
+from ddpkit.run.step_plan import StepPlan
 from ddpkit.training import RunLength
 
 if TYPE_CHECKING:
-    from ddpkit.run.state import RunState
+    from ddpkit.run.run_state import RunState
 
 __all__ = ["EpochPlan", "note_epoch"]
 

@@ -10,7 +10,7 @@ from ddpkit.compat import loses_items, shuffle_digest, streams
 from ddpkit.compat.streams import show_worker
 from ddpkit.data import is_stateful
 from ddpkit.dataloader import Sharding, shard
-from ddpkit.run.state import order_of
+from ddpkit.run.data_order import order_of
 from tests.data.test_streams import Files
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.run.state import EVALUATED, read_brain_file
+from ddpkit.run.brain_file import EVALUATED, read_brain_file
 from ddpkit.types import Stage
 from tests.reading_blocks import block_rows
 

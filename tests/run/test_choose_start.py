@@ -12,7 +12,10 @@ from ddpkit.base import dump_plain_yaml, load_plain_yaml
 from ddpkit.checkpointing import Checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
-from ddpkit.run.state import BRAIN_FILE, EVALUATED, _states_of, choose_start, modules_not_saved, optimizer_settings
+from ddpkit.run.brain_file import BRAIN_FILE, EVALUATED
+from ddpkit.run.choose_start import _states_of, choose_start
+from ddpkit.run.optimizer_settings import optimizer_settings
+from ddpkit.run.unsaved_objects import modules_not_saved
 
 
 class Brain:

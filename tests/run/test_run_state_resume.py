@@ -19,7 +19,10 @@ from torch.utils.data import (
 from ddpkit.base import dump_plain_yaml, load_plain_yaml
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, shard
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.run.state import TELLING, StepPlan, changed_options, order_of, read_brain_file
+from ddpkit.run.brain_file import read_brain_file
+from ddpkit.run.data_order import order_of
+from ddpkit.run.option_changes import TELLING, changed_options
+from ddpkit.run.step_plan import StepPlan
 from ddpkit.run_opts import OPTION_BY_NAME, RunOptions
 from ddpkit.training import BatchSizes
 

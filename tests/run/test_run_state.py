@@ -16,8 +16,11 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.errors import ConfigError
+from ddpkit.run.brain_file import EVALUATED
 from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
-from ddpkit.run.state import EVALUATED, Start, StepPlan, order_of
+from ddpkit.run.choose_start import Start
+from ddpkit.run.data_order import order_of
+from ddpkit.run.step_plan import StepPlan
 
 
 class Brain(ddpkit.Brain):
@@ -140,7 +143,7 @@ def test_the_sums_of_all_ranks_come_back_once(tmp_path, monkeypatch):
     """They are the sums over all ranks: every rank but one begins with nothing."""
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
     brain = Brain()
-    monkeypatch.setattr("ddpkit.run.state.get_rank", lambda: 1)
+    monkeypatch.setattr("ddpkit.run.run_state.get_rank", lambda: 1)
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
     assert brain.step == 5
     assert brain.progress.meter.sums() == (0.0, 0.0, 0)

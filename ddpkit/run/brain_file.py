@@ -1,0 +1,57 @@
+"""The file ``brain.ckpt`` of a checkpoint: its name, how it is read, and two of its keys."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpkit.errors import CheckpointError
+
+BRAIN_FILE = "brain.ckpt"
+DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
+EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
+DEBUG = "debug"  # whether the run that saved a checkpoint had the option `debug`
+
+
+def read_brain_file(checkpoint: Path) -> dict[str, Any]:
+    """Return the contents of a checkpoint's ``brain.ckpt``; empty without that file, or if no Brain saved it.
+
+    Args:
+        checkpoint: its directory.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+
+    Ranks: local.
+
+    Example:
+        >>> read_brain_file(Path("nowhere"))
+        {}
+    """
+    from ddpkit.base import load_plain_yaml
+
+    path = checkpoint / BRAIN_FILE
+    try:
+        state = load_plain_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (UnicodeDecodeError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
+    return dict(state) if isinstance(state, Mapping) else {}
+
+
+def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:
+    """Return :func:`read_brain_file`, or nothing for an unreadable file; loading it raises the error.
+
+    Args:
+        checkpoint: its directory.
+
+    Ranks: local.
+    """
+    with contextlib.suppress(CheckpointError):
+        return read_brain_file(checkpoint)
+    return {}

@@ -1,0 +1,57 @@
+"""What the order of an epoch follows from, as a checkpoint stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.compat import shuffle_digest
+from ddpkit.data import PlannedBatchSampler, RankBatchSampler, StreamShard, layers
+from ddpkit.dataloader import LoopedLoader, plan_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NOMINAL = "nominal epoch"
+
+
+def order_of(loader: Any) -> dict[str, str | int]:
+    """Describe what the order of an epoch follows from, besides the seed.
+
+    Args:
+        loader: of this rank.
+
+    Returns:
+        Under ``order`` how the data is ordered, or the classes that order it; where they are known, the ``samples`` of
+        the dataset, ``drop_last``, a digest of a stream's shuffle, and the batches of a ``nominal epoch``. Equal on all
+        ranks, and on any number of them; nothing is drawn.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> order_of(shard(range(5), Sharding(rank=1, world_size=2), batch_size=2, shuffle=True))
+        {'order': 'shuffled', 'drop_last': False, 'samples': 5}
+    """
+    if isinstance(loader, LoopedLoader):
+        return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
+        order = "shuffled" if plan.shuffle else "as it stands"
+        return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
+    if isinstance(plan, RankBatchSampler):
+        samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
+        return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **samples}
+    if isinstance(dataset, StreamShard):
+        own = {"shards (its own, processes x workers)": dataset.parts} if dataset.divides_itself else {}
+        return {"order": f"of {type(dataset.whole).__name__}", **own, **_shuffle(dataset.whole)}
+    return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
+
+
+def _shuffle(data: Any) -> dict[str, str]:
+    digest = shuffle_digest(data)
+    return {"shuffle (give it a seed)": digest} if digest else {}
+
+
+def _names(samplers: Iterable[Any]) -> str:
+    return f"by {' of '.join(type(one).__name__ for one in samplers)}"

@@ -81,7 +81,7 @@ def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
     So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in a batch is known.
 
     Args:
-        window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.loop.Window`.
+        window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.window.Window`.
 
     Ranks: local.
 

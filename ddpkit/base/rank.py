@@ -501,12 +501,12 @@ POSITION = Position()
 
 
 def stage_of(progress: Any) -> str:
-    """Return the name of the stage that a :class:`~ddpkit.training.loop.Progress` is in, or nothing.
+    """Return the name of the stage that a :class:`~ddpkit.training.progress.Progress` is in, or nothing.
 
     Ranks: local.
 
     Example:
-        >>> from ddpkit.training.loop import Progress
+        >>> from ddpkit.training import Progress
         >>> stage_of(Progress())
         ''
     """

@@ -14,7 +14,7 @@ def counters_of(progress: Any) -> dict[str, Any]:
     """Return how far a run is. It waits for no GPU, which may be the reason of the end.
 
     Args:
-        progress: a :class:`~ddpkit.training.loop.Progress`, or None.
+        progress: a :class:`~ddpkit.training.progress.Progress`, or None.
 
     Returns:
         ``stage``, ``epoch``, ``step`` (batches of the stage) and ``optimizer_step``; empty without a run. A step of
@@ -23,7 +23,7 @@ def counters_of(progress: Any) -> dict[str, Any]:
     Ranks: local; in any thread.
 
     Example:
-        >>> from ddpkit.training.loop import Progress
+        >>> from ddpkit.training import Progress
         >>> counters_of(Progress(epoch=2, step=3, optimizer_step=7))
         {'stage': '', 'epoch': 2, 'step': 3, 'optimizer_step': 7}
         >>> counters_of(None)

@@ -178,7 +178,7 @@ class RankState:
     Ranks: local, but for :meth:`end_pass`.
 
     Example:
-        >>> from ddpkit.training.loop import Progress
+        >>> from ddpkit.training import Progress
         >>> from ddpkit.strategies import Strategy
         >>> RankState(Progress(), Strategy(), torch.nn.ModuleDict(), saves=False).own_sums()
         [0.0, 0.0, 0]

@@ -19,7 +19,7 @@ class SkippedSteps:
     Ranks: all; the main process writes.
 
     Example:
-        >>> from ddpkit.training.loop import Progress
+        >>> from ddpkit.training import Progress
         >>> SkippedSteps(Progress()).write()
     """
 

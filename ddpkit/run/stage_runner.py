@@ -654,7 +654,7 @@ class StopsOfEvaluation:
     Ranks: collective, but for making one.
 
     Example:
-        >>> from ddpkit.training.loop import Progress
+        >>> from ddpkit.training import Progress
         >>> stops = StopsOfEvaluation(Progress(), str)
         >>> stops(1); stops.await_others()
     """

@@ -37,16 +37,12 @@ from ddpkit.training.gathering import (
     rows_of as rows_of,
 )
 from ddpkit.training.loop import (
-    LoopHooks as LoopHooks,
-    Progress as Progress,
-    Recipe as Recipe,
-    StepHooks as StepHooks,
-    TrainStep as TrainStep,
-    Window as Window,
     evaluate_epoch as evaluate_epoch,
+    train_epoch as train_epoch,
+)
+from ddpkit.training.losses import (
     one_number as one_number,
     sum_and_count as sum_and_count,
-    train_epoch as train_epoch,
 )
 from ddpkit.training.module_options import (
     checkpoint_blocks as checkpoint_blocks,
@@ -54,4 +50,18 @@ from ddpkit.training.module_options import (
     has_cuda_graphs as has_cuda_graphs,
     recomputed as recomputed,
     require_module_keys as require_module_keys,
+)
+from ddpkit.training.progress import (
+    Progress as Progress,
+)
+from ddpkit.training.recipe import (
+    LoopHooks as LoopHooks,
+    Recipe as Recipe,
+    StepHooks as StepHooks,
+)
+from ddpkit.training.train_step import (
+    TrainStep as TrainStep,
+)
+from ddpkit.training.window import (
+    Window as Window,
 )

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
     from ddpkit.step_times import NamedRanges
     from ddpkit.strategies import Strategy
-    from ddpkit.training.loop import Window
+    from ddpkit.training.window import Window
 
 logger = get_logger(__name__)
 

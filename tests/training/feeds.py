@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ddpkit.training.loop import Window
+from ddpkit.training.window import Window
 
 
 class Step(NamedTuple):

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from ddpkit.errors import DataError
 from ddpkit.training.feed import Feed, StreamFeed
-from ddpkit.training.loop import Window
+from ddpkit.training.window import Window
 from tests.training.feeds import drain, windows_of
 
 FAST = settings(max_examples=80, deadline=None, derandomize=True, database=None)

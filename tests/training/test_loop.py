@@ -16,7 +16,11 @@ from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.training.feed import Feed, StreamFeed
-from ddpkit.training.loop import Progress, Window, backward, evaluate_epoch, loss_problem, one_number, train_epoch
+from ddpkit.training.loop import evaluate_epoch, train_epoch
+from ddpkit.training.loss_errors import loss_problem
+from ddpkit.training.losses import backward, one_number
+from ddpkit.training.progress import Progress
+from ddpkit.training.window import Window
 from ddpkit.types import Stage
 from tests.training.feeds import drain, windows_of
 

@@ -1,0 +1,251 @@
+"""How far a run has come: counters, the phase of the epoch, the losses so far."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ddpkit import optim
+from ddpkit.distributed import sum_exactly, sum_over_ranks
+from ddpkit.errors import NonFiniteLossError
+from ddpkit.logger import get_logger
+from ddpkit.metrics import ExactMeter, LossMeter
+from ddpkit.reporting import LoggedValues
+from ddpkit.training.epoch_phase import EpochPhase
+from ddpkit.training.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpkit.training.gathering import Seen
+
+
+logger = get_logger(__name__)
+
+_IN_PASS = EpochPhase.IN_PASS  # to look a member up costs a call
+
+
+@dataclass
+class Progress(optim.StepCounters):
+    """How far the run has come; with the counters of :class:`~ddpkit.optim.StepCounters`.
+
+    Attributes:
+        epoch: of the current or last stage.
+        step: batches of the current stage, on this rank.
+        began_at: updates before the current epoch.
+        phase: how far the current epoch is.
+        is_whole: whether the last training stage has read all of its data; not if ``optimizer_step_limit`` ended it.
+        validates: whether this call of ``fit`` has data for a validation.
+        is_validated: whether the validation of this epoch is over, but for ``on_stage_end``.
+        window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped;
+            in an epoch that goes on from a checkpoint and has not begun again, those of the checkpoint.
+        train_meter: losses of the training stage of this epoch on this rank, up to ``window_end``; None before it.
+        train_sums: their sum over all ranks, its weight, and the samples, where nothing has been trained since; else
+            None.
+        avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
+        is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
+        skipped_norm: the gradients' norm of the last step that was skipped; None before the first.
+        has_told_clipping: whether a line has said that gradients are clipped.
+        window: the current accumulation window.
+        meter: losses of the current stage on this rank.
+        seen: which samples this rank has seen in the current or last stage; None before the first.
+        loader: of the current or last training stage.
+        result: the return value of ``fit_batch`` once its loss is known; it may belong to an older batch.
+        result_of: number of the batch of ``result``.
+        result_at: the same, once the optimizers have stepped too, or have had their chance: ``on_fit_batch_end`` runs.
+        epochs: number of epochs that ended in this call of ``fit``.
+        train_loss: mean training loss of the last finished epoch, over all ranks; None before the first.
+        valid_loss: likewise of the validation.
+        logged: values logged by the recipe.
+        new_meter: makes a meter of losses.
+        add_totals: adds up the totals of meters over the ranks.
+
+    Ranks: local.
+
+    Example:
+        >>> Progress().optimizer_step
+        0
+    """
+
+    epoch: int = 0
+    step: int = 0
+    began_at: int = 0
+    phase: EpochPhase = EpochPhase.OUTSIDE
+    is_whole: bool = False
+    validates: bool = False
+    is_validated: bool = False
+    window_end: int = 0
+    avg_train_loss: float = 0.0
+    is_fitting: bool = False
+    skipped_norm: float | None = None
+    has_told_clipping: bool = False
+    window: Window = field(default_factory=Window)
+    meter: LossMeter = field(default_factory=LossMeter)
+    train_meter: LossMeter | None = None
+    train_sums: tuple[Any, Any, int] | None = None
+    seen: Seen | None = None
+    loader: Any = None
+    result: Any = None
+    result_of: int = 0
+    result_at: int = 0
+    epochs: int = 0
+    train_loss: float | None = None
+    valid_loss: float | None = None
+    logged: LoggedValues = field(default_factory=lambda: LoggedValues(LossMeter))
+    new_meter: Callable[..., Any] = LossMeter
+    add_totals: Callable[[list[Any]], list[Any]] = sum_over_ranks
+
+    def round_nothing(self) -> None:
+        """Add losses and logged values up exactly, so that no rounding depends on the number of processes."""
+        self.new_meter, self.add_totals = ExactMeter, sum_exactly
+        self.meter = self.new_meter()
+        self.logged = LoggedValues(self.new_meter, self.add_totals)
+
+    def copy_losses(self) -> None:
+        """Keep copies of losses until they are added up, as CUDA graphs overwrite theirs in the next step."""
+        if not isinstance(self.new_meter, functools.partial):
+            self.new_meter = functools.partial(self.new_meter, copies=True)
+            self.meter = self.new_meter()
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a training stage is reading its batches."""
+        return self.phase is _IN_PASS
+
+    @property
+    def has_done_stages(self) -> bool:
+        """Whether nothing of this epoch is left but to end its last hook, if the epoch goes no further."""
+        is_trained = self.phase in {EpochPhase.TRAINED, EpochPhase.OVER}
+        return self.is_validated or (is_trained and not self.validates)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the last call of ``fit`` has ended, or gone no further than its checkpoint, inside of an epoch."""
+        has_ended = self.phase in {EpochPhase.OVER, EpochPhase.RECOVERED} and not self.is_fitting
+        return has_ended and not self.is_whole
+
+    def restart(self) -> None:
+        """Reset the position of an interrupted pass."""
+        self.look()
+        self.error = None
+        self.step, self.window, self.meter = 0, Window(), self.new_meter()
+        self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
+        self.phase = EpochPhase.OUTSIDE
+        self.is_whole = self.is_validated = False
+        self.result, self.result_of, self.result_at = None, 0, 0
+        self.epochs, self.train_loss, self.valid_loss = 0, None, None
+        self.logged.values.clear()
+
+    def end_epoch(self) -> None:
+        """Note that an epoch is over, its evaluation and its checkpoint too."""
+        self.train_meter = None
+        self.epochs += 1
+        if self.phase is EpochPhase.TRAINED:
+            self.phase = EpochPhase.OVER
+
+    def ask_for_epochs(self, *, validates: bool) -> None:
+        """Note that the epochs of this call of ``fit`` are counted from now on.
+
+        Args:
+            validates: whether each ends with a validation.
+        """
+        self.validates = validates
+        if self.phase is EpochPhase.OUTSIDE:
+            self.phase = EpochPhase.ASKED
+
+    def end_epochs(self) -> None:
+        """Note that there are no more epochs."""
+        if self.phase is EpochPhase.ASKED and not self.epochs:
+            self.phase = EpochPhase.OUTSIDE
+
+    def recover_inside(self, sums: tuple[Any, Any, int]) -> None:
+        """Note the position of a checkpoint from the middle of an epoch, which has not begun again.
+
+        Args:
+            sums: of the losses of all ranks, their weights, and the samples so far.
+        """
+        self.phase = EpochPhase.RECOVERED
+        self.window_end = self.step
+        self.train_sums = sums
+
+    def forget_position(self) -> None:
+        """Begin the next epoch at its first batch, whatever the position was."""
+        self.step, self.meter = 0, self.new_meter()
+        self.avg_train_loss = 0.0
+        self.nonfinite = 0
+
+    def begin_training(self) -> None:
+        """Note that the training stage of an epoch begins, or one that a checkpoint has left."""
+        if not self.step:
+            self.window_end = 0
+            self.train_sums = (0.0, 0.0, 0)
+            self.is_whole = False
+        self.phase = EpochPhase.BEGUN
+        self.is_validated = False
+
+    def begin_pass(self) -> None:
+        """Note that the training stage reads its batches now; the last result is of the epoch before."""
+        self.phase = _IN_PASS
+        self.window_end = self.step
+        self.train_meter = self.meter.copy()
+        self.train_sums = None
+        self.is_whole = False
+        self.result_of = self.result_at = 0
+
+    def end_pass(self, sums: tuple[Any, Any, int]) -> None:
+        """Note that the training stage has read its last batch.
+
+        Args:
+            sums: as :meth:`recover_inside`.
+        """
+        self.phase = EpochPhase.TRAINED
+        self.train_sums = sums
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of the current epoch's updates whose gradients were clipped, 0 to 1; equal on all ranks."""
+        made = self.optimizer_step - self.began_at
+        return self.clipped / made if made else 0.0
+
+    def count_skipped(self, norm: float, patience: int | None, step: int | None = None) -> None:
+        """Count an optimizer step that was skipped because the gradients' norm was not finite.
+
+        Args:
+            norm: equal on all ranks, so all ranks count and give up alike.
+            patience: how many of them an epoch may have; None: this rank alone has such gradients, and steps with
+                zeros.
+            step: the batch of the step; None: the present one.
+
+        Raises:
+            NonFiniteLossError: one more than that.
+        """
+        self.nonfinite += 1
+        self.skipped_norm = norm
+        batch = self.step if step is None else step
+        where = f"epoch {self.epoch}, batch {batch}, after optimizer step {self.optimizer_step}"
+        if patience is None:
+            words = "The gradients of this rank are not finite (norm=%s); it steps with zeros: %s."
+            logger.warning(words, norm, where)
+            return
+        self.require_patience(f"norm={norm}; the last in {where}", patience)
+        logger.warning(
+            "The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where
+        )
+
+    def require_patience(self, which: str, patience: int) -> None:
+        """Give up if too many steps of this epoch were not finite.
+
+        Args:
+            which: the gradients of the last, in words.
+            patience: how many of them an epoch may have.
+
+        Raises:
+            NonFiniteLossError: there were more.
+        """
+        if self.nonfinite > patience:
+            raise NonFiniteLossError(
+                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite ({which}), and "
+                f"nonfinite_patience={patience}. All were skipped. Lower the learning rate, clip harder "
+                "(--max_grad_norm), or look at the data."
+            )

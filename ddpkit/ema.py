@@ -302,7 +302,7 @@ def require_average(checkpoint: Any) -> None:
     """Refuse a checkpoint without averaged weights.
 
     Args:
-        checkpoint: a :class:`~ddpkit.checkpointing.folder.Checkpoint` whose average is about to be evaluated.
+        checkpoint: a :class:`~ddpkit.checkpointing.checkpoint.Checkpoint` whose average is about to be evaluated.
 
     Raises:
         CheckpointError: it holds none.

@@ -1,29 +1,27 @@
+from ddpkit.checkpointing.arrival import (
+    all_ranks_come as all_ranks_come,
+)
 from ddpkit.checkpointing.async_save import (
     BackgroundSave as BackgroundSave,
     SnapshotMemory as SnapshotMemory,
 )
-from ddpkit.checkpointing.folder import (
+from ddpkit.checkpointing.averaging import (
+    average_checkpoints as average_checkpoints,
+    average_state_dicts as average_state_dicts,
+    is_code as is_code,
+)
+from ddpkit.checkpointing.broadcast import (
+    LoadMode as LoadMode,
+    load_recoverables as load_recoverables,
+)
+from ddpkit.checkpointing.checkpoint import (
     DIRECTORY_PREFIX as DIRECTORY_PREFIX,
     SUFFIX as SUFFIX,
     Checkpoint as Checkpoint,
-    CheckpointFolder as CheckpointFolder,
-    DamageLog as DamageLog,
-    ImportanceKey as ImportanceKey,
-    LoadMode as LoadMode,
-    Predicate as Predicate,
-    Retention as Retention,
-    SaveRequest as SaveRequest,
-    Selection as Selection,
-    all_ranks_come as all_ranks_come,
-    average_checkpoints as average_checkpoints,
-    average_state_dicts as average_state_dicts,
-    check_file_name as check_file_name,
-    checkpoint_work_on_main as checkpoint_work_on_main,
     ckpt_recency as ckpt_recency,
-    is_code as is_code,
-    load_recoverables as load_recoverables,
-    ranked as ranked,
-    read_checkpoint as read_checkpoint,
+)
+from ddpkit.checkpointing.folder import (
+    CheckpointFolder as CheckpointFolder,
     run_savers as run_savers,
 )
 from ddpkit.checkpointing.hooks import (
@@ -41,10 +39,28 @@ from ddpkit.checkpointing.hooks import (
     whole_state_dict as whole_state_dict,
     whole_states as whole_states,
 )
+from ddpkit.checkpointing.main_work import (
+    checkpoint_work_on_main as checkpoint_work_on_main,
+)
+from ddpkit.checkpointing.reading import (
+    DamageLog as DamageLog,
+    read_checkpoint as read_checkpoint,
+)
 from ddpkit.checkpointing.save_report import (
     Retained as Retained,
     SaveListener as SaveListener,
     SaveReport as SaveReport,
+)
+from ddpkit.checkpointing.save_request import (
+    SaveRequest as SaveRequest,
+    check_file_name as check_file_name,
+)
+from ddpkit.checkpointing.selection import (
+    ImportanceKey as ImportanceKey,
+    Predicate as Predicate,
+    Retention as Retention,
+    Selection as Selection,
+    ranked as ranked,
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,

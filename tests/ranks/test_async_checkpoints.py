@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit.checkpointing import folder as checkpoint_folder, storage, verify
+from ddpkit.checkpointing import broadcast, storage, verify
 from ddpkit.checkpointing.storage import FileOperations
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.comm import mailbox
@@ -304,15 +304,15 @@ def load_on_main_alone(folder, how):
     checkpointer.load_mode = "broadcast"
     with torch.no_grad():
         model.weight.fill_(0)
-    waits = checkpoint_folder.LOAD_WAIT_SECONDS
-    checkpoint_folder.LOAD_WAIT_SECONDS = 0.3
+    waits = broadcast.LOAD_WAIT_SECONDS
+    broadcast.LOAD_WAIT_SECONDS = 0.3
     try:
         if how == "run_on_main":
             run_on_main(checkpointer.load_checkpoint, [saved])
         elif if_main_process():
             checkpointer.recover_if_possible()
     finally:
-        checkpoint_folder.LOAD_WAIT_SECONDS = waits
+        broadcast.LOAD_WAIT_SECONDS = waits
     dist.barrier()
     return values_of(model)
 

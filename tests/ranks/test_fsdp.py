@@ -18,7 +18,7 @@ from torch.profiler import profile
 
 from ddpkit.base import is_sharded, local_part
 from ddpkit.brain import Brain
-from ddpkit.checkpointing import folder as checkpoint_folder
+from ddpkit.checkpointing import arrival
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
@@ -607,14 +607,14 @@ def saves_alone(folder):
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    log = logging.getLogger(checkpoint_folder.__name__)
+    log = logging.getLogger(arrival.__name__)
     log.addHandler(handler)
     seconds, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, 0.2
-    tells, checkpoint_folder.TELL_SECONDS = checkpoint_folder.TELL_SECONDS, 0.1
+    tells, arrival.TELL_SECONDS = arrival.TELL_SECONDS, 0.1
     try:
         return message_of(SavesAlone, (CheckpointError, RankFailedError), folder), told
     finally:
-        checkpoint_policy.WAIT_SECONDS, checkpoint_folder.TELL_SECONDS = seconds, tells
+        checkpoint_policy.WAIT_SECONDS, arrival.TELL_SECONDS = seconds, tells
         log.removeHandler(handler)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpkit.checkpointing.folder import Checkpoint, Retention, ckpt_recency, deletable, ranked
+from ddpkit.checkpointing.checkpoint import Checkpoint, ckpt_recency
+from ddpkit.checkpointing.selection import Retention, deletable, ranked
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 

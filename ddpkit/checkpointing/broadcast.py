@@ -1,0 +1,121 @@
+"""Loading on every rank: each reads the files of a checkpoint, or rank 0 sends the others copies."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ddpkit.base import LoadHook
+from ddpkit.checkpointing.arrival import all_ranks_come
+from ddpkit.checkpointing.checkpoint import Checkpoint
+from ddpkit.checkpointing.main_work import checkpoint_work_on_main
+from ddpkit.comm import failures_of
+from ddpkit.distributed import control_group, exchange, if_main_process
+from ddpkit.errors import CheckpointError
+
+LOAD_WAIT_SECONDS = 30.0  # for the other ranks, to load on all of them
+SENT_BYTES = 16 << 20  # at a time
+
+LoadMode = Literal["all", "broadcast"]
+
+
+def load_recoverables(
+    hooks: Mapping[str, LoadHook], objects: Mapping[str, Any], checkpoint: Checkpoint, mode: LoadMode = "all"
+) -> None:
+    """Load objects from a checkpoint.
+
+    Args:
+        hooks: what loads each, by name.
+        objects: by name.
+        checkpoint: has a file for each of them.
+        mode: ``"all"``: every rank reads. ``"broadcast"``: rank 0 reads, and the others load copies of its files from a
+            temporary folder, one at a time: for folders that only rank 0 sees.
+
+    Raises:
+        CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank, whichever failed.
+
+    Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are not waited for: then
+        every rank reads. In main-only code the main process reads.
+
+    State: the objects.
+
+    Example:
+        >>> load_recoverables({}, {}, Checkpoint(Path("CKPT+a"), {}, {}))
+    """
+    together = mode == "broadcast" and all_ranks_come("load", LOAD_WAIT_SECONDS)
+    if together:
+        _require_alike(list(hooks))
+    end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
+    for name, hook in hooks.items():
+        path = checkpoint.paramfiles[name]
+        if together:
+            _load_on_all(name, path, functools.partial(_load_copy, hook, objects[name], path, end_of_epoch))
+        else:
+            _load_one(name, path, functools.partial(hook, objects[name], path, end_of_epoch))
+
+
+def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
+    try:
+        load()
+    except (CheckpointError, MemoryError):  # without memory for what is sent a rank must end: the others wait for it
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot load the recoverable {name!r} from {path}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
+    """Load on every rank; raise on every rank if it failed on one."""
+    own, failures = failures_of(lambda: _load_one(name, path, load), CheckpointError)
+    if failures:
+        raise CheckpointError(
+            f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy of this "
+            "one file, in TMPDIR: what saves a directory, or reads other files too, needs ckpt_load=all."
+        ) from own
+
+
+def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
+    """Load rank 0's file: there the file itself, on other ranks a copy of it."""
+    content = _bytes_of_main(path)
+    if if_main_process():
+        hook(obj, path, end_of_epoch)
+        return
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
+        copy = Path(folder, path.parent.name, path.name)
+        copy.parent.mkdir()
+        copy.write_bytes(content.numpy().data)
+        del content
+        hook(obj, copy, end_of_epoch)
+
+
+def _bytes_of_main(path: Path) -> torch.Tensor:
+    """Read a file on rank 0 and give every rank its bytes."""
+    read: list[torch.Tensor] = []
+
+    def read_file() -> int:
+        read.append(torch.from_numpy(np.fromfile(path, np.uint8)))
+        return read[0].numel()
+
+    size = checkpoint_work_on_main(read_file)
+    content = read[0] if read else torch.from_numpy(np.empty(size or 0, np.uint8))  # MemoryError, and not torch's
+    for start in range(0, len(content), SENT_BYTES):
+        dist.broadcast(content[start : start + SENT_BYTES], src=0, group=control_group())
+    return content
+
+
+def _require_alike(own: list[str]) -> None:
+    """Refuse to send files where the ranks would load different ones."""
+    for rank, other in enumerate(exchange(own)):
+        if other != own:
+            raise CheckpointError(
+                f"the ranks would load different recoverables: {own} here, {other} on rank {rank}. Add the same ones "
+                "in the same order on every rank, or load with 'all'."
+            )

@@ -1,0 +1,85 @@
+"""One saved checkpoint: where it is, what it says of itself, and when it was saved."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+DIRECTORY_PREFIX = "CKPT"
+SUFFIX = ".ckpt"
+
+
+class Checkpoint(NamedTuple):
+    """One saved checkpoint; two are equal when they have one path and were saved at one time.
+
+    A checkpoint may be deleted, and another saved under its name.
+
+    Attributes:
+        path: its directory.
+        meta: what ``CKPT.yaml`` holds: ``unixtime`` (seconds), ``end-of-epoch`` and what the caller added.
+        paramfiles: the file of each recoverable, by name.
+
+    Ranks: local.
+
+    Example:
+        >>> path = Path("CKPT+a")
+        >>> one, same, other = (Checkpoint(path, {"unixtime": time}, {}) for time in (1.0, 1.0, 2.0))
+        >>> one == same, one == other
+        (True, False)
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    paramfiles: dict[str, Path]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Checkpoint) or self.path != other.path:
+            return False
+        return as_number(self.meta.get("unixtime")) == as_number(other.meta.get("unixtime"))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+def ckpt_recency(ckpt: Checkpoint) -> float:
+    """Return when a checkpoint was saved, in seconds since 1970: the importance key for "the newest".
+
+    Args:
+        ckpt: the checkpoint.
+
+    Returns:
+        Its ``unixtime``.
+
+    Ranks: local.
+
+    Example:
+        >>> ckpt_recency(Checkpoint(Path("CKPT+a"), {"unixtime": 5.0}, {}))
+        5.0
+    """
+    return float(ckpt.meta["unixtime"])
+
+
+def as_number(value: Any) -> float | None:
+    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number.
+
+    Args:
+        value: of any type.
+
+    Ranks: local.
+
+    Example:
+        >>> as_number(torch.tensor(2)), as_number("2")
+        (2.0, None)
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+    except OverflowError:  # a whole number beyond all measure
+        return None

@@ -1,0 +1,93 @@
+"""What one save is asked to do, and the names that files can have."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpkit.base import SaveHook
+from ddpkit.checkpointing.checkpoint import as_number
+from ddpkit.checkpointing.hooks import saves_on_every_rank
+from ddpkit.checkpointing.save_report import SaveReport
+from ddpkit.checkpointing.selection import Retention
+from ddpkit.errors import CheckpointError, ConfigError
+
+LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
+
+
+def check_file_name(name: Any, what: str) -> None:
+    """Refuse a name that cannot be a file's.
+
+    Args:
+        name: the intended file name.
+        what: the named object, for the message.
+
+    Raises:
+        ConfigError: not a string, empty, too long, or a path out of the folder.
+
+    Ranks: local.
+
+    Example:
+        >>> check_file_name("../model", "the name of a recoverable,")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name: give a text ...
+    """
+    is_name = isinstance(name, str) and not any(part in name for part in ("/", "\\", "\0", ".."))
+    if not is_name or not 0 < len(os.fsencode(name)) <= LONGEST_NAME:
+        raise ConfigError(
+            f"{what} {str(name)[:40]!r} cannot become a file name: give a text of 1 to {LONGEST_NAME} bytes without a "
+            "slash, a backslash and '..'."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SaveRequest:
+    """What one save is asked to do.
+
+    Attributes:
+        meta: what the caller adds to ``CKPT.yaml``.
+        end_of_epoch: whether an epoch has ended.
+        name: of the checkpoint, or None.
+        verbosity: logging level of the lines that tell of it.
+        objects: what is saved, by name.
+        hooks: what saves each.
+        retention: what to delete afterwards, or None.
+        epoch: for the line that tells of it; None where it is not known.
+        begun: when it was asked for, by ``time.monotonic``: training stands still from then on.
+        tell: called with a :class:`SaveReport` once the checkpoint is complete, perhaps in a thread; or None.
+
+    Ranks: local.
+
+    Example:
+        >>> SaveRequest({"loss": 0.5}, True, None, logging.INFO, {}, {}).all_meta()
+        {'unixtime': ..., 'end-of-epoch': True, 'loss': 0.5}
+    """
+
+    meta: Mapping[str, Any]
+    end_of_epoch: bool
+    name: str | None
+    verbosity: int
+    objects: Mapping[str, Any]
+    hooks: Mapping[str, SaveHook]
+    retention: Retention | None = None
+    epoch: int | None = None
+    begun: float = field(default_factory=time.monotonic)
+    tell: Callable[[SaveReport], object] | None = None
+
+    def hooks_where(self, *, every_rank: bool) -> dict[str, SaveHook]:
+        """Return the hooks that run on every rank, or on the main process alone."""
+        return {name: hook for name, hook in self.hooks.items() if saves_on_every_rank(hook) == every_rank}
+
+    def all_meta(self, after: float = 0.0) -> dict[str, Any]:
+        """Return what ``CKPT.yaml`` says; a clock that was set back makes it no older than ``after``."""
+        from ddpkit.base import to_plain
+
+        now = max(time.time(), math.nextafter(after, math.inf))
+        meta: dict[str, Any] = to_plain({"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta})
+        if as_number(meta["unixtime"]) is None:
+            raise CheckpointError(f"meta has unixtime={meta['unixtime']!r}, which must be a number of seconds.")
+        return meta

@@ -12,6 +12,7 @@ import runpy
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from ddpkit.control import PeriodicSync
-from ddpkit.run import stage_runner
+from ddpkit.run import speed_report, stage_runner
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 from tests.host_reads import HostReads
@@ -34,6 +35,7 @@ FEWER_THAN_BY_HAND = 90  # calls; a difference, because what torch adds to a ste
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
 MOST_CALLS = 330  # 246, on one process
+MOST_MORE_IF_SAMPLED = 2  # calls of a step that is not measured: 1, with --measure_steps=sampled
 MOST_MORE_ON_TWO_RANKS = {1: -40, 8: -5}  # by batches per step: 375 calls of 416, 221 of 228; without syncs
 PER_EPOCH = {"c10d::alltoall_base_": 3}  # training: samples before the pass, sums after it; validation: sums
 MOST_MORE_IN_VALIDATION = 33  # 96 calls, 64 by hand; without loader workers, which look after random numbers
@@ -91,6 +93,26 @@ def test_calls_of_python_per_step(loops, passes):
     assert calls["train"] <= MOST_CALLS, calls
     assert calls["valid"] <= calls["valid by hand"] + MOST_MORE_IN_VALIDATION, calls
     assert per_pass["train"] <= MOST_PER_PASS or torch.accelerator.is_available(), per_pass
+
+
+def test_sampling_costs_a_step_that_is_not_measured_next_to_nothing(monkeypatch):
+    """A pass has one sync, and no measured step between its beginning and its end."""
+    loops = runpy.run_path(BENCHMARK, run_name="loaded")
+    monkeypatch.setattr(stage_runner, "PeriodicSync", OnlyFirst)
+    brain = loops["make_brain"]()
+    options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
+    found = {}
+    for mode in ("off", "sampled"):
+        brain.run_opts["measure_steps"] = mode
+        brain.fit([1], range(8 * loops["BATCH"]), train_loader_kwargs=options)
+        counts = []
+        for steps in (2 * STEPS, STEPS):
+            data = brain.make_dataloader(range(steps * loops["BATCH"]), Stage.TRAIN, **options)
+            brain._fit_train(data, 1, enable=False)
+            run = lambda: brain._fit_train(data, 1, enable=False)  # noqa: B023
+            counts.append(loops["count_calls"](run, 1))
+        found[mode] = (counts[0] - counts[1]) / STEPS
+    assert found["off"] < found["sampled"] <= found["off"] + MOST_MORE_IF_SAMPLED, found
 
 
 @pytest.mark.parametrize(("stage", "per_step"), [("train", 1), ("valid", 0)])
@@ -185,11 +207,10 @@ def test_reads_by_the_host_per_step_on_two_ranks(ranks):
 class Counted(PeriodicSync):
     """Counts the syncs of the ranks: how many there are is a matter of time."""
 
-    calls = of_training = 0
+    calls = 0
 
     def __call__(self, *args):
         Counted.calls += self.world_size > 1
-        Counted.of_training += "SpeedReport" in self.add_up.__qualname__
         return super().__call__(*args)
 
 
@@ -217,18 +238,19 @@ def test_an_evaluation_does_not_begin_anew_to_ask_after_every_batch(ranks):
 def count_collectives(layers, options, epochs, steps):
     """Count the c10d operations of a fit, without the syncs; there is one a second."""
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()
-    real, Counted.calls, Counted.of_training = stage_runner.PeriodicSync, 0, 0
+    real, Counted.calls = stage_runner.PeriodicSync, 0
     stage_runner.PeriodicSync = Counted
     try:
         brain = make(Regression, net=net, **options)
-        with profile(acc_events=False) as profiler:
+        measured = mock.patch.object(speed_report, "filled_slots", wraps=speed_report.filled_slots)
+        with measured as rows, profile(acc_events=False) as profiler:
             brain.fit(range(1, epochs + 1), points(4 * steps), points(8), train_loader_kwargs={"batch_size": 2})
     finally:
         stage_runner.PeriodicSync = real
     found = Counter(event.name() for event in profiler.profiler.kineto_results.events())
     found = Counter({name: count for name, count in found.items() if name.startswith("c10d::")})
     found["c10d::alltoall_base_"] -= Counted.calls  # two ranks exchange
-    found["c10d::allreduce_"] -= Counted.of_training  # for the times of the ranks' steps
+    found["c10d::allreduce_"] -= rows.call_count  # for the times of the ranks' steps
     return +found
 
 

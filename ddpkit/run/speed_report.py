@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.base import host_name
-from ddpkit.distributed import exchange, get_rank, get_world_size, if_main_process
+from ddpkit.distributed import (
+    exchange,
+    get_rank,
+    get_world_size,
+    if_main_process,
+    sum_over_ranks,
+)
 from ddpkit.logger import get_logger
 from ddpkit.optim import rate_factor
 from ddpkit.run.exchanged_bytes import exchanged_bytes
@@ -44,6 +50,7 @@ logger = get_logger(__name__)
 OFF, ALL = "off", "all"
 LEAST_SECONDS = 0.9  # from one report to the next
 FIRST_WINDOWS = 8  # steps of the first report of a run, if it comes sooner
+SURELY_EARLY = 0.5  # of these seconds: a sync that is expected before has no rows of the ranks
 
 _NONE = float("nan")
 _OF_MAIN = 3  # numbers that the main process tells for all: seconds, norm, learning rate
@@ -77,6 +84,7 @@ class SpeedReport:
         self._bytes = 0
         self._windows: list[WindowTimes] = []
         self._rows: list[RankRow] = []
+        self._is_near = True  # whether a report may be due at the next sync
         self._of_main = [_NONE] * _OF_MAIN
         self._core_waits = CoreWaits()
         self._clocks = GpuClocks("cpu")
@@ -99,7 +107,7 @@ class SpeedReport:
         return StepTimer(
             self._progress,
             self._models,
-            every=self._train_step.options.measure_steps == ALL,
+            every=self._measures_all,
             exchanges=self._train_step.strategy.is_distributed,
             device=self._train_step.device,
         )
@@ -140,6 +148,7 @@ class SpeedReport:
             return feed
         if not self._windows:
             self._since = time.monotonic()
+        self._is_near = True
         self._bytes = exchanged_bytes(self._train_step)
         self._core_waits.share()  # from now on
         self._verdicts.num_workers = getattr(loader, "num_workers", None)
@@ -156,10 +165,32 @@ class SpeedReport:
         self.peak_per_second = peak_per_second
 
     def end_pass(self) -> None:
-        """Measure nothing until the next pass."""
+        """Measure nothing until the next pass.
+
+        If every step is measured, and nothing has been reported yet, the ranks exchange once more: a short run has a
+        report, too.
+        """
         timer = self.timer or self._marking
-        if timer is not None:
-            timer.stop()
+        if timer is None:
+            return
+        if self.timer is not None and self._measures_all and self.last is None:
+            self._report_rest(self.timer)
+        timer.stop()
+
+    @property
+    def _measures_all(self) -> bool:
+        return bool(self._train_step.options.measure_steps == ALL)
+
+    def _report_rest(self, timer: StepTimer) -> None:
+        self._windows += timer.taken()
+        if not self._windows:
+            return
+        losses = list(self._progress.meter.sums()[:2])
+        own = [*self._facts_of_main(timer), *self._own_slots()]
+        sums = sum_over_ranks([*losses, *own], "steps of a short run")
+        self._take(sums[len(losses) :])
+        loss_sum, count = sums[: len(losses)]
+        self._report(self._progress.step, loss_sum / count if count else _NONE)
 
     # ------------------------------------------------------------------ at a sync of the ranks
 
@@ -186,16 +217,27 @@ class SpeedReport:
         if timer is None:
             return []
         self._windows += timer.taken()
-        world_size, rank = get_world_size(), get_rank() or 0
-        row = None
-        if self._windows:
-            row = RankRow(
-                summarized(self._windows),
-                memory_use(self._train_step.device),
-                self._core_waits.share(),
-                self._clocks.read(),
-            )
-        return [*self._facts_of_main(timer), *filled_slots(row, rank, world_size)]
+        facts = self._facts_of_main(timer)
+        return [*facts, *self._own_slots()] if self._may_report() else facts
+
+    def _may_report(self) -> bool:
+        """Say whether a report may be due at this sync; alike on all ranks, before they have told each other anything.
+
+        The rows of the ranks cost more than the rest of a sync, and the first syncs of a pass are close.
+        """
+        return bool(self._windows) and (self._is_near or self._is_first())
+
+    def _is_first(self) -> bool:
+        return self.last is None and len(self._windows) >= FIRST_WINDOWS
+
+    def _own_slots(self) -> list[float]:
+        row = RankRow(
+            summarized(self._windows),
+            memory_use(self._train_step.device),
+            self._core_waits.share(),
+            self._clocks.read(),
+        )
+        return filled_slots(row, get_rank() or 0, get_world_size())
 
     def _facts_of_main(self, timer: StepTimer) -> list[float]:
         """Return what is equal on all ranks in the main process's words; zeros on the others."""
@@ -217,8 +259,8 @@ class SpeedReport:
         return None
 
     def _take(self, sums: list[float]) -> None:
-        self._of_main = sums[:_OF_MAIN]
-        self._rows = rows_of(sums[_OF_MAIN:], get_world_size())
+        self._of_main, slots = sums[:_OF_MAIN], sums[_OF_MAIN:]
+        self._rows = rows_of(slots, get_world_size()) if slots else []
 
     def on_sync(self, report: SyncReport, sync: PeriodicSync) -> None:
         """Report the steps that were measured since the last sync; choose the next ones.
@@ -231,22 +273,29 @@ class SpeedReport:
             if self._marking is not None:
                 self._marking.taken()
             return
+        passed = self._of_main[0]
         if self._is_due():
-            self.last = self._second(report)
-            self._windows = []
-            self._since = time.monotonic()
-            if if_main_process():
-                self._tell(self.last)
+            self._report(report.step, report.loss)
+            passed = 0.0
+        expected = passed + sync.interval * (sync.due - report.step) / sync.steps_per_interval
+        self._is_near = expected >= SURELY_EARLY * LEAST_SECONDS
         self.timer.plan(report.step, sync.due, sync.steps_per_interval)
+
+    def _report(self, step: int, loss: float) -> None:
+        self.last = self._second(step, loss)
+        self._windows = []
+        self._since = time.monotonic()
+        if if_main_process():
+            self._tell(self.last)
 
     def _is_due(self) -> bool:
         """Say whether it is time for a report: about a second after the last one; alike on all ranks.
 
         The first syncs of a pass come sooner. Of a short run there is one report all the same.
         """
-        if self.last is None and len(self._windows) >= FIRST_WINDOWS:
-            return True
-        return bool(self._windows) and self._of_main[0] >= LEAST_SECONDS
+        if not self._rows:
+            return False
+        return self._is_first() or self._of_main[0] >= LEAST_SECONDS
 
     def data_wait(self) -> float:
         """Return the share of a step that the loop waits for data on the slowest rank, 0 to 1; 0: not known."""
@@ -261,16 +310,16 @@ class SpeedReport:
             logger.warning("%s", verdict.line())
             run_event("verdict", **verdict.event())
 
-    def _second(self, report: SyncReport) -> SecondOfSteps:
+    def _second(self, step: int, loss: float) -> SecondOfSteps:
         rows = [row.numbers for row in self._rows]
         seconds, norm, rate = self._of_main
         tokens = [row.tokens or 0.0 for row in rows]
         has_tokens = any(row.tokens is not None for row in rows)
         facts: dict[str, Any] = {
             "epoch": self._progress.epoch,
-            "step": report.step,
+            "step": step,
             "optimizer_step": self._progress.optimizer_step,
-            "loss": report.loss,
+            "loss": loss,
         }
         return SecondOfSteps(
             **facts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpkit.base import WAITS
@@ -104,18 +105,27 @@ class StepTimer:
         if self._ranges is not None:
             self._begin_step()
             self._is_first = True
-        progress, chosen = self._progress, self._chosen
-        for batch in feed.batches(window):
+        batches = iter(feed.batches(window))
+        for batch in batches:
             if self.measures:
                 self._note_batch(batch, window)
             yield batch
             if self.measures:
                 self._end_batch(window)
-            if window.closes:
-                if progress.step >= chosen.due:
-                    self._begin_step()
-                elif self._notices:
-                    self._drop_notices()
+            self._choose(window)
+            if not self.measures:
+                # Not one line for each of these batches: for tiny models that costs more than what is measured.
+                yield from itertools.islice(batches, self._chosen.unmeasured(self._progress.step))
+                self._choose(window)
+
+    def _choose(self, window: _Window) -> None:
+        """After the last batch of a step: begin to measure the next one, if it is due."""
+        if not window.closes:
+            return
+        if self._progress.step >= self._chosen.due:
+            self._begin_step()
+        elif self._notices:
+            self._drop_notices()
 
     def plan(self, step: int, next_sync: int, per_second: int) -> None:
         """Choose the steps to be measured up to the next sync of the ranks.
@@ -133,7 +143,7 @@ class StepTimer:
         Nothing is waited for. A GPU may not have come to the end of the newest step, which is kept for the next time,
         on all ranks. The others are done: the loop has read a newer loss.
         """
-        if self.measures:
+        if self.measures and self._now.batches:  # else, at the end of a pass, it has not begun
             self._finish_step()
             self._now.is_cut = self._watch.is_late
         kept = 1 if self._watch.is_late else 0

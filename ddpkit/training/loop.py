@@ -65,6 +65,7 @@ def train_epoch(
     """
     progress, name = brain.progress, type(brain).__name__
     window, meter = progress.window, progress.meter
+    is_single = feed.factor == 1  # to ask in every step costs a call
     sync.start(progress.step)
     if progress.optimizer_step >= stop_at:
         return True
@@ -82,7 +83,7 @@ def train_epoch(
                 continue
             progress.window_end = progress.step
             # A copy has no batches of the next window.
-            progress.train_meter = meter if feed.factor == 1 else meter.copy()
+            progress.train_meter = meter if is_single else meter.copy()
             if on_window is not None:
                 on_window()
             if progress.step >= sync.due:

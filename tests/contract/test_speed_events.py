@@ -60,6 +60,21 @@ def test_the_event_has_times_sizes_and_who_has_most(speed):
     assert hooks(brain) == [0]
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_run_of_a_few_steps_has_an_event_if_all_are_measured(speed, epochs):
+    fit(make(measure_steps="all"), range(1, epochs + 1), number=10)
+    event = speed()[0]
+    assert event["epoch"] == 1
+    assert event["step"] == event["optimizer_step"] == 5
+    assert event["windows"] == 3  # neither the first, nor the one whose operations are counted
+    assert event["loss"] > 0
+
+
+def test_a_run_of_one_step_has_no_event(speed):
+    fit(make(measure_steps="all"), number=2)
+    assert not speed()
+
+
 def test_with_off_nothing_is_measured_or_written(speed):
     class Looks(Regression):
         def on_fit_batch_end(self, batch, outputs, loss, should_step):

@@ -77,6 +77,14 @@ def test_a_late_rank_whatever_averages_the_gradients(ranks, phase, way, tmp_path
     assert excess[phase] > 0.7 * SECONDS * (1 if phase in {"data", "optimizer"} else times), event
 
 
+def test_a_run_of_a_few_steps_has_an_event_of_all_ranks(ranks, tmp_path):
+    log = tmp_path / "few.jsonl"
+    ranks.run(functools.partial(train, steps=12, measure_steps="all", **DIVIDED["virtual ranks"]), log)
+    event = events(log)[0]
+    assert event["world_size"] == 2
+    assert event["loss"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", DIVIDED)
 def test_phases_where_the_work_is_divided(ranks, way, tmp_path):

@@ -1,32 +1,12 @@
+from ddpkit.training.device_prefetch import (
+    move_ahead as move_ahead,
+)
 from ddpkit.training.epoch_phase import (
     BETWEEN_PASSES as BETWEEN_PASSES,
     EpochPhase as EpochPhase,
 )
 from ddpkit.training.feed import (
-    BatchSizes as BatchSizes,
-    Counts as Counts,
     Feed as Feed,
-    FeedThrough as FeedThrough,
-    LoaderFactory as LoaderFactory,
-    PassedThrough as PassedThrough,
-    RunLength as RunLength,
-    StreamFeed as StreamFeed,
-    batch_sizes as batch_sizes,
-    check_train_data as check_train_data,
-    compare_samples as compare_samples,
-    compared as compared,
-    count_epochs as count_epochs,
-    counting as counting,
-    counts_of as counts_of,
-    cuda_graph_steps as cuda_graph_steps,
-    first_of as first_of,
-    length_of as length_of,
-    micro_batches as micro_batches,
-    move_ahead as move_ahead,
-    profiled as profiled,
-    require_same_draw as require_same_draw,
-    selected_facts as selected_facts,
-    size_of as size_of,
 )
 from ddpkit.training.gathering import (
     Seen as Seen,
@@ -35,6 +15,9 @@ from ddpkit.training.gathering import (
     on_cpu as on_cpu,
     row_count as row_count,
     rows_of as rows_of,
+)
+from ddpkit.training.loader_factory import (
+    LoaderFactory as LoaderFactory,
 )
 from ddpkit.training.loop import (
     evaluate_epoch as evaluate_epoch,
@@ -51,6 +34,13 @@ from ddpkit.training.module_options import (
     recomputed as recomputed,
     require_module_keys as require_module_keys,
 )
+from ddpkit.training.passed_through import (
+    FeedThrough as FeedThrough,
+    PassedThrough as PassedThrough,
+    cuda_graph_steps as cuda_graph_steps,
+    first_of as first_of,
+    profiled as profiled,
+)
 from ddpkit.training.progress import (
     Progress as Progress,
 )
@@ -58,6 +48,34 @@ from ddpkit.training.recipe import (
     LoopHooks as LoopHooks,
     Recipe as Recipe,
     StepHooks as StepHooks,
+)
+from ddpkit.training.run_length import (
+    RunLength as RunLength,
+    count_epochs as count_epochs,
+)
+from ddpkit.training.same_data import (
+    compare_samples as compare_samples,
+    compared as compared,
+    require_same_draw as require_same_draw,
+    selected_facts as selected_facts,
+)
+from ddpkit.training.sample_counts import (
+    Counts as Counts,
+    counting as counting,
+    counts_of as counts_of,
+    length_of as length_of,
+    size_of as size_of,
+)
+from ddpkit.training.step_sizes import (
+    BatchSizes as BatchSizes,
+    batch_sizes as batch_sizes,
+    micro_batches as micro_batches,
+)
+from ddpkit.training.stream_feed import (
+    StreamFeed as StreamFeed,
+)
+from ddpkit.training.too_little_data import (
+    check_train_data as check_train_data,
 )
 from ddpkit.training.train_step import (
     TrainStep as TrainStep,

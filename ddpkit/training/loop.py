@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from ddpkit.control import PeriodicSync, SyncReport
     from ddpkit.reporting import ProgressBar
-    from ddpkit.training.feed import Feed, StreamFeed
+    from ddpkit.training.feed import Feed
+    from ddpkit.training.stream_feed import StreamFeed
 
 
 

@@ -18,7 +18,7 @@ from ddpkit.batch import PaddedBatch
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.training.feed import moved_ahead
+from ddpkit.training.device_prefetch import moved_ahead
 from tests.training import test_late_steps as late_steps
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankMismatchError
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training.feed import BatchSizes
+from ddpkit.training.step_sizes import BatchSizes
 from ddpkit.types import Stage
 from tests.host_reads import HostReads
 

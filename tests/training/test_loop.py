@@ -15,11 +15,12 @@ from ddpkit.control import PeriodicSync, Requests, SyncReport
 from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
-from ddpkit.training.feed import Feed, StreamFeed
+from ddpkit.training.feed import Feed
 from ddpkit.training.loop import evaluate_epoch, train_epoch
 from ddpkit.training.loss_errors import loss_problem
 from ddpkit.training.losses import backward, one_number
 from ddpkit.training.progress import Progress
+from ddpkit.training.stream_feed import StreamFeed
 from ddpkit.training.window import Window
 from ddpkit.types import Stage
 from tests.training.feeds import drain, windows_of

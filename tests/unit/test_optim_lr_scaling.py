@@ -12,7 +12,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.optim import LrScaling
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import ConcatDatasetBatchSampler, DynamicBatchSampler
-from ddpkit.training.feed import batch_sizes
+from ddpkit.training.step_sizes import batch_sizes
 
 
 class Stream(IterableDataset):

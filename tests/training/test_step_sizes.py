@@ -8,7 +8,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.run_opts import RunOptions
-from ddpkit.training.feed import batch_sizes, check_train_data, micro_batches
+from ddpkit.training.step_sizes import batch_sizes, micro_batches
+from ddpkit.training.too_little_data import check_train_data
 
 
 @pytest.mark.parametrize(

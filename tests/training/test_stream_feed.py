@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ddpkit.errors import DataError
-from ddpkit.training.feed import Feed, StreamFeed
+from ddpkit.training.feed import Feed
+from ddpkit.training.stream_feed import StreamFeed
 from ddpkit.training.window import Window
 from tests.training.feeds import drain, windows_of
 

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 
 from ddpkit.batch import PaddedBatch
 from ddpkit.brain import Brain
-from ddpkit.training import feed as module, move_ahead
-from ddpkit.training.feed import moved_ahead
+from ddpkit.training import device_prefetch as module, move_ahead
+from ddpkit.training.device_prefetch import moved_ahead
 from ddpkit.types import Stage
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -96,7 +96,7 @@ def test_a_step_waits_for_its_own_batch_and_a_copy_for_what_the_step_was_given(m
             return self
 
     step = Stream("step")
-    monkeypatch.setattr("ddpkit.training.feed._copying_stream", lambda device: Stream("side"))
+    monkeypatch.setattr("ddpkit.training.device_prefetch._copying_stream", lambda device: Stream("side"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     for number, _ in enumerate(moved_ahead(iter([Batch(), Batch()]), torch.device("cuda:0")), 1):

@@ -55,6 +55,7 @@ _DEVICE_READS = (
             "syncbn.py",
             "comm/tree_sum.py",
             "strategies/ddp.py",
+            "strategies/gradient_average.py",
         )
     ),
     "torch/nn/modules/_functions.py", "torch/amp/grad_scaler.py", "torch/cuda/__init__.py", "torch/cuda/streams.py",

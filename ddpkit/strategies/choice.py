@@ -96,7 +96,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
 
         return VirtualRanks(str(options.device), options.virtual_ranks, is_strict=decides_late)
     if options.data_parallel_backend:
-        from ddpkit.strategies.ddp import DataParallel
+        from ddpkit.strategies.data_parallel import DataParallel
 
         return DataParallel(str(options.device))
     if not distributed.is_distributed_initialized():

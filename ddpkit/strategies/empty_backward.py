@@ -2,32 +2,30 @@
 
 DDP averages the gradients of a module once each of its parameters has reported one. A loss that depends on none, such
 as that of a batch without ground truth, reports nothing, and the other ranks would wait. Here each parameter reports
-that there is no gradient, which DDP takes for a zero.
+that there is no gradient (:mod:`ddpkit.strategies.no_gradients`).
 
 Where no rank has any gradient there is nothing to average, and a parameter must end up without one, as on one process:
 an optimizer may move what has a gradient of zero. So such ranks count themselves in the store. Other ranks do not look.
-
-Source: torch's autograd engine runs the accumulation of an undefined gradient, and with it DDP's hook
-(``Reducer::autograd_hook`` of torch 2.13, which says that the hook may fire with an undefined gradient).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ddpkit.base import POSITION, temporarily
 from ddpkit.comm import get_runtime
-from ddpkit.compat import expect_backward_pass, has_gradient_hooks, version_of
+from ddpkit.compat import version_of
 from ddpkit.errors import BatchError
 from ddpkit.strategies.batch_outputs import has_batch_statistics
+from ddpkit.strategies.no_gradients import go_backwards, has_gradients, trained_of, zero_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddpkit.strategies.ddp import WrappedDDP
+    from ddpkit.strategies.wrapped_ddp import WrappedDDP
 
 NOT_CALLED = (
     "the loss of a batch depends on no parameter, and the batch did not call {}. The other processes may wait for "
@@ -35,24 +33,6 @@ NOT_CALLED = (
 )
 STATISTICS = "the batch statistics of its SyncBatchNorm layers are those of all processes"
 SEVERAL = "with several entries it is not known which of them the others have called"
-
-
-class _NoGradients(torch.autograd.Function):
-    """A zero that depends on parameters, and has no gradient with respect to any of them."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        """Return a zero, shape ``()``."""
-        ctx.like = [one if has_gradient_hooks(one) else None for one in parameters]
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return no gradients; zeros where a recipe's own hook expects a tensor."""
-        return tuple(None if one is None else torch.zeros_like(one) for one in ctx.like)
-
-
-_zero_of: Any = _NoGradients.apply
 
 
 class _Unused(nn.Module):
@@ -64,20 +44,8 @@ class _Unused(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """Return a zero that depends on the parameters."""
-        zero: torch.Tensor = _zero_of(*self._parameters_of_module)
+        zero: torch.Tensor = zero_of(*self._parameters_of_module)
         return zero
-
-
-def _trained(module: WrappedDDP) -> list[nn.Parameter]:
-    return [one for one in module.module.parameters() if one.requires_grad]
-
-
-def has_gradients(module: WrappedDDP) -> bool:
-    """Say whether a trained parameter of a module has a gradient.
-
-    Ranks: local.
-    """
-    return any(one.grad is not None for one in _trained(module))
 
 
 def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
@@ -99,22 +67,8 @@ def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
         raise BatchError(NOT_CALLED.format(names, STATISTICS))
     if module.gradient_reduction.skipped:
         module.pass_over()  # while it has its own parameters
-    with temporarily(module, module=_Unused(_trained(module))), torch.enable_grad():
+    with temporarily(module, module=_Unused(trained_of(module))), torch.enable_grad():
         module.forward()
-
-
-def go_backwards(module: WrappedDDP) -> None:
-    """Report to DDP that a batch has given no gradient.
-
-    Args:
-        module: called with gradients.
-
-    Ranks: collective where DDP averages, or compares what is used.
-    """
-    with torch.enable_grad():
-        zero = _zero_of(*_trained(module))
-        expect_backward_pass(module, zero)
-        zero.backward()
 
 
 def complete(module: WrappedDDP, number: int) -> None:
@@ -158,7 +112,7 @@ def drop_if_all_are_without(module: WrappedDDP, number: int | str) -> None:
     Ranks: those that have announced it.
     """
     store = get_runtime().store
-    parameters = _trained(module)
+    parameters = trained_of(module)
     key = _key(module, number)
     if not parameters[0].is_cpu:
         torch.accelerator.synchronize()  # until the others have taken part
@@ -180,7 +134,7 @@ def gradient_versions(module: WrappedDDP) -> list[tuple[int, int]]:
 
     Ranks: local.
     """
-    return [(id(one.grad), version_of(one.grad)) for one in _trained(module)]
+    return [(id(one.grad), version_of(one.grad)) for one in trained_of(module)]
 
 
 def drop_zeros(module: WrappedDDP) -> None:
@@ -188,7 +142,7 @@ def drop_zeros(module: WrappedDDP) -> None:
 
     Ranks: local.
     """
-    parameters = _trained(module)
+    parameters = trained_of(module)
     gradients = [one.grad for one in parameters if one.grad is not None]
     if not any(bool(one.any()) for one in gradients):
         for parameter in parameters:

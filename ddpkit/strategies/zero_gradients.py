@@ -17,8 +17,8 @@ from ddpkit.strategies.empty_backward import (
     drop_if_all_are_without,
     drop_zeros,
     gradient_versions,
-    has_gradients,
 )
+from ddpkit.strategies.no_gradients import has_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ddpkit.strategies.ddp import WrappedDDP
+    from ddpkit.strategies.wrapped_ddp import WrappedDDP
 
 OTHER_LOSSES = (
     "the loss of a batch depends on no parameter, and backward(loss, retain_graph=True) says that another loss of the "

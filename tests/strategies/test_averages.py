@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.strategies import ddp
+from ddpkit.strategies import ddp, wrapped_ddp
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, linear, points, sgd
 
@@ -36,7 +36,10 @@ def count_averages(kind):
     """Return how often gradients were averaged beside DDP, and the weights."""
     torch.manual_seed(4)
     brain = OldFitBatch({"net": Looking() if kind == "sparse" else linear()}, sgd(), None, QUIET)
-    with mock.patch.object(ddp, "average_gradients", wraps=ddp.average_gradients) as averaging:
+    averaging = mock.Mock(wraps=ddp.average_gradients)
+    in_steps = mock.patch.object(ddp, "average_gradients", averaging)
+    of_leftovers = mock.patch.object(wrapped_ddp, "average_gradients", averaging)
+    with in_steps, of_leftovers:
         brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
     return averaging.call_count, [one.tolist() for one in brain.raw_modules.parameters()]
 

@@ -27,8 +27,10 @@ from ddpkit.strategies.base import (
     refuse_shared_parameters,
 )
 from ddpkit.strategies.choice import choose_strategy, make_strategy
-from ddpkit.strategies.ddp import DDP, DataParallel, WrappedDataParallel, WrappedDDP
+from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
+from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.virtual_ranks import VirtualRanks
+from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.syncbn import SyncBatchNorm
 
 

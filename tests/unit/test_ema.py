@@ -17,7 +17,7 @@ from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.ema import WeightAverage
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.strategies.ddp import WrappedDataParallel
+from ddpkit.strategies.data_parallel import WrappedDataParallel
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights

@@ -1,0 +1,147 @@
+"""The hooks that average a bucket of DDP's gradients over the ranks.
+
+A bucket travels as it is, in half precision, by one exchange of two ranks, or by PowerSGD, whose leftovers go into
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddpkit.distributed import exchange_tensor, is_exchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ddpkit.run_opts import RunOptions
+
+
+def hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None:
+    """Return the hook that averages a module's buckets; None if gradients are sent unchanged.
+
+    Ranks: local; alike on all ranks.
+    """
+    if options.ddp_comm_hook in {None, "post_local_sgd"}:
+        trained = [one for one in module.parameters() if one.requires_grad]
+        # Ranks that use different parameters have their buckets in another order: they must not wait for each.
+        return (
+            _average_of_pair
+            if is_exchanged(trained) and not options.find_unused_parameters
+            else None
+        )
+    if options.ddp_comm_hook == "powersgd":
+        return PowerSGD(options["matrix_approximation_rank"], options["start_powersgd_iter"])
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
+
+
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # by number of bucket
+_EPSILON = 1e-8  # a gradient of zero has no direction
+
+
+class PowerSGD:
+    """torch's PowerSGD for one module in DDP, with a state for checkpoints.
+
+    Gradients travel as products of thin matrices, and what is lost is added to the next step's.
+
+    Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", 2019, https://arxiv.org/abs/1905.13727; ``powerSGD_hook.py`` of torch 2.13.
+
+    Args:
+        rank: columns of the thin matrices.
+        start: optimizer steps before, in which gradients travel as they are; at least 2, since DDP makes its buckets
+            anew after the first.
+
+    Ranks: local; what is called with a bucket is collective.
+
+    Example:
+        >>> PowerSGD(1, 10).state_dict()["iter"]
+        0
+    """
+
+    def __init__(self, rank: int, start: int) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        self._average = powerSGD_hook.powerSGD_hook
+        self.state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=start,
+            orthogonalization_epsilon=_EPSILON,
+        )
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over the ranks; wait for it, since the collectives of two buckets could mix."""
+        known = self.state.error_dict.get(bucket.index())
+        if known is not None and known.shape != bucket.buffer().shape:
+            self.forget()  # of a run with buckets of another size
+        return done(self._average(self.state, bucket).wait())
+
+    def forget(self) -> None:
+        """Drop what earlier steps have left: after a gradient that is not finite it is not finite either."""
+        for name in _MEMORIES:
+            getattr(self.state, name).clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, the random stream, and what is left over: as large as the gradients."""
+        _, keys, position, *_ = self.state.rng.get_state()
+        found: dict[str, Any] = {"iter": self.state.iter, "random": [*map(int, keys), position]}
+        for name in _MEMORIES:
+            found[name] = {
+                bucket: one.to("cpu", copy=True)
+                for bucket, one in getattr(self.state, name).items()
+            }
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], device: str) -> None:
+        """Go on from a state.
+
+        Args:
+            state: of the same rank.
+            device: of this rank.
+        """
+        *keys, position = state["random"]
+        self.state.rng.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+        self.state.iter = state["iter"]
+        for name in _MEMORIES:
+            getattr(self.state, name).update(
+                {key: one.to(device, copy=True) for key, one in state[name].items()}
+            )
+
+
+def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that has its value already.
+
+    Ranks: local.
+    """
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def average_of_all(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over all ranks, as torch's own hook does.
+
+    Ranks: collective.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # torch's default group
+
+
+def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over two ranks, as DDP does: each gradient is divided first."""
+    own = bucket.buffer()
+    if own.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+        return average_of_all(bucket)
+    own.div_(2)
+    return done(
+        own.add_(exchange_tensor(own)())
+    )  # waiting: the thread of a collective is not to enter Python

@@ -1,0 +1,99 @@
+"""``nn.DataParallel``: one process with several GPUs, each of which has the whole model."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpkit.device import own_first
+from ddpkit.errors import ConfigError
+from ddpkit.strategies.attribute_forwarding import AttributeForwarding
+from ddpkit.strategies.base import (
+    Strategy,
+    batch_norms,
+    trained_parameters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
+    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
+
+    Ranks: local (one process, several GPUs).
+
+    Example:
+        >>> WrappedDataParallel(torch.nn.Linear(2, 1)).in_features
+        2
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_made = True
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Run each replica in a thread, which torch tells that autocast is on, but not in which dtype: that is ours.
+
+        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept per thread.
+        """
+        kind = self.src_device_obj.type
+        dtype = torch.get_autocast_dtype(kind)
+        in_dtype: Any = [functools.partial(_run_in, kind, dtype, replica) for replica in replicas]
+        return super().parallel_apply(in_dtype, inputs, kwargs)
+
+
+def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module under autocast to a dtype, where autocast is on in this thread."""
+    with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
+        return module(*inputs, **kwargs)
+
+
+class DataParallel(Strategy):
+    """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
+
+    Args:
+        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
+
+    Raises:
+        ConfigError: this machine has no GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> DataParallel("cpu")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, ...
+    """
+
+    name = "nn.DataParallel"
+    unrepeatable = "whose GPUs have parts of one batch"
+
+    def __init__(self, device: str) -> None:
+        if not device.startswith("cuda"):
+            raise ConfigError(
+                f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it out, or use several "
+                "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
+            )
+        self.device = device
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own rows."""
+        gpus = (
+            f"data parallel: one process, with {torch.cuda.device_count()} GPU(s) (nn.DataParallel)"
+        )
+        return {
+            "strategy": gpus,
+            "batch norm": "each GPU by its own rows" if batch_norms(modules) else "",
+        }
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Put ``nn.DataParallel`` around every trainable entry."""
+        for name, module in modules.items():
+            if trained_parameters(module) and not isinstance(module, nn.DataParallel):
+                modules[name] = WrappedDataParallel(module, device_ids=own_first(self.device))

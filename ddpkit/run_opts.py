@@ -286,6 +286,8 @@ class OptionTypes:
         minimum=0, is_attribute=False, fixed=IN_FIT)
     measure_steps: str = option("sampled", RUNNING, "which steps are timed, part by part",
         choices=("sampled", "all", "off"), is_attribute=False, fixed=IN_FIT)
+    count_flops: bool = option(False, RUNNING, "count the floating-point operations of one early step",
+        is_attribute=False, fixed=IN_FIT)
     log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE", fixed=MADE)
     noprogressbar: bool = option(False, RUNNING, "no progress bar")
     tqdm_colored_bar: bool = option(False, RUNNING, "colour the progress bar by stage")

@@ -22,6 +22,7 @@ ALWAYS: Mapping[str, Any] = {
     "check_parity": None,
     "ckpt_interval_minutes": 0.0,
     "ckpt_interval_steps": 0,
+    "count_flops": False,
     "debug": False,
     "measure_steps": "all",
     "noprogressbar": True,

@@ -126,7 +126,7 @@ class StageRunner:
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
         speed: measures steps and reports them.
-        flops: counts the operations of one step.
+        flops: counts the operations of one step, with ``--count_flops``.
 
     Ranks: collective.
     """
@@ -262,8 +262,8 @@ class StageRunner:
         progress.begin_pass()
         self._begin(Stage.TRAIN, loader, feed if isinstance(feed, StreamFeed) else None)
         feed = self.speed.begin_pass(feed, loader)
-        if self.speed.timer is not None and self.profiler is None:
-            feed = self.flops.feed(feed)
+        if options.count_flops:
+            feed = self.flops.feed(feed, is_profiled=self.profiler is not None)
         self.train_step.forget_window()
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()

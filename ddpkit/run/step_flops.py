@@ -1,4 +1,8 @@
-"""The floating-point operations of one early optimizer step, counted once in a run, on the main process."""
+"""The floating-point operations of one early optimizer step, counted once in a run, on the main process.
+
+Only with ``--count_flops``: counting intercepts each operation of the step, as torch has nothing that
+only watches them and leaves a user's own profilers alone (``docs/decisions``).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch import nn
 
 from ddpkit.compat import has_compiled_code, is_compiled
 from ddpkit.distributed import if_main_process
+from ddpkit.logger import get_logger
 from ddpkit.train_logger import run_event
 from ddpkit.training import FeedThrough, recomputed
 
@@ -20,12 +25,17 @@ if TYPE_CHECKING:
     from ddpkit.step_times import FlopCounter
     from ddpkit.training import TrainStep, Window
 
+logger = get_logger(__name__)
+
 _COUNTED = 2  # the step of the run; in the first, much is done that is done once
 
-COMPILED = (
-    "a part of the model is compiled, and would not run compiled while its operations are counted"
-)
+COMPILED = "a part of the model is compiled, and its operations are not seen"
 THREADS = "data_parallel_backend runs the model in threads, whose operations are not seen"
+PROFILED = "--count_flops: nothing is counted in this call of fit, as a profile is recorded in it."
+FAILED = (
+    "The operations of this step were counted (--count_flops), and some do not run under a counter. "
+    "If the run goes on without the option, this is the cause."
+)
 
 
 class StepFlops:
@@ -47,19 +57,28 @@ class StepFlops:
         self, train_step: TrainStep, on_count: Callable[[int, float | None], object]
     ) -> None:
         self.is_done = False
+        self._has_told = False
         self._train_step = train_step
         self._on_count = on_count
         self._steps = 0  # that are over
         self._counter: FlopCounter | None = None
         self._running = contextlib.ExitStack()
 
-    def feed(self, feed: Any) -> Any:
+    def feed(self, feed: Any, *, is_profiled: bool = False) -> Any:
         """Return the feed of a pass, whose batches of the counted step are followed.
+
+        Once the count is done this is the feed itself.
 
         Args:
             feed: whose batches the loop trains on; the timer of steps sees them before.
+            is_profiled: whether a profile is recorded, in which the counter would be seen.
         """
-        return feed if self.is_done else FeedThrough(feed, functools.partial(self._batches, feed))
+        if is_profiled and not self._has_told:
+            self._has_told = True
+            logger.warning(PROFILED)
+        if self.is_done or is_profiled:
+            return feed
+        return FeedThrough(feed, functools.partial(self._batches, feed))
 
     def _batches(self, feed: Any, window: Window) -> Iterator[Any]:
         batches = iter(feed.batches(window))
@@ -81,6 +100,10 @@ class StepFlops:
         """Return a context for a pass: nothing is counted after it, whatever ends it."""
         try:
             yield
+        except Exception:
+            if self._counter is not None:
+                logger.warning(FAILED)
+            raise
         finally:
             self._running.close()
             if not self.is_done:  # a step that is not over is not the step

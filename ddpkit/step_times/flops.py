@@ -7,7 +7,8 @@ nothing. Some formulas are added here, and one is replaced.
 - torch has none for layers of recurrent networks in one kernel, nor for attention on a CPU.
 - Its backward pass of a convolution in groups counts each group as if it saw all channels.
 
-The count changes no number: the same kernels run, on the same tensors, one after another.
+The count changes no number: the same kernels run, on the same tensors, one after another. But it
+intercepts each operation, and an operation may refuse that: it is for a step that a user wants counted.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpkit.errors import ConfigError
 from ddpkit.step_times.device_peaks import TF32, device_peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 CONVOLUTION, RECURRENT, PRODUCT = "convolution", "recurrent", "product"
+
+HIGHER_ORDER = (
+    "count_flops=True: torch {} runs {} another way while operations are counted, and its gradients "
+    "may be lost. Leave --count_flops out, or install a torch whose TorchDispatchMode has "
+    "ignore_compile_internals."
+)
 
 _PLAIN = {torch.Tensor, nn.Parameter}
 _aten = torch.ops.aten
@@ -112,7 +120,8 @@ def _kind_of(operation: Any) -> str:
 class FlopCounter(TorchDispatchMode):
     """A context that counts the floating-point operations of what runs inside of it; it may be entered again.
 
-    What runs in another thread is not seen, but for backward passes; nor what is replayed by a CUDA graph.
+    What runs in another thread is not seen, but for backward passes; nor what is compiled, nor what is
+    replayed by a CUDA graph.
 
     Args:
         is_repeated: tells whether what runs now was counted before, and is computed again to save memory.
@@ -120,6 +129,10 @@ class FlopCounter(TorchDispatchMode):
     Attributes:
         counts: operations by kind, and by the dtype of what is multiplied.
         problem: why the count is not whole; empty where it is.
+
+    Raises:
+        ConfigError: an operation that calls functions, such as ``torch.cond``, under a torch that would
+            not compile it here.
 
     Ranks: local.
 
@@ -139,6 +152,14 @@ class FlopCounter(TorchDispatchMode):
         self._is_repeated = is_repeated
         self._formulas = {**flop_counter.flop_registry, **_own_formulas()}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have torch compile as ever; by default it would run eagerly what is compiled.
+
+        ``torch.cond`` compiles itself, and has no gradients of the weights of its branches otherwise.
+        """
+        return True
+
     @property
     def total(self) -> int:
         """The number of operations."""
@@ -153,6 +174,9 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and count it."""
         kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", None)
+        if packet is None and not _keeps_compiling():
+            raise ConfigError(HIGHER_ORDER.format(torch.__version__, func))
         if any(issubclass(one, FakeTensor) for one in types):
             return func(*args, **kwargs)  # shapes that DTensor looks up: nothing is computed
         if any(one not in _PLAIN for one in types):
@@ -160,7 +184,6 @@ class FlopCounter(TorchDispatchMode):
                 NotImplemented  # it runs operations on the tensors that it holds, which come here
             )
         result = func(*args, **kwargs)
-        packet = getattr(func, "overloadpacket", None)
         if torch.is_inference_mode_enabled():
             self.problem = "a part of it runs in torch.inference_mode"
         elif packet is None:
@@ -201,6 +224,11 @@ class FlopCounter(TorchDispatchMode):
                 return None
             seconds += number / peak
         return self.total / seconds if seconds else None
+
+
+def _keeps_compiling() -> bool:
+    """Say whether this torch asks a mode for ``ignore_compile_internals``."""
+    return hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 def _peak_of(device_name: str, kind: str, dtype: torch.dtype) -> float | None:

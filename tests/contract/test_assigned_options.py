@@ -33,6 +33,7 @@ VALUES = {
     "check_parity": (2, {}),
     "gc_interval": (2, {}),
     "measure_steps": ("all", {}),
+    "count_flops": (True, {}),
     "log_config": ("log.yaml", {}),
     "noprogressbar": (False, {}),
     "tqdm_colored_bar": (True, {}),
@@ -122,6 +123,7 @@ UNSEEN = {
     *("tqdm_colored_bar", "tqdm_barcolor", "prefetch_to_device", "auto_micro_batch", "param_file"),
     *("skip_nonfinite_grads", "nonfinite_patience", "reference_batch_size", "resume"),
     *("data_parallel_count", "jit", "jit_module_keys", "memory_snapshot_on_oom", "measure_steps"),
+    "count_flops",
 }
 #: These end the process, take long, or start others: they are seen in tests of their own.
 APART = {

@@ -72,7 +72,7 @@ def test_a_full_gpu_leaves_a_snapshot_with_the_lines_of_python(tmp_path, caplog)
 def test_a_known_gpu_has_its_share_of_the_peak(precision, tmp_path):
     set_run_log(tmp_path / "metrics.jsonl")
     try:
-        train(wide(tmp_path, precision=precision, measure_steps="all"))
+        train(wide(tmp_path, precision=precision, measure_steps="all", count_flops=True))
     finally:
         set_run_log(None)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ddpkit.errors import ConfigError
 from ddpkit.step_times import TF32, FlopCounter, device_peak
 
 
@@ -130,6 +132,13 @@ def test_what_hides_its_operations_makes_the_count_unknown():
     with FlopCounter() as counter, torch.inference_mode():
         layer(torch.ones(5, 3))
     assert counter.problem == "a part of it runs in torch.inference_mode"
+
+
+def test_a_torch_that_would_lose_the_gradients_of_a_branch_is_refused(monkeypatch):
+    counter = FlopCounter()
+    monkeypatch.delattr(TorchDispatchMode, "ignore_compile_internals")
+    with pytest.raises(ConfigError, match="runs cond another way .* Leave --count_flops out"):
+        counter.__torch_dispatch__(torch.ops.higher_order.cond, ())
 
 
 def test_a_formula_that_fails_leaves_the_step_alone(monkeypatch):

@@ -87,6 +87,7 @@ def test_the_table_is_whole():
         "sync_batchnorm",
         "gc_interval",
         "measure_steps",
+        "count_flops",
         "auto_micro_batch",
         "prefetch_to_device",
         "memory_snapshot_on_oom",

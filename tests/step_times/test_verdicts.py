@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from ddpkit.step_times.verdicts.memory_record import MOST_POINTS, MemoryRecord
 from ddpkit.step_times.verdicts.wording import PHASE_WORDS
 from tests.step_times.seconds_of_runs import Run, without_windows
 
+#: To look at a second without a fault, by number of ranks: 350 and 680 with numpy 2.4.
+MOST_CALLS = {1: 600, 2: 1000, 4: 1000}
 OWN = ["data", "move", "forward", "backward", "optimizer", "other"]
 
 
@@ -343,6 +346,19 @@ def test_the_kinds_have_an_order():
 def test_a_second_of_256_ranks_takes_little_time_to_look_at():
     run = Run(256, windows=2, late={(7, "forward"): 0.05})
     assert subjects(verdicts_of(run.seconds(8))) == [("late_rank", 7, "forward")]
+
+
+@pytest.mark.parametrize(("world_size", "most"), MOST_CALLS.items())
+def test_a_second_without_a_fault_takes_few_calls_to_look_at(world_size, most):
+    finder, seconds, calls = VerdictFinder(), Run(world_size).seconds(60), []
+    verdicts_of(seconds[:40], finder)
+    sys.setprofile(lambda frame, event, _: calls.append(event) if "call" in event else None)
+    try:
+        found = verdicts_of(seconds[40:], finder)
+    finally:
+        sys.setprofile(None)
+    assert not found
+    assert len(calls) <= 20 * most
 
 
 @pytest.mark.parametrize("count", range(1, 9))

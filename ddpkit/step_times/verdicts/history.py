@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ddpkit.step_times.medians import median
 from ddpkit.step_times.phases import EXCHANGE, PHASES, STEP
 from ddpkit.step_times.verdicts.memory_record import MemoryRecord
 
@@ -208,7 +209,7 @@ class History:
     @property
     def step(self) -> float:
         """Seconds of a typical step."""
-        return float(np.median([stretch.step for stretch in self.recent]))
+        return median(stretch.step for stretch in self.recent)
 
     def typical(self, values_of: Callable[[Stretch], object]) -> NDArray[np.float64]:
         """Return the medians over the stretches of an array, or a number, of each."""
@@ -216,8 +217,17 @@ class History:
         return np.asarray(np.median(values, axis=0))
 
     def agrees(self, has: Callable[[Stretch], bool]) -> bool:
-        """Say whether as many stretches as have to agree have something."""
-        return sum(map(has, self.recent)) >= AGREEING
+        """Say whether as many stretches as have to agree have something.
+
+        Mostly none has: then few are looked at.
+        """
+        may_miss = len(self.recent) - AGREEING
+        for stretch in self.recent:
+            if not has(stretch):
+                may_miss -= 1
+            if may_miss < 0:
+                return False
+        return True
 
     def host(self, rank: int) -> str | None:
         """Return the machine of a rank; None where it is not known."""

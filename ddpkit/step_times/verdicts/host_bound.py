@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
+from ddpkit.step_times.medians import median
 from ddpkit.step_times.verdicts.slow_data import SHARE as DATA_SHARE, typical_wait
 from ddpkit.step_times.verdicts.verdict import Verdict
 from ddpkit.step_times.verdicts.wording import duration, percent
@@ -29,8 +28,8 @@ def idle_share(stretch: Stretch) -> float:
 
     Ranks: local.
     """
-    shares = stretch.last.is_host_bound or [0.0]
-    return float(np.median(shares))
+    shares = stretch.last.is_host_bound
+    return median(shares) if shares else 0.0
 
 
 class HostBound:

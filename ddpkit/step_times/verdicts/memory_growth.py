@@ -68,6 +68,8 @@ class MemoryGrowth:
         self, history: History, name: str, points: list[MemoryPoint]
     ) -> Iterator[Verdict]:
         used = np.array([[rank[name] for rank in point.used] for point in points])
+        if (used.max(axis=0) - used.min(axis=0)).max() < FEWEST_BYTES:
+            return  # mostly so, and known without percentiles, which take long
         steps = np.array([point.optimizer_step for point in points], dtype=np.float64)
         per_step = growth_per_step(steps, used, SHARES[name])
         rank = int(per_step.argmax())

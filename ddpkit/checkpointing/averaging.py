@@ -111,6 +111,7 @@ def average_checkpoints(
     Ranks: local.
 
     Example:
+        >>> from pathlib import Path
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> for weight in (1.0, 3.0):

@@ -63,6 +63,7 @@ class SaveRequest:
     Ranks: local.
 
     Example:
+        >>> import logging
         >>> SaveRequest({"loss": 0.5}, True, None, logging.INFO, {}, {}).all_meta()
         {'unixtime': ..., 'end-of-epoch': True, 'loss': 0.5}
     """

@@ -33,6 +33,7 @@ class Selection:
     Ranks: local.
 
     Example:
+        >>> from pathlib import Path
         >>> Selection(min_key="loss").importance(Checkpoint(Path("CKPT+a"), {"loss": 2}, {}))
         -2.0
     """
@@ -133,6 +134,7 @@ def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Chec
     Ranks: local.
 
     Example:
+        >>> from pathlib import Path
         >>> metas = {"a": {"unixtime": 1, "loss": 3.0}, "b": {"unixtime": 2, "loss": float("nan")}}
         >>> saved = [Checkpoint(Path(name), meta, {}) for name, meta in metas.items()]
         >>> [checkpoint.path.name for checkpoint in ranked(saved, Selection(min_key="loss"))]
@@ -160,6 +162,7 @@ def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[C
     Ranks: local.
 
     Example:
+        >>> from pathlib import Path
         >>> two = [Checkpoint(Path(f"CKPT+{time}"), {"unixtime": time}, {}) for time in (1, 2)]
         >>> [checkpoint.path.name for checkpoint in deletable(two, Retention(1, [ckpt_recency]))]
         ['CKPT+1']

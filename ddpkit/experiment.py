@@ -17,7 +17,17 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base import COUNTERS, POSITION, PROCESS, cannot_write, counters_of, replacing, to_plain, writing
+from ddpkit.base import (
+    COUNTERS,
+    POSITION,
+    PROCESS,
+    cannot_write,
+    counters_of,
+    replacing,
+    to_plain,
+    unwritten_skips,
+    writing,
+)
 from ddpkit.checkpointing import FolderLock
 from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, show_without_traceback, watch_uncaught
@@ -366,4 +376,6 @@ def _log_uncaught(error: BaseException) -> None:
 def _note_end(text: str) -> None:
     """Note that another thread ends this process: its main thread does not move, or another rank has failed."""
     with contextlib.suppress(ConfigError):
+        if skips := unwritten_skips(POSITION.progress):
+            run_event("skipped_steps", **skips)
         run_event("exception", type=RankFailedError.__name__, message=text, **counters_of(POSITION.progress))

@@ -55,7 +55,11 @@ from ddpkit.base.rank import (
     text_and_line as text_and_line,
     this_place as this_place,
 )
-from ddpkit.base.run_counters import COUNTERS as COUNTERS, counters_of as counters_of
+from ddpkit.base.run_counters import (
+    COUNTERS as COUNTERS,
+    counters_of as counters_of,
+    unwritten_skips as unwritten_skips,
+)
 from ddpkit.base.states import (
     DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS as DEFAULT_SAVE_HOOKS,

@@ -31,12 +31,51 @@ def counters_of(progress: Any) -> dict[str, Any]:
     """
     if progress is None:
         return {}
-    values = vars(progress)
-    set_aside = values.get("_aside", {})  # while the result of a step is open
-    steps = values.get("optimizer_step", set_aside.get("optimizer_step"))
     return {
         "stage": stage_of(progress),
         "epoch": progress.epoch,
         "step": progress.step,
-        "optimizer_step": steps,
+        "optimizer_step": _known(progress, "optimizer_step"),
     }
+
+
+def unwritten_skips(progress: Any) -> dict[str, Any]:
+    """Return what the run's log does not say yet of skipped steps. It waits for no GPU.
+
+    Args:
+        progress: a :class:`~ddpkit.training.progress.Progress`, or None.
+
+    Returns:
+        The fields of the event ``skipped_steps``; empty where there is nothing new, or no run.
+
+    Ranks: local; in any thread.
+
+    Example:
+        >>> from ddpkit.training.progress import Progress
+        >>> unwritten_skips(Progress(nonfinite=3, skips_written=1))["count"]
+        2
+        >>> unwritten_skips(Progress())
+        {}
+    """
+    if progress is None:
+        return {}
+    in_epoch = _known(progress, "nonfinite")
+    count = in_epoch - progress.skips_written
+    if count <= 0:
+        return {}
+    return {
+        "epoch": progress.epoch,
+        "step": progress.step,
+        "optimizer_step": _known(progress, "optimizer_step"),
+        "count": count,
+        "in_epoch": in_epoch,
+        "norm": progress.skipped_norm,
+    }
+
+
+def _known(progress: Any, counter: str) -> int:
+    """Return a counter without the step whose result is still open."""
+    values = vars(progress)
+    set_aside = values.get("_aside", {})  # while the result of a step is open
+    known: int = values.get(counter, set_aside.get(counter))
+    return known

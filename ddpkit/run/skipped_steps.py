@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
+from ddpkit.base import unwritten_skips
+from ddpkit.errors import ConfigError
 from ddpkit.train_logger import run_event
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ddpkit.training import Progress
 
 
@@ -25,20 +30,24 @@ class SkippedSteps:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._told = progress.nonfinite
+        progress.skips_written = progress.nonfinite
 
     def write(self) -> None:
         """Write what is new. It reads counters, and waits for a step of which the GPU has not told yet."""
-        progress = self._progress
-        in_epoch = progress.nonfinite
-        count, self._told = in_epoch - self._told, in_epoch
-        if count > 0:
-            run_event(
-                "skipped_steps",
-                epoch=progress.epoch,
-                step=progress.step,
-                optimizer_step=progress.optimizer_step,
-                count=count,
-                in_epoch=in_epoch,
-                norm=progress.skipped_norm,
-            )
+        self._progress.look()
+        self._write_known()
+
+    @contextlib.contextmanager
+    def written_whatever_ends(self) -> Iterator[None]:
+        """Return a context that writes what is new when an exception leaves it, and waits for no GPU."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
+                self._write_known()
+            raise
+
+    def _write_known(self) -> None:
+        if fields := unwritten_skips(self._progress):
+            self._progress.skips_written = fields["in_epoch"]
+            run_event("skipped_steps", **fields)

@@ -268,7 +268,8 @@ class StageRunner:
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
-        with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
+        bar_of_pass = self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar)
+        with self._skipped.written_whatever_ends(), bar_of_pass as bar:
 
             def on_sync(report: SyncReport) -> None:
                 progress.settle()

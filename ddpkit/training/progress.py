@@ -46,6 +46,7 @@ class Progress(optim.StepCounters):
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         skipped_norm: the gradients' norm of the last step that was skipped; None before the first.
+        skips_written: how many of the skipped steps of this epoch the run's log has been told of.
         has_told_clipping: whether a line has said that gradients are clipped.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
@@ -79,6 +80,7 @@ class Progress(optim.StepCounters):
     avg_train_loss: float = 0.0
     is_fitting: bool = False
     skipped_norm: float | None = None
+    skips_written: int = 0
     has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)

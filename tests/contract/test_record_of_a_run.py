@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import RunStopped
+from ddpkit.errors import NonFiniteLossError, RunStopped
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.run_opts import parse_arguments
 from ddpkit.train_logger import FileTrainLogger, run_event, set_run_log
@@ -338,6 +338,42 @@ def test_skipped_steps_are_told_together(tmp_path):
         for event in events_of(tmp_path / "out", "stage")
         if event["stage"] == "TRAIN"
     ] == [2, 2]
+
+
+class Unlucky(Regression):
+    """No gradient is finite from the third batch on; ends at its fifth, if nothing else has ended it."""
+
+    end = None
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss * float("nan") if self.step >= 3 else loss
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.end is not None and self.step == 5:
+            raise self.end
+
+
+REASONS = {
+    "patience": (2, None, NonFiniteLossError),
+    "an error": (3, ZeroDivisionError("boom"), ZeroDivisionError),
+    "Ctrl-C": (3, KeyboardInterrupt(), KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_skipped_steps_are_told_whatever_ends_the_run(tmp_path, why):
+    """A run of a few milliseconds: no sync has told of the steps before."""
+    begin(tmp_path / "out")
+    patience, end, kind = REASONS[why]
+    brain = make(Unlucky, nonfinite_patience=patience)
+    brain.end = end
+    with pytest.raises(kind):
+        fit(brain, epochs=1, batch_size=1)
+    skipped = events_of(tmp_path / "out", "skipped_steps")
+    assert sum(event["count"] for event in skipped) == brain.nonfinite_count == 3
+    assert (skipped[-1]["epoch"], skipped[-1]["step"], skipped[-1]["in_epoch"]) == (1, 5, 3)
+    assert skipped[-1]["optimizer_step"] == 2
 
 
 # ------------------------------------------------------------------------------------ the page of the reference

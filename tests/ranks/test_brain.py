@@ -465,7 +465,7 @@ def host_reads(profiler):
 
 
 class ReadsCounted(Regression):
-    """Counts host reads in every call of fit_batch and evaluate_batch after the first few."""
+    """Counts host reads in every call of fit_batch and evaluate_batch."""
 
     def fit_batch(self, batch):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -481,6 +481,8 @@ class ReadsCounted(Regression):
 
 
 def count_host_reads(factor):
+    # Once per process, the first backward pass tries on the CPU how torch's engine can be called. It reads the answers.
+    make().fit([1], points(2), train_loader_kwargs={"batch_size": 1})
     brain = make(ReadsCounted, opt=torch.optim.Adam, grad_accumulation_factor=factor, measure_steps="off")
     brain.fit([1], points(12), points(6), train_loader_kwargs={"batch_size": 2 // world_size()})
     return brain.reads, brain.evaluation_reads

@@ -49,11 +49,12 @@ from ddpkit.reporting import (
     environment_facts,
     file_identity,
     git_commit,
+    move_logs_away,
     process_start,
 )
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
-from ddpkit.train_logger import move_logs_away, run_event, set_run_log
+from ddpkit.train_logger import run_event, set_run_log
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -1,4 +1,4 @@
-"""The run's log, ``metrics.jsonl``, and the train loggers: a line per epoch, TensorBoard, W&B; and several as one.
+"""Train loggers: a line per epoch, TensorBoard, W&B; and several as one. The run's log, ``metrics.jsonl``.
 
 All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats`` may be
 called by all ranks or under ``if if_main_process():``.
@@ -10,31 +10,31 @@ import functools
 import importlib.util
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from ddpkit.base import (
-    kind_of,
-    map_values,
-    mark_as_loader,
-    mark_as_saver,
-    move_to_earlier,
-    register_checkpoint_hooks,
-    replacing,
-    require_writable,
-    writing,
-)
+from ddpkit.base import kind_of, mark_as_loader, mark_as_saver, register_checkpoint_hooks, require_writable, writing
 from ddpkit.distributed import if_main_process, main_process_only, run_on_main
 from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.logger import get_logger
+from ddpkit.reporting import (
+    Current,
+    ProgressSampleLogger,
+    RunLog,
+    Stats,
+    append,
+    move_logs_away,
+    plain,
+    plain_numbers,
+    run_event,
+    set_run_log,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.utils.tensorboard import SummaryWriter
 
@@ -51,175 +51,6 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
-
-Stats = Mapping[str, Any]
-
-
-# ----------------------------------------------------------------------------------------- the run's log
-
-
-class RunLog:
-    """A file with one JSON object per line: what happened in a run, for programs to read.
-
-    Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats keep their
-    full precision; not-a-number and infinities are the strings ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and arrays become
-    numbers (one element) or nested lists, other objects their text. The reference lists what ddpkit writes.
-
-    Args:
-        path: the file; it is appended to. Its folder is made at the first write.
-
-    Ranks: local; only the main process writes.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     log = RunLog(f"{folder}/metrics.jsonl")
-        ...     log.write("epoch", number=1, loss=torch.tensor(0.5))
-        ...     json.loads(log.path.read_text())["loss"]
-        0.5
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._last_stats = ""
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one line, in one piece.
-
-        Args:
-            event: what happened, such as ``"stats"``.
-            fields: numbers, strings, tensors, arrays, paths, and lists and dicts of them.
-
-        Raises:
-            ConfigError: the file cannot be written.
-
-        Ranks: all, or the main process alone; the others do nothing.
-        """
-        if not if_main_process():
-            return
-        record = {"event": event, "time": time.time(), **fields}
-        named = json.loads(json.dumps(plain(record)), parse_constant=str)  # NaN and Infinity, no JSON
-        line = json.dumps(named, ensure_ascii=False) + "\n"
-        with writing(f"the run's log {str(self.path)!r}"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            append(self.path, line)
-
-    def write_stats(self, stats: Mapping[str, Any]) -> None:
-        """Write a "stats" event, once also when several loggers are given the same statistics.
-
-        Args:
-            stats: plain values by stage.
-
-        Ranks: as :meth:`write`.
-        """
-        if repr(stats) != self._last_stats:
-            self.write("stats", **stats)
-            self._last_stats = repr(stats)
-
-
-class Current:
-    """The log of the present run, and what its Brain has logged in the current stage: by stage and name.
-
-    Ranks: local.
-    """
-
-    log: RunLog | None = None
-    logged: Callable[[], Mapping[str, Stats]] = dict
-
-
-def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
-    """Set the file that the events of this run are written to.
-
-    Args:
-        path: the file, usually ``metrics.jsonl`` in the experiment's folder; ``None`` for nowhere.
-
-    Returns:
-        The log, or None.
-
-    Ranks: local; call it on every rank.
-
-    Example:
-        >>> set_run_log(None) is None
-        True
-    """
-    Current.log = None if path is None else RunLog(path)
-    return Current.log
-
-
-def run_event(event: str, **fields: Any) -> None:
-    """Write an event to the run's log; does nothing where no log is set.
-
-    Args:
-        event: what happened.
-        fields: as in :meth:`RunLog.write`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-
-    Ranks: all, or the main process alone; the others do nothing.
-
-    Example:
-        >>> run_event("checkpoint", path="CKPT+1")  # no log is set
-    """
-    if Current.log is not None:
-        Current.log.write(event, **fields)
-
-
-def plain(value: Any) -> Any:
-    """Turn a value into None, booleans, numbers, strings, lists, and dicts with string keys.
-
-    Ranks: local.
-    """
-    if value is None or type(value) in {bool, int, float, str}:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.item() if value.size == 1 else value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), str(value))
-
-
-def plain_numbers(value: Any) -> Any:
-    """Turn tensors and arrays into numbers and leave everything else (pictures, tables) as it is.
-
-    Ranks: local.
-    """
-    if isinstance(value, Mapping):
-        return {key: plain_numbers(item) for key, item in value.items()}
-    return plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
-
-
-def move_logs_away(files: Iterable[Path]) -> None:
-    """Move logs of an earlier run to ``earlier-<time>`` in their folder, and name that folder.
-
-    Raises:
-        ConfigError: a file cannot be moved.
-
-    Ranks: main only.
-    """
-    known = list(files)
-    with writing("the folder of an earlier run's logs"):
-        folder = move_to_earlier(known)
-    if folder is not None:
-        logger.announce("--resume=never: logs of an earlier run were moved to %s.", folder)
-
-
-def append(path: Path, line: str) -> None:
-    """Append a line to a file, in one piece.
-
-    Ranks: local.
-    """
-    data = line.encode()
-    with path.open("ab", buffering=len(data) + 1) as file:  # all of it goes out at once
-        file.write(data)
-
-
-# ----------------------------------------------------------------------------------------- train loggers
 
 
 class TrainLogger:
@@ -705,143 +536,3 @@ class WandBLogger(_MainTrainLogger):
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         stats = plain_numbers({**stages, **meta})
         self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
-
-
-class ProgressSampleLogger:
-    """Saves what a model makes of a few samples, epoch by epoch: ``<output_path>/<epoch>/<name>.<extension>``.
-
-    Call :meth:`remember` while training, and :meth:`save` at the end of a stage.
-
-    Args:
-        output_path: folder; made at the first save.
-        formats: the format of an item by its name; ``"image"`` where none is given.
-        format_defs: formats besides ``"raw"`` (``torch.save``, .pth) and ``"image"`` (``torchvision.utils.save_image``,
-            .png), by name: a dict with ``saver``, called with the data, a path and ``kwargs``, and ``extension``.
-        batch_sample_size: how many items :meth:`get_batch_sample` takes of a batch.
-
-    Attributes:
-        progress_samples: what is remembered, by name.
-
-    Ranks: all, or the main process alone; only it writes.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     samples = ProgressSampleLogger(folder, formats={"output": "raw"})
-        ...     samples.remember(output=samples.get_batch_sample(torch.ones(8, 3)))
-        ...     samples.save(epoch=2)
-        ...     torch.load(f"{folder}/2/output.pth").shape
-        torch.Size([1, 3])
-    """
-
-    DEFAULT_FORMAT = "image"
-
-    def __init__(
-        self,
-        output_path: str | os.PathLike[str],
-        formats: Mapping[str, str] | None = None,
-        format_defs: Mapping[str, Mapping[str, Any]] | None = None,
-        batch_sample_size: int = 1,
-    ) -> None:
-        self.output_path = os.fspath(output_path)
-        self.formats = dict(formats or {})
-        self.format_defs: dict[str, Mapping[str, Any]] = {
-            "raw": {"extension": "pth", "saver": torch.save, "kwargs": {}},
-            "image": {"extension": "png", "saver": _save_image, "kwargs": {}},
-            **(format_defs or {}),
-        }
-        self.batch_sample_size = batch_sample_size
-        self.progress_samples: dict[str, Any] = {}
-
-    def require_writable(self) -> None:
-        """Refuse a folder that cannot be written, before the first epoch.
-
-        Raises:
-            ConfigError: :attr:`output_path` cannot be written.
-
-        Ranks: the main process alone.
-        """
-        require_writable(f"output_path={self.output_path!r}", self.output_path)
-
-    def reset(self) -> None:
-        """Forget what is remembered.
-
-        Ranks: local.
-        """
-        self.progress_samples = {}
-
-    def remember(self, **items: Any) -> None:
-        """Keep items, detached, until the next save; one of the same name is replaced.
-
-        Args:
-            items: tensors, and lists, tuples and dicts of them, by name.
-
-        Ranks: local.
-        """
-        on_cpu = map_values(items, lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one)
-        self.progress_samples.update(on_cpu)
-
-    def get_batch_sample(self, value: Any) -> Any:
-        """Take the first ``batch_sample_size`` items of a batch.
-
-        Args:
-            value: a tensor with the batch as its first dimension, a list, or a dict of them; all else stays as it is.
-
-        Returns:
-            The same with fewer items.
-
-        Ranks: local.
-        """
-        if isinstance(value, Mapping):
-            return {name: self.get_batch_sample(item) for name, item in value.items()}
-        return value[: self.batch_sample_size] if isinstance(value, (torch.Tensor, list)) else value
-
-    @main_process_only(hand_over=False)
-    def save(self, epoch: int) -> None:
-        """Write all that is remembered.
-
-        Args:
-            epoch: name of the folder.
-
-        Raises:
-            ConfigError: a file cannot be written.
-            KeyError: ``formats`` names a format that is not defined.
-            MissingExtraError: an image is to be saved, and torchvision is not installed.
-
-        Ranks: all, or the main process alone; only it writes.
-        """
-        for name, item in self.progress_samples.items():
-            self.save_item(name, item, epoch)
-
-    @main_process_only(hand_over=False)
-    def save_item(self, key: str, data: Any, epoch: int) -> None:
-        """Write one item.
-
-        Args:
-            key: its name.
-            data: what its format's ``saver`` takes.
-            epoch: name of the folder.
-
-        Raises:
-            ConfigError: as :meth:`save`.
-            MissingExtraError: as :meth:`save`.
-
-        Ranks: all, or the main process alone; only it writes.
-        """
-        form = self.format_defs[self.formats.get(key, self.DEFAULT_FORMAT)]
-        path = Path(self.output_path, str(epoch), f"{key}.{form['extension']}")
-        with writing(f"output_path={self.output_path!r}: {str(path)!r}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as unfinished:
-                form["saver"](data, str(unfinished), **form.get("kwargs", {}))
-
-
-def _save_image(data: torch.Tensor, path: str) -> None:
-    try:
-        from torchvision.utils import save_image  # type: ignore[import-not-found, unused-ignore]
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "An image is saved with torchvision, which is not installed. "
-            "Run `pip install torchvision`, or choose another format for it in `formats`."
-        ) from error
-    save_image(data, path)

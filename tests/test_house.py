@@ -181,8 +181,8 @@ PROCESS_STATE = {
     "optim._looking": "a lock: any thread may look at a step",
     "optim._own_rates": "of optimizers, for as long as each lives",
     "optim._scalings": "of optimizers, for as long as each lives",
+    "reporting.run_log.Current": "the log of the present run, for events from anywhere",
     "run_opts._READ": "what was on this process's command line",
-    "train_logger.Current": "the log of the present run, for events from anywhere",
 }
 
 

@@ -3,6 +3,17 @@ from ddpkit.reporting.profile_table import (
     ProfileSummary as ProfileSummary,
     summary_of as summary_of,
 )
+from ddpkit.reporting.run_log import (
+    Current as Current,
+    RunLog as RunLog,
+    Stats as Stats,
+    append as append,
+    move_logs_away as move_logs_away,
+    plain as plain,
+    plain_numbers as plain_numbers,
+    run_event as run_event,
+    set_run_log as set_run_log,
+)
 from ddpkit.reporting.run_start import (
     close_torn_line as close_torn_line,
     end_before as end_before,
@@ -10,6 +21,9 @@ from ddpkit.reporting.run_start import (
     file_identity as file_identity,
     git_commit as git_commit,
     process_start as process_start,
+)
+from ddpkit.reporting.sample_logger import (
+    ProgressSampleLogger as ProgressSampleLogger,
 )
 from ddpkit.reporting.stage_report import (
     LoggedValues as LoggedValues,

@@ -25,7 +25,7 @@ from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
 from ddpkit.reporting.bar_layout import BarFacts, fitting_format, left_in_words, wait_in_words
-from ddpkit.train_logger import Current, run_event
+from ddpkit.reporting.run_log import Current, run_event
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:

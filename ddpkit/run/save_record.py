@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.train_logger import plain, run_event
+from ddpkit.reporting import plain, run_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

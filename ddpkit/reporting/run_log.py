@@ -1,0 +1,188 @@
+"""The run's log, ``metrics.jsonl``: what happened in a run, for programs to read.
+
+Only the main process writes it. Calls from other ranks return at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ddpkit.base import move_to_earlier, writing
+from ddpkit.distributed import if_main_process
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+logger = get_logger(__name__)
+
+Stats = Mapping[str, Any]
+
+
+class RunLog:
+    """A file with one JSON object per line: what happened in a run, for programs to read.
+
+    Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats keep their
+    full precision; not-a-number and infinities are the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and arrays become
+    numbers (one element) or nested lists, other objects their text. The reference lists what ddpkit writes.
+
+    Args:
+        path: the file; it is appended to. Its folder is made at the first write.
+
+    Ranks: local; only the main process writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = RunLog(f"{folder}/metrics.jsonl")
+        ...     log.write("epoch", number=1, loss=torch.tensor(0.5))
+        ...     json.loads(log.path.read_text())["loss"]
+        0.5
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._last_stats = ""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one line, in one piece.
+
+        Args:
+            event: what happened, such as ``"stats"``.
+            fields: numbers, strings, tensors, arrays, paths, and lists and dicts of them.
+
+        Raises:
+            ConfigError: the file cannot be written.
+
+        Ranks: all, or the main process alone; the others do nothing.
+        """
+        if not if_main_process():
+            return
+        record = {"event": event, "time": time.time(), **fields}
+        named = json.loads(json.dumps(plain(record)), parse_constant=str)  # NaN and Infinity, no JSON
+        line = json.dumps(named, ensure_ascii=False) + "\n"
+        with writing(f"the run's log {str(self.path)!r}"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append(self.path, line)
+
+    def write_stats(self, stats: Mapping[str, Any]) -> None:
+        """Write a "stats" event, once also when several loggers are given the same statistics.
+
+        Args:
+            stats: plain values by stage.
+
+        Ranks: as :meth:`write`.
+        """
+        if repr(stats) != self._last_stats:
+            self.write("stats", **stats)
+            self._last_stats = repr(stats)
+
+
+class Current:
+    """The log of the present run, and what its Brain has logged in the current stage: by stage and name.
+
+    Ranks: local.
+    """
+
+    log: RunLog | None = None
+    logged: Callable[[], Mapping[str, Stats]] = dict
+
+
+def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
+    """Set the file that the events of this run are written to.
+
+    Args:
+        path: the file, usually ``metrics.jsonl`` in the experiment's folder; ``None`` for nowhere.
+
+    Returns:
+        The log, or None.
+
+    Ranks: local; call it on every rank.
+
+    Example:
+        >>> set_run_log(None) is None
+        True
+    """
+    Current.log = None if path is None else RunLog(path)
+    return Current.log
+
+
+def run_event(event: str, **fields: Any) -> None:
+    """Write an event to the run's log; does nothing where no log is set.
+
+    Args:
+        event: what happened.
+        fields: as in :meth:`RunLog.write`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+
+    Ranks: all, or the main process alone; the others do nothing.
+
+    Example:
+        >>> run_event("checkpoint", path="CKPT+1")  # no log is set
+    """
+    if Current.log is not None:
+        Current.log.write(event, **fields)
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into None, booleans, numbers, strings, lists, and dicts with string keys.
+
+    Ranks: local.
+    """
+    if value is None or type(value) in {bool, int, float, str}:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.item() if value.size == 1 else value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), str(value))
+
+
+def plain_numbers(value: Any) -> Any:
+    """Turn tensors and arrays into numbers and leave everything else (pictures, tables) as it is.
+
+    Ranks: local.
+    """
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+
+
+def move_logs_away(files: Iterable[Path]) -> None:
+    """Move logs of an earlier run to ``earlier-<time>`` in their folder, and name that folder.
+
+    Raises:
+        ConfigError: a file cannot be moved.
+
+    Ranks: main only.
+    """
+    known = list(files)
+    with writing("the folder of an earlier run's logs"):
+        folder = move_to_earlier(known)
+    if folder is not None:
+        logger.announce("--resume=never: logs of an earlier run were moved to %s.", folder)
+
+
+def append(path: Path, line: str) -> None:
+    """Append a line to a file, in one piece.
+
+    Ranks: local.
+    """
+    data = line.encode()
+    with path.open("ab", buffering=len(data) + 1) as file:  # all of it goes out at once
+        file.write(data)

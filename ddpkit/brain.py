@@ -23,6 +23,7 @@ from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_
 from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
+from ddpkit.options import IN_FIT, MADE, PREPARED, WRAPPED
 from ddpkit.precision import Precision
 from ddpkit.reporting import TimeLeft
 from ddpkit.run import (
@@ -34,7 +35,7 @@ from ddpkit.run import (
     last_epoch,
     note_epoch,
 )
-from ddpkit.run_opts import IN_FIT, MADE, PREPARED, WRAPPED, RunOptions, option_attributes
+from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.run_opts import OptionTypes as _Typed
+    from ddpkit.options import OptionTypes as _Typed
 else:
     _Typed = object
 

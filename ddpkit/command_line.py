@@ -22,9 +22,9 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
 from ddpkit.errors import ConfigError
+from ddpkit.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 from ddpkit.overrides import close_names, nested_override, require_same_kind
 from ddpkit.recipe_yaml import check_references, pairs, read_document, with_overrides
-from ddpkit.run_opts import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 
 __all__ = ["CommandLine", "help_text", "override_line", "read_command_line"]
 

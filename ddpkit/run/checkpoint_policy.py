@@ -22,13 +22,13 @@ from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
+from ddpkit.options import OPTION_BY_NAME
 from ddpkit.run.choose_start import NEVER, NEWEST, choose_start
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.run_state import RunState
 from ddpkit.run.save_position import SavePosition
 from ddpkit.run.save_record import SaveRecord
 from ddpkit.run.unsaved_objects import modules_not_saved, optimizers_not_saved
-from ddpkit.run_opts import OPTION_BY_NAME
 from ddpkit.strategies import batch_norms
 from ddpkit.training import EpochPhase
 

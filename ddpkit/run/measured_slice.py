@@ -21,10 +21,10 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import exchange, get_world_size, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SlicePlan, cores, find_launch
+from ddpkit.options import RUN_OPTIONS
 from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
-from ddpkit.run_opts import RUN_OPTIONS
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
 from ddpkit.training import batch_sizes, length_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.run_opts import BATCHES, GRADIENTS, OPTIONS
+from ddpkit.options import BATCHES, GRADIENTS, OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

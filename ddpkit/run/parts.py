@@ -14,13 +14,14 @@ from ddpkit.control import usage_errors
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling
+from ddpkit.options import RUN_OPTIONS
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
 from ddpkit.run.fit_counters import FitCounters
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.run_record import RunRecord
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run.stop_control import StopControl
-from ddpkit.run_opts import RUN_OPTIONS, RunOptions
+from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import check_strategy, modules_on_device
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import LoaderFactory, RunLength, require_module_keys

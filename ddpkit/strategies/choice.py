@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ddpkit import distributed
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.run_opts import RUN_OPTIONS
+from ddpkit.options import RUN_OPTIONS
 from ddpkit.strategies.base import Strategy, is_given, refuse_with
 
 if TYPE_CHECKING:

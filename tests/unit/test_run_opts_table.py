@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from ddpkit.brain import Brain
-from ddpkit.run_opts import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, RunOptions
+from ddpkit.run_opts import OPTIONS, RUN_OPTIONS, OptionTypes, RunOptions
 
 
 def test_the_table_is_whole():
@@ -93,8 +93,8 @@ def test_the_table_is_whole():
         "memory_snapshot_on_oom",
     }
     assert set(RunOptions()) == contract
-    assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)
+    assert set(RUN_OPTIONS) == contract == set(OptionTypes.__annotations__)
     for option in OPTIONS:
         assert option.default is None or option.coerce(option.default, "here") == option.default, option.name
         assert option.default is not None or option.is_optional, option.name
-        assert hasattr(Brain, option.name) == (option.is_attribute and option.name not in PARSER_ONLY)
+        assert hasattr(Brain, option.name) == (option.is_attribute and option.name in RUN_OPTIONS)

@@ -1,104 +1,72 @@
-"""Small trainings, each of which is a trace: the loss of every batch and the weights at the end, to the last bit.
-
-They are what a change that is not meant to change numbers leaves alone. ``python -m tests.golden.record`` writes them
-down; ``tests/golden/test_golden.py`` compares. A trace depends on the processor's kernels, too: it is compared bit for
-bit on the kind of machine that wrote it, and to rounding elsewhere.
-"""
+"""The golden cases: small trainings, each with one or two things that a change could break."""
 
 from __future__ import annotations
 
-import hashlib
-import random
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-import ddpkit
-from ddpkit.checkpoints import Checkpointer
-from ddpkit.epoch_loop import EpochCounter
+from tests.golden import recipes
+from tests.golden.data import make_data
 
-SAMPLES, FEATURES, EPOCHS = 41, 6, 4
-
-
-class Table(Dataset):
-    """Rows of a table; with ``noisy`` each is augmented by Python's, numpy's and torch's random numbers."""
-
-    def __init__(self, dtype, *, noisy=False):
-        numbers = torch.arange(SAMPLES * FEATURES, dtype=torch.float64).reshape(SAMPLES, FEATURES)
-        self.inputs = torch.sin(numbers * 0.37).to(dtype)
-        self.targets = self.inputs.sum(1, keepdim=True).mul(0.3)
-        self.noisy = noisy
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        row = self.inputs[index]
-        if self.noisy:
-            row = row + torch.rand(FEATURES, dtype=row.dtype) * 0.1 + random.random() * 0.1 + np.random.rand() * 0.1  # noqa: NPY002 -- as recipes do
-        return row, self.targets[index]
-
-
-class Stream(IterableDataset):
-    def __init__(self, dtype):
-        self.table = Table(dtype)
-
-    def __iter__(self):
-        return (self.table[index] for index in range(SAMPLES))
-
-
-class Golden(ddpkit.Brain):
-    """Writes down every loss; can be killed after so many optimizer steps."""
-
-    kill_at = None
-    counted = False
-
-    def on_fit_start(self):
-        super().on_fit_start()
-        self.trace = []
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        losses = (predictions - batch[1]).square()
-        return (losses.sum(), len(losses)) if self.counted else losses.mean()
-
-    def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        self.trace.append(float(loss.detach()))
-        if self.kill_at is not None and self.optimizer_step >= self.kill_at:
-            raise KeyboardInterrupt
-
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        self.trace.append(float(stage_loss))
-        if stage is ddpkit.Stage.VALID and self.checkpointer is not None:
-            self.checkpointer.save_and_keep_only(meta={"loss": float(stage_loss)}, min_keys=["loss"], num_to_keep=1)
+WORLD_SIZES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training; everything else is the same in all of them."""
+    """One training; everything else is the same in all of them.
+
+    Attributes:
+        dtype: of data and weights.
+        data: the kind of training data, as ``make_data`` knows it.
+        recipe: the Brain.
+        modules: makes the modules from the case.
+        norm: whether the net has a BatchNorm layer.
+        dropout: of the net.
+        optimizer: a word for what ``opt_class`` makes.
+        scheduler: the ``scheduler_class``.
+        options: of the run.
+        loader: for the training loader.
+        epochs: how many.
+        kill_at: optimizer steps after which the killed run ends, by number of ranks; half of all where none is given.
+        alone: whether one rank is a process without a process group.
+        any_ranks: whether all numbers of ranks give the same bits.
+        rounding: how far losses may lie apart on a machine with other kernels, relatively.
+    """
 
     dtype: torch.dtype = torch.float32
     data: str = "table"
+    recipe: type = recipes.Golden
+    modules: Callable[[Case], dict[str, torch.nn.Module]] = recipes.one_net
     norm: bool = False
     dropout: float = 0.0
     optimizer: str = "sgd"
-    counted: bool = False
-    workers: int = 0
-    options: dict = field(default_factory=dict)
+    scheduler: Callable[..., Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 3
+    kill_at: dict[int, int] = field(default_factory=dict)
+    alone: bool = False
+    any_ranks: bool = False
+    rounding: float = 1e-3
 
-    def dataset(self):
-        return Stream(self.dtype) if self.data == "stream" else Table(self.dtype, noisy=self.data == "noisy")
+    def make_modules(self):
+        return {name: module.to(self.dtype) for name, module in self.modules(self).items()}
 
-    def net(self):
-        torch.manual_seed(5)
-        norm = [nn.BatchNorm1d(8)] if self.norm else []
-        layers = [nn.Linear(FEATURES, 8), *norm, nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 1)]
-        return nn.Sequential(*layers).to(self.dtype)
+    def make_data(self):
+        return make_data(self.data, self.dtype)
+
+    def loader_kwargs(self):
+        kwargs = {"num_workers": 0}
+        if "global_batch_size" not in self.options:
+            kwargs["batch_size"] = 3
+        if "stream" not in self.data:
+            kwargs["shuffle"] = True
+        return kwargs | self.loader
 
     def optimize(self, parameters):
         if self.optimizer == "adamw":
@@ -106,68 +74,147 @@ class Case:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+FLOAT64 = torch.float64
+
 CASES = {
-    "plain": Case(),
-    "norm-dropout-clipping": Case(norm=True, dropout=0.2, options={"max_grad_norm": 0.1}),
-    "float64-accumulation": Case(
-        torch.float64, norm=True, optimizer="adamw", options={"grad_accumulation_factor": 3, "ema_decay": 0.9}
+    "plain": Case(epochs=4, kill_at={1: 23, 2: 11, 3: 7}),
+    "norm-dropout-clipping": Case(
+        norm=True,
+        dropout=0.2,
+        options={"max_grad_norm": 0.1},
+        epochs=4,
+        kill_at={1: 8, 2: 4, 3: 4},
     ),
-    "global-batch": Case(torch.float64, dropout=0.1, options={"global_batch_size": 7, "micro_batch_size": 2}),
-    "sum-and-count": Case(torch.float64, counted=True, options={"grad_accumulation_factor": 2}),
-    "stream": Case(torch.float64, data="stream", options={"grad_accumulation_factor": 2}),
-    "augmentation-in-workers": Case(data="noisy", workers=2, optimizer="adamw"),
+    "float64-accumulation": Case(
+        FLOAT64,
+        norm=True,
+        optimizer="adamw",
+        options={"grad_accumulation_factor": 3, "ema_decay": 0.9},
+        epochs=4,
+        kill_at={1: 8, 2: 4, 3: 4},
+    ),
+    "global-batch": Case(
+        FLOAT64,
+        dropout=0.1,
+        options={"global_batch_size": 7, "micro_batch_size": 2},
+        epochs=4,
+        kill_at={1: 13, 2: 13, 3: 13},
+    ),
+    "sum-and-count": Case(
+        FLOAT64,
+        recipe=recipes.SumsAndCounts,
+        options={"grad_accumulation_factor": 2},
+        epochs=4,
+        kill_at={1: 8, 2: 4, 3: 4},
+    ),
+    "stream": Case(
+        FLOAT64,
+        data="stream",
+        options={"grad_accumulation_factor": 2},
+        epochs=4,
+        kill_at={1: 9, 2: 4, 3: 4},
+    ),
+    "augmentation-in-workers": Case(
+        data="noisy",
+        optimizer="adamw",
+        loader={"num_workers": 2},
+        epochs=4,
+        kill_at={1: 8, 2: 4, 3: 4},
+    ),
+    # ------------------------------------------------------------------------------ strategies
+    "one-process": Case(dropout=0.2, options={"grad_accumulation_factor": 2}, alone=True),
+    "zero1": Case(optimizer="adamw", options={"strategy": "zero1", "grad_accumulation_factor": 2}),
+    "fsdp": Case(
+        norm=True,
+        optimizer="adamw",
+        options={"strategy": "fsdp", "fsdp_blocks": ["Linear"], "ema_decay": 0.8},
+    ),
+    "virtual-ranks": Case(
+        norm=True,
+        dropout=0.2,
+        options={"virtual_ranks": 6},
+        loader={"batch_size": 2, "drop_last": True},
+        any_ranks=True,
+    ),
+    "local-sgd": Case(
+        norm=True,
+        optimizer="adamw",
+        options={
+            "ddp_comm_hook": "post_local_sgd",
+            "local_sgd_start": 3,
+            "local_sgd_period": 2,
+            "sync_batchnorm": False,
+        },
+        loader={"batch_size": 4, "drop_last": True},
+    ),
+    # ------------------------------------------------------------------------------ gradients on their way
+    "gradients-in-bf16": Case(options={"ddp_comm_hook": "bf16"}, rounding=0.05),
+    "powersgd": Case(options={"ddp_comm_hook": "powersgd", "start_powersgd_iter": 3}),
+    "unused-parameters": Case(
+        FLOAT64,
+        recipe=recipes.Branches,
+        modules=recipes.two_branches,
+        options={"find_unused_parameters": True},
+    ),
+    "batchnorm-of-each-process": Case(
+        FLOAT64,
+        norm=True,
+        options={
+            "sync_batchnorm": False,
+            "loss_weighting": "batches",
+            "grad_accumulation_factor": 2,
+        },
+        loader={"batch_size": 4, "drop_last": True},
+    ),
+    "bf16-autocast": Case(
+        norm=True, options={"precision": "bf16", "eval_precision": "bf16"}, rounding=0.3
+    ),
+    # ------------------------------------------------------------------------------ steps
+    "evaluated-average": Case(
+        FLOAT64,
+        norm=True,
+        dropout=0.1,
+        options={"ema_decay": 0.7, "evaluate_ema": True, "grad_accumulation_factor": 2},
+    ),
+    "schedule-and-lr-scaling": Case(
+        FLOAT64,
+        scheduler=functools.partial(OneCycleLR, max_lr=0.1),
+        options={"lr_scaling": "linear", "reference_batch_size": 5},
+    ),
+    "plateau-and-vectors": Case(
+        FLOAT64,
+        norm=True,
+        optimizer="adamw",
+        scheduler=functools.partial(ReduceLROnPlateau, patience=0, threshold=0.5),
+        options={
+            "scheduler_every": "epoch",
+            "remove_vector_weight_decay": True,
+            "lr_scaling": "sqrt",
+            "reference_batch_size": 2,
+        },
+    ),
+    "frozen-and-named-groups": Case(
+        FLOAT64, recipe=recipes.Unfreezing, modules=recipes.frozen_first_layer
+    ),
+    "two-optimizers": Case(
+        FLOAT64,
+        recipe=recipes.Adversaries,
+        modules=recipes.generator_and_discriminator,
+        options={"grad_accumulation_factor": 2, "ema_decay": 0.8},
+    ),
+    "skipped-steps": Case(data="spoilt"),
+    "auto-micro-batch": Case(
+        FLOAT64,
+        modules=recipes.small_memory,
+        dropout=0.1,
+        options={"global_batch_size": 14, "auto_micro_batch": True},
+    ),
+    # ------------------------------------------------------------------------------ data
+    "tokens-of-a-stream-in-workers": Case(
+        FLOAT64,
+        data="divided stream",
+        recipe=recipes.Tokens,
+        options={"grad_accumulation_factor": 2},
+        loader={"num_workers": 2},
+    ),
 }
-
-
-def train(name, folder=None, kill_at=None):
-    """Train a case, from the newest checkpoint of a folder where one is given; return its trace."""
-    case = CASES[name]
-    ddpkit.seed_everything(17, verbose=False)
-    net, counter = case.net(), EpochCounter(EPOCHS)
-    options = {"device": "cpu", "noprogressbar": True, "shard_evaluation": True, "ckpt_async": False, **case.options}
-    checkpointer = None
-    if folder is not None:
-        options |= {"ckpt_interval_steps": 3}
-        checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
-    brain = Golden({"net": net}, case.optimize, None, options, checkpointer)
-    brain.kill_at, brain.counted = kill_at, case.counted
-    kwargs = {"num_workers": case.workers}
-    if "global_batch_size" not in case.options:
-        kwargs["batch_size"] = 3
-    if case.data != "stream":
-        kwargs["shuffle"] = True
-    valid = Table(case.dtype)
-    try:
-        brain.fit(counter, case.dataset(), valid, train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 5})
-    except KeyboardInterrupt:
-        if kill_at is None:
-            raise
-    return facts(brain)
-
-
-def facts(brain):
-    """Return what is compared: hashes of the bits, and numbers for a machine with other kernels."""
-    weights = torch.cat([one.detach().flatten().double() for one in brain.raw_modules.parameters()])
-    buffers = [one.detach().flatten().double() for one in brain.raw_modules.buffers()]
-    everything = torch.cat([weights, *buffers]).numpy()
-    trace = np.array(brain.trace, dtype=np.float64)
-    return {
-        "steps": brain.optimizer_step,
-        "losses": len(brain.trace),
-        "trace": hashlib.sha256(trace.tobytes()).hexdigest(),
-        "weights": hashlib.sha256(everything.tobytes()).hexdigest(),
-        "last_losses": trace[-3:].tolist(),
-        "norm": float(weights.norm()),
-    }
-
-
-def fresh(name):
-    return train(name)
-
-
-def killed(name, folder, kill_at):
-    return train(name, folder, kill_at)
-
-
-def resumed(name, folder):
-    return train(name, folder)

@@ -1,4 +1,8 @@
-"""Writes the golden traces: ``python -m tests.golden.record``, for a change that is meant to change numbers."""
+"""Writes the golden traces: ``python -m tests.golden.record``, for a change that is meant to change numbers.
+
+``python -m tests.golden.record CASE ...`` writes those of some cases only. A checkpoint that is kept is written where
+there is none: delete its folder to have another.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,33 @@ from pathlib import Path
 
 import torch
 
-from tests.golden.cases import CASES, fresh, killed, resumed
+from tests.golden.cases import CASES, WORLD_SIZES
+from tests.golden.training import fresh, killed, resumed
 from tests.rank_pool import RankPool
 
 HERE = Path(__file__).parent
 TRACES = HERE / "traces.json"
 CHECKPOINTS = HERE / "checkpoints"
-KILL_AT = {"plain": 23, "global-batch": 13, "stream": 9}  # in the second epoch; of another case 8
-WORLD_SIZES = (1, 2, 3)
-# A checkpoint that lies in the repository, written by the code of its day on two ranks, is resumed on two and on one.
-KEPT = ("float64-accumulation", "norm-dropout-clipping", "stream")
+# Of these cases a checkpoint lies in the repository, written by the code of its day on two ranks.
+# It is resumed on two and on one.
+KEPT = (
+    "float64-accumulation",
+    "norm-dropout-clipping",
+    "stream",
+    "zero1",
+    "fsdp",
+    "virtual-ranks",
+    "local-sgd",
+    "powersgd",
+    "two-optimizers",
+    "schedule-and-lr-scaling",
+)
 
 
 def machine() -> dict[str, str]:
     """What the last bit of a sum depends on."""
-    return {"torch": torch.__version__, "kernels": torch.backends.cpu.get_cpu_capability(), "cpu": cpu_model()}
+    kernels = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "kernels": kernels, "cpu": cpu_model()}
 
 
 def cpu_model() -> str:
@@ -34,46 +50,78 @@ def cpu_model() -> str:
     return "unknown"
 
 
-def kill_at(name: str, world_size: int) -> int:
-    return max(KILL_AT.get(name, 8) // world_size, 4) if name != "global-batch" else KILL_AT[name]
+def run(pool: RankPool, function, name: str, *args, world_size: int) -> list[dict]:
+    """Run a function of a case on so many ranks."""
+    has_group = not (CASES[name].alone and world_size == 1)
+    return pool.run(function, name, *args, world_size=world_size, init=has_group)
+
+
+def fresh_trace(pool: RankPool, name: str, world_size: int) -> list[dict]:
+    return run(pool, fresh, name, world_size=world_size)
 
 
 def traces_of(pool: RankPool, name: str, world_size: int) -> dict[str, list[dict]]:
-    """Train once without a stop, and once killed and gone on; where it went on with another number of ranks, too."""
-    found = {"fresh": pool.run(fresh, name, world_size=world_size)}
+    """Train once without a stop, and once killed and resumed; on another number of ranks, too."""
+    found = {"fresh": fresh_trace(pool, name, world_size)}
     with tempfile.TemporaryDirectory() as folder:
-        found["killed"] = pool.run(killed, name, folder, kill_at(name, world_size), world_size=world_size)
-        for others in {world_size, 2 if world_size == 1 else 1}:
-            copy = Path(folder, f"on {others}")
-            shutil.copytree(folder, copy, ignore=lambda _, names: [one for one in names if one.startswith("on ")])
-            found[f"resumed on {others}"] = pool.run(resumed, name, str(copy), world_size=others)
+        found["killed"] = kill(pool, name, folder, world_size, found["fresh"][0]["steps"])
+        for other in {world_size, 2 if world_size == 1 else 1}:
+            copy = Path(folder, f"on {other}")
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("on *"))
+            found[f"resumed on {other}"] = run(pool, resumed, name, str(copy), world_size=other)
     return found
+
+
+def kill(pool: RankPool, name: str, folder: str, world_size: int, steps: int) -> list[dict]:
+    """Train a case up to the step at which it is killed."""
+    kill_at = CASES[name].kill_at.get(world_size, steps // 2)
+    return run(pool, killed, name, folder, kill_at, world_size=world_size)
 
 
 def traces_of_kept(pool: RankPool, name: str) -> dict[str, list[dict]]:
-    """Go on from a checkpoint that lies beside this file."""
-    found = {}
-    for world_size in (1, 2):
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(CHECKPOINTS / name, folder, dirs_exist_ok=True)
-            found[f"resumed on {world_size}"] = pool.run(resumed, name, folder, world_size=world_size)
-    return found
+    """Resume a checkpoint that lies beside this file."""
+    return {f"resumed on {number}": resume_kept(pool, name, number) for number in (1, 2)}
+
+
+def resume_kept(pool: RankPool, name: str, world_size: int) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(CHECKPOINTS / name, folder, dirs_exist_ok=True)
+        return run(pool, resumed, name, folder, world_size=world_size)
+
+
+def write_missing_checkpoints(pool: RankPool) -> None:
+    for name in KEPT:
+        folder = CHECKPOINTS / name
+        if not folder.exists():
+            kill(pool, name, str(folder), 2, fresh_trace(pool, name, 2)[0]["steps"])
+
+
+def as_text(traces: dict[str, dict[str, list[dict]]]) -> str:
+    """Return the traces as JSON with a line for each rank of each run, so that a change shows as lines."""
+    cases = []
+    for name, parts in traces.items():
+        runs = []
+        for part, ranks in parts.items():
+            lines = ",\n".join(f"    {json.dumps(facts)}" for facts in ranks)
+            runs.append(f"   {json.dumps(part)}: [\n{lines}\n   ]")
+        cases.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(runs) + "\n  }")
+    body = ",\n".join(cases)
+    return f' {{\n "machine": {json.dumps(machine())},\n "traces": {{\n{body}\n }}\n}}\n'.lstrip()
 
 
 def main() -> None:
-    only = sys.argv[1:]
-    traces = {}
+    chosen = sys.argv[1:] or list(CASES)
+    is_known = TRACES.exists() and len(chosen) < len(CASES)
+    traces = json.loads(TRACES.read_text())["traces"] if is_known else {}
     with RankPool(timeout=300) as pool:
-        for name in CASES:
+        write_missing_checkpoints(pool)
+        for name in chosen:
             for world_size in WORLD_SIZES:
                 traces[f"{name} on {world_size}"] = traces_of(pool, name, world_size)
-        if "--checkpoints" in only:
-            shutil.rmtree(CHECKPOINTS, ignore_errors=True)
-            for name in KEPT:
-                pool.run(killed, name, str(CHECKPOINTS / name), kill_at(name, 2), world_size=2)
         for name in KEPT:
-            traces[f"{name}: a checkpoint of before"] = traces_of_kept(pool, name)
-    TRACES.write_text(json.dumps({"machine": machine(), "traces": traces}, indent=1) + "\n")
+            if name in chosen:
+                traces[f"{name}: a checkpoint of before"] = traces_of_kept(pool, name)
+    TRACES.write_text(as_text(traces))
 
 
 if __name__ == "__main__":

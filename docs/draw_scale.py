@@ -1,7 +1,7 @@
 """Draw the plot of `scale`: `python docs/draw_scale.py PICTURE`, with PYTHONPATH=. in a checkout.
 
-It is drawn by `python -m ddpkit scale --join` from results that were recorded: examples/transformer on one process and on
-two, on a machine of two cores. The build of the pages draws it anew for them.
+It is drawn by `python -m ddpkit scale --join` from results that were recorded: examples/transformer
+on one process and on two, on a machine of two cores. The build of the pages draws it anew for them.
 """
 
 from __future__ import annotations

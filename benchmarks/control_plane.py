@@ -32,7 +32,7 @@ from ddpkit.control import PeriodicSync, Watchdog
 from ddpkit.control.signals import Requests
 from ddpkit.control.watchdog import Heartbeat
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
-from ddpkit.run import stage_runner
+from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.training import Progress, train_epoch
 from ddpkit.types import Stage
 
@@ -122,11 +122,11 @@ def threads_cpu_seconds() -> float:
 def without() -> Iterator[None]:
     """Have no control plane."""
     get_runtime().watchdog.stop()
-    stage_runner.PeriodicSync = Never
+    stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Never
     try:
         yield
     finally:
-        stage_runner.PeriodicSync = PeriodicSync
+        stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = PeriodicSync
         new_watch()
 
 
@@ -251,7 +251,7 @@ def how_often(trained: Trained) -> list[tuple[str, str]]:
     own = Heartbeat._own_connection
     Heartbeat._own_connection = lambda beat: CountedStore(own(beat))
     new_watch()
-    stage_runner.PeriodicSync = Counted
+    stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Counted
     CountedStore.counts.clear()
     began = time.perf_counter()
     trained.seconds_per_step()

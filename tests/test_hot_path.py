@@ -22,7 +22,7 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from ddpkit.control import PeriodicSync
-from ddpkit.run import speed_report, stage_runner
+from ddpkit.run import evaluation_stops, speed_report, stage_runner
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 from tests.host_reads import HostReads
@@ -62,7 +62,8 @@ def loops():
 @pytest.fixture
 def passes(loops, monkeypatch):
     """Passes of a given number of steps: training and validation, of ddpkit and by hand."""
-    monkeypatch.setattr(stage_runner, "PeriodicSync", OnlyFirst)
+    for module in (stage_runner, evaluation_stops):
+        monkeypatch.setattr(module, "PeriodicSync", OnlyFirst)
     brain, bare = loops["make_brain"](), loops["Bare"](loops["make_net"]())
     options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
     brain.fit([1], range(8 * loops["BATCH"]), train_loader_kwargs=options)
@@ -98,7 +99,8 @@ def test_calls_of_python_per_step(loops, passes):
 def test_sampling_costs_a_step_that_is_not_measured_next_to_nothing(monkeypatch):
     """A pass has one sync, and no measured step between its beginning and its end."""
     loops = runpy.run_path(BENCHMARK, run_name="loaded")
-    monkeypatch.setattr(stage_runner, "PeriodicSync", OnlyFirst)
+    for module in (stage_runner, evaluation_stops):
+        monkeypatch.setattr(module, "PeriodicSync", OnlyFirst)
     brain = loops["make_brain"]()
     options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
     found = {}
@@ -166,11 +168,12 @@ def counted_reads(run, _):
 
 def count(what, accumulate):
     """Count the calls of Python, or the reads by the host, in a batch, of ddpkit and by hand."""
-    real, stage_runner.PeriodicSync = stage_runner.PeriodicSync, OnlyFirst
+    real = stage_runner.PeriodicSync
+    stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = OnlyFirst
     try:
         return count_between_syncs(what, accumulate)
     finally:
-        stage_runner.PeriodicSync = real
+        stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = real
 
 
 def count_between_syncs(what, accumulate):
@@ -217,7 +220,7 @@ class Counted(PeriodicSync):
 def count_syncs_of_evaluations():
     """Count the syncs of each of three evaluations by one Brain."""
     real, found = stage_runner.PeriodicSync, []
-    stage_runner.PeriodicSync = Counted
+    stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Counted
     try:
         brain = make(Regression)
         for _ in range(3):
@@ -225,7 +228,7 @@ def count_syncs_of_evaluations():
             brain.evaluate(points(8 * STEPS), test_loader_kwargs={"batch_size": 2})
             found.append(Counted.calls)
     finally:
-        stage_runner.PeriodicSync = real
+        stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = real
     return found
 
 
@@ -239,14 +242,14 @@ def count_collectives(layers, options, epochs, steps):
     """Count the c10d operations of a fit, without the syncs; there is one a second."""
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()
     real, Counted.calls = stage_runner.PeriodicSync, 0
-    stage_runner.PeriodicSync = Counted
+    stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Counted
     try:
         brain = make(Regression, net=net, **options)
         measured = mock.patch.object(speed_report, "filled_slots", wraps=speed_report.filled_slots)
         with measured as rows, profile(acc_events=False) as profiler:
             brain.fit(range(1, epochs + 1), points(4 * steps), points(8), train_loader_kwargs={"batch_size": 2})
     finally:
-        stage_runner.PeriodicSync = real
+        stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = real
     found = Counter(event.name() for event in profiler.profiler.kineto_results.events())
     found = Counter({name: count for name, count in found.items() if name.startswith("c10d::")})
     found["c10d::alltoall_base_"] -= Counted.calls  # two ranks exchange

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.base import POSITION, is_sharded, kind_of, temporarily
-from ddpkit.control import PeriodicSync, Requests
+from ddpkit.base import POSITION, is_sharded, temporarily
+from ddpkit.control import PeriodicSync
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
-from ddpkit.distributed import (
-    exchange,
-    get_world_size,
-    if_main_process,
-    start_sum_over_ranks,
-    sum_over_ranks,
-)
-from ddpkit.errors import BatchError, ConfigError, RunStopped
+from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_ranks, sum_over_ranks
+from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
+from ddpkit.run.evaluation_stops import StopsOfEvaluation, added_over_store
+from ddpkit.run.garbage_collection import collecting_by_steps
+from ddpkit.run.intra_epoch_saves import IntraEpochSaves
 from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
+from ddpkit.run.prediction import predicted_rows
 from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
 from ddpkit.run.step_flops import StepFlops
-from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
-    LoopHooks,
     PassedThrough,
     Seen,
-    StepHooks,
     StreamFeed,
     compared,
     counting,
@@ -57,8 +51,6 @@ from ddpkit.training import (
     on_cpu,
     profiled,
     require_same_draw,
-    row_count,
-    rows_of,
     size_of,
     train_epoch,
 )
@@ -70,9 +62,9 @@ if TYPE_CHECKING:
 
     from ddpkit.control import SyncReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run.stage_hooks import StageHooks
     from ddpkit.run.stop_control import StopControl
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training import Progress, TrainStep
+    from ddpkit.training import TrainStep
 
 logger = get_logger(__name__)
 
@@ -87,30 +79,6 @@ PREDICT = (
     "compute_objectives and call evaluate, without shard_evaluation, in which each rank runs over all of the data."
 )
 CUT = "optimizer_step_limit=%s ends epoch %d after batch %d. With a larger limit a run goes on from there."
-
-
-class StageHooks(LoopHooks, StepHooks, Protocol):
-    """The hooks of a recipe that a stage calls; metrics are looked for in its attributes and in those of ``hparams``.
-
-    Ranks: all.
-    """
-
-    hparams: Any
-
-    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Begin a stage."""
-
-    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
-        """End a stage."""
-
-    def predict_batch(self, batch: Any) -> Any:
-        """Return the outputs of a batch."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients."""
-
-    def optimizers_step(self) -> None:
-        """Step the optimizers."""
 
 
 class StageRunner:
@@ -168,7 +136,7 @@ class StageRunner:
             with (
                 self.memory.recording(output_folder),
                 self.profiler or contextlib.nullcontext(),
-                _collecting_by_steps(options.gc_interval),
+                collecting_by_steps(options.gc_interval),
             ):
                 yield
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
@@ -265,7 +233,7 @@ class StageRunner:
         if options.count_flops:
             feed = self.flops.feed(feed, is_profiled=self.profiler is not None)
         self.train_step.forget_window()
-        saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
+        saves = IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         bar_of_pass = self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar)
@@ -292,7 +260,7 @@ class StageRunner:
             trained = epoch, progress.optimizer_step
             return self._finish(Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before)
 
-    def _after_last_batch(self, brain: StageHooks, saves: _IntraEpochSaves) -> None:
+    def _after_last_batch(self, brain: StageHooks, saves: IntraEpochSaves) -> None:
         """Step on what a cut window has left; make equal on all ranks what a pass lets differ."""
         progress, train_step = self.progress, self.train_step
         if train_step.prepare_flush(brain):
@@ -462,7 +430,7 @@ class StageRunner:
         makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
         outputs: list[Any] = []
         # An output may be wrong on one rank alone: the others would wait for that rank in a collective.
-        due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
+        due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
             place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
@@ -472,7 +440,7 @@ class StageRunner:
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
                 count = None if counts is None else counts.count(number - 1)
-                outputs += [output] if makes_batches else _rows(output, count, type(brain).__name__)
+                outputs += [output] if makes_batches else predicted_rows(output, count, type(brain).__name__)
                 if time.monotonic() >= due:
                     due = time.monotonic() + BAR_SECONDS
                     bar.show(number, None, len(outputs))
@@ -639,139 +607,3 @@ class StageRunner:
             progress.has_told_clipping = True
             words = "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s (--max_grad_norm)."
             say(words, epoch, progress.clipped, progress.optimizer_step - progress.began_at, self.options.max_grad_norm)
-
-
-class StopsOfEvaluation:
-    """Has the ranks agree about once a second on whether to stop an evaluation.
-
-    The ranks may have different numbers of batches, and the length of a stream is unknown. So a rank without further
-    batches keeps taking part until every rank has finished.
-
-    Args:
-        progress: has the step of this rank.
-        cause: returns the cause of a stop request on this rank, or nothing.
-        add_up: adds up a few numbers over all ranks; None: in a collective.
-
-    Ranks: collective, but for making one.
-
-    Example:
-        >>> from ddpkit.training import Progress
-        >>> stops = StopsOfEvaluation(Progress(), str)
-        >>> stops(1); stops.await_others()
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        cause: Callable[[], str],
-        add_up: Callable[[list[float]], list[float]] | None = None,
-    ) -> None:
-        self._cause = cause
-        self.sync = PeriodicSync(add_up or sum_over_ranks, get_world_size(), is_main=if_main_process())
-        self.sync.start(progress.step)
-
-    def __call__(self, step: int) -> None:
-        """Stop at this step if any rank has been asked to."""
-        if step >= self.sync.due:
-            self._sync_ranks(step, has_more=True)
-
-    def await_others(self) -> None:
-        """Take part in the agreements of ranks that still have batches."""
-        while self._sync_ranks(self.sync.due, has_more=False):
-            POSITION.moves_seen += 1  # no hang: the others move
-
-    def _sync_ranks(self, step: int, *, has_more: bool) -> int:
-        """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
-        report = self.sync(step, 0.0, 0.0, int(has_more), Requests(stop=self._cause()))
-        if report.stop and report.samples:
-            raise RunStopped(exit_code(report.stop), report.stop)
-        return report.samples
-
-
-class _IntraEpochSaves:
-    """Decides, alike on every rank, when to save in the middle of an epoch."""
-
-    def __init__(self, train_step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
-        self.progress, self.train_step, self.policy, self.stop = train_step.progress, train_step, policy, stop
-        self.saves_by_steps = options.ckpt_interval_steps > 0
-        averages = train_step.strategy.averages_weights
-        self.follows_windows = self.saves_by_steps or train_step.freezes or train_step.waits_for_window or averages
-        self._put_off: SyncReport | None = None  # until the ranks' weights are averaged
-        self._start_anew()
-
-    def tell(self) -> Requests:
-        """Return the seconds since the last save, and what this rank has been asked for."""
-        return Requests(time.monotonic() - self.last_time, self.stop.signals.save_wanted, self.stop.cause())
-
-    def on_sync(self, report: SyncReport) -> None:
-        """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
-        self._put_off = report if self.train_step.strategy.is_apart else None
-        if report.stop and not self._is_pending():
-            self.stop.stop_training(report.stop, is_saved=self.last_step == self.progress.step)
-        if report.save_wanted and not self._is_pending():
-            self.stop.signals.save_wanted = False
-            self.policy.save_inside_epoch()
-            self._start_anew()
-        else:
-            self._save_if_due(report.main_seconds, 0)
-
-    def on_window(self) -> None:
-        """Do what follows the steps of the window; drop the gradients of frozen optimizers; save if it is time.
-
-        What was asked for while the ranks' weights were not the same is done after their average.
-        """
-        self.train_step.end_window()
-        self.train_step.drop_frozen_gradients()
-        self.train_step.strategy.after_window()
-        self.on_average()
-        if self.saves_by_steps:
-            self._save_if_due(0.0, self.progress.step - self.last_step)
-
-    def on_average(self) -> None:
-        """Do what was put off until the ranks' weights are averaged, if they are."""
-        if self._put_off is not None and not self._is_pending():
-            self.on_sync(self._put_off)
-
-    def _save_if_due(self, seconds: float, steps: int) -> None:
-        if not self._is_pending() and self.policy.save_if_due(seconds, steps):
-            self._start_anew()
-
-    def _is_pending(self) -> bool:
-        """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ between ranks."""
-        return self.progress.window.pending(self.progress.step) > 0 or self.train_step.strategy.is_apart
-
-    def _start_anew(self) -> None:
-        self.last_time, self.last_step = time.monotonic(), self.progress.step
-
-
-@contextlib.contextmanager
-def _collecting_by_steps(interval: int) -> Iterator[None]:
-    """Return a context in which Python collects no garbage by itself, if the optimizer steps say when."""
-    is_on = gc.isenabled()
-    if interval:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
-
-
-def _added_over_store(values: list[float]) -> list[float]:
-    """Add up a few numbers over all ranks through the store: unlike a collective, it ends when a rank fails."""
-    return [sum(numbers) for numbers in zip(*exchange(values, site="predict"), strict=True)]
-
-
-def _rows(output: Any, count: int | None, name: str) -> list[Any]:
-    """Return the outputs of the samples of a batch."""
-    rows = row_count(output)
-    if rows is None or count not in {None, rows}:
-        samples = "its samples" if count is None else f"its {count} sample(s)"
-        shape = f" of shape {tuple(output.shape)}" if hasattr(output, "shape") else ""
-        raise BatchError(
-            f"{name}.predict_batch returned {kind_of(output)}{shape}, not one output for each of {samples}. "
-            "Return a tensor whose first dimension is the samples', a list with an entry per sample, or a tuple or a "
-            "dict of these.",
-            hook="predict_batch",
-        )
-    return rows_of(output)

@@ -27,7 +27,7 @@ from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
-from ddpkit.run import stage_runner
+from ddpkit.run.intra_epoch_saves import IntraEpochSaves
 from ddpkit.seed import seed_everything
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.train_logger import FileTrainLogger
@@ -946,12 +946,12 @@ def saved_at(folder, run_opts):
         save()
 
     run_of(brain).policy.save_inside_epoch = watched
-    real = stage_runner._IntraEpochSaves.tell
-    stage_runner._IntraEpochSaves.tell = lambda self: Requests(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
+    real = IntraEpochSaves.tell
+    IntraEpochSaves.tell = lambda self: Requests(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
     try:
         brain.fit([1, 2], points(40), train_loader_kwargs={"batch_size": 2})
     finally:
-        stage_runner._IntraEpochSaves.tell = real
+        IntraEpochSaves.tell = real
     return saved
 
 

@@ -13,7 +13,7 @@ from ddpkit.control import PeriodicSync
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, NonFiniteLossError, RankMismatchError, RunStopped
-from ddpkit.run import stage_runner
+from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.strategies import local_sgd
 from tests.contract.recipes import QUIET, Killed, Regression, make, points, sgd, weights
 from tests.contract.test_brain_gradients import OwnFitBatch
@@ -206,11 +206,12 @@ def train_mortal(folder, at, options):
 
 def stopped(folder, at, options):
     """Train where the ranks confer after every fourth step of an epoch, beginning with the first."""
-    real, stage_runner.PeriodicSync = stage_runner.PeriodicSync, EveryFour
+    real = stage_runner.PeriodicSync
+    stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = EveryFour
     try:
         return train_mortal(folder, at, options)
     finally:
-        stage_runner.PeriodicSync = real
+        stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = real
 
 
 def assert_resumed(ranks, tmp_path, at, options, size, begin=train_mortal):

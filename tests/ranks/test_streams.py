@@ -18,7 +18,7 @@ from ddpkit.base import POSITION
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
 from ddpkit.errors import RunStopped
-from ddpkit.run import stage_runner
+from ddpkit.run import evaluation_stops
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights, world_size
 from tests.rank_pool import RankPoolError
@@ -465,14 +465,14 @@ class Asked(Host):
 def stop_an_evaluation(sizes, who, after=40):
     data = points(sum(sizes))
     host, began = Asked(who, min(after, sizes[who])), time.monotonic()
-    stage_runner.sum_over_ranks, moves = host.counted, POSITION.moves_seen
+    evaluation_stops.sum_over_ranks, moves = host.counted, POSITION.moves_seen
     try:
         loader = DataLoader(Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes))
         loss = evaluate(host, loader, Stage.VALID, 1)
     except RunStopped as stopped:
         return stopped.cause, host.progress.step, host.sums, None
     finally:
-        stage_runner.sum_over_ranks = sum_over_ranks
+        evaluation_stops.sum_over_ranks = sum_over_ranks
     return "", host.progress.step, host.sums, (loss, POSITION.moves_seen - moves, time.monotonic() - began)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.control import SignalListener
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, resume_at, set_epoch, shard
-from ddpkit.run import stage_runner
+from ddpkit.run import intra_epoch_saves, stage_runner
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import Strategy
@@ -330,7 +330,8 @@ def test_no_save_while_gradients_wait():
 
 def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(stage_runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (stage_runner, intra_epoch_saves):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("ddpkit.control.signals.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Host):

@@ -35,9 +35,10 @@ def first_tensor(batch: Any, depth: int = 0) -> torch.Tensor | None:
 
 
 def _parts_of(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
+    is_usual = isinstance(batch, (list, tuple))  # to ask an abstract class takes longer
+    if not is_usual and isinstance(batch, Mapping):
         return list(batch.values())
-    if isinstance(batch, Sequence):
+    if is_usual or isinstance(batch, Sequence):
         return list(batch[:1]) if _is_alike(batch) else list(batch)
     return list(getattr(batch, "__dict__", {}).values())
 

@@ -1,16 +1,24 @@
 from ddpkit.strategies.base import (
     NO_CONTEXT as NO_CONTEXT,
     Strategy as Strategy,
+)
+from ddpkit.strategies.batch_norm_layers import (
     batch_norms as batch_norms,
-    blocks_of as blocks_of,
-    is_on_meta as is_on_meta,
-    modules_on_device as modules_on_device,
-    refuse_shared_parameters as refuse_shared_parameters,
-    refuse_with as refuse_with,
-    take_device as take_device,
 )
 from ddpkit.strategies.choice import (
     check_strategy as check_strategy,
     choose_strategy as choose_strategy,
     make_strategy as make_strategy,
+)
+from ddpkit.strategies.entries import (
+    blocks_of as blocks_of,
+    modules_on_device as modules_on_device,
+    refuse_shared_parameters as refuse_shared_parameters,
+    take_device as take_device,
+)
+from ddpkit.strategies.meta_modules import (
+    is_on_meta as is_on_meta,
+)
+from ddpkit.strategies.option_refusals import (
+    refuse_with as refuse_with,
 )

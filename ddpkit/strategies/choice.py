@@ -8,7 +8,8 @@ from ddpkit import distributed
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.options import RUN_OPTIONS
-from ddpkit.strategies.base import Strategy, is_given, refuse_with
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.option_refusals import is_given, refuse_with
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions

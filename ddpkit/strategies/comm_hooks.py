@@ -142,6 +142,5 @@ def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Futu
     if own.layout is not torch.strided:  # of nn.Embedding(sparse=True)
         return average_of_all(bucket)
     own.div_(2)
-    return done(
-        own.add_(exchange_tensor(own)())
-    )  # waiting: the thread of a collective is not to enter Python
+    # Waited for here: the thread of a collective is not to enter Python.
+    return done(own.add_(exchange_tensor(own)()))

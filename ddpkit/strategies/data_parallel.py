@@ -11,11 +11,9 @@ from torch import nn
 from ddpkit.device import own_first
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.attribute_forwarding import AttributeForwarding
-from ddpkit.strategies.base import (
-    Strategy,
-    batch_norms,
-    trained_parameters,
-)
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.batch_norm_layers import batch_norms
+from ddpkit.strategies.entries import trained_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

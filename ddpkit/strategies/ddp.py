@@ -21,21 +21,12 @@ from ddpkit.device import widest_float
 from ddpkit.errors import BatchError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import (
-    NO_CONTEXT,
-    Strategy,
-    batch_norm_row,
-    batch_norms,
-    broadcast_from_main,
-    has_moving_buffers,
-    hooked,
-    refuse_shared_parameters,
-    refuse_wrapped,
-    trained_parameters,
-)
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked
+from ddpkit.strategies.batch_norm_layers import batch_norm_row, batch_norms, has_moving_buffers
 from ddpkit.strategies.batch_outputs import has_batch_statistics
 from ddpkit.strategies.comm_hooks import hook_of
 from ddpkit.strategies.empty_backward import call_without_batch, complete
+from ddpkit.strategies.entries import broadcast_from_main, refuse_shared_parameters, refuse_wrapped, trained_parameters
 from ddpkit.strategies.gradient_average import average_gradients
 from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
 from ddpkit.strategies.wrapped_ddp import WrappedDDP

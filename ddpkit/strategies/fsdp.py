@@ -25,19 +25,10 @@ from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import (
-    NO_CONTEXT,
-    Strategy,
-    WholeState,
-    batch_norm_row,
-    broadcast_from_main,
-    give_values,
-    has_moving_buffers,
-    hooked,
-    is_on_meta,
-    refuse_shared_parameters,
-    refuse_wrapped,
-)
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked
+from ddpkit.strategies.batch_norm_layers import batch_norm_row, has_moving_buffers
+from ddpkit.strategies.entries import broadcast_from_main, refuse_shared_parameters, refuse_wrapped
+from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:

@@ -20,7 +20,9 @@ from ddpkit.device import use_deterministic_kernels, widest_float
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, batch_norms, broadcast_from_main, refuse_wrapped, wide_number
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, wide_number
+from ddpkit.strategies.batch_norm_layers import batch_norms
+from ddpkit.strategies.entries import broadcast_from_main, refuse_wrapped
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, PassedThrough, StreamFeed
 

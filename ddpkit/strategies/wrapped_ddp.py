@@ -52,9 +52,8 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         self.gradient_reduction = GradientReduction(
             next(one for one in module.parameters() if one.requires_grad)
         )
-        self.__dict__.pop(
-            "dim", None
-        )  # only for one process with several devices; a model's own `dim` is not hidden
+        # DDP's `dim` is only for one process with several devices; a model's own is not hidden.
+        self.__dict__.pop("dim", None)
         self._is_made = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,9 +70,8 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
             or self._forward_pre_hooks
         ):
             return super().__call__(*inputs, **kwargs)
-        return self.__dict__["_modules"]["module"](
-            *inputs, **kwargs
-        )  # past __getattr__: this is every batch
+        # Past __getattr__: this is every batch.
+        return self.__dict__["_modules"]["module"](*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients, through DDP."""

@@ -18,17 +18,13 @@ from ddpkit.base import unwrap
 from ddpkit.checkpoints import torch_parameter_transfer, torch_recovery, torch_save
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run_opts import RunOptions
-from ddpkit.strategies.base import (
-    Strategy,
-    give_values,
-    has_moving_buffers,
-    is_on_meta,
-    modules_on_device,
-    refuse_shared_parameters,
-)
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.batch_norm_layers import has_moving_buffers
 from ddpkit.strategies.choice import choose_strategy, make_strategy
 from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
 from ddpkit.strategies.ddp import DDP
+from ddpkit.strategies.entries import modules_on_device, refuse_shared_parameters
+from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.syncbn import SyncBatchNorm

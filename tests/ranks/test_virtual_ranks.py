@@ -459,7 +459,8 @@ class Reads(HostReads):
 
 
 def test_the_host_reads_nothing_more_of_more_shards():
-    train(virtual_ranks=2, samples=16)  # the first backward pass of a process tries torch's engine, and reads the answer
+    # The first backward pass of a process tries torch's engine, and reads the answer.
+    train(virtual_ranks=2, samples=16)
     counts = []
     for number in (2, 8):
         with Reads() as reads:

@@ -159,9 +159,9 @@ def test_modules_import_from_modules_and_not_from_the_package(sources):
 PROCESS_STATE = {
     "augmentation._NOW": "which sample this process, a loader's worker perhaps, is loading",
     "augmentation._STREAMS": "the global random streams, seen from outside",
-    "base.rank.POSITION": "where this process is; told after its death",
+    "base.failure_report.PROCESS": "how this process came to be, and who hears of its failure: there before any group",
+    "base.position.POSITION": "where this process is; told after its death",
     "base.waits.WAITS": "who is told where this process waits for others; that may be anywhere below a step",
-    "base.rank.PROCESS": "how this process came to be, and who hears of its failure: there before any group",
     "checkpointing.async_save.BackgroundSave": "threads that write: a second checkpointer on the folder waits for them",
     "checkpointing.storage._HELD": "locks of folders, which a process has once",
     "checkpointing.storage._MUTEX": "guards them",

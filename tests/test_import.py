@@ -153,7 +153,8 @@ def test_the_first_use_of_the_brain_loads_few_modules_of_others_beside_torch(wit
     assert not {"ddpkit.strategies.ddp", "ddpkit.strategies.virtual_ranks", "ddpkit.syncbn"} & set(new)
 
 
-MOST_OTHERS = {"errors": 0, "logger": 3, "epoch_loop": 5, "metrics": 5, "sampler": 8, "distributed": 8}
+# Rooms and modules of the face: a room counts once, so that a file in it may be divided, and none need be merged.
+MOST_OTHERS = {"errors": 0, "logger": 2, "epoch_loop": 3, "metrics": 4, "sampler": 6, "distributed": 3}
 
 
 PULLED_IN = """
@@ -180,7 +181,8 @@ def test_a_module_of_the_face_pulls_in_few_others(with_torch):
     """Each in a process that has imported torch and nothing of ours."""
     pulled = with_torch["pulled in"]
     assert set(pulled) == set(MOST_OTHERS)
-    assert {module: others for module, others in pulled.items() if len(others) > MOST_OTHERS[module]} == {}
+    rooms = {module: sorted({one.split(".")[1] for one in others}) for module, others in pulled.items()}
+    assert {module: others for module, others in rooms.items() if len(others) > MOST_OTHERS[module]} == {}
 
 
 NOT_SPEECHBRAIN = [name for name in MODULES if name.split(".")[1:2] != ["speechbrain"]]  # whose import is the switch

@@ -2,9 +2,28 @@ from ddpkit.base.articles import (
     kind_of as kind_of,
     with_article as with_article,
 )
+from ddpkit.base.attributes import (
+    temporarily as temporarily,
+)
 from ddpkit.base.earlier_files import (
     earlier_folder as earlier_folder,
     move_to_earlier as move_to_earlier,
+)
+from ddpkit.base.failure_reason import (
+    PLACE as PLACE,
+    WAITED as WAITED,
+    Reason as Reason,
+    frames_of as frames_of,
+    output_identity as output_identity,
+    text_and_line as text_and_line,
+)
+from ddpkit.base.failure_report import (
+    PROCESS as PROCESS,
+    FailureReport as FailureReport,
+)
+from ddpkit.base.hang_table import (
+    spans as spans,
+    table as table,
 )
 from ddpkit.base.heartbeats import (
     beat_key as beat_key,
@@ -22,43 +41,38 @@ from ddpkit.base.plain_yaml import (
     load_plain_yaml as load_plain_yaml,
     to_plain as to_plain,
 )
-from ddpkit.base.rank import (
-    MPI_LAUNCHERS as MPI_LAUNCHERS,
-    PLACE as PLACE,
+from ddpkit.base.position import (
     POSITION as POSITION,
-    PROCESS as PROCESS,
-    WAITED as WAITED,
-    FailureReport as FailureReport,
     Position as Position,
-    RankStatus as RankStatus,
-    Reason as Reason,
-    explained as explained,
-    failure_behind as failure_behind,
-    frames_of as frames_of,
-    get_rank as get_rank,
-    get_world_size as get_world_size,
+    stage_of as stage_of,
+)
+from ddpkit.base.processes import (
     has_ended as has_ended,
     host_name as host_name,
+    state_and_start as state_and_start,
+    this_place as this_place,
+)
+from ddpkit.base.rank import (
+    MPI_LAUNCHERS as MPI_LAUNCHERS,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
     in_slurm_step as in_slurm_step,
     is_distributed_initialized as is_distributed_initialized,
-    is_library as is_library,
-    is_second_hand as is_second_hand,
-    line_of as line_of,
-    output_identity as output_identity,
     rank_if_known as rank_if_known,
     size as size,
-    spans as spans,
-    stage_of as stage_of,
-    state_and_start as state_and_start,
-    table as table,
-    temporarily as temporarily,
-    text_and_line as text_and_line,
-    this_place as this_place,
+)
+from ddpkit.base.rank_status import (
+    RankStatus as RankStatus,
 )
 from ddpkit.base.run_counters import (
     COUNTERS as COUNTERS,
     counters_of as counters_of,
     unwritten_skips as unwritten_skips,
+)
+from ddpkit.base.second_hand import (
+    explained as explained,
+    failure_behind as failure_behind,
+    is_second_hand as is_second_hand,
 )
 from ddpkit.base.states import (
     DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,
@@ -83,7 +97,14 @@ from ddpkit.base.states import (
     sharded_like as sharded_like,
     unwrap as unwrap,
 )
-from ddpkit.base.user_line import code_of as code_of, note_line_of as note_line_of
+from ddpkit.base.user_frames import (
+    is_library as is_library,
+    line_of as line_of,
+)
+from ddpkit.base.user_line import (
+    code_of as code_of,
+    note_line_of as note_line_of,
+)
 from ddpkit.base.waits import (
     WAITS as WAITS,
     Watch as Watch,

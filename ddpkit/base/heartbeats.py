@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpkit.base.rank import POSITION, RankStatus
+from ddpkit.base.position import POSITION
+from ddpkit.base.rank_status import RankStatus
 
 if TYPE_CHECKING:
-    from ddpkit.base.rank import FailureReport
+    from ddpkit.base.failure_report import FailureReport
 
 
 def beat_key(rank: int) -> str:

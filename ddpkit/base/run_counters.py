@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.base.rank import stage_of
+from ddpkit.base.position import stage_of
 
 #: Attribute of an exception: how far the run was when the exception left ``fit`` or ``evaluate``.
 COUNTERS = "_ddpkit_counters"

@@ -8,7 +8,8 @@ import textwrap
 import traceback
 from typing import Any
 
-from ddpkit.base.rank import HOOK_LINE, frames_of, is_library, user_frame
+from ddpkit.base.failure_reason import HOOK_LINE, frames_of
+from ddpkit.base.user_frames import is_library, user_frame
 
 
 def note_line_of(error: BaseException, function: Any) -> None:

@@ -1,8 +1,8 @@
 """What a process does when it fails: it says why, where the launcher and the other ranks will look.
 
 The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which torchrun
-makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.rank`). Its traceback is printed
-once, by the rank that failed first; a rank that fails after it, in the same way, is named beside it
+makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.failure_report`). Its traceback is
+printed once, by the rank that failed first; a rank that fails after it, in the same way, is named beside it
 (:mod:`ddpkit.control.failure_order`). torchrun's summary then has the reason alone.
 
 Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines the file's format;

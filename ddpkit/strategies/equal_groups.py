@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.optim import Optimizer
 
 from ddpkit.comm import optimizer_facts, require_agreement
 from ddpkit.errors import ConfigError, RankMismatchError
-
-if TYPE_CHECKING:
-    pass
 
 
 def require_equal_groups(refusal: str, name: str, optimizer: Optimizer) -> None:

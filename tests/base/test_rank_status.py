@@ -12,8 +12,8 @@ import pytest
 
 import ddpkit
 from ddpkit import optim
-from ddpkit.base import rank
-from ddpkit.base.rank import Position, RankStatus, look_at, table
+from ddpkit.base import Position, RankStatus, is_library, table, waiting_frames
+from ddpkit.base.waiting_frames import look_at
 from ddpkit.optim import take_step
 
 
@@ -169,8 +169,8 @@ def test_around_an_evaluation_no_step_is_named():
 def test_files_that_tell_who_waits_are_there():
     """They are named as texts, which no rename finds."""
     package = Path(ddpkit.__file__).parent
-    assert {path.name for path in package.rglob("*.py")} >= rank._WAITING_OWN
-    own = [Path(name) for name in rank._DEVICE_READS if name.startswith(package.as_posix())]
+    assert {path.name for path in package.rglob("*.py")} >= waiting_frames._WAITING_OWN
+    own = [Path(name) for name in waiting_frames._DEVICE_READS if name.startswith(package.as_posix())]
     assert len(own) > 1
     assert [path for path in own if not path.is_file()] == []
 
@@ -183,7 +183,7 @@ def test_files_of_a_user_in_a_clone_of_the_same_name_are_the_users():
     found = {path.name: status_in(path) for path in files}
     assert [(name, status.waits) for name, status in found.items()] == [(path.name, False) for path in files]
     assert [name for name, status in found.items() if f"{name}:1 in" not in status.where] == []
-    assert not rank.is_library(str(package.with_name("ddpkit_recipes") / "train.py"))
+    assert not is_library(str(package.with_name("ddpkit_recipes") / "train.py"))
 
 
 def status_in(path):

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ddpkit.base.rank import POSITION
+from ddpkit.base import POSITION
 from ddpkit.control.signals import _Listeners
 from ddpkit.errors import RunStopped
 from tests.contract.recipes import Regression, make, points

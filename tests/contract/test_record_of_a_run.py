@@ -40,7 +40,8 @@ class Saving(Regression):
 
 @pytest.fixture(autouse=True)
 def _close(monkeypatch):
-    monkeypatch.setattr("ddpkit.base.rank.PROCESS.failed", None)  # a test before has perhaps called the hook, too
+    # A test before has perhaps called the hook, too.
+    monkeypatch.setattr("ddpkit.base.failure_report.PROCESS.failed", None)
     yield
     close_experiment()
 

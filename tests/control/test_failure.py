@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from ddpkit.base.rank import FailureReport, Position, Reason
+from ddpkit.base import FailureReport, Position, Reason
 from ddpkit.control import failure
 from ddpkit.errors import MainProcessError, RankFailedError
 from tests.launching import soon
@@ -26,7 +26,7 @@ def _as_if_nothing_had_failed(monkeypatch):
     for name in ("report", "failed", "left"):
         monkeypatch.setattr(failure.PROCESS, name, None)
     position = Position()
-    for module in ("control.failure", "base.rank"):
+    for module in ("control.failure", "base.failure_reason", "base.failure_report"):
         monkeypatch.setattr(f"ddpkit.{module}.POSITION", position)
 
 

@@ -63,7 +63,7 @@ def test_late_ranks_are_told_from_those_that_wait(reports, error):
 
 @pytest.mark.parametrize("is_final", [True, False])
 def test_a_rank_that_failed_first_keeps_its_reason(reports, monkeypatch, is_final):
-    monkeypatch.setattr("ddpkit.base.rank.POSITION", SimpleNamespace(session=1))
+    monkeypatch.setattr("ddpkit.base.failure_report.POSITION", SimpleNamespace(session=1))
     reason = Reason(2, "ValueError: boom", trace="...", session=1, is_final=is_final)
     reports[2].tell(reason)
     news = explained_time_out(GLOO, reports[1])

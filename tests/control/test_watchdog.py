@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit.base import beat_key, state_and_start, this_place
-from ddpkit.base.rank import PROCESS, FailureReport, Position, RankStatus, Reason
+from ddpkit.base import PROCESS, FailureReport, Position, RankStatus, Reason, beat_key, state_and_start, this_place
 from ddpkit.control.watchdog import (
     BEAT_SECONDS,
     FIRST_BEATS,
@@ -70,7 +69,7 @@ class Here(Position):
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("ddpkit.control.watchdog.time", clock)
-    monkeypatch.setattr("ddpkit.base.rank.POSITION", Position(session=1))
+    monkeypatch.setattr("ddpkit.base.failure_report.POSITION", Position(session=1))
     return clock
 
 
@@ -702,7 +701,7 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     pass_time(clock, 2, one, beating=[one])
     assert one.heartbeat.failure is not None
     one.position.session, one.position.waiting = 2, True
-    monkeypatch.setattr("ddpkit.base.rank.POSITION", one.position)
+    monkeypatch.setattr("ddpkit.base.failure_report.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
     assert one.heartbeat.failure is None
     assert one.ended == []

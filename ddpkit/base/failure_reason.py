@@ -1,0 +1,145 @@
+"""Which rank failed, where in the run and in the user's code, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+
+from ddpkit.base.position import POSITION
+from ddpkit.base.processes import this_place
+from ddpkit.base.user_frames import line_of
+
+LONGEST_REASON = 4000
+LONGEST_TRACE = 20_000
+HOOK_LINE = "_ddpkit_hook_line"  # attribute of an exception: the line of the recipe that it is about
+WAITED = "_ddpkit_waited"  # attribute of an exception that names the ranks that a collective has waited for in vain
+PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
+
+# How torch raises in a rank what was raised in a worker of its loader.
+OF_WORKER = re.compile(r"Caught \w+ in (?P<worker>\w+ worker process \d+)\.\nOriginal (?P<trace>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Which rank failed first, and why.
+
+    Attributes:
+        rank: its number.
+        text: type and message of its exception, or how the process ended.
+        host: name of its machine.
+        pid: its process.
+        place: such as ``"in TRAIN of epoch 3 at step 1204"``.
+        trace: its traceback; empty if another process reported the failure.
+        session: in which call of ``fit`` or ``evaluate`` it was, from 1; 0: in none.
+        is_final: whether its process has ended with it.
+        line: of the user's code where it failed, such as ``"train.py:12 in compute_forward"``.
+        output: of :func:`output_identity`: where its process writes.
+        words: all of the one line, where another rank than this is the cause; else empty.
+
+    Ranks: local.
+
+    Example:
+        >>> Reason(1, "ValueError: boom", "node7", 4711, "in TRAIN of epoch 1 at step 9", "Traceback ...").summary()
+        'rank 1 (node7, pid 4711) failed first, in TRAIN of epoch 1 at step 9: ValueError: boom'
+    """
+
+    rank: int
+    text: str
+    host: str = ""
+    pid: int = 0
+    place: str = ""
+    trace: str = ""
+    session: int = 0
+    is_final: bool = False
+    line: str = ""
+    output: str = ""
+    words: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
+        """Describe an exception of this process."""
+        here = POSITION.own_status(rank, 0.0, look=False)
+        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+        place = here.place() or str(vars(error).get(PLACE, ""))
+        text, line = text_and_line(error)
+        output = output_identity()
+        words = str(error) if WAITED in vars(error) else ""
+        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line, output, words)
+
+    def who(self) -> str:
+        """Return ``"rank 1 (node7, pid 4711)"``."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
+
+    def summary(self) -> str:
+        """Return one line."""
+        if self.words:
+            return self.words
+        if not self.trace:
+            return f"{self.who()} {self.text}"
+        return self.told("failed first")
+
+    def told(self, how: str) -> str:
+        """Return one line with other words than "failed first"."""
+        return f"{self.who()} {how}{self.where() and f', {self.where()}'}: {self.text}"
+
+    def where(self) -> str:
+        """Return ``"in TRAIN of epoch 3 at step 1204, at train.py:12 in compute_forward"``, or what is known of it."""
+        return ", ".join(words for words in (self.place, self.line and f"at {self.line}") if words)
+
+
+def output_identity() -> str:
+    """Return what is equal for processes that write their errors to one terminal, pipe or file; empty if unknown.
+
+    Ranks: local.
+
+    Example:
+        >>> output_identity() == output_identity()
+        True
+    """
+    try:
+        status = os.fstat(sys.stderr.fileno())
+    except (AttributeError, OSError, ValueError):  # none, closed, or no file: as in a notebook
+        return ""
+    return "/".join(map(str, (*this_place(), status.st_dev, status.st_ino)))
+
+
+def text_and_line(error: BaseException) -> tuple[str, str]:
+    """Return the type and message of an exception, cut where very long, and the line of user code where it was raised.
+
+    The worker's traceback is left out of an exception from a loader's worker: the rank itself prints it.
+
+    Ranks: local.
+
+    Example:
+        >>> text_and_line(ValueError("boom"))
+        ('ValueError: boom', '')
+    """
+    of_worker = OF_WORKER.search(str(error))
+    if of_worker is None:
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
+        return text, line_of(frames_of(error))
+    last = of_worker["trace"].rstrip().splitlines()[-1]
+    return f"{last} (in {of_worker['worker']})", line_of(frames_of(error))
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the lines that lead to an exception, those of its cause last; or the one line that it is about.
+
+    Ranks: local.
+
+    Example:
+        >>> frames_of(ValueError("never raised"))
+        []
+    """
+    if HOOK_LINE in vars(error):
+        return [vars(error)[HOOK_LINE]]
+    of_worker = OF_WORKER.search(str(error))
+    if of_worker is not None:
+        found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', of_worker["trace"])
+        return [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
+    causes = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
+    return [frame for trace in causes for frame in traceback.extract_tb(trace)]

@@ -34,6 +34,7 @@ from ddpkit.base import (
     is_distributed_initialized,
     line_of,
     this_place,
+    waits_for_ranks,
 )
 from ddpkit.comm import Outcome, call_site, control_group, get_runtime, outside_frame, raise_as_reader
 from ddpkit.errors import LaunchError, RankFailedError, RankMismatchError
@@ -613,6 +614,7 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
     return values
 
 
+@waits_for_ranks
 def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
     """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank broadcasts its own."""
     group, rank = control_group(), dist.get_rank()
@@ -694,6 +696,7 @@ def keep_alive(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@waits_for_ranks
 def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.Tensor]:
     """Start to exchange a tensor with the other rank of a pair.
 
@@ -726,6 +729,7 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
     return wait
 
 
+@waits_for_ranks
 def start_sum(total: torch.Tensor, group: Any = None) -> Callable[[], object]:
     """Start to add up a tensor over the ranks of a group, in place.
 
@@ -802,6 +806,7 @@ def sum_exactly(values: list[Any]) -> list[Any]:
     return [sum(numbers) for numbers in zip(*gather_objects(lambda: values), strict=True)]
 
 
+@waits_for_ranks
 def start_sum_over_ranks(
     values: list[float], call: str = "start_sum_over_ranks", *, is_patient: bool = False
 ) -> Callable[[], list[float]]:

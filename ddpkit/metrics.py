@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ddpkit.base import get_world_size
+from ddpkit.base import get_world_size, reads_device
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 
@@ -174,6 +174,7 @@ class _Metric(Reducing):
         self._totals = dict.fromkeys(self._names, 0.0)
         self._forget()
 
+    @reads_device
     def state_dict(self) -> dict[str, float]:
         """Return this rank's totals as plain floats. Waits for the device.
 
@@ -495,6 +496,7 @@ class Reduced(Reducing):
         return value
 
 
+@reads_device
 def _all_tensors(tensor: Tensor | None, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- torchmetrics passes both
     """Give every rank the list of all ranks' tensors, whatever their shapes; None: this rank has no further tensor."""
     from ddpkit.distributed import gather_objects
@@ -580,6 +582,7 @@ class LossMeter:
         if len(self._sums) >= FLUSH_AFTER:
             self._flush()
 
+    @reads_device
     def sums(self) -> tuple[float, float, int]:
         """Return the sums since the last reset. Waits for the device; changes nothing, however often it is called.
 
@@ -624,6 +627,7 @@ class LossMeter:
         copied._means, copied._sums = list(self._means), list(self._sums)
         return copied
 
+    @reads_device
     def state_dict(self) -> dict[str, Any]:
         """Return all that is needed to go on to the last bit: the order in which numbers are added up is part of it.
 
@@ -745,6 +749,7 @@ class ExactMeter(LossMeter):
         elif count:
             self._exact = loss_sum, counted, nonfinite + 1
 
+    @reads_device
     def _flush(self) -> None:
         for entries, are_means in ((self._means, True), (self._sums, False)):
             numbers = [one for entry in entries for one in entry]
@@ -759,6 +764,7 @@ def _copied(number: Tensor | float) -> Tensor | float:
     return number.clone() if isinstance(number, Tensor) else number
 
 
+@reads_device
 def _frozen(number: Tensor | float) -> list[Any]:
     """Write a number down, and whether it is a tensor; those are added up in another way."""
     return [float(number), isinstance(number, Tensor)]

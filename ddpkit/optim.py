@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ddpkit.base import is_sharded, kind_of, local_part
+from ddpkit.base import is_sharded, kind_of, local_part, reads_device
 from ddpkit.compat import multiply_all, norm_of_all, watches_all_steps
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DdpkitError
@@ -119,6 +119,7 @@ class LateStep:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(norm.device))
 
+    @reads_device
     def result(self) -> StepResult:
         """Wait until the norm has come, which was sent before the optimizers' kernels, and say what became of it."""
         if self._event is not None:
@@ -237,6 +238,7 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     return [one.grad for one in parameters_of(optimizers) if one.grad is not None]
 
 
+@reads_device
 def take_step(
     optimizers: Sequence[Optimizer],
     max_norm: float | None,
@@ -373,6 +375,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
     return any(one is not drop_casts for found in hooks if found for one in found.values())
 
 
+@reads_device
 def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool:
     """Fill all gradients with zeros; not if the multiplier, the same on all ranks, is why they are not finite."""
     if not 0.0 < multiplier < math.inf:
@@ -382,6 +385,7 @@ def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool
     return True
 
 
+@reads_device
 def _dense(parameter: torch.Tensor) -> Any:
     """Return a gradient; of a sparse one (``nn.Embedding(sparse=True)``) the values of its rows, each row once."""
     gradient: Any = parameter.grad
@@ -834,6 +838,7 @@ def own_gradients(optimizers: Sequence[Optimizer]) -> None:
             parameter.grad = parameter.grad.clone()
 
 
+@reads_device
 def drop_nonfinite(modules: torch.nn.Module) -> list[str]:
     """Drop the gradients that are not finite; waits for the device once per parameter.
 

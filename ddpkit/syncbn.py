@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from ddpkit.base import waiting
+from ddpkit.base import reads_device, waiting
 from ddpkit.comm import get_runtime
 from ddpkit.compat import forget_compiled
 from ddpkit.device import widest_float
@@ -219,6 +219,7 @@ def _local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
+@reads_device
 def _join(x: Tensor, eps: float, group: Any) -> _Joined | None:
     """Gather every rank's moments, in one collective, and combine them: the same bits on every rank.
 

@@ -161,6 +161,8 @@ PROCESS_STATE = {
     "augmentation._STREAMS": "the global random streams, seen from outside",
     "base.failure_report.PROCESS": "how this process came to be, and who hears of its failure: there before any group",
     "base.position.POSITION": "where this process is; told after its death",
+    "base.waiting_marks._READING": "functions, which are marked as they are defined",
+    "base.waiting_marks._WAITING": "likewise",
     "base.waits.WAITS": "who is told where this process waits for others; that may be anywhere below a step",
     "checkpointing.async_save.BackgroundSave": "threads that write: a second checkpointer on the folder waits for them",
     "checkpointing.storage._HELD": "locks of folders, which a process has once",

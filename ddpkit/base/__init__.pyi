@@ -105,6 +105,10 @@ from ddpkit.base.user_line import (
     code_of as code_of,
     note_line_of as note_line_of,
 )
+from ddpkit.base.waiting_marks import (
+    reads_device as reads_device,
+    waits_for_ranks as waits_for_ranks,
+)
 from ddpkit.base.waits import (
     WAITS as WAITS,
     Watch as Watch,

@@ -7,13 +7,12 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base.attributes import temporarily
 from ddpkit.base.processes import host_name
 from ddpkit.base.rank_status import RankStatus
-from ddpkit.base.waiting_frames import _DEVICE_READS, AT_LOADER, look_at
+from ddpkit.base.waiting_frames import AT_LOADER, look_at, reads_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,8 +118,8 @@ class Position:
     def _look(self) -> tuple[str, bool]:
         frame = self._frame()
         where, waits = look_at(frame)
-        file = "" if frame is None else PurePath(frame.f_code.co_filename).as_posix()
-        return where, waits or (self.waits_for_device and file.endswith(_DEVICE_READS))
+        is_reading = self.waits_for_device and frame is not None and reads_number(frame)
+        return where, waits or is_reading
 
     def own_status(self, rank: int, seconds: float, *, look: bool) -> RankStatus:
         """Describe where this process is.

@@ -7,32 +7,21 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ddpkit.base.user_frames import is_library, line_of
+from ddpkit.base.waiting_marks import is_marked_reading, is_marked_waiting
 
 if TYPE_CHECKING:
     from types import FrameType
 
-
-_PACKAGE = PurePath(__file__).parents[1]  # a folder above it may have the same name: that of a clone
-
-# Where a rank that waits for others is, and not itself at fault: files of torch, and of this package.
+# Where torch waits for other ranks. Functions of this package that do are marked where they are written.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-_WAITING_OWN = {"late_ranks.py", "mailbox.py", "distributed.py", "gathering.py", "time_outs.py"}
-# Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
+# Where torch reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
 _DEVICE_READS = (
-    *(
-        (_PACKAGE / name).as_posix()
-        for name in (
-            "optim.py",
-            "metrics.py",
-            "distributed.py",
-            "syncbn.py",
-            "comm/tree_sum.py",
-            "strategies/ddp.py",
-            "strategies/gradient_average.py",
-        )
-    ),
-    "torch/nn/modules/_functions.py", "torch/amp/grad_scaler.py", "torch/cuda/__init__.py", "torch/cuda/streams.py",
-)  # fmt: skip
+    "torch/nn/modules/_functions.py",
+    "torch/amp/grad_scaler.py",
+    "torch/accelerator/__init__.py",
+    "torch/cuda/__init__.py",
+    "torch/cuda/streams.py",
+)
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 AT_LOADER = ", waiting for its loader"
 
@@ -49,6 +38,7 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
     Ranks: local.
 
     Example:
+        >>> import sys
         >>> look_at(sys._getframe())[1]
         False
     """
@@ -60,9 +50,26 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
     where = f"{own}, which is in {inner}" if depth else inner
     if any(_LOADER_FILE in one.filename for one in stack[:12]):
         return f"{where}{AT_LOADER}", False
-    return where, any(_is_waiting(PurePath(one.filename)) for one in stack[: min(3, depth)])
+    return where, any(map(_is_waiting, stack[: min(3, depth)]))
 
 
-def _is_waiting(path: PurePath) -> bool:
-    is_own = path.name in _WAITING_OWN and _PACKAGE in path.parents
-    return is_own or any(part in path.as_posix() for part in _WAITING_FILES)
+def reads_number(frame: FrameType) -> bool:
+    """Say whether a thread reads a number from a device.
+
+    Args:
+        frame: the innermost.
+
+    Ranks: local.
+
+    Example:
+        >>> import sys
+        >>> reads_number(sys._getframe())
+        False
+    """
+    file = frame.f_code.co_filename
+    return is_marked_reading(file, frame.f_lineno) or PurePath(file).as_posix().endswith(_DEVICE_READS)
+
+
+def _is_waiting(line: traceback.FrameSummary) -> bool:
+    is_own = is_marked_waiting(line.filename, line.lineno or 0)
+    return is_own or any(part in PurePath(line.filename).as_posix() for part in _WAITING_FILES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 
+from ddpkit.base import waits_for_ranks
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import ddp_prevent_block, get_world_size, if_main_process, run_on_main
 from ddpkit.logger import get_logger
@@ -18,6 +19,7 @@ ALONE = (
 )
 
 
+@waits_for_ranks
 def all_ranks_come(what: str, seconds: float) -> bool:
     """Find out whether every rank makes this call: the main process may be alone, and must not wait for ever.
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import latest_statuses, line_of, table
+from ddpkit.base import latest_statuses, line_of, table, waits_for_ranks
 from ddpkit.comm.mailbox import get_runtime
 from ddpkit.errors import RankFailedError
 
@@ -46,6 +46,7 @@ GONE = (
 )
 
 
+@waits_for_ranks
 def start_patient_sum(
     total: torch.Tensor, call: str, group: Any, *, exchanges: bool
 ) -> Callable[[], object]:
@@ -85,6 +86,7 @@ def start_patient_sum(
     return add
 
 
+@waits_for_ranks
 def await_late(work: Any, call: str) -> None:
     """Wait for a collective that was started, and say who has not come where that takes long.
 

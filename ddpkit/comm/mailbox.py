@@ -34,7 +34,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import POSITION, PROCESS, FailureReport, Reason, explained, is_distributed_initialized
+from ddpkit.base import (
+    POSITION,
+    PROCESS,
+    FailureReport,
+    Reason,
+    explained,
+    is_distributed_initialized,
+    waits_for_ranks,
+)
 from ddpkit.errors import MainProcessError, RankFailedError
 
 if TYPE_CHECKING:
@@ -196,6 +204,7 @@ class Mailbox:
             self.store.set(f"{key}/{number}", payload[start : start + PIECE_BYTES])  # type: ignore[arg-type]
         self.store.set(key, str(len(pieces)))
 
+    @waits_for_ranks
     def read(self, site: str, count: str, *, poster: int, readers: int) -> Outcome:
         """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
 
@@ -252,6 +261,7 @@ class Mailbox:
             return Outcome()
         return outcome
 
+    @waits_for_ranks
     def _wait(self, key: str, site: str, poster: int) -> None:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
@@ -285,6 +295,7 @@ class Mailbox:
     def _waiting(self, site: str, poster: int) -> str:
         return f"(rank {self.rank} was waiting at {place(site)} for rank {poster})"
 
+    @waits_for_ranks
     def _raise_lost(self, error: RuntimeError, site: str, poster: int, lost: int | None = None) -> NoReturn:
         """Say which rank was lost with a connection, if that becomes known soon."""
         news = explained(error, lost)

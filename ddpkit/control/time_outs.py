@@ -24,6 +24,7 @@ from ddpkit.base import (
     latest_statuses,
     line_of,
     spans,
+    waits_for_ranks,
 )
 from ddpkit.errors import RankFailedError
 
@@ -64,6 +65,7 @@ def is_time_out(error: BaseException) -> bool:
     return is_own and TIME_OUT.search(str(error)) is not None
 
 
+@waits_for_ranks
 def explained_time_out(error: BaseException, report: FailureReport) -> RankFailedError:
     """Turn the time-out of a collective into what is behind it: a rank that failed, or one that has not come.
 
@@ -110,6 +112,7 @@ def _statuses(report: FailureReport) -> list[RankStatus]:
     return nowhere
 
 
+@waits_for_ranks
 def _await_fresh(report: FailureReport, before: list[RankStatus]) -> tuple[list[RankStatus], bool]:
     """Wait briefly for a new heartbeat of each other rank.
 

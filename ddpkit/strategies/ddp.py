@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
+from ddpkit.base import reads_device
 from ddpkit.comm import require_agreement
 from ddpkit.compat import GradientOrder, show_order, version_of, waits_for_gradients
 from ddpkit.device import widest_float
@@ -381,6 +382,7 @@ class DDP(Strategy):
     def _close_orders(self) -> None:
         self._noting = [order for order in self._noting if not order.close()]
 
+    @reads_device
     def diverged_entries(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights differ between ranks.
 

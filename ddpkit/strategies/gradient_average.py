@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ddpkit.base import reads_device
 from ddpkit.distributed import start_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@reads_device
 def average_gradients(
     parameters: Sequence[nn.Parameter], group: torch.distributed.ProcessGroup | None = None
 ) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from ddpkit.base import map_values, temporarily, waiting
+from ddpkit.base import map_values, reads_device, temporarily, waiting, waits_for_ranks
 from ddpkit.comm import control_group
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
@@ -138,6 +138,7 @@ class DividedOptimizer:
         self._groups = None
 
     @torch.no_grad()
+    @waits_for_ranks
     def _send_own(self, *_: Any) -> None:
         self._show_all()
         works = []
@@ -155,6 +156,7 @@ class DividedOptimizer:
             self._is_compared = True
             require_equal_groups(CANNOT_DIVIDE, self.name, self.optimizer)
 
+    @reads_device
     def _require_equal_gradients(self) -> None:
         """Refuse, in the first step, gradients that are not averages over the ranks: no weights would show it later."""
         gradients = [one.grad for one in parameters_of([self.optimizer]) if one.grad is not None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base import kind_of, map_values
+from ddpkit.base import kind_of, map_values, reads_device
 from ddpkit.data import StreamShard, is_sharded, layers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
@@ -170,6 +170,7 @@ def rows_of(value: Any) -> list[Any]:
     return list(value)
 
 
+@reads_device
 def on_cpu(value: Any) -> Any:
     """Return a result with copies of its tensors, detached and on the CPU; none is a view of a larger one.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit import optim
+from ddpkit.base import reads_device
 from ddpkit.device import widest_float
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
@@ -282,6 +283,7 @@ class TrainStep:
             window.average = self.strategy.start_average(window.counted, self.device)
         return 1.0 / window.divisor if window.count else 0.0
 
+    @reads_device
     def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
         """Return what loss sums are divided by, so that they stay in the range of fp16 where it is used; else 1.
 

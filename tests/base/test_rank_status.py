@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import threading
 import time
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ddpkit
-from ddpkit import optim
-from ddpkit.base import Position, RankStatus, is_library, table, waiting_frames
+from ddpkit import distributed, optim
+from ddpkit.base import Position, RankStatus, is_library, table
 from ddpkit.base.waiting_frames import look_at
+from ddpkit.comm import late_ranks
 from ddpkit.optim import take_step
 
 
@@ -166,13 +170,84 @@ def test_around_an_evaluation_no_step_is_named():
     assert RankStatus(stage="TRAIN", epoch=2).place() == "in TRAIN of epoch 2 at step 0"
 
 
-def test_files_that_tell_who_waits_are_there():
-    """They are named as texts, which no rename finds."""
-    package = Path(ddpkit.__file__).parent
-    assert {path.name for path in package.rglob("*.py")} >= waiting_frames._WAITING_OWN
-    own = [Path(name) for name in waiting_frames._DEVICE_READS if name.startswith(package.as_posix())]
-    assert len(own) > 1
-    assert [path for path in own if not path.is_file()] == []
+@pytest.mark.parametrize("file", ["comm/late_ranks.py", "renamed.py"])
+def test_a_marked_function_waits_for_others_whatever_its_file_is_called(file):
+    """Its line in the report is the user's, and behind it the function of ddpkit in which the rank waits."""
+    lock = threading.Lock()
+    work = SimpleNamespace(is_completed=lambda: True, wait=lock.acquire)
+    await_late = moved(late_ranks, file)["await_late"]
+
+    def train():
+        await_late(work, "a call")
+
+    found = status_while_waiting(train, lock, until=PurePath(file).name)
+    assert re.fullmatch(
+        rf"test_rank_status\.py:\d+ in train, which is in {PurePath(file).name}:\d+ in await_late", found.where
+    )
+    assert found.waits
+    assert "waiting for other ranks at test_rank_status.py" in table([found])
+
+
+def test_what_is_defined_inside_of_a_marked_function_waits_for_others(monkeypatch):
+    lock = threading.Lock()
+    work = SimpleNamespace(wait=lock.acquire)
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda *_, **__: work)
+    wait = distributed.start_sum(torch.ones(2**18))
+
+    def train():
+        wait()
+
+    found = status_while_waiting(train, lock, until="distributed.py")
+    assert found.waits
+
+
+def test_a_function_beside_a_marked_one_does_not_wait_for_others():
+    """What the main process does for all is its own work, and may be in a library."""
+    lock = threading.Lock()
+
+    def train():
+        distributed.main_process_only(lock.acquire)()
+
+    found = status_while_waiting(train, lock, until="distributed.py")
+    assert not found.waits
+
+
+@pytest.mark.parametrize("with_nccl", [True, False])
+def test_a_read_of_a_number_in_a_renamed_file_waits_for_others_under_nccl(with_nccl):
+    lock = threading.Lock()
+    gradient = SimpleNamespace(is_sparse=True, coalesce=lambda: SimpleNamespace(values=lock.acquire))
+    dense = moved(optim, "renamed.py")["_dense"]
+
+    def train():
+        dense(SimpleNamespace(grad=gradient))
+
+    found = status_while_waiting(train, lock, until="renamed.py", with_nccl=with_nccl)
+    assert "in _dense" in found.where
+    assert found.waits is with_nccl
+
+
+def moved(module, file):
+    """Return the names of a module of ddpkit that was loaded once more, from a file of another name."""
+    path = f"/usr/lib/site-packages/ddpkit/{file}"
+    names = {"__name__": module.__name__, "__file__": path}
+    exec(compile(inspect.getsource(module), path, "exec"), names)
+    return names
+
+
+def status_while_waiting(function, lock, *, until, with_nccl=False):
+    """Return the status of a thread whose function stands still at a lock, in a file of ddpkit."""
+    lock.acquire()
+    thread = threading.Thread(target=function)
+    thread.start()
+    try:
+        position = Position(main_thread=thread.ident, waits_for_device=with_nccl)
+        end = time.monotonic() + 60
+        while f"which is in {until}" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
+            time.sleep(0.001)
+        return position.own_status(0, 1.0, look=True)
+    finally:
+        lock.release()
+        thread.join()
 
 
 def test_files_of_a_user_in_a_clone_of_the_same_name_are_the_users():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddpkit.comm import get_runtime
 from ddpkit.control import watchdog
+from ddpkit.distributed import ddp_barrier
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
 from ddpkit.types import Stage
@@ -51,6 +52,21 @@ class Slow(Regression):
             stand_until_told()
 
 
+class SlowBeforeABarrier(Regression):
+    """Is stuck on rank 1, and rank 0 waits in a function of ddpkit."""
+
+    told = (
+        r"\nrank 0: in TRAIN of epoch 1 at step 2, for .* s waiting for other ranks at "
+        r"test_watchdog\.py:\d+ in on_fit_batch_end, which is in \w+\.py:\d+ in await_late$"
+    )
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.step == 2:
+            if dist.get_rank() == 1:
+                stand_until_told()
+            ddp_barrier()
+
+
 def is_told(kind, text):
     return "outside of fit" not in text and re.search(kind.told, text, re.MULTILINE)
 
@@ -79,13 +95,14 @@ def stand_still(kind=Slow):
     return before, lines, brain.optimizer_step
 
 
-def test_a_rank_that_stands_still_is_named(ranks):
+@pytest.mark.parametrize("kind", [Slow, SlowBeforeABarrier])
+def test_a_rank_that_stands_still_is_named(ranks, kind):
     told = []
-    for before, lines, steps in ranks.run(stand_still, init=False):
+    for before, lines, steps in ranks.run(stand_still, kind, init=False):
         assert before == WATCHING
         assert steps == 4
         told += lines
-    assert any(is_told(Slow, text) for text in told), told
+    assert any(is_told(kind, text) for text in told), told
 
 
 def test_a_group_that_others_started_is_not_watched(ranks):

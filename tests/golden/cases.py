@@ -32,7 +32,8 @@ class Case:
         options: of the run.
         loader: for the training loader.
         epochs: how many.
-        kill_at: optimizer steps after which the killed run ends, by number of ranks; half of all where none is given.
+        kill_at: optimizer steps after which the killed run ends, by number of ranks; two thirds of all where none is
+            given.
         alone: whether one rank is a process without a process group.
         any_ranks: whether all numbers of ranks give the same bits.
         rounding: how far losses may lie apart on a machine with other kernels, relatively.

@@ -73,8 +73,11 @@ def traces_of(pool: RankPool, name: str, world_size: int) -> dict[str, list[dict
 
 
 def kill(pool: RankPool, name: str, folder: str, world_size: int, steps: int) -> list[dict]:
-    """Train a case up to the step at which it is killed."""
-    kill_at = CASES[name].kill_at.get(world_size, steps // 2)
+    """Train a case up to the step at which it is killed: in the last batch of the second of three epochs.
+
+    Its newest checkpoint is one from the middle of that epoch.
+    """
+    kill_at = CASES[name].kill_at.get(world_size, steps * 2 // 3)
     return run(pool, killed, name, folder, kill_at, world_size=world_size)
 
 
@@ -94,6 +97,9 @@ def write_missing_checkpoints(pool: RankPool) -> None:
         folder = CHECKPOINTS / name
         if not folder.exists():
             kill(pool, name, str(folder), 2, fresh_trace(pool, name, 2)[0]["steps"])
+            *older, _ = sorted(folder.glob("CKPT*"))
+            for checkpoint in older:
+                shutil.rmtree(checkpoint)
 
 
 def as_text(traces: dict[str, dict[str, list[dict]]]) -> str:

@@ -48,6 +48,7 @@ from ddpkit import optim
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import ddp_init_group, get_world_size, if_main_process
+from ddpkit.optim import making
 from ddpkit.types import Stage
 
 MAX_NORM, SECONDS_A_TURN, COUNTED = 5.0, 0.4, 32
@@ -203,7 +204,8 @@ class Model(Brain):
 def make_brain(row: Row, sizes: Sizes, device: str) -> Model:
     compiling = {} if row.mode is None else {"compile": True, "compile_mode": row.mode}
     options = {"device": device, "noprogressbar": True, "max_grad_norm": MAX_NORM, "precision": row.precision}
-    with mock.patch.object(optim, "GPUS", () if row.looks_first else ("cuda", "cpu")):
+    kinds = () if row.looks_first else ("cuda", "cpu")
+    with mock.patch.object(optim, "GPUS", kinds), mock.patch.object(making, "GPUS", kinds):
         return Model({"net": make_net(row.kind, sizes)}, adamw, run_opts={**options, **compiling, **row.options})
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import ddpkit
-from ddpkit import distributed, optim
+from ddpkit import distributed
 from ddpkit.base import Position, RankStatus, is_library, table
 from ddpkit.base.waiting_frames import look_at
 from ddpkit.comm import late_ranks
-from ddpkit.optim import take_step
+from ddpkit.optim import step, take_step
 
 
 def stuck():
@@ -61,14 +61,14 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
 def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(monkeypatch, with_nccl):
     """NCCL's collectives return at once; where Python waits is ``.item()``, which has no frame of its own."""
     lock = threading.Lock()
-    monkeypatch.setattr(optim, "norm_of_all", lambda _: SimpleNamespace(item=lock.acquire))
+    monkeypatch.setattr(step, "norm_of_all", lambda _: SimpleNamespace(item=lock.acquire))
     lock.acquire()
     thread = threading.Thread(target=take_step, args=([], None))
     thread.start()
     try:
         position = Position(main_thread=thread.ident, waits_for_device=with_nccl)
         end = time.monotonic() + 60
-        while "optim.py" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
+        while "step.py" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
             time.sleep(0.01)
         found = position.own_status(0, 1.0, look=True)
     finally:
@@ -216,7 +216,7 @@ def test_a_function_beside_a_marked_one_does_not_wait_for_others():
 def test_a_read_of_a_number_in_a_renamed_file_waits_for_others_under_nccl(with_nccl):
     lock = threading.Lock()
     gradient = SimpleNamespace(is_sparse=True, coalesce=lambda: SimpleNamespace(values=lock.acquire))
-    dense = moved(optim, "renamed.py")["_dense"]
+    dense = moved(step, "renamed.py")["_dense"]
 
     def train():
         dense(SimpleNamespace(grad=gradient))

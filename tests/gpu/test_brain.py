@@ -18,6 +18,7 @@ from ddpkit.batch import PaddedBatch
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
+from ddpkit.optim import making
 from ddpkit.training.device_prefetch import moved_ahead
 from tests.training import test_late_steps as late_steps
 
@@ -248,7 +249,8 @@ def test_a_fused_step_waits_for_nothing_but_under_fp16(kind, monkeypatch):
 def test_steps_that_are_looked_at_later_have_the_bits_of_those_that_are_read_first(monkeypatch, name, options):
     found = []
     for kinds in ((), ("cuda",)):
-        monkeypatch.setattr(optim, "GPUS", kinds)
+        for module in (optim, making):
+            monkeypatch.setattr(module, "GPUS", kinds)
         brain = late_steps.fit(late_steps.KINDS[name], device="cuda", **options)
         found.append(late_steps.told(brain))
     assert found[0] == found[1]

@@ -7,6 +7,7 @@ import pytest
 from ddpkit import optim
 from ddpkit.distributed import if_main_process
 from ddpkit.errors import NonFiniteLossError
+from ddpkit.optim import making
 from tests.training.test_late_steps import KINDS, Looking, data, fit, told
 
 LOCAL_SGD = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2, "local_sgd_start": 2}
@@ -26,7 +27,8 @@ def case(name):
     found, samples = [], data((1, 5)) + data((2,))
     for kinds in ((), ("cpu",)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optim, "GPUS", kinds)
+            for module in (optim, making):
+                patch.setattr(module, "GPUS", kinds)
             brain = fit(KINDS["AdamW"], samples, **CASES[name])
             found.append(told(brain) if name != "zero1" else told_of_zero1(brain))
     return found[0] == found[1], any(brain.open), brain.progress.nonfinite
@@ -47,7 +49,8 @@ def test_the_same_on_two_ranks(ranks, name):
 def give_up():
     """Have rank 0 alone look at the step that is one too many, and say in which batch each rank ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optim, "GPUS", ("cpu",))
+        for module in (optim, making):
+            patch.setattr(module, "GPUS", ("cpu",))
         with pytest.raises(NonFiniteLossError) as caught:
             fit(KINDS["SGD"], data((4, 5)), kind=LookingOnMain, nonfinite_patience=0)
     return str(caught.value)

@@ -24,7 +24,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import PeriodicSync
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import BatchError, NonFiniteLossError
-from ddpkit.optim import StepCounters, gradients, make_optimizer, take_late_step, take_step
+from ddpkit.optim import StepCounters, gradients, make_optimizer, making, take_late_step, take_step
 from ddpkit.precision import drop_casts
 from ddpkit.run import stage_runner
 from tests.host_reads import HostReads
@@ -45,7 +45,8 @@ def late(monkeypatch):
     """Switch late steps on and off."""
 
     def switch(on=True):
-        monkeypatch.setattr(optim, "GPUS", ("cpu",) if on else ())
+        for module in (optim, making):
+            monkeypatch.setattr(module, "GPUS", ("cpu",) if on else ())
 
     return switch
 

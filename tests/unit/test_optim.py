@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from ddpkit import optim
 from ddpkit.checkpointing import torch_recovery, torch_save
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.optim import (
@@ -19,6 +18,7 @@ from ddpkit.optim import (
     drop_nonfinite,
     gradients,
     make_optimizer,
+    making,
     rm_vector_weight_decay,
     take_step,
     zero_gradients,
@@ -291,7 +291,7 @@ def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
 def test_torchs_own_optimizers_are_fused_on_a_gpu(monkeypatch, kind, given, fused):
     net, opt_class = nn.Linear(2, 2), functools.partial(kind, **given) if given else kind
     assert not make_optimizer(opt_class, net).defaults.get("fused"), "on a CPU nothing changes"
-    monkeypatch.setattr(optim, "GPUS", ("cpu",))
+    monkeypatch.setattr(making, "GPUS", ("cpu",))
     made = make_optimizer(opt_class, net, split_vectors=True)
     assert made.defaults.get("fused") is fused
     assert {group.get("fused") for group in made.param_groups} == {fused}
@@ -306,7 +306,7 @@ def test_torchs_own_optimizers_are_fused_on_a_gpu(monkeypatch, kind, given, fuse
     ],
 )
 def test_other_parameters_are_not_fused(monkeypatch, net):
-    monkeypatch.setattr(optim, "GPUS", ("cpu",))
+    monkeypatch.setattr(making, "GPUS", ("cpu",))
     both = nn.ModuleList([net, nn.Linear(1, 1)])
     assert make_optimizer(torch.optim.Adam, both).defaults["fused"] is None
 

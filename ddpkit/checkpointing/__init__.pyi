@@ -24,15 +24,17 @@ from ddpkit.checkpointing.folder import (
     CheckpointFolder as CheckpointFolder,
     run_savers as run_savers,
 )
-from ddpkit.checkpointing.hooks import (
+from ddpkit.checkpointing.hook_lookup import (
     find_load_hook as find_load_hook,
     find_save_hook as find_save_hook,
     find_transfer_hook as find_transfer_hook,
     get_default_hook as get_default_hook,
+    saves_on_every_rank as saves_on_every_rank,
+)
+from ddpkit.checkpointing.hooks import (
     map_old_state_dict_weights as map_old_state_dict_weights,
     plain_key as plain_key,
     safe_load as safe_load,
-    saves_on_every_rank as saves_on_every_rank,
     torch_parameter_transfer as torch_parameter_transfer,
     torch_recovery as torch_recovery,
     torch_save as torch_save,

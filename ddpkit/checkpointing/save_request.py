@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpkit.base import SaveHook
 from ddpkit.checkpointing.checkpoint import as_number
-from ddpkit.checkpointing.hooks import saves_on_every_rank
+from ddpkit.checkpointing.hook_lookup import saves_on_every_rank
 from ddpkit.checkpointing.save_report import SaveReport
 from ddpkit.checkpointing.selection import Retention
 from ddpkit.errors import CheckpointError, ConfigError

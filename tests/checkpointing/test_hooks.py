@@ -20,17 +20,19 @@ from torch.profiler import profile
 from ddpkit import checkpoints
 from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
 from ddpkit.checkpointing import hooks
-from ddpkit.checkpointing.hooks import (
-    DEFAULT_LOAD_HOOKS,
-    DEFAULT_SAVE_HOOKS,
-    DEFAULT_TRANSFER_HOOKS,
+from ddpkit.checkpointing.hook_lookup import (
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
     get_default_hook,
+    saves_on_every_rank,
+)
+from ddpkit.checkpointing.hooks import (
+    DEFAULT_LOAD_HOOKS,
+    DEFAULT_SAVE_HOOKS,
+    DEFAULT_TRANSFER_HOOKS,
     map_old_state_dict_weights,
     safe_load,
-    saves_on_every_rank,
     torch_parameter_transfer,
     torch_recovery,
     torch_save,

@@ -143,6 +143,19 @@ def longest_chain() -> list[str]:
     return max(map(chain, files), key=len)
 
 
+def hidden_names() -> list[str]:
+    """Names that a package gives to others and one of its modules has too: importing the module hides the name."""
+    return [
+        f"{stub.parent.name}.{alias.name}"
+        for stub in sorted(PACKAGE.rglob("__init__.pyi"))
+        if stub.parent != PACKAGE  # whose names are its modules
+        for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (stub.parent / alias.name).with_suffix(".py").exists() or (stub.parent / alias.name).is_dir()
+    ]
+
+
 def private_reaches() -> int:
     """How many lines reach into something private, outside ``compat``."""
     return sum(source_of(path).count("noqa: SLF001") for path in FILES if path.parent.name != "compat")

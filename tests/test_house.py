@@ -124,6 +124,10 @@ def test_imports_go_downward_only():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_no_module_hides_a_name_of_its_package():
+    assert house.hidden_names() == []
+
+
 def test_a_package_is_imported_through_its_init_and_not_past_it(sources):
     packages = {folder.name: {path.stem for path in folder.glob("*")} for folder in FOLDERS}
     wrong = [

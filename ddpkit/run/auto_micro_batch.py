@@ -253,6 +253,8 @@ class AutoMicroBatch:
         size = sampler.plan.batch_size
         options.derive("micro_batch_size", size)
         options.derive("grad_accumulation_factor", factor)
+        # The step is repeated, so all is put back to its beginning. From now on batches are counted in the new size: at
+        # the end of a step both sizes have done the same samples.
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
         progress.meter = progress.train_meter or progress.new_meter()

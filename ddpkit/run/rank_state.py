@@ -266,6 +266,7 @@ class RankState:
             keep_states(loader)
             _warn_out_of_reach(loader, resumed=is_resumed)
             states.gathered = states.recovered = None
+            # What was recovered is for one pass: a later one goes on from where this process is.
             own, states.loaded = states.loaded or self._of_last_call(loader), None
             self._from_last_call = None
             if states.is_complete:
@@ -280,6 +281,7 @@ class RankState:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
         if is_resumed:
             self._load_metrics(own.get("metrics"))
+        # Not restored here: making the loader's iterator and reading what is left out draw random numbers, too.
         random = own.get("random")
         restore = self._seed_anew if random is None else functools.partial(restore_rng_state, random)
         same = states is not None and states.is_of_as_many

@@ -189,6 +189,7 @@ class StageRunner:
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             progress.begin_training()
+            # The hook comes before all that reads what it may change: frozen parameters, metrics, the data's origin.
             with stage_mode(lambda: self.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
@@ -198,14 +199,15 @@ class StageRunner:
             train_step.strategy.follow(self.modules)
             if train_step.ema is not None:
                 train_step.ema.follow()
-            brain.zero_grad()
+            brain.zero_grad()  # what was computed before, such as in the hook, is of no step
             if not progress.step:
                 progress.nonfinite = 0
             one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
             with self._explaining(brain):
                 found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
             progress.avg_train_loss = progress.train_loss = found
-            brain.zero_grad(set_to_none=True)
+            brain.zero_grad(set_to_none=True)  # the validation has their memory
+            # Before the hook: a checkpoint that it saves has the schedule after this epoch.
             if train_step.schedule is not None and progress.is_whole:
                 train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
             with self._unsaved(), self._explaining(brain):

@@ -128,6 +128,7 @@ class StepPlan:
         if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
             # such an epoch counts batches, whatever is in them
             samples = step * before.per_step // before.grad_accumulation_factor
+        # Steps have another size now. Whole ones of it count as done; the samples after them are trained on again.
         if changed and self.per_step and samples:
             steps = samples // self.per_step
             return steps * factor, (
@@ -137,7 +138,7 @@ class StepPlan:
         if self._deals_others(before):
             return self._place_of_batches(before, step)
         if before.grad_accumulation_factor in {None, factor}:
-            return step, None
+            return step, None  # as many batches to a step as before
         return -(-step // (before.grad_accumulation_factor or 1)) * factor, None  # it stood at the end of a step
 
     def _deals_others(self, before: StepPlan) -> bool:

@@ -131,6 +131,7 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         reduction.called = False
         if reduction.reduced:
             reduction.reduced = False
+            # DDP averages when all gradients of a bucket are there. While it waits, some are this rank's own.
             if waits_for_gradients(self):
                 named = self.module.named_parameters()
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
@@ -139,6 +140,7 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
             if not reduction.awaited or not self.is_stepped_by(optimizers):
                 return  # else no backward pass has come here since the module was called
             was_called = is_only = False  # alike on all ranks
+        # Without gradients, too: other ranks that have called the module may have some, and would wait for this one.
         if has_gradients(self) or ((was_called or is_only) and self.is_stepped_by(optimizers)):
             parameters = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad

@@ -108,6 +108,8 @@ class StreamFeed:
             window.count = turn.count
             self.repeated += turn.repeated
             window.weight, total = self._weigh(turn)
+            # A backward pass cannot wait for the window's end. So the first batch stands for all, and its guess is kept
+            # for the whole window: all losses are off by one factor, which the step puts right in the gradients.
             whole = whole or self.whole or self.factor * total
             done += total
             window.loss_scale = window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0

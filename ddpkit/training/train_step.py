@@ -334,6 +334,10 @@ class TrainStep:
         finish(optimizers)
         if self.first_gradients is not None:
             self._compare_first_gradients(brain)
+        # Three ways. With skip_nonfinite_grads a hook drops gradients that are not finite, and the rest is stepped on.
+        # It may keep what it sees, so views of DDP's buckets are copied. On a GPU the kernels skip by themselves, and
+        # the host reads the norm in a later batch. Otherwise the norm is read before the step: fp16 has a scale to
+        # lower, a CPU has nothing to wait for, and not every optimizer can skip by itself.
         scaler = self._active_scaler
         if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
             optim.own_gradients(optimizers)

@@ -6,6 +6,27 @@ from ddpkit.data.likeness import (
     summarize as summarize,
 )
 from ddpkit.data.loader_arguments import require_loader_arguments as require_loader_arguments
+from ddpkit.data.loader_epoch import (
+    set_epoch as set_epoch,
+)
+from ddpkit.data.loader_plan import (
+    SingleIndices as SingleIndices,
+    plan_in as plan_in,
+    plan_of as plan_of,
+)
+from ddpkit.data.loader_positions import (
+    keep_states as keep_states,
+    resume_after_call as resume_after_call,
+    resume_after_end as resume_after_end,
+    resume_at as resume_at,
+    state_at as state_at,
+    state_at_begin as state_at_begin,
+    state_at_end as state_at_end,
+    stream_state as stream_state,
+)
+from ddpkit.data.looped_loader import (
+    LoopedLoader as LoopedLoader,
+)
 from ddpkit.data.plan import (
     CHUNK as CHUNK,
     DealtBatchSampler as DealtBatchSampler,
@@ -19,7 +40,15 @@ from ddpkit.data.plan import (
     require_positive as require_positive,
     set_epoch_inside as set_epoch_inside,
 )
+from ddpkit.data.saveable_loader import (
+    SaveableDataLoader as SaveableDataLoader,
+)
 from ddpkit.data.selection import selection_facts as selection_facts
+from ddpkit.data.sharding import (
+    DEFAULT_SEED as DEFAULT_SEED,
+    Sharding as Sharding,
+    default_seed as default_seed,
+)
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,
     is_stateful as is_stateful,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.data.likeness import FirstItems, Summary
-    from ddpkit.dataloader import Sharding
+    from ddpkit.data.sharding import Sharding
 
 logger = get_logger(__name__)
 

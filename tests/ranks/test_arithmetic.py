@@ -16,7 +16,7 @@ from torch import nn
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.data.plan import Order
-from ddpkit.dataloader import DEFAULT_SEED
+from ddpkit.dataloader import Sharding
 from ddpkit.errors import DataError
 from ddpkit.training import Feed
 from ddpkit.types import Stage
@@ -266,7 +266,7 @@ def bare(case, world_size):
     optimizer = sgd(net.parameters())
     window = case.batch_size * world_size * case.factor
     for epoch in range(1, EPOCHS + 1):
-        order = Order(case.samples, DEFAULT_SEED, epoch, shuffle=case.shuffle).indices(0, case.samples)
+        order = Order(case.samples, Sharding().seed, epoch, shuffle=case.shuffle).indices(0, case.samples)
         for start in range(0, case.samples, window):
             batch = [data[index] for index in order[start : start + window]]
             inputs, targets = torch.stack([one[1] for one in batch]), torch.stack([one[2] for one in batch])

@@ -24,7 +24,6 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.data import guess_batch_size
 from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.dataloader import (
-    DEFAULT_SEED,
     LoopedLoader,
     SaveableDataLoader,
     Sharding,
@@ -377,7 +376,7 @@ def test_a_generator_of_the_user_stays():
 def test_default_seed(monkeypatch):
     monkeypatch.delenv("DDPKIT_GLOBAL_SEED", raising=False)
     monkeypatch.delenv("SB_GLOBAL_SEED", raising=False)
-    assert default_seed() == DEFAULT_SEED
+    assert default_seed() == Sharding().seed
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "0")
     assert default_seed() == 0
 

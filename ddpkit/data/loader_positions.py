@@ -1,0 +1,176 @@
+"""Where a loader stands, for a checkpoint: at a step, at the begin or end of a pass, after a call of ``fit``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpkit.data.looped_loader import LoopedLoader
+from ddpkit.data.pass_progress import batch_unit, stream_marks
+from ddpkit.data.saveable_loader import SaveableDataLoader
+
+
+def state_at(loader: Any, step: int) -> Any:
+    """Return what a loader needs to go on after ``step`` batches of an epoch, beyond their number.
+
+    Args:
+        loader: any.
+        step: batches done, not read.
+
+    Returns:
+        Plain containers and what the stream's own state holds; None where the number says it all, or where the data
+        cannot tell and has to be read again.
+
+    Ranks: local.
+
+    Example:
+        >>> state_at([1, 2], 1) is None
+        True
+    """
+    if isinstance(loader, LoopedLoader):
+        return loader.state_in_pass(int(loader.step == step + 1))
+    marks = stream_marks(loader)
+    around = None if marks is None else marks.around(step)
+    return None if around is None else {**around, "step": step, "batch": batch_unit(loader)}
+
+
+def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -> int:
+    """Have a loader's next iteration go on after ``step`` batches.
+
+    Args:
+        loader: any.
+        step: batches done.
+        state: what :func:`state_at` returned for it.
+        same_batches: whether a batch is the same part of an optimizer step as it was when the state was taken.
+
+    Returns:
+        How many batches of that iteration are to be read and left out.
+
+    Ranks: local.
+
+    Example:
+        >>> resume_at([1, 2], 1, None)
+        1
+    """
+    if isinstance(loader, LoopedLoader):
+        loader.resume_at(step, state)
+        return 0
+    if isinstance(loader, SaveableDataLoader):
+        loader.skip_next(step)
+        return 0
+    marks = stream_marks(loader)
+    if marks is None or state is None or not step:
+        return step
+    size = batch_unit(loader)
+    same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (step, size)
+    number, place = state["again"] if same_batches else (step, state["next"])
+    if place is None:
+        return step
+    marks.go_on(number, place)
+    return step - int(number)
+
+
+def keep_states(loader: Any) -> None:
+    """Have a loader remember what :func:`state_at` will ask for, which costs a look at its data's state per batch.
+
+    Args:
+        loader: any.
+
+    Ranks: local.
+
+    Example:
+        >>> keep_states([1, 2])
+    """
+    marks = stream_marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    if marks is not None:
+        marks.want()
+
+
+def state_at_begin(loader: Any) -> Any:
+    """Return what a loader needs to begin an epoch again, while its first batch is worked on; or None.
+
+    It is for :func:`resume_after_end`, and for :func:`resume_at` with a step of 0.
+
+    Args:
+        loader: any.
+
+    Ranks: local.
+
+    Example:
+        >>> state_at_begin([1, 2]) is None
+        True
+    """
+    if isinstance(loader, LoopedLoader):
+        return loader.state_in_pass(loader.step)
+    marks = stream_marks(loader)
+    return None if marks is None else marks.at_begin()
+
+
+def state_at_end(loader: Any) -> Any:
+    """Return what a loader takes over from one epoch into the next, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> state_at_end([1, 2]) is None
+        True
+    """
+    if isinstance(loader, LoopedLoader):
+        return loader.state_in_pass()
+    marks = stream_marks(loader)
+    return None if marks is None else marks.at_end()
+
+
+def resume_after_end(loader: Any, state: Any) -> None:
+    """Restore the state that a loader carries over from the epoch before.
+
+    Args:
+        loader: any.
+        state: what :func:`state_at_end` returned.
+
+    Ranks: local.
+
+    Example:
+        >>> resume_after_end([1, 2], None)
+    """
+    if isinstance(loader, LoopedLoader):
+        loader.resume_in_pass(state)
+        return
+    marks = stream_marks(loader)
+    if marks is not None and state is not None:
+        marks.resume_after_end(state)
+
+
+def stream_state(loader: Any) -> Any:
+    """Return where the stream of a loader is now, for another loader of it; None where it cannot say that.
+
+    Args:
+        loader: any.
+
+    Ranks: local.
+
+    Example:
+        >>> stream_state([1, 2]) is None
+        True
+    """
+    marks = stream_marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    return None if marks is None else marks.at_end()
+
+
+def resume_after_call(loader: Any, state: Any) -> None:
+    """Have a loader begin where the loader of an earlier call of ``fit`` has left their stream.
+
+    Args:
+        loader: made anew, of the same stream.
+        state: what :func:`stream_state` returned then; None changes nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> resume_after_call([1, 2], None)
+    """
+    if not isinstance(loader, LoopedLoader):
+        resume_after_end(loader, state)
+        return
+    marks = stream_marks(loader.loader)
+    if marks is not None and state is not None:
+        marks.put_at(state)  # a stream at its end is begun again by the next pass

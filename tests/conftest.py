@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from _pytest.doctest import DoctestModule
+from _pytest.mark.structures import ParameterSet
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
@@ -22,6 +23,9 @@ from tests.guards import Picture
 
 # The mark that all tests of a folder carry.
 MARKED_FOLDERS = {"faults": "faults", "clusters": "launch", "gpu": "gpu"}
+
+# How many parametrizations of a test with the mark may have other values than their first ones, if it is to be quick.
+QUICK_OF = {"grid": 1, "corner": 0}
 
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
@@ -53,7 +57,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for mark in _marks_of_folders(item.path.parent, item.config.rootpath):
             item.add_marker(mark)
-        if item.get_closest_marker("grid") and _first_values_but(item) > 1:
+        if any(item.get_closest_marker(mark) and _first_values_but(item) > most for mark, most in QUICK_OF.items()):
             item.add_marker("slow")
 
 
@@ -63,10 +67,22 @@ def _marks_of_folders(folder, root):
 
 
 def _first_values_but(item):
-    """Count the parameters of a test that do not have the first of their values."""
-    names = [marker.args[0] for marker in item.iter_markers("parametrize")]
-    firsts = [name.partition(",")[0] if isinstance(name, str) else name[0] for name in names]
-    return sum(item.callspec.indices[first] > 0 for first in firsts)
+    """Count the parametrizations of a test that do not have the first of their values."""
+    markers = item.iter_markers("parametrize")
+    return sum(not _has_first_values(item.callspec.params, *marker.args[:2]) for marker in markers)
+
+
+def _has_first_values(params, names, values):
+    """Say whether parameters are the first of the values that a test is parametrized with.
+
+    By what they are: the numbers that pytest gives them differ between its versions.
+    """
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",")]
+    first = next(iter(values))
+    if not isinstance(first, ParameterSet):
+        first = ParameterSet(first if len(names) > 1 else (first,), (), None)
+    return all(params[name] is value for name, value in zip(names, first.values, strict=True))
 
 
 def pytest_runtest_setup(item):

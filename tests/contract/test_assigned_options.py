@@ -205,7 +205,7 @@ def test_every_option_is_in_the_table():
     assert {RUN_OPTIONS[name].fixed for name in VALUES} == {"", MADE, WRAPPED, PREPARED, IN_FIT}
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("way", ["attribute", "run_opts"])
 @pytest.mark.parametrize("name", AT_ANY_TIME)
 def test_it_counts_as_if_it_was_given(name, way, tmp_path):

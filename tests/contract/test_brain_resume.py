@@ -61,7 +61,7 @@ def assert_same_losses(found, expected):
 INTERVALS = {"steps": {"ckpt_interval_steps": 2}, "minutes": {"ckpt_interval_minutes": 1e-9}}
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("cls", [Mortal, MortalOwn])
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("dies_at", [(1, 9), (2, 2), (3, 10)])

@@ -79,7 +79,7 @@ def assert_exact(folder, make, dies_at, **options):
     return resumed
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("dies_at", [(1, 2), (1, 9), (2, 1), (2, 2), (3, 10)])
 def test_k9_dropout_and_every_other_stream(tmp_path, dies_at, factor):
@@ -170,7 +170,7 @@ class Batches:
         self.stream.load_state_dict(state)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (1, 9), (2, 1), (2, 4), (3, 10)])
 @pytest.mark.parametrize("make", [Remembering, Sharded])
@@ -214,7 +214,7 @@ def test_the_second_normal_number_of_a_pair_goes_through_a_resume(tmp_path, make
     assert_exact(tmp_path, make, (2, 4), cls=Gaussian, ckpt_interval_steps=1)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 3), (3, 4)])
 @pytest.mark.parametrize("kind", ["state", "stream", "plan", "loader"])

@@ -62,7 +62,7 @@ def run(folder, plan, dies_at=None, **options):
 PLANS = {"frozen": {2: False}, "frozen and free": {1: False, 3: True}, "twice": {2: False, 3: True, 4: False}}
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("dies_at", [(3, 1), (3, 5), (4, 3)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_was_frozen_in_an_earlier_epoch_is_frozen_after_a_restart(tmp_path, plan, dies_at):

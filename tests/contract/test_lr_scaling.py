@@ -228,7 +228,7 @@ def test_a_resumed_run_does_not_scale_twice(tmp_path, cls):
     assert_same(weights(resumed), weights(whole))
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("cls", [Scheduled, OldStyle])
 @pytest.mark.parametrize(
     ("before", "after", "factor"),

@@ -107,7 +107,7 @@ def looped(kind, size):
     return LoopedLoader(make_dataloader(stream, batch_size=size), 40)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", ["plan", "shuffled", "stream", "state"])
 @pytest.mark.parametrize(("before", "now"), [(5, 3), (2, 4), (4, 2), (2, 3), (3, 5)])
 def test_nominal_epochs_with_another_batch_size_go_on_in_the_data(tmp_path, kind, before, now):

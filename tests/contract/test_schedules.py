@@ -355,7 +355,7 @@ KINDS = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("dies_at", [(2, 1), (2, 5)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_resumes_its_schedule_to_the_last_bit(kind, dies_at, tmp_path):

@@ -117,7 +117,7 @@ def start(folder, script, dies_at=None, **options):
     return brain
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "dies_at",
     ["between", (2, 1, 5), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 2, 3), (2, 1, 2), (2, 3, 1)])],

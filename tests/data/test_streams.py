@@ -105,7 +105,7 @@ def test_streams_are_dealt_out_by_counting():
     assert over(2, Stream(3), batch_size=None) == [[0, 2], [1]]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("size", [13, 0, 1, 7, 12, 40])
 @pytest.mark.parametrize("cls", [Stream, Lazy])
 def test_d5_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size):

@@ -395,7 +395,7 @@ def check(ranks):
 # ------------------------------------------------------------------------------------------- it holds
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", ["plain", "batch norm", "layer norm", "spectral norm"])
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1), (2, 3), (3, 2)])
 def test_a_clean_model_holds_to_rounding(check, world_size, factor, kind):
@@ -486,7 +486,7 @@ CAUSES = [
 ]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize(("cls", "cause", "words"), CAUSES)
 def test_a_cause_is_named(check, cls, cause, words, factor):
@@ -598,7 +598,7 @@ RIGHT = [("by factor", "by count", False), ("by scale", "by count", False), ("by
 RIGHT += [("as it is", "by name", True), ("as it is", "by count", True), ("by length", "by name", False)]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", ["plain", "spectral norm"])
 @pytest.mark.parametrize("own", RIGHT)
 def test_a_fit_batch_that_weighs_its_windows_once_holds(check, own, kind):
@@ -633,7 +633,7 @@ def test_a_double_correction_is_told_from_one_uneven_window(check, own):
     assert report.kind == "fit_batch", report
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("samples", [37, 53, 13, 7])
 def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(check, samples, factor):

@@ -208,7 +208,7 @@ def test_any_sizes_at_length(ranks, world_size):
     compare(ranks, world_size, draw(10 + world_size, 80))
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @drawn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("objective", ["tokens", "frames"])

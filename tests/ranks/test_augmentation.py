@@ -71,7 +71,7 @@ def batches_here(kind, num_workers, size):
     return found
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [3, 0, 1])
 @pytest.mark.parametrize("kind", ["all", "python", "numpy", "torch", "own"])
 def test_the_same_augmented_batches_on_any_workers_and_ranks(ranks, kind, num_workers):

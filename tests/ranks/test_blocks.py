@@ -106,7 +106,7 @@ def trained_twice(name):
     return train(**options), train(activation_checkpointing=["Block"], **options)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_checkpointed_blocks_give_the_same_bits_and_compute_twice(ranks, name, world_size):

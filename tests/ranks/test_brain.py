@@ -79,7 +79,7 @@ def train_own_fit_batch(joined, factor, cls_name):
     return weights(brain), brain.optimizer_step, brain.losses
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["own", "default"])
 @pytest.mark.parametrize(("world", "factor"), [(2, 1), (2, 2), (3, 4), (2, 9)])
 def test_o3_an_overridden_fit_batch_is_stepped_alike(ranks, world, factor, cls_name):
@@ -448,7 +448,7 @@ def count_collectives(factor, cls_name):
     return found, len(control), brain.optimizer_step - before, time.monotonic() - started
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["default", "own", "past"])
 @pytest.mark.parametrize("factor", [1, 3, 4])
 def test_gradients_are_sent_once_per_optimizer_step(ranks, factor, cls_name):
@@ -717,7 +717,7 @@ def train_on(kind, number):
     return positions(lambda data: KINDS[kind](data[:number]), kwargs)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("number", [12, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_d5_every_sample_on_one_rank(ranks, kind, number):
@@ -754,7 +754,7 @@ def sample_losses(number, factor, world):
     return brain.losses, weights(brain)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("kind", ["Stream", "ShardableStream", "Stream, ready-made", "Stream, made by the Brain"])
 @pytest.mark.parametrize(("number", "world"), [(7, 2), (8, 2), (7, 3), (8, 3)])
@@ -986,7 +986,7 @@ def run_mortal(folder, dies_at, run_opts, how):
     return seen_in(data, brain.trained_on), weights(brain), brain.losses, brain.optimizer_step
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("how", ["dataset", "stream"])
 @pytest.mark.parametrize("factor", [1, 4])
 def test_a_run_on_two_ranks_is_continued_in_the_middle_of_an_epoch(ranks, tmp_path, factor, how):

@@ -54,7 +54,7 @@ LEVERS = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
 @pytest.mark.parametrize(

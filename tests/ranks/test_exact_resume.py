@@ -188,7 +188,7 @@ def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path
     test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, 3, "plan", (2, 4), {})
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)],

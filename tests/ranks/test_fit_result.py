@@ -19,7 +19,7 @@ def train(folder, options, main_alone):
     return fit(brain, counter)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("main_alone", [False, True])
 @pytest.mark.parametrize("options", [STEPS, {**STEPS, "optimizer_step_limit": 8}, {**STEPS, "test_only": True}])
 def test_what_fit_returns_is_the_same_on_every_rank(ranks, options, main_alone, tmp_path):

@@ -96,7 +96,7 @@ def evaluate(size, shard, kwargs):
     return brain.results
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("world", WORLDS)
 def test_d7_every_sample_once_in_dataset_order_on_every_rank(ranks, world, shard):

@@ -107,7 +107,7 @@ def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
     assert_equals_one_process(ranks, EveryOther, world_size, {"find_unused_parameters": True}, is_own)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)

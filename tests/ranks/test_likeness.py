@@ -139,7 +139,7 @@ def train_on(kind, num_workers, stage):
     return brain.seen, warnings
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("stage", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_that_divides_itself_is_told(ranks, stage, num_workers):
@@ -166,7 +166,7 @@ def test_a_stream_that_is_random_or_short_is_told_too(ranks, kind, world):
         assert RANDOM in found
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("stage", ["fit", "evaluate"])
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
@@ -245,7 +245,7 @@ def train_on_files(own, noise, num_workers):
     return found, len(data.asked), torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("noise", [None, "seeded", "own"])
 def test_a_dataset_of_each_ranks_own_files_is_told(ranks, noise, num_workers):
@@ -256,7 +256,7 @@ def test_a_dataset_of_each_ranks_own_files_is_told(ranks, noise, num_workers):
         assert asked == 0 or not num_workers, "what it opens is opened in a worker"
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("noise", [None, "seeded", "own"])
 def test_the_same_dataset_on_all_ranks_is_divided_whatever_noise_it_draws(ranks, noise, num_workers):

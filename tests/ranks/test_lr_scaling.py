@@ -18,7 +18,7 @@ def train(joined, factor, number, run_opts):
     return brain.rates, brain.optimizer_step, brain.lr_scale, weights(brain)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.parametrize(("factor", "number"), [(1, 24), (3, 24), (2, 25), (1, 29)])
 def test_schedules_step_once_per_optimizer_step_whatever_the_world_size(ranks, rule, factor, number):

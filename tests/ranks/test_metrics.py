@@ -194,7 +194,7 @@ def measured(size, shard):
     return trained, validated, brain.found, [metric.compute() for metric in brain.metrics] == brain.found
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("world", [2, 1, 3])
 def test_d7_d8_metrics_reduce_themselves_where_the_data_is_divided(ranks, world, shard):
@@ -384,7 +384,7 @@ def count_while_training(size, shard, resets=True):
     return brain.told if resets else brain.seen_here.compute()
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 10])
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -85,7 +85,7 @@ def train(options):
     ],
     ids=["plain", "accumulated", "own fit_batch", "a rank without samples", "frozen at first"],
 )
-@pytest.mark.grid
+@pytest.mark.corner
 def test_it_is_averaged_over_the_ranks(ranks, strategy, options):
     expected = train(options)
     found = ranks.run(train, {**options, "strategy": strategy})

@@ -90,7 +90,7 @@ def train(name, number, joined, factor, streams=False, normalised=False):
 SIZES = [(13, 2), (13, 3), (11, 3), (5, 1)]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize(("number", "factor"), SIZES)
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens", "Gan"])
 def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes(ranks, name, number, factor):
@@ -101,7 +101,7 @@ def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes
         assert losses_there == pytest.approx(losses, abs=1e-10)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("name", ["OneLoss", "Tokens"])
 def test_a_repeated_batch_is_in_no_batch_statistics(ranks, name, factor):
@@ -231,7 +231,7 @@ def count_all_reduces(name, factor):
     return found, len(control), brain.optimizer_step - before
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3, 5])
 @pytest.mark.parametrize(("name", "messages"), [("OneLoss", 1), ("TwoLosses", 2), ("Tokens", 2), ("Gan", 2)])
 def test_a_documented_fit_batch_communicates_where_a_window_closes(ranks, name, messages, factor):
@@ -310,7 +310,7 @@ def train_odd(name, number, joined, factor, streams=False):
     return weights(brain)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize(("number", "factor"), [(20, 2), (24, 4), (20, 1)])
 @pytest.mark.parametrize("name", ["Direct", "Both", "ByModulo", "Scaled"])
 def test_old_and_new_ways_may_be_mixed(ranks, name, number, factor):
@@ -368,7 +368,7 @@ def test_weights_that_keep_together_are_not_told_of(ranks):
     assert ranks.run(warned_of, ThroughDDP) == [[], []]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("number", "factor"), [(10, 4), (13, 2), (18, 3)])
 @pytest.mark.parametrize("name", ["Scaled", "ByModulo", "OneLoss"])

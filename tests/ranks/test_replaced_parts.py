@@ -42,7 +42,6 @@ def train_replaced(options, is_replaced):
     return found, [one.tolist() for one in whole]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     "options",
     [
@@ -66,7 +65,6 @@ def train_with(given, assigned):
     return train(brain)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     "options",
     [{"sync_batchnorm": False}, {"find_unused_parameters": True}, {"micro_batch_size": 1}],

@@ -66,7 +66,7 @@ def train(batch_size: int, factor: int, *, batch_norm: bool, samples: int = SAMP
     return weights, brain.seen, brain.optimizer_step, test_loss
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 @pytest.mark.parametrize("factor", [1, 3, 4])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -92,7 +92,7 @@ def train_on_rank(batch_size, factor, batch_norm):
     return train(batch_size, factor, batch_norm=batch_norm)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [25, 37, 49])
 def test_uneven_remainders(ranks, world_size, samples):
@@ -126,7 +126,7 @@ def test_stage_names():
     assert [stage.name for stage in Stage] == ["TRAIN", "VALID", "TEST"]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [26, 38, 41])
 def test_uneven_remainders_with_batch_norm(ranks, world_size, samples):

@@ -122,7 +122,7 @@ def test_d17_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
     assert drawn_alone(kind, 4, 2) != drawn_alone(kind, 5, 1)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
 def test_d17_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
@@ -138,7 +138,7 @@ def test_d17_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
         assert drawn_alone(kind, 4, 2) != drawn_alone(kind, 5, 1)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["dynamic", "concat", "weighted"])
 def test_ranks_and_accumulation_come_to_the_same_weights(ranks, kind, world):
@@ -163,7 +163,7 @@ def test_d17_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
 # ------------------------------------------------------------------------------------------- drop_last
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "of batches"])
 def test_d18_drop_last_is_honoured(ranks, kind, world):
@@ -189,7 +189,7 @@ def fit_sorting(kind, sorting):
     return fit(kind, 4, {"sorting": sorting})
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("sorting", ["random", "ascending", "descending"])
 @pytest.mark.parametrize("kind", ["random", "dynamic, ascending"])
 def test_sorting_leaves_the_order_of_a_sampler_alone(ranks, kind, sorting):
@@ -236,7 +236,7 @@ def run(folder, kind, dies_at=None, seed=7):
     return brain.noted, weights(brain)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "concat"])
 def test_a_run_is_continued_in_the_middle_of_an_epoch(ranks, tmp_path, kind, world):
@@ -266,7 +266,7 @@ def fit_wrapped(number, shuffle, of_batches):
     return brain.noted, None
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("of_batches", [True, False])
@@ -306,7 +306,7 @@ def share_through_arguments(kind):
     return found[0], brain.noted[1], ready.noted[1]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["plain", "sampler", "batch_sampler", "whole batches"])
 def test_distributed_loader_specifics_divide_once(ranks, kind, world):

@@ -109,7 +109,7 @@ def make_with_heads(**given):
     return make(net=Trunk(), opt=adam, find_unused_parameters=dist.is_initialized(), **given)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("how", "num_workers"), [("map", 0), ("stream", 0), ("stream", 1), ("stream", 2), ("batches", 0)]
 )
@@ -274,7 +274,7 @@ def test_d4_ranks_with_three_and_four_batches(ranks, factor):
     check_uneven(ranks, [6, 8], 2, factor)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("how", ["stream", "loader"])
 @pytest.mark.parametrize(("sizes", "factor"), [([1, 60], 1), ([40, 2], 3), ([3, 1, 31], 2), ([5, 17, 2], 1)])
 def test_d4_a_stream_that_is_much_longer_on_one_rank(ranks, sizes, factor, how):
@@ -345,7 +345,7 @@ def train_on_batches(number, windows, weighting):
     return weights(brain), brain.losses, brain.optimizer_step, brain.evaluate(Batches(data[:9]))
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("weighting", ["samples", "batches"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("number", [23, 36])

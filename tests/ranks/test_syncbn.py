@@ -83,7 +83,7 @@ def against_joined(rows, rest, options):
     return worst
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("rest", [(), (4,), (4, 5), (2, 3, 2)], ids=["2d", "3d", "4d", "5d"])
 @pytest.mark.parametrize("rows", [(4, 4), (5, 2), (7, 1), (6, 0), (0, 2)], ids=str)
 def test_equals_batchnorm_over_the_joined_batch(ranks, rows, rest):
@@ -109,7 +109,7 @@ def against_joined_as_on_cuda(*args):
         return against_joined(*args)
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}], ids=str)
 @pytest.mark.parametrize("rows", [(4, 4), (7, 1), (0, 2)], ids=str)
 def test_with_the_kernels_for_cuda_it_is_the_same(ranks, rows, options):

@@ -72,7 +72,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("options", STRATEGIES, ids=str)
 @pytest.mark.parametrize("recipe", [OnBackbone, HalfStepped])
 def test_it_is_told_under_each_strategy_and_nothing_else_is(ranks, recipe, options):
@@ -87,7 +87,6 @@ def test_a_rank_that_steps_no_part_of_an_optimizer_is_no_mistake(ranks):
     assert found == usual
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     "options", [one for one in STRATEGIES if "fsdp" not in one.values()], ids=str
 )

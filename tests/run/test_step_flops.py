@@ -237,7 +237,6 @@ def trained(**options):
     return [one.detach().clone() for one in brain.modules.state_dict().values()]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     "options", [{}, {"grad_accumulation_factor": 2}, {"ema_decay": 0.9}], ids=str
 )
@@ -267,7 +266,6 @@ def of_rank(folder, options):
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.grid
 def test_divided_weights_with_momentum_are_the_same_bits_counted_or_not(ranks, tmp_path):
     options = {"strategy": "fsdp", "opt": MOMENTUM}
     plain = ranks.run(of_rank, str(tmp_path / "plain"), {**options, "count_flops": False})
@@ -278,7 +276,6 @@ def test_divided_weights_with_momentum_are_the_same_bits_counted_or_not(ranks, t
         assert all(map(torch.equal, own, other))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"strategy": "zero1"}], ids=str)
 def test_on_several_ranks_the_first_counts_its_own_part(ranks, options, tmp_path):
     (found, _), *others = ranks.run(of_rank, str(tmp_path), options)

@@ -60,7 +60,7 @@ def profiled(folder, cls=Regression, batches=8, **options):
 
 
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"measure_steps": "off"}, {"profile_warmup": 0}], ids=str)
 def test_each_recorded_batch_has_its_ranges_with_the_operations_in_them(
     cls, options, tmp_path, caplog

@@ -306,7 +306,7 @@ def test_the_next_fit_begins_without_the_error_of_one_that_was_interrupted(late)
 # -------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "dies_at", [(1, 3), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 4), (2, 2), (2, 7)))], ids=str
 )

@@ -46,10 +46,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from ddpkit.base import reads_device, waiting
-from ddpkit.comm import get_runtime
+from ddpkit.comm import exchange_tensor, get_runtime, is_exchanged, start_sum
 from ddpkit.compat import forget_compiled
 from ddpkit.device import widest_float
-from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import is_repeating

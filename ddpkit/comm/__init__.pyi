@@ -31,6 +31,12 @@ from ddpkit.comm.process_group import (
     open_store as open_store,
     shorten_timeout as shorten_timeout,
 )
+from ddpkit.comm.tensor_sums import (
+    exchange_tensor as exchange_tensor,
+    is_exchanged as is_exchanged,
+    keep_alive as keep_alive,
+    start_sum as start_sum,
+)
 from ddpkit.comm.tree_sum import (
     OrderedSum as OrderedSum,
     TreeSum as TreeSum,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpkit.distributed import exchange_tensor, is_exchanged
+from ddpkit.comm import exchange_tensor, is_exchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

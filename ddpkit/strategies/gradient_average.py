@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddpkit.base import reads_device
-from ddpkit.distributed import start_sum
+from ddpkit.comm import start_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

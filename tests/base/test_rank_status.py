@@ -17,7 +17,7 @@ import ddpkit
 from ddpkit import distributed
 from ddpkit.base import Position, RankStatus, is_library, table
 from ddpkit.base.waiting_frames import look_at
-from ddpkit.comm import late_ranks
+from ddpkit.comm import late_ranks, tensor_sums
 from ddpkit.optim import step, take_step
 
 
@@ -191,13 +191,13 @@ def test_a_marked_function_waits_for_others_whatever_its_file_is_called(file):
 def test_what_is_defined_inside_of_a_marked_function_waits_for_others(monkeypatch):
     lock = threading.Lock()
     work = SimpleNamespace(wait=lock.acquire)
-    monkeypatch.setattr(distributed.dist, "all_reduce", lambda *_, **__: work)
-    wait = distributed.start_sum(torch.ones(2**18))
+    monkeypatch.setattr(tensor_sums.dist, "all_reduce", lambda *_, **__: work)
+    wait = tensor_sums.start_sum(torch.ones(2**18))
 
     def train():
         wait()
 
-    found = status_while_waiting(train, lock, until="distributed.py")
+    found = status_while_waiting(train, lock, until="tensor_sums.py")
     assert found.waits
 
 

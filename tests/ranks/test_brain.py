@@ -454,7 +454,7 @@ def count_collectives(factor, cls_name):
 def test_gradients_are_sent_once_per_optimizer_step(ranks, factor, cls_name):
     for found, control, steps, seconds in ranks.run(count_collectives, factor, cls_name):
         assert steps == math.ceil(30 / factor)
-        # two ranks exchange gradients over gloo (distributed.exchange_tensor)
+        # two ranks exchange gradients over gloo (comm.tensor_sums.exchange_tensor)
         assert found == {"c10d::alltoall_base_": steps + control}
         # the epoch's first and last word, and beats: at first ever rarer, then one a second
         assert control <= 2 + math.log2(30) + 1 + seconds

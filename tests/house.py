@@ -143,6 +143,40 @@ def longest_chain() -> list[str]:
     return max(map(chain, files), key=len)
 
 
+def imports_of_files() -> dict[str, set[str]]:
+    """Return by module the others that it imports, also in functions and for types."""
+    places = homes()
+    files = {module_name(path): path for path in FILES}
+    graph = {}
+    for module, path in files.items():
+        nodes = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+        pairs = [(node.module, alias.name) for node in nodes for alias in node.names]
+        inner = {pair: ".".join(pair) for pair in pairs if pair[0] and ".".join(pair) in files}
+        found = {places.get(pair, inner.get(pair, pair[0])) for pair in pairs}
+        graph[module] = (found & set(files)) - {module, "ddpkit"}
+    return graph
+
+
+def reached_from(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules that are loaded with one, if all of its imports are made."""
+    reached, new = set[str](), graph[start]
+    while new:
+        reached |= new
+        new = set().union(*(graph[module] for module in new)) - reached
+    return reached
+
+
+def circles_of_files() -> set[frozenset[str]]:
+    """Return the sets of modules that import each other in a circle."""
+    graph = imports_of_files()
+    reached = {module: reached_from(module, graph) for module in graph}
+    return {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
+
+
 def hidden_names() -> list[str]:
     """Names that a package gives to others and one of its modules has too: importing the module hides the name."""
     return [

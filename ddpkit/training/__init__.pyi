@@ -23,6 +23,9 @@ from ddpkit.training.loop import (
     evaluate_epoch as evaluate_epoch,
     train_epoch as train_epoch,
 )
+from ddpkit.training.loss_meter import (
+    LossMeter as LossMeter,
+)
 from ddpkit.training.losses import (
     one_number as one_number,
     sum_and_count as sum_and_count,

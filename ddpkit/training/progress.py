@@ -10,9 +10,9 @@ from ddpkit import optim
 from ddpkit.distributed import sum_exactly, sum_over_ranks
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.logger import get_logger
-from ddpkit.metrics import ExactMeter, LossMeter
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.epoch_phase import EpochPhase
+from ddpkit.training.loss_meter import ExactMeter, LossMeter
 from ddpkit.training.window import Window
 
 if TYPE_CHECKING:

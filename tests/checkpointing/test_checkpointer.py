@@ -965,3 +965,9 @@ def test_a_checkpoint_that_was_saved_under_the_name_of_another_is_another(checkp
     assert len({first, second}) == 2
     assert second == checkpointer.find_checkpoint()
     assert {second: "loss"}[checkpointer.find_checkpoint()] == "loss"
+
+
+def test_a_save_in_the_second_of_one_by_another_process_takes_a_free_name(tmp_path, value, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda *_: "2020-01-01+00-00-00")
+    first, second = (Checkpointer(tmp_path, {"value": value}).save_checkpoint() for _ in range(2))
+    assert [one.path.name[-2:] for one in (first, second)] == ["00", "01"]

@@ -861,3 +861,11 @@ def test_the_names_of_files_are_those_of_a_checkpoint(tmp_path):
     saved = checkpoints.Checkpointer(tmp_path, {"net": nn.Linear(1, 1)}).save_checkpoint()
     assert (saved.path / checkpoints.METAFNAME).is_file()
     assert saved.paramfiles["net"].name == f"net{checkpoints.PARAMFILE_EXT}"
+
+
+def test_an_optimizer_steps_as_the_script_says_and_not_as_its_checkpoint(tmp_path):
+    parameter = nn.Parameter(torch.ones(2))
+    torch_save(torch.optim.Adam([parameter], fused=False), tmp_path / "o")
+    fused = torch.optim.Adam([parameter], fused=True)
+    torch_recovery(fused, tmp_path / "o", True)
+    assert [group["fused"] for group in fused.param_groups] == [True]

@@ -189,6 +189,14 @@ def test_memory_that_grows_evenly_is_named_and_memory_that_warms_up_is_not():
     assert verdicts_of(warm) == []
 
 
+def test_memory_that_rises_once_is_none_that_grows():
+    once = [
+        replace(second, memory=[{"rss": 1e9 if number < 30 else 2e9}])
+        for number, second in enumerate(Run(1).seconds(60))
+    ]
+    assert verdicts_of(once) == []
+
+
 # Megabytes of two ranks that trained three layers of 2048 by hand with DDP, at every twentieth step.
 BY_HAND = [
     (594, 666, 666, 666, 704, 670, 670, 670, 670, 670, 754, 737, 737, 720),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import device
-from ddpkit.device import default_backend, infer_device, resolve_device
+from ddpkit.device import default_backend, infer_device, resolve_device, widest_float
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch import LaunchInfo, find_launch
 from ddpkit.run_opts import RunOptions
@@ -279,3 +279,7 @@ def test_processes_of_a_parity_check_share_a_gpu_where_there_are_not_enough(mach
         machine(cuda=gpus)
         options = RunOptions(device="cuda").resolved()
         assert (options.device, options.distributed_backend) == (expected, "gloo")
+
+
+def test_sums_are_kept_in_the_widest_numbers_that_a_device_has():
+    assert [widest_float(one) for one in ("cpu", "cuda:1", "mps")] == [torch.float64, torch.float64, torch.float32]

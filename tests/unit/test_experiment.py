@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ddpkit.base import PROCESS
-from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.errors import ConfigError, FolderInUseError, MissingFileError
 from ddpkit.experiment import (
     LOCK_NAME,
     close_experiment,
@@ -55,6 +56,17 @@ def names_in(folder):
 
 def create(folder, *args, **kwargs):
     create_experiment_directory(folder, *args, **{"save_env_desc": False, **kwargs})
+
+
+def test_a_folder_of_another_run_is_refused_and_nothing_is_written(tmp_path, recipe, monkeypatch):
+    monkeypatch.setattr("ddpkit.checkpointing.storage.GRACE_SECONDS", 0.0)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    with (folder / LOCK_NAME).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(FolderInUseError, match="in use by another run"):
+            create(folder, recipe)
+    assert names_in(folder) == []
 
 
 def test_what_is_in_the_folder(tmp_path, recipe, capsys):
@@ -102,6 +114,16 @@ def test_the_caller_s_overrides_are_not_changed(tmp_path, recipe):
     assert overrides == {"nested": {"a": "!ref <seed>"}, "path": tmp_path}
     assert overrides["nested"] is nested
     assert f"path: {tmp_path}" in (tmp_path / "out" / "hyperparams.yaml").read_text()
+
+
+def test_an_evaluation_alone_leaves_the_files_of_the_training(tmp_path, recipe, monkeypatch):
+    folder = tmp_path / "out"
+    create(folder, recipe)
+    before = (folder / "hyperparams.yaml").read_text()
+    monkeypatch.setattr("sys.argv", ["train.py", str(recipe), "--device=cpu", "--test_only"])
+    parse_arguments()
+    create(folder, recipe, {"seed": 4})
+    assert (folder / "hyperparams.yaml").read_text() == before
 
 
 def test_a_second_start_appends_to_the_log_and_overwrites_the_rest(tmp_path, recipe):

@@ -288,3 +288,9 @@ def test_a_path_object_is_a_file_and_the_loader_of_everybody_stays_as_it_is(fold
     (folder / "h.yaml").write_text("a: !!python/tuple [1, 2]\nb: !new:own.Net [1]\n")
     assert ddpkit.load_hparams(folder / "h.yaml")["a"] == (1, 2)
     assert Loader.yaml_multi_constructors == before
+
+
+def test_an_override_of_one_key_leaves_the_others_to_be_referred_to(folder):
+    found = load("sizes: {first: 1, second: 2}\nown: !ref <sizes[second]>\n", "sizes: {first: 3}")
+    assert found["own"] == 2
+    assert found["sizes"]["first"] == 3

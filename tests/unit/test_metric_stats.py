@@ -79,6 +79,12 @@ def test_nan_is_in_the_average_alone():
     assert only.summarize("min_id") == 7
 
 
+def test_nan_is_neither_the_lowest_nor_the_highest_score_where_it_comes_first():
+    stats = MetricStats(lambda values: values)
+    stats.append(["bad", "low", "high"], torch.tensor([math.nan, 1.0, 2.0]))
+    assert [stats.summarize(field) for field in ("min_id", "max_id")] == ["low", "high"]
+
+
 def test_scores_are_detached_and_ids_may_be_a_tensor():
     stats = MetricStats(distance)
     stats.append(torch.tensor([3, 4]), torch.ones(2, 3, requires_grad=True), target=torch.zeros(2, 3))

@@ -181,3 +181,11 @@ def test_samples_are_counted_apart():
     meter.samples += 5
     meter.restore(4.0, 2.0, samples=7)
     assert (meter.sums(), meter.samples) == ((4.0, 2.0, 0), 7)
+
+
+def test_losses_that_are_overwritten_count_as_they_were_where_they_are_copied():
+    meter, loss = LossMeter(copies=True), torch.tensor(2.0)
+    meter.append(loss, 1.0)
+    meter.append_sum(loss, 1.0)
+    loss.fill_(100.0)
+    assert meter.sums() == (4.0, 2.0, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpkit.checkpointing import torch_recovery, torch_save
 from ddpkit.errors import CheckpointError, ConfigError
@@ -18,11 +19,13 @@ from ddpkit.optim import (
     drop_nonfinite,
     gradients,
     make_optimizer,
+    make_schedule,
     making,
     rm_vector_weight_decay,
     take_step,
     zero_gradients,
 )
+from ddpkit.types import Stage
 from tests.host_reads import HostReads
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -419,3 +422,30 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped():
         (table(torch.tensor([1, 2])) * torch.tensor([[1.0], [math.nan]])).sum().backward()
         assert skips()
     assert torch.equal(table.weight, before)
+
+
+def plateau_schedule():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    plateau = functools.partial(ReduceLROnPlateau, factor=0.5, patience=0)
+    return make_schedule(plateau, optimizer, "epoch", None), optimizer.param_groups[0]
+
+
+def test_a_schedule_that_follows_the_loss_hears_that_of_the_validation_alone():
+    schedule, group = plateau_schedule()
+    for epoch, (trained, validated) in enumerate([(3.0, 1.0), (2.0, 2.0), (1.0, 3.0)], 1):
+        schedule.after_stage(Stage.TRAIN, trained, epoch)
+        schedule.after_stage(Stage.VALID, validated, epoch)
+    assert group["lr"] == 0.25
+
+
+def test_an_epoch_counts_once_in_a_schedule_also_after_a_resume_and_only_with_a_step():
+    schedule, group = plateau_schedule()
+    for loss, steps in ((1.0, 4), (2.0, 8), (3.0, 8)):
+        schedule.after_stage(Stage.VALID, loss, steps)
+    assert group["lr"] == 0.5
+    other, group = plateau_schedule()
+    other.load_state_dict(schedule.state_dict())
+    other.after_stage(Stage.VALID, 3.0, 8)
+    assert group["lr"] == 1.0, "the optimizer has a state of its own"
+    other.after_stage(Stage.VALID, 3.0, 9)
+    assert group["lr"] == 0.5

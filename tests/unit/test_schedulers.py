@@ -66,6 +66,11 @@ def test_new_bob_waits_before_each_annealing():
     ]
 
 
+def test_new_bob_compares_with_the_metric_before_and_not_with_the_best():
+    schedule = NewBobScheduler(1.0, annealing_factor=0.5, improvement_threshold=0.1)
+    assert [schedule(metric)[1] for metric in (1.0, 0.5, 0.9, 0.7)] == [1.0, 1.0, 0.5, 0.5]
+
+
 def test_the_plateau_is_counted_from_the_best_loss():
     schedule, adam = ReduceLROnPlateau(lr_min=0.3, factor=0.5, patience=1, dont_halve_until_epoch=2), optimizer()
     rates = []

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.seed import (
     global_seed,
+    own_randomness,
     restore_rng_state,
     rng_state,
     seed_epoch_streams,
@@ -237,3 +238,14 @@ def test_a_state_that_does_not_fit():
         restore_rng_state(state | {"torch_cpu": torch.zeros(3, dtype=torch.uint8)})
     with pytest.raises(CheckpointError, match="does not fit this process"):
         restore_rng_state(state | {"python": [9, [1, 2], None]})
+
+
+def test_randomness_of_ones_own_leaves_the_global_streams_where_they_were():
+    seed_everything(3, verbose=False)
+    expected = draw()
+    seed_everything(3, verbose=False)
+    with own_randomness(5):
+        own = draw()
+    assert draw() == expected
+    with own_randomness(5):
+        assert draw() == own

@@ -14,6 +14,8 @@ PYTEST_ARGS ?=
 JOBS ?= 4
 # For the table of faults: --rows F1,F9, --trials N, --kills N, --seed S (python -m tests.faults.table --help).
 FAULTS_ARGS ?=
+# For planted faults: --only optim, --only "clipped before", --new --record, --all (python -m tests.mutants --help).
+MUTANTS_ARGS ?=
 
 # Several processes share the cores in most of what runs here: one thread each is several times faster.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick house faults lint format types layers docs check bench bench-peers clean
+.PHONY: help venv demo test launch quick house faults mutants lint format types layers docs check bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +51,9 @@ quick: $(VENV)/.installed-dev  ## ruff and the tests of one area, in about half 
 faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: hours (FAULTS_ARGS="--rows F1,F9 --trials 5")
 	$(BIN)/python -m tests.faults.campaign --sizes
 	$(BIN)/python -m tests.faults.table $(FAULTS_ARGS)
+
+mutants: $(VENV)/.installed-dev  ## plant each fault of a list, run the tests that could see it: half an hour or more (MUTANTS_ARGS="--only optim")
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 house: $(VENV)/.installed-dev  ## sizes of classes, packages and layers, and what a module loads
 	$(BIN)/python -m tests.house

@@ -1,0 +1,190 @@
+"""Faults in who sees which sample, in which order, and in what is random about it."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault, in_room
+
+PLAN = "tests/data/test_plan.py tests/data/test_plan_order.py"
+STREAMS = "tests/data/test_streams.py"
+LOADER = "tests/unit/test_dataloader.py"
+SAMPLER = "tests/unit/test_sampler.py"
+
+DATA = in_room(
+    "data",
+    PLAN,
+    [
+        Fault(
+            "the order of samples is the same in every epoch",
+            "Order.__init__",
+            "mix_key(seed, epoch)",
+            "mix_key(seed, 1)",
+        ),
+        Fault(
+            "the order of samples does not depend on the seed",
+            "Order.__init__",
+            "mix_key(seed, epoch)",
+            "mix_key(0, epoch)",
+        ),
+        Fault(
+            "some samples come twice and others never",
+            "Order.at",
+            "values[outside] = self._encrypt(values[outside])",
+            "values[outside] %= np.uint64(self.num_samples)",
+        ),
+        Fault(
+            "every rank takes the same share of a global batch",
+            "SamplingPlan.share",
+            "part(stop - start, self.world_size, rank)",
+            "part(stop - start, self.world_size, 0)",
+        ),
+        Fault(
+            "the remainder of a global batch goes to no rank",
+            "part",
+            "(start, start + each + (1 if number < more else 0))",
+            "(start, start + each)",
+        ),
+        Fault(
+            "drop_last keeps the last batch",
+            "SamplingPlan.__len__",
+            "self._pieces(rest) if rest and (not self.drop_last) else 0",
+            "self._pieces(rest) if rest else 0",
+        ),
+        Fault(
+            "an epoch goes on one batch too early",
+            "SamplingPlan.batch_after",
+            "self.done_before(batch + 1) <= samples",
+            "self.done_before(batch + 1) < samples",
+        ),
+        Fault(
+            "a sampler is not told of the next epoch",
+            "RankBatchSampler.set_epoch",
+            "self.epoch, self._drawn, self._repeats = (epoch, None, None)",
+            "pass",
+        ),
+        Fault(
+            "batches that were consumed are read again after a resume",
+            "PlannedBatchSampler.__iter__",
+            "self._batches(skip)",
+            "self._batches(0)",
+        ),
+        Fault(
+            "after a resume the next epoch begins in its middle, too",
+            "PlannedBatchSampler.__iter__",
+            "skip, self.skip = (self.skip, 0)",
+            "skip = self.skip",
+        ),
+        Fault(
+            "a repeated sample of an epoch draws the same random numbers",
+            "count_repeats",
+            "seen[number] = counts[-1] + 1",
+            "seen[number] = 0",
+            f"{PLAN} tests/unit/test_augmentation.py",
+        ),
+        Fault(
+            "a user's batches are dealt to the first ranks only",
+            "DealtBatchSampler._own",
+            "(number * self.world_size + self.rank) * self.shards + shard",
+            "(number * self.world_size + 0) * self.shards + shard",
+        ),
+        Fault(
+            "a sampler without an end fills the memory",
+            "_draw_alike",
+            "len(drawn) > most",
+            "False",
+        ),
+        Fault(
+            "the epoch reaches the outer sampler only",
+            "set_epoch_inside",
+            "if isinstance(one, RankBatchSampler):\n    return",
+            "return",
+            f"{PLAN} {SAMPLER}",
+        ),
+        Fault(
+            "each rank reads all shards of a stream",
+            "StreamShard._own_shard",
+            "self.whole.shard(number, index)",
+            "self.whole.shard(number, 0)",
+            STREAMS,
+        ),
+        Fault(
+            "workers of a stream read the same blocks",
+            "StreamShard._dealt",
+            "block % workers == worker",
+            "True",
+            STREAMS,
+        ),
+        Fault(
+            "a stream that is dealt out loses the items of its last block",
+            "StreamShard._dealt",
+            "read < self.block_size and self.drop_last",
+            "read < self.block_size",
+            STREAMS,
+        ),
+        Fault(
+            "a stream's random order is the same in each epoch",
+            "StreamShard.__iter__",
+            "mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ)",
+            "mix_key(self.seed, 1, _BATCHES if self.of_batches else READ)",
+            f"{STREAMS}",
+        ),
+        Fault(
+            "reading a stream moves the global random streams",
+            "Reading.__exit__",
+            "self._swap()",
+            "pass",
+            STREAMS,
+        ),
+        Fault(
+            "a generator that can be read once is taken for training",
+            "_problem",
+            "is_iterator and is_read_again",
+            "False",
+            "tests/contract/test_unusable_data.py",
+        ),
+    ],
+)
+
+SAMPLERS = in_room(
+    "sampler",
+    SAMPLER,
+    [
+        Fault(
+            "a random sampler draws the same in each epoch",
+            "_OfEpoch.__iter__",
+            "mix_key(self.seed, self.epoch) >> 1",
+            "self.seed",
+        ),
+        Fault(
+            "a sampler's second round through the data is its first",
+            "ReproducibleRandomSampler._ordered",
+            "mix_key(self.seed, number) if number else self.seed",
+            "self.seed",
+        ),
+        Fault(
+            "parts of a concatenated dataset overlap",
+            "ConcatDatasetBatchSampler.__init__",
+            "drawn_from[:-1]",
+            "drawn_from[1:]",
+        ),
+        Fault(
+            "batches by length exceed the length that is allowed",
+            "DynamicBatchSampler.__init__",
+            "int(min(limit, max(1.0, max_batch_length / one)))",
+            "int(min(limit, max(1.0, max_batch_length / one))) + 1",
+        ),
+        Fault(
+            "batches by length come in the same order in each epoch",
+            "DynamicBatchSampler.__iter__",
+            "self._made is None or self._made[0] != self.epoch",
+            "self._made is None",
+        ),
+        Fault(
+            "rare classes are drawn as often as they occur",
+            "BalancingDataSampler.__init__",
+            "1.0 / counts[one]",
+            "1.0",
+        ),
+    ],
+)
+
+FAULTS = [*DATA, *SAMPLERS]

@@ -1,0 +1,83 @@
+"""Faults in what differs between the ways to run: DDP, FSDP2, ZeRO-1, local SGD, virtual ranks."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault, in_room
+
+UNIT = "tests/strategies/test_strategies.py"
+DDP = "tests/ranks/test_ddp_options.py tests/ranks/test_gradients_that_ddp_leaves.py"
+FSDP = (
+    "tests/ranks/test_fsdp.py::test_the_same_answer "
+    "tests/ranks/test_fsdp.py::test_what_cannot_be_divided_is_an_error_on_every_rank "
+    "tests/ranks/test_fsdp.py::test_ranks_that_use_other_blocks_are_told_before_anything_is_saved"
+)
+ZERO1 = (
+    "tests/ranks/test_zero1.py::test_zero1_has_the_bits_of_ddp_and_the_numbers_of_one_process "
+    "tests/ranks/test_zero1.py::test_gradients_that_are_not_averaged_are_refused "
+    "tests/ranks/test_zero1.py::test_a_state_that_is_not_whole_is_not_given_away "
+    "tests/ranks/test_zero1.py::test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp"
+)
+LOCAL_SGD = (
+    "tests/ranks/test_local_sgd.py::test_averages_after_every_step_of_plain_sgd_are_ddp "
+    "tests/ranks/test_local_sgd.py::test_weights_and_moments_are_those_of_ranks_simulated_by_hand "
+    "tests/ranks/test_local_sgd.py::test_nothing_is_saved_while_the_weights_are_not_the_same"
+)
+VIRTUAL = (
+    "tests/ranks/test_virtual_ranks.py::test_what_cannot_work_is_refused_by_name "
+    "tests/ranks/test_virtual_ranks.py::test_a_shard_without_a_sample_counts_nothing "
+    "tests/ranks/test_virtual_ranks.py::test_noise_in_a_prediction_and_in_what_follows_is_the_same "
+    "tests/ranks/test_virtual_ranks.py::test_the_same_bits_on_one_process_and_on_two"
+)
+WITHOUT_GRAPH = (
+    "tests/ranks/test_losses_without_graph.py "
+    "tests/ranks/test_losses_without_graph_of_batch_norm.py"
+)
+
+FAULTS = in_room(
+    "strategies",
+    UNIT,
+    [
+        Fault(
+            "gradients that DDP has left out are averaged over one rank too many",
+            "average_gradients",
+            "flat /= torch.distributed.get_world_size(group)",
+            "flat /= torch.distributed.get_world_size(group) + 1",
+            DDP,
+        ),
+        Fault(
+            "a parameter that no rank used gets a gradient of zeros",
+            "average_gradients",
+            "if anywhere:\n    own.copy_(average.view_as(own))\n    parameter.grad = own",
+            "own.copy_(average.view_as(own))\nparameter.grad = own",
+            DDP,
+        ),
+        Fault(
+            "two processes exchange gradients and do not divide them",
+            "_average_of_pair",
+            "own.div_(2)",
+            "pass",
+            "tests/ranks/test_arithmetic.py tests/ranks/test_same_answer.py",
+        ),
+        Fault(
+            "the count of a window with sums is not averaged but added up",
+            "Strategy.start_average",
+            "total / torch.distributed.get_world_size()",
+            "total",
+            "tests/ranks/test_arithmetic.py",
+        ),
+        Fault(
+            "several entries that share a parameter are not refused",
+            "refuse_shared_parameters",
+            "other[0] != entry",
+            "False",
+            f"{UNIT} tests/contract/test_bad_input.py",
+        ),
+        Fault(
+            "options that exclude each other are taken",
+            "_refuse_pairs",
+            "refuse_with(chosen, options, reasons)",
+            "pass",
+            f"{UNIT} tests/unit/test_run_opts.py",
+        ),
+    ],
+)

@@ -1,0 +1,82 @@
+"""Faults in steps, loops, feeds and gathering."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault, in_room
+
+FEED = "tests/training/test_step_sizes.py tests/training/test_stream_feed.py"
+STEP = "tests/training/test_loop_train_step.py tests/training/test_loop.py tests/contract/test_brain_gradients.py"
+RANKS = "tests/ranks/test_arithmetic.py"
+
+FAULTS = in_room(
+    "training",
+    STEP,
+    [
+        Fault(
+            "a stream's first window is as long as any, though it goes on in its middle",
+            "StreamFeed.batches",
+            "self.start % self.factor",
+            "0",
+            FEED,
+        ),
+        Fault(
+            "the gradients of a stream's short window are not corrected",
+            "StreamFeed.batches",
+            "whole / done if window.closes and done else 1.0",
+            "1.0",
+            FEED,
+        ),
+        Fault(
+            "a stream's window ends one micro-batch late where the stream ends",
+            "StreamFeed.batches",
+            "place == self.factor or not ahead[0].told().ranks",
+            "place == self.factor",
+            FEED,
+        ),
+        Fault(
+            "a global batch that micro-batches do not fill is rounded down",
+            "micro_batches",
+            "-(-whole // (micro * world_size))",
+            "whole // (micro * world_size)",
+            f"{FEED} tests/unit/test_run_opts.py tests/contract/test_steps_of_a_window.py",
+        ),
+        Fault(
+            "a run's length does not know of its step limit",
+            "RunLength.of",
+            "min(whole, limit or whole)",
+            "whole",
+            f"{FEED} tests/contract/test_schedules.py",
+        ),
+        Fault(
+            "evaluation leaves samples out where the recipe has drop_last",
+            "LoaderFactory._sharding",
+            "Sharding(seed=default_seed(), may_drop=False)",
+            "Sharding(seed=default_seed())",
+            f"{FEED} tests/contract/test_evaluation_drops_nothing.py",
+        ),
+        Fault(
+            "the last batch that is moved ahead is lost",
+            "moved_ahead",
+            """
+            if ahead is not None:
+                yield _arrived(*ahead, device)
+            ahead = coming
+            """,
+            """
+            if ahead is not None:
+                yield _arrived(*ahead, device)
+                ahead = None
+            else:
+                ahead = coming
+            """,
+            "tests/training/test_device_prefetch.py",
+        ),
+        Fault(
+            "an empty training set is not told",
+            "check_train_data",
+            "batches == 0",
+            "batches == -1",
+            f"{FEED} tests/contract/test_bad_input.py",
+        ),
+    ],
+)

@@ -142,6 +142,42 @@ CONTROL = in_room(
             "not EXIT_DELAY.is_held",
         ),
         Fault(
+            "a second SIGTERM does not end the process",
+            "_is_second",
+            "now - _Listeners.asked_at > REPEAT_SECONDS",
+            "False",
+            SIGNALS,
+        ),
+        Fault(
+            "signal handlers are not put back after a run",
+            "_put_back",
+            "signal.signal(number, handler)",
+            "pass",
+            SIGNALS,
+        ),
+        Fault(
+            "a handler of the recipe's own is replaced",
+            "SignalListener._listen",
+            "signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler, _end_soon}",
+            "True",
+            SIGNALS,
+        ),
+        Fault(
+            "the sync stops for the last of the causes",
+            "PeriodicSync.__call__",
+            "next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), '')",
+            "next((cause for cause, ranks in zip(CAUSES[::-1], stopped_by[::-1], strict=True)"
+            " if ranks), '')",
+            SIGNALS,
+        ),
+        Fault(
+            "a worker of a loader dies of SIGTERM before its rank",
+            "_start_worker",
+            "signal.signal(one, lambda *_: None)",
+            "pass",
+            "tests/control/test_signals_loader_workers.py",
+        ),
+        Fault(
             "a failure is not told to the other ranks",
             "_tell",
             "None if PROCESS.report.tell(reason) else PROCESS.report.first_failure()",

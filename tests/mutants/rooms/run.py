@@ -84,5 +84,41 @@ FAULTS = in_room(
             "True",
             f"{STATE} tests/contract/test_other_saves.py",
         ),
+        Fault(
+            "a save inside of a batch counts that batch's loss twice",
+            "RankState._losses_so_far",
+            "not self.is_inside_batch or progress.result is None "
+            "or progress.result_of != progress.step",
+            "progress.result is None or progress.result_of != progress.step",
+            "tests/run/test_rank_state.py tests/contract/test_saves_in_hooks.py",
+        ),
+        Fault(
+            "weights of the modules that nobody saves are not told",
+            "CheckpointPolicy.recover",
+            "logger.warning(words, ', '.join(lost))",
+            "pass",
+            f"{SAVES} tests/contract/test_other_saves.py",
+        ),
+        Fault(
+            "--time_limit stops nothing",
+            "StopControl.cause",
+            "TIME_LIMIT if over else ''",
+            "''",
+            STOP,
+        ),
+        Fault(
+            "the state of Adam is counted once for the room of a checkpoint",
+            "_moments",
+            "2 + bool(group.get('amsgrad'))",
+            "1 + bool(group.get('amsgrad'))",
+            "tests/run/test_output_checks.py tests/contract/test_output_folder.py",
+        ),
+        Fault(
+            "options that are assigned are not checked",
+            "Run.check_options",
+            "step.options.check()",
+            "pass",
+            "tests/contract/test_assigned_options.py tests/contract/test_bad_input.py",
+        ),
     ],
 )

@@ -13,6 +13,34 @@ FAULTS = in_room(
     STEP,
     [
         Fault(
+            "a loss is weighed without the number of ranks that DDP divides by",
+            "Feed.batches",
+            "window.weight * self.world_size / total",
+            "window.weight / total",
+            f"{FEED} {RANKS}",
+        ),
+        Fault(
+            "the last window of an epoch is not closed where it is short",
+            "Feed.batches",
+            "place == self.factor - 1 or number == length - 1",
+            "place == self.factor - 1",
+            f"{FEED} {STEP}",
+        ),
+        Fault(
+            "the samples of a short window are counted as if it were whole",
+            "Feed.batches",
+            "range(number, min(after, length))",
+            "range(number, after)",
+            f"{FEED} {STEP}",
+        ),
+        Fault(
+            "a training loader that ends early is not noticed",
+            "Feed.batches",
+            "done < length",
+            "done < 0",
+            f"{FEED} {STEP}",
+        ),
+        Fault(
             "a stream's first window is as long as any, though it goes on in its middle",
             "StreamFeed.batches",
             "self.start % self.factor",
@@ -48,6 +76,14 @@ FAULTS = in_room(
             f"{FEED} tests/contract/test_schedules.py",
         ),
         Fault(
+            "a divided evaluation leaves samples out where the recipe has drop_last",
+            "LoaderFactory._sharding",
+            "Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks, may_drop=False)",
+            "Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks)",
+            f"{FEED} tests/contract/test_evaluation_drops_nothing.py "
+            "tests/ranks/test_evaluation_drops_nothing.py",
+        ),
+        Fault(
             "evaluation leaves samples out where the recipe has drop_last",
             "LoaderFactory._sharding",
             "Sharding(seed=default_seed(), may_drop=False)",
@@ -77,6 +113,19 @@ FAULTS = in_room(
             "batches == 0",
             "batches == -1",
             f"{FEED} tests/contract/test_bad_input.py",
+        ),
+        Fault(
+            "the window counts a micro-batch twice where a recipe defers it twice",
+            "Window.defer",
+            "step != self.deferred_at",
+            "True",
+        ),
+        Fault(
+            "the garbage collector runs after one step too many",
+            "TrainStep._follow_step",
+            "progress.optimizer_step % self.gc_interval == 0",
+            "progress.optimizer_step % self.gc_interval == 1",
+            "tests/contract/test_garbage.py",
         ),
     ],
 )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import DdpkitError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _COUNTERS = ("optimizer_step", "nonfinite", "clipped")
 _looking = threading.RLock()  # a thread of the recipe, or of autograd, may look at a step, too

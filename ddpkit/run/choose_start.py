@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import ckpt_recency
+from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 from ddpkit.run.brain_file import DEBUG, EVALUATED, brain_file_or_nothing
@@ -17,7 +17,6 @@ from ddpkit.run.step_plan import StepPlan
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ddpkit.checkpointing import Checkpoint
     from ddpkit.checkpoints import Checkpointer
 
 logger = get_logger(__name__)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpkit.checkpointing import Checkpoint, ckpt_recency, read_checkpoint
@@ -25,7 +26,6 @@ from ddpkit.training import EpochPhase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from torch import nn
 

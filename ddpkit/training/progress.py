@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpkit import optim
 from ddpkit.distributed import sum_exactly, sum_over_ranks
@@ -12,14 +13,9 @@ from ddpkit.errors import NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.epoch_phase import EpochPhase
+from ddpkit.training.gathering import Seen
 from ddpkit.training.loss_meter import ExactMeter, LossMeter
 from ddpkit.training.window import Window
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ddpkit.training.gathering import Seen
-
 
 logger = get_logger(__name__)
 

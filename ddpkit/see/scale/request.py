@@ -13,7 +13,7 @@ from ddpkit.errors import ConfigError, MissingExtraError, MissingFileError
 from ddpkit.launch import count_processes
 from ddpkit.recipe_yaml import pairs, read_document
 from ddpkit.see.scale.cells import Cell, cells_of, sizes_of, ways_of
-from ddpkit.see.scale.slice_process import Recipe
+from ddpkit.see.scale.slice_process import MeasuredCommand
 
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -46,9 +46,9 @@ class ScaleRequest:
     json: Path | None = None
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> MeasuredCommand:
         """The command that is measured."""
-        return Recipe(tuple(self.words))
+        return MeasuredCommand(tuple(self.words))
 
     def cells(self) -> list[Cell]:
         """Return what is measured, the base first.

@@ -43,7 +43,7 @@ class SliceFailedError(LaunchError):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MeasuredCommand:
     """The command that is measured.
 
     Args:
@@ -52,7 +52,7 @@ class Recipe:
     Ranks: local.
 
     Example:
-        >>> Recipe(("train.py", "hparams.yaml")).shown
+        >>> MeasuredCommand(("train.py", "hparams.yaml")).shown
         'train.py hparams.yaml'
     """
 
@@ -70,7 +70,7 @@ class Recipe:
 
 
 def run_slice(
-    recipe: Recipe,
+    recipe: MeasuredCommand,
     cell: Cell,
     plan: SlicePlan,
     tell: Callable[[str], object],
@@ -109,7 +109,7 @@ def run_slice(
 
 @contextlib.contextmanager
 def _processes(
-    recipe: Recipe, cell: Cell, plan: SlicePlan, log: Path
+    recipe: MeasuredCommand, cell: Cell, plan: SlicePlan, log: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes; end all that is left of them."""
     started: list[subprocess.Popen[bytes]] = []

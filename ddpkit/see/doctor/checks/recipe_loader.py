@@ -17,7 +17,7 @@ from ddpkit.see.doctor.ranks import answering
 from ddpkit.see.orderly_end import ended_in_order
 from ddpkit.see.scale.cells import Cell
 from ddpkit.see.scale.rounds import scratch_folder
-from ddpkit.see.scale.slice_process import Recipe, SliceFailedError, run_slice
+from ddpkit.see.scale.slice_process import MeasuredCommand, SliceFailedError, run_slice
 from ddpkit.step_times import DATA
 
 logger = get_logger(__name__)
@@ -132,7 +132,7 @@ def _looked_at(site: Site, is_given_up: Callable[[], bool]) -> list[Finding]:
         )
         try:
             cell = Cell("", run.processes_here)
-            result = run_slice(Recipe(run.recipe), cell, plan, _tell, is_given_up)
+            result = run_slice(MeasuredCommand(run.recipe), cell, plan, _tell, is_given_up)
         except SliceFailedError as error:
             return [_failed(error)]
     speed = speed_of(result)

@@ -5,14 +5,15 @@
     python -m benchmarks.checkpoints --sizes 100         # MB
     python -m benchmarks.checkpoints --only_verified --cpu_time  # processor time of a verified load, on a busy machine
 
-The state is that of a model with layers of 4 MiB. Everything is repeated in turn and the best and the median are
-reported: what the machine can do, and what it did. `memcpy` is the copy of the state into memory that has been written
-to before; `torch.save` is one file written through a Python handle, and `fsync`. `asynchronous, whole` runs from the
-call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory.
-`verified load` is that of one process: every byte is hashed first. `by hand` is `load_state_dict(torch.load(...))`.
-Each of these runs in a process of its own, as a run that goes on does: the model, Adam's state, and both.
+The state is that of a model with layers of 4 MiB. Everything is repeated in turn and the best and
+the median are reported: what the machine can do, and what it did. `memcpy` is the copy of the state
+into memory that has been written to before; `torch.save` is one file written through a Python
+handle, and `fsync`. `asynchronous, whole` runs from the call until the checkpoint is committed.
+`first` is the first save of a checkpointer, which must touch fresh memory. `verified load` is that
+of one process: every byte is hashed first. `by hand` is `load_state_dict(torch.load(...))`. Each of
+these runs in a process of its own, as a run that goes on does: the model, Adam's state, and both.
 The hashing shares the cores with whatever else runs: the load of the machine stands beside it.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -59,11 +60,16 @@ def torch_save(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, list[float]]:
-    """Take turns, each time in another order, so that a machine or a disk that slows down slows all alike."""
+    """Take turns, each time in another order, so that a machine or a disk that slows down slows all
+    alike.
+    """
     model = make(megabytes)
     state = model.state_dict()
     warm = [value.clone() for value in state.values()]
-    plain, background = Checkpointer(folder, {"model": model}), Checkpointer(folder, {"model": model})
+    plain, background = (
+        Checkpointer(folder, {"model": model}),
+        Checkpointer(folder, {"model": model}),
+    )
     background.asynchronous = True
     times: dict[str, list[float]] = {}
     first_saves(model, folder, times)
@@ -93,7 +99,10 @@ def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, list[f
         background.wait()
         shutil.rmtree(folder / "CKPT+b")
         for turn in range(turns):
-            note("memcpy", seconds(lambda: [a.copy_(b) for a, b in zip(warm, state.values(), strict=True)]))
+            note(
+                "memcpy",
+                seconds(lambda: [a.copy_(b) for a, b in zip(warm, state.values(), strict=True)]),
+            )
             for work in works[turn % 3 :] + works[: turn % 3]:
                 os.sync()
                 work()
@@ -161,7 +170,8 @@ def resume(megabytes: int, folder: Path, title: str, way: str) -> tuple[float, f
     works: dict[str, Callable[[], object]] = {
         "torch.load": lambda: [torch.load(path, weights_only=True) for path in states.values()],
         "load by hand": lambda: [
-            objects[name].load_state_dict(torch.load(path, weights_only=True)) for name, path in states.items()
+            objects[name].load_state_dict(torch.load(path, weights_only=True))
+            for name, path in states.items()
         ],
         "verification alone": verify,
         "verified load": lambda: checkpointer.load_checkpoint(saved),
@@ -171,8 +181,12 @@ def resume(megabytes: int, folder: Path, title: str, way: str) -> tuple[float, f
     return time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def measure_resuming(megabytes: int, folder: Path, turns: int, cpu_time: bool) -> dict[str, dict[str, list[float]]]:
-    """Take turns, each time in a new process, as a run that goes on does; the files are in the page cache."""
+def measure_resuming(
+    megabytes: int, folder: Path, turns: int, cpu_time: bool
+) -> dict[str, dict[str, list[float]]]:
+    """Take turns, each time in a new process, as a run that goes on does; the files are in the page
+    cache.
+    """
     save_for_resuming(megabytes, folder)
     times: dict[str, dict[str, list[float]]] = {title: {way: [] for way in WAYS} for title in PARTS}
     for _ in range(turns):
@@ -197,24 +211,39 @@ def report(times: dict[str, list[float]], title: str = "") -> None:
         best, median, base = min(values), statistics.median(values), against.get(name)
         line = f"  {title + name:32}{best * 1e3:10.1f} ms, median{median * 1e3:10.1f} ms"
         if base is not None:
-            line += f"{best / min(times[base]):8.2f} and {median / statistics.median(times[base]):.2f} x {base}"
+            line += (
+                f"{best / min(times[base]):8.2f} and "
+                f"{median / statistics.median(times[base]):.2f} x {base}"
+            )
         print(line)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000], help="of the state, MB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[100, 1000], help="of the state, MB"
+    )
     parser.add_argument("--turns", type=int, default=6, help="how often everything is done")
-    parser.add_argument("--only_verified", action="store_true", help="measure the verified load alone")
-    parser.add_argument("--cpu_time", action="store_true", help="measure that in processor time, of all threads")
-    parser.add_argument("--folder", help="where checkpoints are written; default: the folder for temporary files")
+    parser.add_argument(
+        "--only_verified", action="store_true", help="measure the verified load alone"
+    )
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="measure that in processor time, of all threads"
+    )
+    parser.add_argument(
+        "--folder", help="where checkpoints are written; default: the folder for temporary files"
+    )
     arguments = parser.parse_args()
     for megabytes in arguments.sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             print(f"{megabytes} MB in {folder}")
             if not arguments.only_verified:
                 report(measure_saving(megabytes, Path(folder), arguments.turns))
-            for title, times in measure_resuming(megabytes, Path(folder), arguments.turns, arguments.cpu_time).items():
+            for title, times in measure_resuming(
+                megabytes, Path(folder), arguments.turns, arguments.cpu_time
+            ).items():
                 report(times, f"{title}, ")
             print(f"  load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         if arguments.only_verified:

@@ -2,11 +2,12 @@
 
     python benchmarks/control_plane.py                    # two processes through torchrun (gloo), about three minutes
 
-The same training runs in turns with the control plane and without it, in one process on the same model and the same
-batches, so that a machine that slows down slows both. Without it there is no sync after a pass has begun, no thread is
-running, and no signal is heard. Besides the steps it measures each part by itself: the processor time of the threads,
-one sync, what the loop does per step for all of it, and how many collectives and store operations there are per second.
-"""
+The same training runs in turns with the control plane and without it, in one process on the same
+model and the same batches, so that a machine that slows down slows both. Without it there is no
+sync after a pass has begun, no thread is running, and no signal is heard. Besides the steps it
+measures each part by itself: the processor time of the threads, one sync, what the loop does per
+step for all of it, and how many collectives and store operations there are per second.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -114,7 +115,11 @@ def new_watch() -> None:
 
 def threads_cpu_seconds() -> float:
     """Return the processor time that the threads which watch have used."""
-    ours = [thread for thread in threading.enumerate() if thread.name in {"ddpkit-heartbeat", "ddpkit-watch"}]
+    ours = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name in {"ddpkit-heartbeat", "ddpkit-watch"}
+    ]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in ours)
 
 
@@ -151,7 +156,9 @@ class Trained:
 
     def _loader(self, rows: int, steps: int) -> Any:
         number = steps * 2 * get_world_size()
-        return self.brain.make_dataloader(range(number), Stage.TRAIN, batch_size=2, collate_fn=OneBatch(rows))
+        return self.brain.make_dataloader(
+            range(number), Stage.TRAIN, batch_size=2, collate_fn=OneBatch(rows)
+        )
 
     def seconds_per_step(self, *, attended: bool = True) -> float:
         """Train a pass, and return what a step took on the whole."""
@@ -169,7 +176,9 @@ class Trained:
 
 
 def in_turns(trained: Trained, turns: int) -> tuple[list[float], list[float], float]:
-    """Return seconds per step with and without, in pairs, and the threads' processor time per second."""
+    """Return seconds per step with and without, in pairs, and the threads' processor time per
+    second.
+    """
     on, off = [], []
     used = passed = 0.0
     for _ in range(turns):
@@ -225,7 +234,9 @@ def look_at_the_beat(*, looking: bool) -> float:
 
 
 def loop_alone() -> dict[str, float]:
-    """Return microseconds per step: of the loop with a sync every second, with none, and of the look at the sync."""
+    """Return microseconds per step: of the loop with a sync every second, with none, and of the
+    look at the sync.
+    """
 
     def run(kind: type[PeriodicSync]) -> float:
         nothing = Nothing()
@@ -265,10 +276,19 @@ def how_often(trained: Trained) -> list[tuple[str, str]]:
         others = trained.collectives(attended=False) - 1  # the one sync
     asked = ", ".join(f"{name} {number / seconds:.1f}" for name, number in sorted(counts.items()))
     return [
-        ("beats in the first second of a pass, whose distance doubles", f"{sum(moment <= 1 for moment in beats)}"),
+        (
+            "beats in the first second of a pass, whose distance doubles",
+            f"{sum(moment <= 1 for moment in beats)}",
+        ),
         ("beats per second from then on", f"{later:.2f}"),
-        ("collectives of a pass that are neither beats nor there without", f"{with_beats - conferred - others}"),
-        ("what a rank asks the store per second", f"{sum(counts.values()) / seconds:.1f} ({asked})"),
+        (
+            "collectives of a pass that are neither beats nor there without",
+            f"{with_beats - conferred - others}",
+        ),
+        (
+            "what a rank asks the store per second",
+            (f"{sum(counts.values()) / seconds:.1f} ({asked})"),
+        ),
     ]
 
 
@@ -285,10 +305,17 @@ def measure(turns: int, steps: int, milliseconds: float) -> None:
     def line(name: str, *values: str) -> None:
         print(f"  {name:66}{'  '.join(f'{value:>9}' for value in values)}")
 
-    print(f"{turns} turns of {steps} steps on {get_world_size()} processes, ms per step: minimum and median")
+    print(
+        f"{turns} turns of {steps} steps on {get_world_size()} processes, ms per step: minimum "
+        "and median"
+    )
     line("with the control plane", f"{min(on) * 1e3:.3f}", f"{statistics.median(on) * 1e3:.3f}")
     line("without", f"{min(off) * 1e3:.3f}", f"{step * 1e3:.3f}")
-    line("above, %", f"{(min(on) / min(off) - 1) * 100:.2f}", f"{(statistics.median(on) / step - 1) * 100:.2f}")
+    line(
+        "above, %",
+        f"{(min(on) / min(off) - 1) * 100:.2f}",
+        f"{(statistics.median(on) / step - 1) * 100:.2f}",
+    )
     line("above, %: median of the pairs", "", f"{(statistics.median(pairs) - 1) * 100:.2f}")
     print("its parts, each by itself")
     line("threads: us of processor time per second", f"{share * 1e6:.0f}")
@@ -303,15 +330,25 @@ def measure(turns: int, steps: int, milliseconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=20, help="how often each kind runs")
     parser.add_argument("--steps", type=int, default=600, help="steps of each run")
     parser.add_argument("--milliseconds", type=float, default=5.0, help="length of a step, about")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.processes}", *sys.argv]
-        raise SystemExit(subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={arguments.processes}",
+            *sys.argv,
+        ]
+        raise SystemExit(
+            subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        )
     torch.set_num_threads(1)
     measure(arguments.turns, arguments.steps, arguments.milliseconds)
 

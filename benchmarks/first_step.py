@@ -1,8 +1,9 @@
-"""How long a script takes from its start to the end of its first optimizer step, with ddpkit and by hand.
+"""How long a script takes from its start to the end of its first optimizer step, with ddpkit and by
+hand.
 
-Both import torch, make a model, a loader and an optimizer, and train on one batch with clipping and a finite check.
-Each run is a fresh process with compiled bytecode; they take turns, so that a machine that slows down slows both.
-Prints medians of seconds, and of the ratio within a turn.
+Both import torch, make a model, a loader and an optimizer, and train on one batch with clipping and
+a finite check. Each run is a fresh process with compiled bytecode; they take turns, so that a
+machine that slows down slows both. Prints medians of seconds, and of the ratio within a turn.
 
     OMP_NUM_THREADS=1 python benchmarks/first_step.py [--turns 15] [--cpu_time]
 """
@@ -22,7 +23,9 @@ def make():
     from torch import nn
 
     torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randint(0, CLASSES, (SAMPLES,)))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(SAMPLES, WIDTH), torch.randint(0, CLASSES, (SAMPLES,))
+    )
     return data, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
 
 
@@ -62,7 +65,12 @@ def with_ddpkit():
         def on_fit_batch_end(self, batch, outputs, loss, should_step):
             say_when()
 
-    options = {"max_grad_norm": 1.0, "optimizer_step_limit": 1, "noprogressbar": True, "device": "cpu"}
+    options = {
+        "max_grad_norm": 1.0,
+        "optimizer_step_limit": 1,
+        "noprogressbar": True,
+        "device": "cpu",
+    }
     brain = Classifier({"net": net}, torch.optim.AdamW, run_opts=options)
     brain.fit(range(1), data, train_loader_kwargs={"batch_size": BATCH, "shuffle": True})
 
@@ -71,7 +79,9 @@ def seconds_of(name, cpu_time):
     """Run one of the two in a process of its own."""
     import subprocess
 
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     command = [sys.executable, __file__, name]
     begun = time.monotonic()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -86,14 +96,22 @@ def main():
     import statistics
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--turns", type=int, default=15, help="of both, after one that is not counted")
-    parser.add_argument("--cpu_time", action="store_true", help="processor time instead, for a busy machine")
+    parser.add_argument(
+        "--turns", type=int, default=15, help="of both, after one that is not counted"
+    )
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="processor time instead, for a busy machine"
+    )
     options = parser.parse_args()
     names = ("by_hand", "with_ddpkit")
-    pairs = [[seconds_of(name, options.cpu_time) for name in names] for _ in range(1 + options.turns)][1:]
+    pairs = [
+        [seconds_of(name, options.cpu_time) for name in names] for _ in range(1 + options.turns)
+    ][1:]
     hand, mine = (statistics.median(one) for one in zip(*pairs, strict=True))
     ratios = sorted(mine / hand for hand, mine in pairs)
-    print(f"by hand {hand:.3f} s, ddpkit {mine:.3f} s, ratio {statistics.median(ratios):.3f}", end=" ")
+    print(
+        f"by hand {hand:.3f} s, ddpkit {mine:.3f} s, ratio {statistics.median(ratios):.3f}", end=" "
+    )
     print(f"({ratios[len(ratios) // 4]:.3f} to {ratios[len(ratios) * 3 // 4]:.3f})")
 
 

@@ -1,4 +1,5 @@
-"""What a training step costs on a GPU, against a loop by hand in the same run: time, waits for the GPU, memory.
+"""What a training step costs on a GPU, against a loop by hand in the same run: time, waits for the
+GPU, memory.
 
     python benchmarks/gpu.py                     # one GPU, some minutes
     python benchmarks/gpu.py --processes 2       # two GPUs, DDP over NCCL
@@ -6,20 +7,22 @@
     python benchmarks/gpu.py --device cpu        # tiny, to see that it runs; times mean nothing there
     python benchmarks/gpu.py --device cpu --turns 15 --rows small   # of tiny models: what the host does in a step
 
-Both loops train the same model on the same batches, in turns: forward, backward, clipping, finite check, fused AdamW.
-`ratio` is the median of the turns' ratios of ddpkit to the loop by hand, with its quartiles. `waits` is how often a
-step makes the host wait for the GPU (`torch.cuda.set_sync_debug_mode`), counted as the difference of two passes of
-different length. `peak` is what a pass allocates above what was there before. `bits` says whether both ended with the
+Both loops train the same model on the same batches, in turns: forward, backward, clipping, finite
+check, fused AdamW. `ratio` is the median of the turns' ratios of ddpkit to the loop by hand, with
+its quartiles. `waits` is how often a step makes the host wait for the GPU
+(`torch.cuda.set_sync_debug_mode`), counted as the difference of two passes of different length.
+`peak` is what a pass allocates above what was there before. `bits` says whether both ended with the
 same weights.
 
-By hand, the norm is read in every step, but under fp16, where the fused optimizer skips on the GPU. It does so in the
-rows `norm not read`, too. ddpkit reads it one step later, but under fp16, and in the rows `looked at first`, before the
-step. In the rows `moved ahead` ddpkit moves batches with --prefetch_to_device, in the rows before them not; the loop by
-hand moves them when it uses them. In the row `checkpoint` a step of the loop by hand is a copy of the state to the CPU,
-and ddpkit's the stall of a save in the background. ddpkit times about 50 steps a second phase by phase, as by default,
-and in two rows none (`--measure_steps=off`) and all. Some kernels of a GPU, as the backward pass of attention, may give
-other bits each time, in both loops.
-"""
+By hand, the norm is read in every step, but under fp16, where the fused optimizer skips on the GPU.
+It does so in the rows `norm not read`, too. ddpkit reads it one step later, but under fp16, and in
+the rows `looked at first`, before the step. In the rows `moved ahead` ddpkit moves batches with
+--prefetch_to_device, in the rows before them not; the loop by hand moves them when it uses them. In
+the row `checkpoint` a step of the loop by hand is a copy of the state to the CPU, and ddpkit's the
+stall of a save in the background. ddpkit times about 50 steps a second phase by phase, as by
+default, and in two rows none (`--measure_steps=off`) and all. Some kernels of a GPU, as the
+backward pass of attention, may give other bits each time, in both loops.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -71,7 +74,18 @@ class Sizes:
     most_steps: int = 400
 
 
-TINY = Sizes(width=8, batch=4, model=16, layers=1, length=4, sequences=2, words=16, features=100, turns=3, most_steps=4)
+TINY = Sizes(
+    width=8,
+    batch=4,
+    model=16,
+    layers=1,
+    length=4,
+    sequences=2,
+    words=16,
+    features=100,
+    turns=3,
+    most_steps=4,
+)
 
 
 class Transformer(nn.Module):
@@ -80,7 +94,9 @@ class Transformer(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.words, sizes.model)
-        layer = nn.TransformerEncoderLayer(sizes.model, 8, 4 * sizes.model, 0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            sizes.model, 8, 4 * sizes.model, 0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False)
         self.head = nn.Linear(sizes.model, sizes.words)
 
@@ -92,7 +108,9 @@ def make_net(kind: str, sizes: Sizes) -> nn.Module:
     torch.manual_seed(0)
     if kind == "transformer":
         return Transformer(sizes)
-    inputs, hidden = (sizes.features, 8 * sizes.width) if kind == "large batches" else (sizes.width, sizes.width)
+    inputs, hidden = (
+        (sizes.features, 8 * sizes.width) if kind == "large batches" else (sizes.width, sizes.width)
+    )
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
@@ -137,7 +155,12 @@ ROWS = [
     Row("small, not timed", "small", options={"measure_steps": "off"}),
     Row("small, every step timed", "small", options={"measure_steps": "all"}),
     Row("large batches, 2 workers", "large batches", workers=2),
-    Row("large batches, moved ahead", "large batches", workers=2, options={"prefetch_to_device": True}),
+    Row(
+        "large batches, moved ahead",
+        "large batches",
+        workers=2,
+        options={"prefetch_to_device": True},
+    ),
     Row("transformer, 2 workers", workers=2),
     Row("transformer, moved ahead", workers=2, options={"prefetch_to_device": True}),
     Row("small, reduce-overhead", "small", mode="reduce-overhead"),
@@ -161,7 +184,9 @@ class Hand:
             self.net.compile(mode=row.mode)
         if get_world_size() > 1:
             own = None if self.device.type == "cpu" else [self.device.index]
-            self.net = DistributedDataParallel(self.net, device_ids=own, gradient_as_bucket_view=True)
+            self.net = DistributedDataParallel(
+                self.net, device_ids=own, gradient_as_bucket_view=True
+            )
         self.optimizer: Any = adamw(self.net.parameters())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=row.precision == "fp16")
 
@@ -183,7 +208,10 @@ class Hand:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif not self.row.reads:
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, norm.isfinite().logical_not().float()
+            self.optimizer.grad_scale, self.optimizer.found_inf = (
+                None,
+                norm.isfinite().logical_not().float(),
+            )
             self.optimizer.step()
         elif norm.isfinite().item():
             self.optimizer.step()
@@ -203,10 +231,19 @@ class Model(Brain):
 
 def make_brain(row: Row, sizes: Sizes, device: str) -> Model:
     compiling = {} if row.mode is None else {"compile": True, "compile_mode": row.mode}
-    options = {"device": device, "noprogressbar": True, "max_grad_norm": MAX_NORM, "precision": row.precision}
+    options = {
+        "device": device,
+        "noprogressbar": True,
+        "max_grad_norm": MAX_NORM,
+        "precision": row.precision,
+    }
     kinds = () if row.looks_first else ("cuda", "cpu")
     with mock.patch.object(optim, "GPUS", kinds), mock.patch.object(making, "GPUS", kinds):
-        return Model({"net": make_net(row.kind, sizes)}, adamw, run_opts={**options, **compiling, **row.options})
+        return Model(
+            {"net": make_net(row.kind, sizes)},
+            adamw,
+            run_opts={**options, **compiling, **row.options},
+        )
 
 
 class Passes:
@@ -226,7 +263,9 @@ class Passes:
         return DataLoader(range(steps), pin_memory=self.device != "cpu", **self.given)
 
     def of_brain(self, steps: int) -> Any:
-        return self.brain.make_dataloader(range(steps * get_world_size()), Stage.TRAIN, None, **self.given)
+        return self.brain.make_dataloader(
+            range(steps * get_world_size()), Stage.TRAIN, None, **self.given
+        )
 
     def run(self, who: str, steps: int) -> Callable[[], object]:
         if who == "hand":
@@ -236,7 +275,9 @@ class Passes:
         return lambda: self.brain._fit_train(loader, next(self.epoch), enable=False)
 
     def are_the_same(self) -> bool:
-        pairs = zip(self.brain.raw_modules.net.parameters(), self.hand.plain.parameters(), strict=True)
+        pairs = zip(
+            self.brain.raw_modules.net.parameters(), self.hand.plain.parameters(), strict=True
+        )
         return all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -312,7 +353,10 @@ def measure(row: Row, sizes: Sizes, device: str) -> str:
     passes = Passes(row, sizes, device)
     steps = steps_of_a_turn(passes)
     bits = "same" if passes.are_the_same() else "OTHER"
-    waits = ["-" if device == "cpu" else f"{waits_per_step(passes, who):.2f}" for who in ("hand", "brain")]
+    waits = [
+        "-" if device == "cpu" else f"{waits_per_step(passes, who):.2f}"
+        for who in ("hand", "brain")
+    ]
     works = [passes.run(who, steps) for who in ("hand", "brain")]
     peaks = [peak(work, device) for work in works]
     times = [(seconds(works[0], device), seconds(works[1], device)) for _ in range(sizes.turns)]
@@ -332,7 +376,10 @@ def measure_checkpoint(sizes: Sizes, device: str) -> str:
         checkpointer.asynchronous = True
         for number in range(sizes.turns + 1):
             by_hand = seconds(lambda: [one.cpu() for one in tensors], device)
-            own = seconds(lambda: checkpointer.save_and_keep_only(name=str(number), num_to_keep=1), device)  # noqa: B023
+            own = seconds(
+                lambda: checkpointer.save_and_keep_only(name=str(number), num_to_keep=1),  # noqa: B023
+                device,
+            )
             checkpointer.wait()
             times.append((by_hand, own))
     return f"{shown(times[1:], 1)}   first save {1e3 * times[0][1]:.1f} ms"
@@ -345,7 +392,9 @@ def report(rows: list[Row], sizes: Sizes, device: str, *, checkpoint: bool) -> N
     head = f"{'':32}{'by hand':>10}{'ddpkit':>10}{'ratio (quartiles)':>30}"
     tell(f"{head}{'waits':>9}{'own':>7}{'peak MiB':>9}{'own':>8}{'bits':>7}", flush=True)
     for row in rows:
-        problem = "not on a CPU" if device == "cpu" and (row.mode or row.precision == "fp16") else None
+        problem = (
+            "not on a CPU" if device == "cpu" and (row.mode or row.precision == "fp16") else None
+        )
         tell(f"{row.name:32}{problem or measure(row, sizes, device)}", flush=True)
         gc.collect()
         if device != "cpu":
@@ -355,7 +404,9 @@ def report(rows: list[Row], sizes: Sizes, device: str, *, checkpoint: bool) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=1, help="a GPU each")
     parser.add_argument("--turns", type=int, help="how often each row is measured")
@@ -363,12 +414,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.processes:
         raise SystemExit(
-            f"benchmarks/gpu.py needs {arguments.processes} GPU(s), found {torch.cuda.device_count()}: "
-            "--device cpu shows that it runs."
+            f"benchmarks/gpu.py needs {arguments.processes} GPU(s), found "
+            f"{torch.cuda.device_count()}: --device cpu shows that it runs."
         )
     if arguments.processes > 1 and "RANK" not in os.environ:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.processes}", *sys.argv]
-        raise SystemExit(subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={arguments.processes}",
+            *sys.argv,
+        ]
+        raise SystemExit(
+            subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        )
     device = arguments.device
     if "RANK" in os.environ:
         ddp_init_group({"device": device})

@@ -7,10 +7,11 @@
     python benchmarks/loop_overhead.py --cpu_time         # processor time, where the machine is busy
     python benchmarks/loop_overhead.py --processes 2 --width 1450 --layers 7 --steps 20  # DDP of 12.7 M parameters
 
-The two loops run in turns in one process, in every order, on the same model and the same batches, so that a machine
-that slows down slows both. Reported are the medians over the turns, of times and of ratios within a turn; Python calls
-per step, which do not depend on the machine at all; and whether both end with the same weights, to the last bit.
-"""
+The two loops run in turns in one process, in every order, on the same model and the same batches,
+so that a machine that slows down slows both. Reported are the medians over the turns, of times and
+of ratios within a turn; Python calls per step, which do not depend on the machine at all; and
+whether both end with the same weights, to the last bit.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ class OneBatch:
 
 def make_net(width: int = WIDTH, layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    hidden = [part for number in range(layers) for part in (nn.Linear(width if number else WIDTH, width), nn.ReLU())]
+    hidden = [
+        part
+        for number in range(layers)
+        for part in (nn.Linear(width if number else WIDTH, width), nn.ReLU())
+    ]
     return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
 
 
@@ -69,12 +74,16 @@ class Classifier(Brain):
 
 
 def over_ranks(total: torch.Tensor) -> float:
-    """Add up a pass's loss over the ranks, as every loop must that reports one number: it waits for the slowest."""
+    """Add up a pass's loss over the ranks, as every loop must that reports one number: it waits for
+    the slowest.
+    """
     return sum_over_ranks([total.item()])[0]
 
 
 class Bare:
-    """The loop that one would write by hand, with the same safety: clipping, a finite check, one loss at the end."""
+    """The loop that one would write by hand, with the same safety: clipping, a finite check, one
+    loss at the end.
+    """
 
     def __init__(self, net: nn.Module, accumulate: int = 1) -> None:
         self.net, self.accumulate = net, accumulate
@@ -227,7 +236,10 @@ def measure(arguments: argparse.Namespace) -> None:
     if if_main_process():
         report({"train": train, "valid": valid}, calls)
         size = sum(parameter.numel() for parameter in net.parameters())
-        print(f"{size} parameters; weights after {warm + steps} steps: {'the same bits' if same else 'DIFFERENT'}")
+        print(
+            f"{size} parameters; weights after {warm + steps} steps: "
+            f"{'the same bits' if same else 'DIFFERENT'}"
+        )
 
 
 def report(times: dict[str, dict[str, list[float]]], calls: dict[str, tuple[float, float]]) -> None:
@@ -235,27 +247,45 @@ def report(times: dict[str, dict[str, list[float]]], calls: dict[str, tuple[floa
     for stage, of_loops in times.items():
         bare = of_loops["bare"]
         for name, label in (("ddpkit", "bar off"), ("ddpkit_bar", "bar on")):
-            ratio = statistics.median(own / by_hand for own, by_hand in zip(of_loops[name], bare, strict=True))
+            ratio = statistics.median(
+                own / by_hand for own, by_hand in zip(of_loops[name], bare, strict=True)
+            )
             by_hand, own = statistics.median(bare), statistics.median(of_loops[name])
-            print(f"{stage + ', ' + label:22}{by_hand:9.1f}{own:9.1f}{own - by_hand:8.1f}{ratio:8.3f}")
+            print(
+                f"{stage + ', ' + label:22}{by_hand:9.1f}{own:9.1f}{own - by_hand:8.1f}{ratio:8.3f}"
+            )
     for stage, (by_hand, own) in calls.items():
-        print(f"{stage + ', calls per step':22}{by_hand:9.1f}{own:9.1f}{own - by_hand:8.1f}{own / by_hand:8.3f}")
+        print(
+            f"{stage + ', calls per step':22}{by_hand:9.1f}{own:9.1f}{own - by_hand:8.1f}{own / by_hand:8.3f}"  # noqa: E501
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--turns", type=int, default=21, help="how often each loop runs")
     parser.add_argument("--steps", type=int, default=1000, help="steps of each run")
     parser.add_argument("--workers", type=int, default=0, help="loader workers")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
-    parser.add_argument("--cpu_time", action="store_true", help="measure processor time instead of time")
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="measure processor time instead of time"
+    )
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=1, help="hidden ones")
     arguments = parser.parse_args()
     if arguments.processes > 1 and "RANK" not in os.environ:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.processes}", *sys.argv]
-        raise SystemExit(subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={arguments.processes}",
+            *sys.argv,
+        ]
+        raise SystemExit(
+            subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        )
     torch.set_num_threads(1)
     measure(arguments)
 

@@ -1,16 +1,17 @@
-"""What a training step costs in ddpkit and in other libraries, against the loop that one writes by hand.
+"""What a training step costs in ddpkit and in other libraries, against the loop that one writes by
+hand.
 
     make bench-peers                                              # all of them, one process and two
     python benchmarks/peers.py --peers ddpkit lightning --processes 1
 
-Each library runs in an environment of its own, which shares the PyTorch of this one (``build/peers``; made on first
-use). In it the loop by hand and the library's train in turns, in one process, on the same model and the same batches,
-so that a machine that slows down slows both; reported is the median over the turns of the ratio. What is timed is an
-epoch without its start and end: from the first batch asked for to the last step. At the end the weights of both are
-compared.
+Each library runs in an environment of its own, which shares the PyTorch of this one
+(``build/peers``; made on first use). In it the loop by hand and the library's train in turns, in
+one process, on the same model and the same batches, so that a machine that slows down slows both;
+reported is the median over the turns of the ratio. What is timed is an epoch without its start and
+end: from the first batch asked for to the last step. At the end the weights of both are compared.
 
-All do the same: clip the gradients to a norm, and know the mean loss of the epoch. Which of them also look whether the
-gradients are finite is in the table.
+All do the same: clip the gradients to a norm, and know the mean loss of the epoch. Which of them
+also look whether the gradients are finite is in the table.
 """
 
 from __future__ import annotations
@@ -44,13 +45,26 @@ PACKAGES = {
     "fabric": ["lightning"],
     "lightning": ["lightning"],
     "ignite": ["pytorch-ignite"],
-    "speechbrain": ["speechbrain", "huggingface_hub", "sentencepiece", "soundfile", "cffi", "pycparser", "--no-deps"],
+    "speechbrain": [
+        "speechbrain",
+        "huggingface_hub",
+        "sentencepiece",
+        "soundfile",
+        "cffi",
+        "pycparser",
+        "--no-deps",
+    ],
 }
-STAND_IN = '__version__ = "2.11.0"  # for torchaudio, whose builds need CUDA on some machines; nothing here uses it\n'
+STAND_IN = (
+    '__version__ = "2.11.0"  # for torchaudio, whose builds need CUDA on some machines; nothing '
+    "here uses it\n"
+)
 
 
 class Samples(torch.utils.data.Dataset[int]):
-    """Numbers of samples; :meth:`collate` looks them up at once, so that loading costs little and hides nothing."""
+    """Numbers of samples; :meth:`collate` looks them up at once, so that loading costs little and
+    hides nothing.
+    """
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -84,7 +98,9 @@ def world_size() -> int:
 def make_loader(samples: Samples, *, divided: bool) -> DataLoader[Any]:
     """Return a plain loader; divided over the processes where a library leaves that to its user."""
     size, rank = world_size(), int(os.environ.get("RANK", "0"))
-    sampler = DistributedSampler(samples, size, rank, shuffle=False) if divided and size > 1 else None
+    sampler = (
+        DistributedSampler(samples, size, rank, shuffle=False) if divided and size > 1 else None
+    )
     return DataLoader(samples, BATCH, sampler=sampler, collate_fn=samples.collate)
 
 
@@ -130,7 +146,9 @@ def by_hand(samples: Samples) -> Turn:
 def ddpkit(samples: Samples) -> Turn:
     from ddpkit import Brain
 
-    return _brain(Brain, samples, {"device": "cpu", "noprogressbar": True, "max_grad_norm": MAX_NORM})
+    return _brain(
+        Brain, samples, {"device": "cpu", "noprogressbar": True, "max_grad_norm": MAX_NORM}
+    )
 
 
 def speechbrain(samples: Samples) -> Turn:
@@ -140,7 +158,11 @@ def speechbrain(samples: Samples) -> Turn:
     if world_size() > 1:
         from speechbrain.utils.distributed import ddp_init_group
 
-        options |= {"distributed_launch": True, "distributed_backend": "gloo", "find_unused_parameters": False}
+        options |= {
+            "distributed_launch": True,
+            "distributed_backend": "gloo",
+            "find_unused_parameters": False,
+        }
         ddp_init_group(options)
     return _brain(Brain, samples, options)
 
@@ -177,7 +199,9 @@ def accelerate(samples: Samples) -> Turn:
 
     accelerator = Accelerator(cpu=True)
     net = make_net()
-    model, optimizer, loader = accelerator.prepare(net, make_sgd(net.parameters()), make_loader(samples, divided=False))
+    model, optimizer, loader = accelerator.prepare(
+        net, make_sgd(net.parameters()), make_loader(samples, divided=False)
+    )
 
     def turn(clock: Clock) -> nn.Module:
         model.train()
@@ -200,7 +224,9 @@ def accelerate(samples: Samples) -> Turn:
 def fabric(samples: Samples) -> Turn:
     from lightning.fabric import Fabric
 
-    kind = Fabric(accelerator="cpu", devices=world_size(), strategy="ddp" if world_size() > 1 else "auto")
+    kind = Fabric(
+        accelerator="cpu", devices=world_size(), strategy="ddp" if world_size() > 1 else "auto"
+    )
     kind.launch()
     net = make_net()
     model, optimizer = kind.setup(net, make_sgd(net.parameters()))
@@ -213,7 +239,9 @@ def fabric(samples: Samples) -> Turn:
         for inputs, targets in loader:
             loss = nn.functional.cross_entropy(model(inputs), targets)
             kind.backward(loss)
-            norm = kind.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
+            norm = kind.clip_gradients(
+                model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False
+            )
             if torch.isfinite(norm).item():
                 optimizer.step()
             optimizer.zero_grad()
@@ -318,7 +346,8 @@ def compare(peer: str, turns: int, steps: int) -> dict[str, Any]:
     """Run a library's loop and the one by hand in turns, in this process."""
     warnings.simplefilter("ignore")
     samples = Samples(steps * BATCH * world_size())
-    theirs = PEERS[peer].make(samples)  # first: a library may want to start the process group itself
+    # first: a library may want to start the process group itself
+    theirs = PEERS[peer].make(samples)
     hand = by_hand(samples)
     ratios, microseconds, clock = [], [], Clock()
     for number in range(turns + 1):
@@ -332,7 +361,11 @@ def compare(peer: str, turns: int, steps: int) -> dict[str, Any]:
         float((one.detach() - other.detach()).abs().max())
         for one, other in zip(own_net.parameters(), net.parameters(), strict=True)
     )
-    return {"ratio": statistics.median(ratios), "microseconds": statistics.median(microseconds), "apart": apart}
+    return {
+        "ratio": statistics.median(ratios),
+        "microseconds": statistics.median(microseconds),
+        "apart": apart,
+    }
 
 
 def environment(peer: str) -> Path:
@@ -367,9 +400,16 @@ def run_peer(peer: str, processes: int, turns: int, steps: int) -> dict[str, Any
         worker = [__file__, "--worker", peer, "--turns", str(turns), "--steps", str(steps)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         result = subprocess.run(
-            [python, *(torchrun if processes > 1 else []), *worker, "--result", f"{folder}/result.json"],
+            [
+                python,
+                *(torchrun if processes > 1 else []),
+                *worker,
+                "--result",
+                f"{folder}/result.json",
+            ],
             cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -381,7 +421,9 @@ def run_peer(peer: str, processes: int, turns: int, steps: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--turns", type=int, default=15)
@@ -398,14 +440,17 @@ def main() -> None:
             dist.barrier()  # or the threads of one rank may end while those of the other ask them
             dist.destroy_process_group()
         return
-    print("| library | version | processes | us per step | ratio to the loop by hand | weights apart | finite check |")
+    print(
+        "| library | version | processes | us per step | ratio to the loop by hand | weights "
+        "apart | finite check |"
+    )
     print("|---|---|---|---|---|---|---|")
     for processes in args.processes:
         for peer in args.peers:
             found = run_peer(peer, processes, args.turns, args.steps)
             print(
-                f"| {peer} | {found['version']} | {processes} | {found['microseconds']:.0f} | {found['ratio']:.2f} "
-                f"| {found['apart']:.1g} | {PEERS[peer].finite_check} |",
+                f"| {peer} | {found['version']} | {processes} | {found['microseconds']:.0f} | "
+                f"{found['ratio']:.2f} | {found['apart']:.1g} | {PEERS[peer].finite_check} |",
                 flush=True,
             )
 

@@ -1,9 +1,9 @@
 """How long a resumed run takes to its first batch in the middle of an epoch of a million samples.
 
-Prints milliseconds from the moment that ``fit`` turns to the loader (the end of ``on_stage_start``) to the first batch
-(``on_fit_batch_start``), for a fresh run and for one that goes on in the middle, and checks that the batch is the right
-one. Exits with 1 if a resumed run takes the limit or more, in the median; what a fresh run takes to start its loader's
-workers is allowed on top.
+Prints milliseconds from the moment that ``fit`` turns to the loader (the end of ``on_stage_start``)
+to the first batch (``on_fit_batch_start``), for a fresh run and for one that goes on in the middle,
+and checks that the batch is the right one. Exits with 1 if a resumed run takes the limit or more,
+in the median; what a fresh run takes to start its loader's workers is allowed on top.
 
     OMP_NUM_THREADS=1 python benchmarks/resume.py [--samples 1000000] [--repeats 5] [--limit 100]
 """
@@ -109,18 +109,23 @@ def main():
     step = options.samples // BATCH_SIZE // 2
     expected, too_slow = right_batch(options.samples, step), False
     print(
-        f"{options.samples:,} samples, batch {BATCH_SIZE}, resumed after batch {step:,}; milliseconds, median (worst)"
+        f"{options.samples:,} samples, batch {BATCH_SIZE}, resumed after batch {step:,}; "
+        "milliseconds, median (worst)"
     )
     for workers in (0, 2):
         with tempfile.TemporaryDirectory() as folder:
             start(Path(folder, "middle"), options.samples, workers, pretend_step=step)
             found = {"fresh": [], "resumed": []}
             for number in range(options.repeats):
-                found["fresh"].append(start(Path(folder, f"fresh{number}"), options.samples, workers).milliseconds)
+                found["fresh"].append(
+                    start(Path(folder, f"fresh{number}"), options.samples, workers).milliseconds
+                )
                 resumed = start(Path(folder, "middle"), options.samples, workers)
                 assert resumed.first == expected, (resumed.first, expected)
                 found["resumed"].append(resumed.milliseconds)
-        shown = ", ".join(f"{name} {statistics.median(one):.1f} ({max(one):.1f})" for name, one in found.items())
+        shown = ", ".join(
+            f"{name} {statistics.median(one):.1f} ({max(one):.1f})" for name, one in found.items()
+        )
         print(f"{workers} workers: {shown}", flush=True)
         allowed = options.limit + (statistics.median(found["fresh"]) if workers else 0.0)
         too_slow |= statistics.median(found["resumed"]) >= allowed

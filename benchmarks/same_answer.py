@@ -1,12 +1,14 @@
-"""How far training on several processes departs from one process, with ddpkit and with the usual loop.
+"""How far training on several processes departs from one process, with ddpkit and with the usual
+loop.
 
     python -m benchmarks.same_answer
 
-Trains a small network for some epochs on 1, 2, 3 and 4 gloo processes with the same joined batch and prints the
-largest difference of a weight, and of a reported loss, from one process. The usual loop is what many recipes do by
-hand: torch's DistributedSampler, which pads the last batches by repetition; DDP; every batch's mean loss divided by the
-accumulation factor; an incomplete last window left out; the mean of the batches' losses on rank 0 as the reported one.
-Both take the samples in the order of the dataset, so that only the arithmetic differs.
+Trains a small network for some epochs on 1, 2, 3 and 4 gloo processes with the same joined batch
+and prints the largest difference of a weight, and of a reported loss, from one process. The usual
+loop is what many recipes do by hand: torch's DistributedSampler, which pads the last batches by
+repetition; DDP; every batch's mean loss divided by the accumulation factor; an incomplete last
+window left out; the mean of the batches' losses on rank 0 as the reported one. Both take the
+samples in the order of the dataset, so that only the arithmetic differs.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ SETTINGS = [
 def make(setting: Setting) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
     torch.manual_seed(1)
     middle = [nn.BatchNorm1d(16)] if setting.batch_norm else []
-    net = nn.Sequential(nn.Linear(8, 16, bias=not setting.batch_norm), *middle, nn.Tanh(), nn.Linear(16, 4))
+    net = nn.Sequential(
+        nn.Linear(8, 16, bias=not setting.batch_norm), *middle, nn.Tanh(), nn.Linear(16, 4)
+    )
     inputs = torch.randn(setting.samples, 8)
     targets = torch.randint(0, 4, (setting.samples,))
     return net.to(setting.dtype), list(zip(inputs.to(setting.dtype), targets, strict=True))
@@ -73,15 +77,26 @@ def flat(net: nn.Module) -> torch.Tensor:
     return torch.cat([value.detach().double().flatten() for value in net.state_dict().values()])
 
 
-def with_ddpkit(setting: Setting, world_size: int, epochs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def with_ddpkit(
+    setting: Setting, world_size: int, epochs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     net, data = make(setting)
-    options = {"device": "cpu", "noprogressbar": True, "max_grad_norm": 0, "grad_accumulation_factor": setting.factor}
-    brain = Classifier({"net": net}, lambda those: torch.optim.SGD(those, lr=RATE, momentum=0.9), run_opts=options)
+    options = {
+        "device": "cpu",
+        "noprogressbar": True,
+        "max_grad_norm": 0,
+        "grad_accumulation_factor": setting.factor,
+    }
+    brain = Classifier(
+        {"net": net}, lambda those: torch.optim.SGD(those, lr=RATE, momentum=0.9), run_opts=options
+    )
     brain.fit(range(1, epochs + 1), data, train_loader_kwargs={"batch_size": JOINED // world_size})
     return flat(brain.raw_modules), torch.tensor(brain.told, dtype=torch.float64)
 
 
-def with_the_usual_loop(setting: Setting, world_size: int, epochs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def with_the_usual_loop(
+    setting: Setting, world_size: int, epochs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     net, data = make(setting)
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     model = DistributedDataParallel(net) if world_size > 1 else net
@@ -104,11 +119,16 @@ def with_the_usual_loop(setting: Setting, world_size: int, epochs: int) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=10)
     epochs = parser.parse_args().epochs
     worlds = (2, 3, 4)
-    print(f"largest difference from one process after {epochs} epochs: of a weight / of a reported training loss")
+    print(
+        f"largest difference from one process after {epochs} epochs: of a weight / of a reported "
+        "training loss"
+    )
     print(f"{'':44}" + "".join(f"{f'{world} processes':>20}" for world in worlds))
     with RankPool() as pool:
         for setting in SETTINGS:
@@ -117,7 +137,7 @@ def main() -> None:
                 row = ""
                 for world in worlds:
                     found, told = pool.run(train, setting, world, epochs, world_size=world)[0]
-                    row += f"{f'{(found - weights).abs().max():.0e} / {(told - losses).abs().max():.0e}':>20}"
+                    row += f"{f'{(found - weights).abs().max():.0e} / {(told - losses).abs().max():.0e}':>20}"  # noqa: E501
                 print(f"{setting.name + ', ' + name:44}{row}")
 
 

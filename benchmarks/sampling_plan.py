@@ -1,10 +1,11 @@
-"""What it costs to know which samples come next: ddpkit's plan against ``torch.utils.data.DistributedSampler``.
+"""What it costs to know which samples come next: ddpkit's plan against
+``torch.utils.data.DistributedSampler``.
 
     python benchmarks/sampling_plan.py            # up to 1e9 samples; torch only up to 1e7: gigabytes above
 
-Per row: milliseconds to the first index, nanoseconds per own index with construction included, and peak memory in MB
-(allocated by Python and numpy, from tracemalloc in a run of its own).
-"""
+Per row: milliseconds to the first index, nanoseconds per own index with construction included, and
+peak memory in MB (allocated by Python and numpy, from tracemalloc in a run of its own).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def torch_sampler(samples: int, ranks: int) -> Iterator[int]:
     return iter(sampler)
 
 
-def measure(make: Callable[[int, int], Iterator[int]], samples: int, ranks: int) -> tuple[float, float, float]:
+def measure(
+    make: Callable[[int, int], Iterator[int]], samples: int, ranks: int
+) -> tuple[float, float, float]:
     """Return milliseconds to the first index, nanoseconds per index, and megabytes."""
     start = time.perf_counter()
     next(make(samples, ranks))
@@ -52,7 +55,9 @@ def measure(make: Callable[[int, int], Iterator[int]], samples: int, ranks: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--largest", type=float, default=1e9)
     largest = parser.parse_args().largest
     torch.set_num_threads(1)

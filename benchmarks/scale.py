@@ -3,11 +3,12 @@
     python benchmarks/scale.py                  # the table of docs/explanation/scale.md, in two minutes
     python benchmarks/scale.py --ranks 2 256    # other numbers
 
-The collectives of torch's ``fake`` process group return at once, whatever the number of ranks. So one process makes the
-steps of one rank, with ddpkit's own strategy, step and loop, and what it asks of the group is counted: collectives,
-bytes, and the memory around them. Bytes sent are those of the ring algorithms. The heartbeats of a machine with eight
-ranks talk to a store in this process, and what one of them asks is counted. The plan is the real one.
-"""
+The collectives of torch's ``fake`` process group return at once, whatever the number of ranks. So
+one process makes the steps of one rank, with ddpkit's own strategy, step and loop, and what it asks
+of the group is counted: collectives, bytes, and the memory around them. Bytes sent are those of the
+ring algorithms. The heartbeats of a machine with eight ranks talk to a store in this process, and
+what one of them asks is counted. The plan is the real one.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ from ddpkit.strategies.fsdp import FIRST_STEPS
 from ddpkit.training import Feed, Progress, Recipe, TrainStep, train_epoch
 
 RANKS = (2, 64, 1024, 16384)
-FSDP_UP_TO = 1024  # a weight of fewer rows than ranks is padded: at 16,384 it takes 13 GB and more than four minutes
+# a weight of fewer rows than ranks is padded: at 16,384 it takes 13 GB and more than four minutes
+FSDP_UP_TO = 1024
 FORMULA = "{} (formula)"
 WIDTH, LAYERS, ROWS = 1024, 12, 8
 STEPS, WARM = 4, 3
@@ -54,7 +56,9 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.ranks, self.counts, self.sent = ranks, Counter(), 0.0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
             name = function._schema.name.partition("::")[2].strip("_")
             self.counts[name] += 1
@@ -62,10 +66,15 @@ class Collectives(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function.namespace == "c10d" and name.startswith("alltoall"):
             args[0].view(torch.float32).fill_(1.0)  # the fake group writes nothing there
-        elif function.namespace == "c10d" and name in {"broadcast", "allgather_base", "reduce_scatter_base"}:
+        elif function.namespace == "c10d" and name in {
+            "broadcast",
+            "allgather_base",
+            "reduce_scatter_base",
+        }:
             written = args[0][0] if name == "broadcast" else args[0]
             if written.is_floating_point():
-                written.nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)  # likewise: what is in new memory
+                # likewise: what is in new memory
+                written.nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)
         return result
 
 
@@ -90,7 +99,9 @@ def sent_by_ring(name: str, args: Any, ranks: int) -> float:
 
 
 def all_reduce_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket of gradients in DDP's place, which wants a result that the fake group has not."""
+    """Reduce a bucket of gradients in DDP's place, which wants a result that the fake group has
+    not.
+    """
     dist.all_reduce(bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -101,7 +112,9 @@ all_reduce_bucket.__annotations__.clear()  # DDP compares them with types, and h
 
 
 def exchange_with_nobody(value: Any, _site: str | None = None) -> list[Any]:
-    """Answer for all ranks what this one says: there are no others to compare with, and no store between them."""
+    """Answer for all ranks what this one says: there are no others to compare with, and no store
+    between them.
+    """
     return [value] * dist.get_world_size()
 
 
@@ -112,7 +125,9 @@ class Step:
         torch.manual_seed(1)
         layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
         self.modules = nn.ModuleDict({"net": nn.Sequential(*layers)})
-        chosen: dict[str, Any] = {"virtual_ranks": ranks} if strategy == "virtual_ranks" else {"strategy": strategy}
+        chosen: dict[str, Any] = (
+            {"virtual_ranks": ranks} if strategy == "virtual_ranks" else {"strategy": strategy}
+        )
         if strategy == "fsdp":
             chosen["fsdp_blocks"] = ["Linear"]
         options = RunOptions(device="cpu", **chosen)
@@ -121,8 +136,12 @@ class Step:
         for module in getattr(self.strategy, "wrapped", ()):
             module.register_comm_hook(None, all_reduce_bucket)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        self.train_step = TrainStep(Recipe("Step"), self.modules, self.strategy, options, self.progress, scaler)
-        optimizer = self.train_step.optimizer = torch.optim.AdamW(self.modules.parameters(), lr=1e-4)
+        self.train_step = TrainStep(
+            Recipe("Step"), self.modules, self.strategy, options, self.progress, scaler
+        )
+        optimizer = self.train_step.optimizer = torch.optim.AdamW(
+            self.modules.parameters(), lr=1e-4
+        )
         self.strategy.prepare_optimizers({"optimizer": optimizer})
         for divided in getattr(self.strategy, "optimizers", ()):
             divided._is_compared = True  # there are no others to compare the groups with
@@ -147,9 +166,13 @@ class Step:
 
 
 def memory(profiler: profile) -> tuple[int, int]:
-    """Return the bytes that were allocated and not freed in a profiled piece of a run, and the most at a time."""
+    """Return the bytes that were allocated and not freed in a profiled piece of a run, and the most
+    at a time.
+    """
     most = now = 0
-    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = (
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
@@ -175,8 +198,12 @@ def one_step(strategy: str, ranks: int) -> dict[str, str]:
             step.train(STEPS)
         seconds = (time.process_time() - began) / STEPS
         if step.progress.optimizer_step != WARM + STEPS:
-            raise RuntimeError(f"only {step.progress.optimizer_step} of {WARM + STEPS} steps were made")
-        collectives = ", ".join(f"{count / STEPS:g} {name}" for name, count in sorted(counted.counts.items()))
+            raise RuntimeError(
+                f"only {step.progress.optimizer_step} of {WARM + STEPS} steps were made"
+            )
+        collectives = ", ".join(
+            f"{count / STEPS:g} {name}" for name, count in sorted(counted.counts.items())
+        )
         return {
             "collectives": collectives,
             "MB sent": f"{counted.sent / STEPS / MB:.1f}",
@@ -189,19 +216,23 @@ def one_step(strategy: str, ranks: int) -> dict[str, str]:
 
 
 def fsdp_step(ranks: int) -> dict[str, str]:
-    """Return the cost of a step of FSDP: by simulation, and beyond that by a formula which agrees with it.
+    """Return the cost of a step of FSDP: by simulation, and beyond that by a formula which agrees
+    with it.
 
-    A weight of fewer rows than ranks is padded to a row for each rank, and is gathered and reduced so.
+    A weight of fewer rows than ranks is padded to a row for each rank, and is gathered and reduced
+    so.
     """
     layer = 4 * ranks * -(-WIDTH // ranks) * (WIDTH + 1)  # bytes of a weight and a bias, padded
     own = 4 * -(-WIDTH // ranks) * (WIDTH + 1)
     formula = {
         "collectives": f"{2 * LAYERS} allgather_base, 1 allreduce, {LAYERS} reduce_scatter_base",
         "MB sent": f"{3 * LAYERS * layer * (ranks - 1) / ranks / MB:.1f}",
-        "MB held between steps": f"{3 * LAYERS * own / MB:.0f}",  # the weights, and AdamW's two states
+        # the weights, and AdamW's two states
+        "MB held between steps": f"{3 * LAYERS * own / MB:.0f}",
     }
     if ranks > FSDP_UP_TO:
-        # Two layers are gathered, the gradient of one is about to be sent, and one is without its padding.
+        # Two layers are gathered, the gradient of one is about to be sent, and one is without its
+        # padding.
         formula["MB at the peak"] = f"{(3 * layer + 4 * WIDTH * (WIDTH + 1)) / MB:.0f}"
         return {name: FORMULA.format(figure) for name, figure in formula.items()}
     found = one_step("fsdp", ranks)
@@ -237,7 +268,9 @@ def texts(value: Any) -> Iterator[str | bytes]:
 
 
 def heartbeats(ranks: int) -> dict[str, str]:
-    """Return what a rank asks of the launcher's store in a second; and the lowest rank, while a step is late."""
+    """Return what a rank asks of the launcher's store in a second; and the lowest rank, while a
+    step is late.
+    """
     store = dist.HashStore()
     near = range(min(PER_MACHINE, ranks))
     watches = {rank: Watchdog(FailureReport(store, rank, ranks), near) for rank in near}
@@ -260,7 +293,9 @@ def plan(ranks: int) -> dict[str, str]:
     """Return the cost of knowing which samples one of so many ranks gets."""
 
     def batches() -> Iterator[list[int]]:
-        return iter(PlannedBatchSampler(SAMPLES, BATCH, OWN_RANK % ranks, ranks, shuffle=True, seed=1))
+        return iter(
+            PlannedBatchSampler(SAMPLES, BATCH, OWN_RANK % ranks, ranks, shuffle=True, seed=1)
+        )
 
     began = time.process_time()
     next(batches())
@@ -282,7 +317,9 @@ def plan(ranks: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     ranks = parser.parse_args().ranks
     torch.set_num_threads(1)

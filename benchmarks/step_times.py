@@ -5,9 +5,10 @@
     python benchmarks/step_times.py --width 512 --layers 8   # steps of some 10 ms
     python benchmarks/step_times.py --cpu_time               # processor time, where the machine is busy
 
-The three run in turns in one process, in every order, on one model and the same batches, so that a machine that slows
-down slows all. Reported are the median ratio to ``off`` within a turn, and its quartiles.
-"""
+The three run in turns in one process, in every order, on one model and the same batches, so that a
+machine that slows down slows all. Reported are the median ratio to ``off`` within a turn, and its
+quartiles.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def measure(arguments: argparse.Namespace) -> None:
     brain = LOOPS["make_brain"](LOOPS["make_net"](arguments.width, arguments.layers))
     options = {"batch_size": batch, "collate_fn": LOOPS["OneBatch"]()}
     brain.fit([1], range(8 * batch * world_size), train_loader_kwargs=options)
-    loader = brain.make_dataloader(range(arguments.steps * batch * world_size), Stage.TRAIN, **options)
+    loader = brain.make_dataloader(
+        range(arguments.steps * batch * world_size), Stage.TRAIN, **options
+    )
     clock = time.process_time if arguments.cpu_time else time.perf_counter
 
     def run(mode: str) -> float:
@@ -81,17 +84,29 @@ def report(found: dict[str, list[float]], steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--turns", type=int, default=18, help="how often each mode runs")
     parser.add_argument("--steps", type=int, default=5000, help="steps of each run")
     parser.add_argument("--width", type=int, default=LOOPS["WIDTH"])
     parser.add_argument("--layers", type=int, default=1, help="hidden ones")
-    parser.add_argument("--cpu_time", action="store_true", help="measure processor time instead of time")
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="measure processor time instead of time"
+    )
     arguments = parser.parse_args()
     if arguments.processes > 1 and "RANK" not in os.environ:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.processes}", *sys.argv]
-        raise SystemExit(subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={arguments.processes}",
+            *sys.argv,
+        ]
+        raise SystemExit(
+            subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        )
     torch.set_num_threads(1)
     measure(arguments)
 

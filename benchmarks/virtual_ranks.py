@@ -1,11 +1,13 @@
-"""What the same bits cost: a training step with --virtual_ranks against DDP with the same micro-batches.
+"""What the same bits cost: a training step with --virtual_ranks against DDP with the same
+micro-batches.
 
     python -m benchmarks.virtual_ranks [--processes 2] [--steps 30]
 
-Both train the same network on as many gloo processes, in the same run, taking turns of some steps each; a step of DDP
-accumulates as many micro-batches of the same size as a step with virtual ranks has shards on a process. Printed are the
-median of the turns' ratios with its quartiles, the time of a step, and how many gradients of the whole model exist at a
-time with virtual ranks: what waits in the tree, or is about to be sent, and what has come back.
+Both train the same network on as many gloo processes, in the same run, taking turns of some steps
+each; a step of DDP accumulates as many micro-batches of the same size as a step with virtual ranks
+has shards on a process. Printed are the median of the turns' ratios with its quartiles, the time of
+a step, and how many gradients of the whole model exist at a time with virtual ranks: what waits in
+the tree, or is about to be sent, and what has come back.
 """
 
 from __future__ import annotations
@@ -40,13 +42,21 @@ class Regression(Brain):
 
 def make(width: int, virtual_ranks: int | None, world_size: int, shards: int) -> Regression:
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    net = nn.Sequential(
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 1),
+    )
     options = {"device": "cpu", "noprogressbar": True, "max_grad_norm": 1.0}
     if virtual_ranks is None:
         options["grad_accumulation_factor"] = shards // world_size
     else:
         options["virtual_ranks"] = virtual_ranks
-    return Regression({"net": net}, lambda those: torch.optim.AdamW(those, lr=1e-3), run_opts=options)
+    return Regression(
+        {"net": net}, lambda those: torch.optim.AdamW(those, lr=1e-3), run_opts=options
+    )
 
 
 def turns(width: int, shards: int, steps: int) -> list[tuple[float, float]]:
@@ -69,7 +79,9 @@ def turns(width: int, shards: int, steps: int) -> list[tuple[float, float]]:
 
 
 def gradients_held(shards: int, world_size: int) -> str:
-    """Count the whole gradients of the model that exist at a time, and the buckets of at most 32 MB beside them."""
+    """Count the whole gradients of the model that exist at a time, and the buckets of at most 32 MB
+    beside them.
+    """
     own = shards // world_size
     if world_size == 1:
         return f"{own.bit_length()}"
@@ -77,7 +89,9 @@ def gradients_held(shards: int, world_size: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
@@ -88,11 +102,17 @@ def main() -> None:
             for shards in (given.processes, 4 * given.processes):
                 for world_size in sorted({1, given.processes}):
                     found = pool.run(turns, width, shards, given.steps, world_size=world_size)[0]
-                    low, ratio, high = statistics.quantiles([virtual / usual for usual, virtual in found], n=4)
-                    usual, virtual = (1000 * statistics.median(one) for one in zip(*found, strict=True))
+                    low, ratio, high = statistics.quantiles(
+                        [virtual / usual for usual, virtual in found], n=4
+                    )
+                    usual, virtual = (
+                        1000 * statistics.median(one) for one in zip(*found, strict=True)
+                    )
                     shown = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
                     memory = gradients_held(shards, world_size)
-                    print(f"{name:20}{shards:>8}{world_size:>11}{usual:>10.2f}{virtual:>13.2f}{shown:>24}{memory:>20}")
+                    print(
+                        f"{name:20}{shards:>8}{world_size:>11}{usual:>10.2f}{virtual:>13.2f}{shown:>24}{memory:>20}"
+                    )
 
 
 if __name__ == "__main__":

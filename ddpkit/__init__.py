@@ -1,10 +1,12 @@
 """ddpkit: a data-parallel training loop for PyTorch.
 
-One recipe, a subclass of :class:`~ddpkit.brain.Brain` with a HyperPyYAML file, runs on one CPU, one GPU,
-several GPUs of one process or several processes under a launcher, and gives the same answer on each.
+One recipe, a subclass of :class:`~ddpkit.brain.Brain` with a HyperPyYAML file, runs on one CPU, one
+GPU, several GPUs of one process or several processes under a launcher, and gives the same answer on
+each.
 
-Importing this package imports nothing else: not torch, not its own modules. A name of ``__all__`` or a module
-is loaded when it is first used. Where a name lives says ``__init__.pyi``, also to type checkers.
+Importing this package imports nothing else: not torch, not its own modules. A name of ``__all__``
+or a module is loaded when it is first used. Where a name lives says ``__init__.pyi``, also to type
+checkers.
 
 Example:
     >>> import ddpkit as sb
@@ -64,7 +66,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
     from importlib.util import find_spec
 
-    if name in {"core", "utils", "dataio"}:  # of SpeechBrain, whose recipes say `sb.utils.distributed.run_on_main`
+    # of SpeechBrain, whose recipes say `sb.utils.distributed.run_on_main`
+    if name in {"core", "utils", "dataio"}:
         return sys.modules[__name__]
     if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
         return _names_of_stub(__name__)(name)
@@ -72,7 +75,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _names_of_stub(package: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package: it loads the names in its ``__init__.pyi``, each when it is first used.
+    """Return the ``__getattr__`` of a package: it loads the names in its ``__init__.pyi``, each
+    when it is first used.
 
     Type checkers read the same file. A name that is not in it is private to the package.
     """
@@ -85,9 +89,13 @@ def _names_of_stub(package: str) -> Callable[[str], Any]:
 
         namespace = vars(sys.modules[package])
         if "_homes" not in namespace:
-            stub = ast.parse(Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8"))
+            stub = ast.parse(
+                Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")
+            )
             froms = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-            namespace["_homes"] = {alias.name: node.module for node in froms for alias in node.names}
+            namespace["_homes"] = {
+                alias.name: node.module for node in froms for alias in node.names
+            }
         if name not in namespace["_homes"]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return namespace.setdefault(name, getattr(import_module(namespace["_homes"][name]), name))

@@ -8,5 +8,6 @@ import sys
 from ddpkit.cli import main
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader of the output may close it, as `head` does
+    # the reader of the output may close it, as `head` does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -1,9 +1,10 @@
 """Random augmentation that depends on the seed, the epoch and the sample, and on nothing else.
 
-A dataset draws from its process's generators, so a sample's augmentation depends on the worker and rank that load it,
-and on the samples loaded before. Here the generators (Python's, numpy's and torch's on the CPU) are seeded from
-``(seed, epoch, sample)`` before a sample is loaded, and restored after the batch. A batch that draws nothing, detected
-by comparing the states, costs a few microseconds and is not seeded.
+A dataset draws from its process's generators, so a sample's augmentation depends on the worker and
+rank that load it, and on the samples loaded before. Here the generators (Python's, numpy's and
+torch's on the CPU) are seeded from ``(seed, epoch, sample)`` before a sample is loaded, and
+restored after the batch. A batch that draws nothing, detected by comparing the states, costs a few
+microseconds and is not seeded.
 
 The epoch travels with the indices, so that it also reaches workers that live longer than an epoch.
 """
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     from ddpkit.data import DealtBatchSampler, PlannedBatchSampler
 
-    _State = tuple[Any, Any, Any, torch.Tensor]  # what shows that a stream has moved, and the three states
+    # what shows that a stream has moved, and the three states
+    _State = tuple[Any, Any, Any, torch.Tensor]
 
 __all__ = [
     "KeyedBatch",
@@ -81,7 +83,9 @@ class KeyedBatch(NamedTuple):
     repeats: Sequence[int] | None = None
 
     def key(self, place: int) -> int:
-        """Return the 64-bit key of a sample; for collating, the first sample's key, scrambled once more."""
+        """Return the 64-bit key of a sample; for collating, the first sample's key, scrambled once
+        more.
+        """
         if place < 0:
             first = self.key(0) if len(self.indices) else self.base
             return mix(first ^ _COLLATE) if place == _COLLATING else first
@@ -101,13 +105,16 @@ _NOW = _Loading()
 
 
 def sample_seed(index: int | None = None) -> int:
-    """Return a seed for the sample being loaded: for a generator of the dataset's own, which no loader can reach.
+    """Return a seed for the sample being loaded: for a generator of the dataset's own, which no
+    loader can reach.
 
-    Inside a collate function it is the batch's. Outside of ddpkit's loaders, and for an ``IterableDataset``, it is
-    drawn from torch's global stream, so that the dataset works there as any other.
+    Inside a collate function it is the batch's. Outside of ddpkit's loaders, and for an
+    ``IterableDataset``, it is drawn from torch's global stream, so that the dataset works there as
+    any other.
 
     Args:
-        index: which sample, in a ``__getitems__`` that loads several; by default the one being loaded.
+        index: which sample, in a ``__getitems__`` that loads several; by default the one being
+            loaded.
 
     Returns:
         A 64-bit number, from (seed, epoch, sample).
@@ -123,7 +130,9 @@ def sample_seed(index: int | None = None) -> int:
         ...         return np.random.default_rng(sample_seed()).normal()
         >>> from ddpkit.dataloader import make_dataloader
         >>> noisy = Noisy()
-        >>> first, again = ([batch.tolist() for batch in make_dataloader(noisy, batch_size=2)] for _ in range(2))
+        >>> first, again = (
+        ...     [batch.tolist() for batch in make_dataloader(noisy, batch_size=2)] for _ in range(2)
+        ... )
         >>> first == again, len(set(first[0] + first[1]))
         (True, 4)
     """
@@ -152,14 +161,20 @@ class Place:
 
 
 def keyed_loader(
-    loader: DataLoader[Any], batches: Iterable[KeyedBatch], *, batched: bool = True, epoch: int = 1, **options: Any
+    loader: DataLoader[Any],
+    batches: Iterable[KeyedBatch],
+    *,
+    batched: bool = True,
+    epoch: int = 1,
+    **options: Any,
 ) -> DataLoader[Any]:
     """Make a loader that loads given batches as another loader would, with their randomness keyed.
 
     Args:
         loader: of a map-style dataset.
         batches: what to load.
-        batched: whether the samples are collated from a list; else the one index gives a whole batch.
+        batched: whether the samples are collated from a list; else the one index gives a whole
+            batch.
         epoch: the epoch set on the dataset.
         options: of the new loader, where they differ from ``loader``'s.
 
@@ -170,18 +185,28 @@ def keyed_loader(
         >>> list(keyed_loader(DataLoader("abc", 2), batches, collate_fn="".join))
         ['ca']
     """
-    given = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)} | options
-    dataset: Any = KeyedDataset(loader.dataset, given.pop("collate_fn"), batched=batched, epoch=epoch)
-    given |= {"collate_fn": as_it_is, "worker_init_fn": functools.partial(_start_worker, given["worker_init_fn"])}
-    return DataLoader(dataset, batch_size=None, sampler=cast("Any", batches), **given)  # one item is a batch
+    given = {
+        name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)
+    } | options
+    dataset: Any = KeyedDataset(
+        loader.dataset, given.pop("collate_fn"), batched=batched, epoch=epoch
+    )
+    given |= {
+        "collate_fn": as_it_is,
+        "worker_init_fn": functools.partial(_start_worker, given["worker_init_fn"]),
+    }
+    # one item is a batch
+    return DataLoader(dataset, batch_size=None, sampler=cast("Any", batches), **given)
 
 
 def load_keyed(
     loader: DataLoader[Any], indices: Sequence[Any], collate_fn: Callable[[Any], Any], seed: int
 ) -> list[Any]:
-    """Load some samples of a loader's dataset as the loader does: keyed, and in a worker if it has any.
+    """Load some samples of a loader's dataset as the loader does: keyed, and in a worker if it has
+    any.
 
-    So nothing of this process changes: no random stream, and nothing that the dataset opens when it is first asked.
+    So nothing of this process changes: no random stream, and nothing that the dataset opens when it
+    is first asked.
 
     Args:
         loader: whose dataset and kind of workers it is.
@@ -199,8 +224,13 @@ def load_keyed(
         ['c', 'a']
     """
     batches = [KeyedBatch(mix_key(seed, 1), 1, [index]) for index in indices]
-    options: dict[str, Any] = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False}
-    own = keyed_loader(loader, batches, collate_fn=collate_fn, generator=torch.Generator(), **options)
+    options: dict[str, Any] = {
+        "num_workers": min(loader.num_workers, 1),
+        "persistent_workers": False,
+    }
+    own = keyed_loader(
+        loader, batches, collate_fn=collate_fn, generator=torch.Generator(), **options
+    )
     return list(start_loading(own))
 
 
@@ -209,8 +239,8 @@ class KeyedSampler:
 
     Args:
         inner: yields lists of indices; or indices, if not ``batched``.
-        place: gives seed and epoch. A plan also counts repeated samples, equally on all ranks; else repeats in
-            ``inner`` are counted.
+        place: gives seed and epoch. A plan also counts repeated samples, equally on all ranks; else
+            repeats in ``inner`` are counted.
         batched: whether ``inner`` yields lists.
 
     Ranks: local.
@@ -222,7 +252,11 @@ class KeyedSampler:
     """
 
     def __init__(
-        self, inner: Iterable[Any], place: Place | PlannedBatchSampler | DealtBatchSampler, *, batched: bool = True
+        self,
+        inner: Iterable[Any],
+        place: Place | PlannedBatchSampler | DealtBatchSampler,
+        *,
+        batched: bool = True,
     ) -> None:
         self.inner, self.place, self.batched = inner, place, batched
 
@@ -241,15 +275,18 @@ class KeyedSampler:
 
 
 class KeyedDataset:
-    """Loads and collates batches of a dataset, with randomness that depends on (seed, epoch, sample) alone.
+    """Loads and collates batches of a dataset, with randomness that depends on (seed, epoch,
+    sample) alone.
 
-    Whether loading draws is learnt from the first sample, before which the streams are seeded. If it does not, a batch
-    that moves a stream all the same is loaded once more, with the streams seeded before each sample, as from then on.
+    Whether loading draws is learnt from the first sample, before which the streams are seeded. If
+    it does not, a batch that moves a stream all the same is loaded once more, with the streams
+    seeded before each sample, as from then on.
 
     Args:
         dataset: the user's.
         collate_fn: the user's; it is keyed on the batch's first sample.
-        batched: whether the samples are collated from a list; else the one index gives a whole batch.
+        batched: whether the samples are collated from a list; else the one index gives a whole
+            batch.
         epoch: which the dataset knows of.
 
     Ranks: local.
@@ -262,8 +299,20 @@ class KeyedDataset:
         'ca'
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool = True, epoch: int = 1) -> None:
-        self.dataset, self.collate_fn, self.batched, self.epoch = dataset, collate_fn, batched, epoch
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        *,
+        batched: bool = True,
+        epoch: int = 1,
+    ) -> None:
+        self.dataset, self.collate_fn, self.batched, self.epoch = (
+            dataset,
+            collate_fn,
+            batched,
+            epoch,
+        )
         self._by_list = batched and _takes_lists(dataset)
         self._apart = False  # by lists of one index
         self._draws: bool | None = False if self._by_list else None  # None: nobody knows yet
@@ -285,8 +334,9 @@ class KeyedDataset:
             return loaded
         except StopIteration as error:
             raise DataError(
-                f"{type(self.dataset).__name__} raised StopIteration for the samples {[*batch.indices][:8]}: to a "
-                "loader that is the end of the data. Look for a next() on something used up, there or in collate_fn."
+                f"{type(self.dataset).__name__} raised StopIteration for the samples "
+                f"{[*batch.indices][:8]}: to a loader that is the end of the data. Look for a "
+                "next() on something used up, there or in collate_fn."
             ) from error
         finally:
             _NOW.batch, _NOW.place, _NOW.asked = outer
@@ -295,7 +345,8 @@ class KeyedDataset:
 
     def _load(self, batch: KeyedBatch, before: _State) -> Any:
         if self._draws is False and not self._by_list:
-            samples = [self.dataset[index] for _NOW.place, index in enumerate(batch.indices)]  # for sample_seed
+            # for sample_seed
+            samples = [self.dataset[index] for _NOW.place, index in enumerate(batch.indices)]
             _NOW.place = _COLLATING
         else:
             samples = self._load_list(batch) if self._by_list else self._load_samples(batch, before)
@@ -316,7 +367,9 @@ class KeyedDataset:
         return samples
 
     def _load_list(self, batch: KeyedBatch) -> Any:
-        """Ask for the whole list; one by one as soon as loading draws, so that each sample can be keyed."""
+        """Ask for the whole list; one by one as soon as loading draws, so that each sample can be
+        keyed.
+        """
         if not self._apart:
             self._seed(batch, _WHOLE)
             seen = look_at_random_streams()
@@ -332,13 +385,16 @@ class KeyedDataset:
         return samples
 
     def _seed(self, batch: KeyedBatch, place: int) -> None:
-        """Say what is being loaded, and seed the streams for it, unless loading is known to draw nothing."""
+        """Say what is being loaded, and seed the streams for it, unless loading is known to draw
+        nothing.
+        """
         _NOW.place = place
         if self._draws is not False:
             key = batch.key(place)
             random.seed(mix(key ^ 1))
             np.random.seed(mix(key ^ 2) & 0xFFFFFFFF)  # noqa: NPY002 -- users' datasets draw from it
-            torch.default_generator.manual_seed(mix(key ^ 3) >> 1)  # not torch.manual_seed: accelerators have their own
+            # not torch.manual_seed: accelerators have their own
+            torch.default_generator.manual_seed(mix(key ^ 3) >> 1)
 
 
 class _Streams:
@@ -348,7 +404,9 @@ class _Streams:
         self._known: Any = None
 
     def state(self) -> _State:
-        """Return what shows that a stream has moved, and the states, which are read only where one has."""
+        """Return what shows that a stream has moved, and the states, which are read only where one
+        has.
+        """
         shown = look_at_random_streams()
         if self._known is None or shown != self._known[0]:
             legacy = np.random.get_state()  # noqa: NPY002 -- as above
@@ -368,7 +426,9 @@ _STREAMS = _Streams()
 
 
 def _takes_lists(dataset: Any) -> bool:
-    """Return whether a dataset has its own ``__getitems__``; a ``Subset`` only if its dataset has."""
+    """Return whether a dataset has its own ``__getitems__``; a ``Subset`` only if its dataset
+    has.
+    """
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
@@ -387,7 +447,9 @@ def as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Make ``get_worker_info().dataset`` the user's dataset, and call the user's ``worker_init_fn``."""
+    """Make ``get_worker_info().dataset`` the user's dataset, and call the user's
+    ``worker_init_fn``.
+    """
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, KeyedDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen for users

@@ -1,7 +1,8 @@
 """Batches of samples that are dicts, whose tensors differ in length.
 
-:class:`PaddedBatch` is a ``collate_fn``. A dataset that offers ``set_output_keys`` and a ``pipeline``, as SpeechBrain's
-``DynamicItemDataset`` does, gets it without being asked from ``ddpkit.dataloader.shard``.
+:class:`PaddedBatch` is a ``collate_fn``. A dataset that offers ``set_output_keys`` and a
+``pipeline``, as SpeechBrain's ``DynamicItemDataset`` does, gets it without being asked from
+``ddpkit.dataloader.shard``.
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ class PaddedData(NamedTuple):
     lengths: Tensor
 
 
-def batch_pad_right(tensors: Sequence[Tensor], mode: str = "constant", value: float = 0) -> tuple[Tensor, Tensor]:
+def batch_pad_right(
+    tensors: Sequence[Tensor], mode: str = "constant", value: float = 0
+) -> tuple[Tensor, Tensor]:
     """Stack tensors whose first dimensions differ, padded at the end.
 
     Args:
-        tensors: shape ``(length, ...)`` each; alike but for ``length``. Without dimensions they are stacked.
+        tensors: shape ``(length, ...)`` each; alike but for ``length``. Without dimensions they are
+            stacked.
         mode: of :func:`torch.nn.functional.pad`.
         value: of the padding.
 
     Returns:
-        The tensor, shape ``(samples, longest, ...)``, and each one's part of ``longest``, shape ``(samples,)``.
+        The tensor, shape ``(samples, longest, ...)``, and each one's part of ``longest``, shape
+        ``(samples,)``.
 
     Raises:
         DataError: no tensors, or they differ in more than the first dimension.
@@ -63,27 +68,37 @@ def batch_pad_right(tensors: Sequence[Tensor], mode: str = "constant", value: fl
     """
     shapes = [tuple(one.shape) for one in tensors]
     if len({(len(shape), shape[1:]) for shape in shapes}) != 1:
-        raise DataError(f"shapes {shapes[:8]} cannot be padded: tensors may differ in their first dimension only.")
+        raise DataError(
+            f"shapes {shapes[:8]} cannot be padded: tensors may differ in their first dimension "
+            "only."
+        )
     lengths = [shape[0] if shape else 1 for shape in shapes]
     longest = max(lengths)
     behind = [0, 0] * (len(shapes[0]) - 1)
     padded = [
-        one if length == longest else torch.nn.functional.pad(one, [*behind, 0, longest - length], mode, value)
+        one
+        if length == longest
+        else torch.nn.functional.pad(one, [*behind, 0, longest - length], mode, value)
         for one, length in zip(tensors, lengths, strict=True)
     ]
-    return torch.stack(padded), torch.tensor([length / longest if longest else 1.0 for length in lengths])
+    return torch.stack(padded), torch.tensor(
+        [length / longest if longest else 1.0 for length in lengths]
+    )
 
 
 class PaddedBatch:
-    """A batch of samples that are dicts: each key is an attribute, and tensors are padded to one length.
+    """A batch of samples that are dicts: each key is an attribute, and tensors are padded to one
+    length.
 
-    A ``collate_fn``; its arguments are set with ``functools.partial(PaddedBatch, padded_keys=["sig"])``. A key gives
-    :class:`PaddedData` if it is padded; else a tensor, if its values are numbers or tensors of one shape; else a list.
+    A ``collate_fn``; its arguments are set with ``functools.partial(PaddedBatch,
+    padded_keys=["sig"])``. A key gives :class:`PaddedData` if it is padded; else a tensor, if its
+    values are numbers or tensors of one shape; else a list.
 
     Args:
         examples: one mapping per sample, all with the keys of the first.
         padded_keys: the keys to pad; default: all keys with tensors.
-        device_prep_keys: the keys that :meth:`to` and :meth:`pin_memory` move; default: all keys with tensors.
+        device_prep_keys: the keys that :meth:`to` and :meth:`pin_memory` move; default: all keys
+            with tensors.
         padding_func: takes a list of tensors; returns the padded tensor and the relative lengths.
         padding_kwargs: of ``padding_func``.
         per_key_padding_kwargs: of ``padding_func`` for some keys, in place of ``padding_kwargs``.
@@ -91,14 +106,17 @@ class PaddedBatch:
         nonpadded_stack: stack what is not padded, where that is possible.
 
     Raises:
-        DataError: no samples, one that is not a mapping, a key that is also the name of a method, or what cannot be
-            padded. The message names the key.
+        DataError: no samples, one that is not a mapping, a key that is also the name of a method,
+            or what cannot be padded. The message names the key.
         KeyError: a sample lacks a key of the first.
 
     Ranks: local. ddpkit counts a batch as :attr:`batchsize` samples, padding or not.
 
     Example:
-        >>> samples = [{"id": "a", "sig": torch.ones(1), "label": 3}, {"id": "b", "sig": torch.ones(2), "label": 4}]
+        >>> samples = [
+        ...     {"id": "a", "sig": torch.ones(1), "label": 3},
+        ...     {"id": "b", "sig": torch.ones(2), "label": 4},
+        ... ]
         >>> batch = PaddedBatch(samples).to("cpu")
         >>> batch.sig.data, batch.sig.lengths
         (tensor([[1., 0.],
@@ -120,12 +138,16 @@ class PaddedBatch:
         nonpadded_stack: bool = True,
     ) -> None:
         if not examples or not all(isinstance(one, Mapping) for one in examples):
-            raise DataError(f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}.")
+            raise DataError(
+                f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}."
+            )
         self.__length, self.__keys = len(examples), list(examples[0])
         self.__moved: list[str] = []
         for key in self.__keys:
             if hasattr(self, key):
-                raise DataError(f"PaddedBatch has an attribute {key!r} of its own: give this key another name.")
+                raise DataError(
+                    f"PaddedBatch has an attribute {key!r} of its own: give this key another name."
+                )
             values: Any = [example[key] for example in examples]
             if apply_default_convert:
                 values = _to_tensors(values)
@@ -152,7 +174,9 @@ class PaddedBatch:
         return getattr(self, key)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the batch has no {name!r}: its keys are {vars(self).get('_PaddedBatch__keys', [])}")
+        raise AttributeError(
+            f"the batch has no {name!r}: its keys are {vars(self).get('_PaddedBatch__keys', [])}"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the values of the keys, in the order of the first sample's."""
@@ -188,7 +212,9 @@ class PaddedBatch:
 
     def __each(self, method: str, *args: Any, **kwargs: Any) -> PaddedBatch:
         for key in self.__moved:
-            setattr(self, key, _each(getattr(self, key), method, methodcaller(method, *args, **kwargs)))
+            setattr(
+                self, key, _each(getattr(self, key), method, methodcaller(method, *args, **kwargs))
+            )
         return self
 
 
@@ -198,7 +224,10 @@ class BatchsizeGuesser:
     Ranks: local.
 
     Example:
-        >>> BatchsizeGuesser()(PaddedBatch([{"x": 1}, {"x": 2}])), BatchsizeGuesser()([torch.zeros(3, 2)])
+        >>> (
+        ...     BatchsizeGuesser()(PaddedBatch([{"x": 1}, {"x": 2}])),
+        ...     BatchsizeGuesser()([torch.zeros(3, 2)]),
+        ... )
         (2, 3)
     """
 
@@ -217,11 +246,15 @@ def _is_chosen(key: str, keys: Sequence[str] | None, values: Any) -> bool:
     return isinstance(values[0], Tensor) if keys is None else key in keys
 
 
-def _padded(key: str, values: Any, padding_func: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def _padded(
+    key: str, values: Any, padding_func: Callable[..., Any], options: Mapping[str, Any]
+) -> Any:
     try:
         return padding_func(values, **options)
     except (DataError, AttributeError, TypeError) as error:
-        raise DataError(f"the key {key!r} of a batch must hold tensors that can be padded: {error}") from error
+        raise DataError(
+            f"the key {key!r} of a batch must hold tensors that can be padded: {error}"
+        ) from error
 
 
 def _stacked(values: list[Any]) -> Any:
@@ -242,4 +275,8 @@ def _each(value: Any, method: str, call: Callable[[Any], Any]) -> Any:
         return {key: _each(one, method, call) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_each(one, method, call) for one in value))
-    return type(value)(_each(one, method, call) for one in value) if isinstance(value, (list, tuple)) else value
+    return (
+        type(value)(_each(one, method, call) for one in value)
+        if isinstance(value, (list, tuple))
+        else value
+    )

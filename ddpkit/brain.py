@@ -1,4 +1,6 @@
-"""The Brain: hooks for a recipe, and the order of a run. The work is done by the parts of :mod:`ddpkit.run`."""
+"""The Brain: hooks for a recipe, and the order of a run. The work is done by the parts of
+:mod:`ddpkit.run`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ from ddpkit.run import (
     note_epoch,
 )
 from ddpkit.run_opts import RunOptions, option_attributes
-from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
+from ddpkit.strategies import (
+    NO_CONTEXT,
+    choose_strategy,
+    is_on_meta,
+    modules_on_device,
+    take_device,
+)
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     BatchSizes,
@@ -93,13 +101,16 @@ def _part(path: str, doc: str) -> Any:
 
 
 def _can_write(brain: Brain, value: Any) -> bool:
-    """Return whether the parts of the run are made; before that, None is ignored and other values are an error."""
+    """Return whether the parts of the run are made; before that, None is ignored and other values
+    are an error.
+    """
     if _RUN in vars(brain):
         return True
     if value is None:
         return False
     raise AttributeError(
-        f"{type(brain).__name__}.__init__ sets an attribute of the training before super().__init__(): call that first."
+        f"{type(brain).__name__}.__init__ sets an attribute of the training before "
+        "super().__init__(): call that first."
     )
 
 
@@ -117,11 +128,15 @@ def run_of(brain: Brain) -> Run:
 
 
 def _is_looped(train_set: Any, loader_kwargs: Mapping[str, Any]) -> bool:
-    return isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
+    return (
+        isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
+    )
 
 
 def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
-    """Compare the gradients of several processes with those of this one, and end it; without the option, do nothing."""
+    """Compare the gradients of several processes with those of this one, and end it; without the
+    option, do nothing.
+    """
     if brain.run_opts.check_parity is None:
         return
     from ddpkit.parity import check_parity  # nothing else needs it
@@ -134,33 +149,50 @@ def _steps_of_profile(options: RunOptions) -> int | None:
 
 
 def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
-    """Warn of methods that nothing calls, with nearly the name of a hook that the recipe does not override."""
+    """Warn of methods that nothing calls, with nearly the name of a hook that the recipe does not
+    override.
+    """
     own, known = (dict(inspect.getmembers(kind, inspect.isfunction)) for kind in (recipe, Brain))
     hooks = [name for name, one in known.items() if own.get(name) is one and name[0] != "_"]
     codes = [getattr(inspect.unwrap(one), "__code__", one.__code__) for one in own.values()]
     for code in codes:
         codes += [one for one in code.co_consts if inspect.iscode(one)]  # functions inside of it
     called = {name for code in codes for name in code.co_names}
-    for name in [name for name in own if not (name in called or name[0] == "_" or hasattr(Brain, name))]:
+    for name in [
+        name for name in own if not (name in called or name[0] == "_" or hasattr(Brain, name))
+    ]:
         for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=0.88):
-            words = "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all is well."
+            words = (
+                "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all "
+                "is well."
+            )
             logger.warning_once(words, recipe.__name__, name, meant)
 
 
 def _adapt_subclass(cls: type[Brain]) -> None:
-    """Take placeholders out of a recipe's class; have its own ``optimizers_step`` find final gradients.
+    """Take placeholders out of a recipe's class; have its own ``optimizers_step`` find final
+    gradients.
 
     Raises:
         ConfigError: the class would replace something private.
     """
     for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
-        if vars(cls).get(name, "") is None:  # "not made yet": it would hide what the parts of the run hold
+        # "not made yet": it would hide what the parts of the run hold
+        if vars(cls).get(name, "") is None:
             delattr(cls, name)
-    if taken := sorted(name for name in vars(cls) if name.startswith("_Brain__") and name in vars(Brain)):
+    if taken := sorted(
+        name for name in vars(cls) if name.startswith("_Brain__") and name in vars(Brain)
+    ):
         names = ", ".join(name.removeprefix("_Brain") for name in taken)
-        raise ConfigError(f"{cls.__module__}: a class named Brain cannot define {names}: rename the class.")
+        raise ConfigError(
+            f"{cls.__module__}: a class named Brain cannot define {names}: rename the class."
+        )
     own: Any = inspect.getattr_static(cls, "optimizers_step")
-    if own is not vars(Brain)["optimizers_step"] and inspect.isfunction(own) and _FINAL not in vars(own):
+    if (
+        own is not vars(Brain)["optimizers_step"]
+        and inspect.isfunction(own)
+        and _FINAL not in vars(own)
+    ):
         cls.optimizers_step = _with_final_gradients(own)  # type: ignore[method-assign]
 
 
@@ -181,7 +213,8 @@ def _with_final_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
 @register_checkpoint_hooks
 @option_attributes
 class Brain(_Typed):
-    """The training loop of a recipe: subclass it, say what a batch computes, call :meth:`fit` and :meth:`evaluate`.
+    """The training loop of a recipe: subclass it, say what a batch computes, call :meth:`fit` and
+    :meth:`evaluate`.
 
     In the order of a run::
 
@@ -195,40 +228,52 @@ class Brain(_Typed):
                    on_stage_end(TEST)
         predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
 
-    Every hook is called on every rank. What a recipe does not override is done by the parts of :mod:`ddpkit.run`.
+    Every hook is called on every rank. What a recipe does not override is done by the parts of
+    :mod:`ddpkit.run`.
 
     Args:
-        modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.
-        opt_class: called with all parameters, frozen ones too, which may be unfrozen later; returns an optimizer. (With
-            ``remove_vector_weight_decay``, called with two groups of the trainable ones.)
-        hparams: whatever the YAML holds; reachable as ``self.hparams.name``. Run options in it count as defaults.
+        modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training
+            starts.
+        opt_class: called with all parameters, frozen ones too, which may be unfrozen later; returns
+            an optimizer. (With ``remove_vector_weight_decay``, called with two groups of the
+            trainable ones.)
+        hparams: whatever the YAML holds; reachable as ``self.hparams.name``. Run options in it
+            count as defaults.
         run_opts: a :class:`~ddpkit.run_opts.RunOptions` or a dict; wins over ``hparams``.
-        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`; the Brain adds itself, its optimizers and the
-            scheduler of ``scheduler_class`` to it.
-        scheduler_class: called with the optimizer and the total number of optimizer steps (of epochs, with
-            ``scheduler_every=epoch``; None where that is not known), returns a scheduler. A function is called with
-            both; a class with the optimizer, and with the number if it has a parameter ``total_steps`` or ``T_max``
-            (:func:`~ddpkit.optim.make_schedule`). It is made once, with the optimizer, and the Brain steps it.
+        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`; the Brain adds itself, its
+            optimizers and the scheduler of ``scheduler_class`` to it.
+        scheduler_class: called with the optimizer and the total number of optimizer steps (of
+            epochs, with ``scheduler_every=epoch``; None where that is not known), returns a
+            scheduler. A function is called with both; a class with the optimizer, and with the
+            number if it has a parameter ``total_steps`` or ``T_max``
+            (:func:`~ddpkit.optim.make_schedule`). It is made once, with the optimizer, and the
+            Brain steps it.
 
     Attributes:
-        modules: ``torch.nn.ModuleDict``; under a wrapper, the module's own attributes can still be reached.
+        modules: ``torch.nn.ModuleDict``; under a wrapper, the module's own attributes can still be
+            reached.
         hparams: namespace; empty where none were given.
         device: of this rank, such as ``"cuda:1"``.
         device_type: its kind alone, such as ``"cuda"``.
         optimizers_dict: name -> optimizer, once :meth:`init_optimizers` has run.
         step: batches of the current stage so far; counts from 1 while a batch is worked on.
-        optimizer_step: updates since the run began: windows in which an optimizer has stepped. The steps of several
-            optimizers in one window, or of one optimizer several times, count once.
-        steps_per_epoch: optimizer steps of an epoch on this number of processes, with accumulation; known before
-            :meth:`init_optimizers`. None where the length of the data is not known, as of a stream.
-        total_steps: optimizer steps of this call of :meth:`fit`, from the first epoch that its counter counts, those
-            before a restart included; at most ``optimizer_step_limit``. None where the epochs, or their steps, are not
-            known and no limit is set. Fewer are made where steps are skipped or a counter stops early.
+        optimizer_step: updates since the run began: windows in which an optimizer has stepped. The
+            steps of several optimizers in one window, or of one optimizer several times, count
+            once.
+        steps_per_epoch: optimizer steps of an epoch on this number of processes, with accumulation;
+            known before :meth:`init_optimizers`. None where the length of the data is not known, as
+            of a stream.
+        total_steps: optimizer steps of this call of :meth:`fit`, from the first epoch that its
+            counter counts, those before a restart included; at most ``optimizer_step_limit``. None
+            where the epochs, or their steps, are not known and no limit is set. Fewer are made
+            where steps are skipped or a counter stops early.
         train_sampler: the sampler of the training batches, once a training loader has been made.
-        lr_scale: the factor of ``lr_scaling`` on the learning rates of each step; known once ``fit`` has begun.
+        lr_scale: the factor of ``lr_scaling`` on the learning rates of each step; known once
+            ``fit`` has begun.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
-        ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without ``ema_decay``.
+        ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without
+            ``ema_decay``.
 
     Raises:
         ConfigError: options or modules that cannot work.
@@ -244,12 +289,14 @@ class Brain(_Typed):
         ...         return torch.nn.functional.mse_loss(predictions, batch[1])
         >>> data = [(torch.tensor([x / 8]), torch.tensor([x / 4])) for x in range(8)]
         >>> opts = {"device": "cpu", "noprogressbar": True}
-        >>> line = Line({"net": nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.5), run_opts=opts)
+        >>> line = Line(
+        ...     {"net": nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.5), run_opts=opts
+        ... )
         >>> line.fit(range(1, 51), data, train_loader_kwargs={"batch_size": 4}).optimizer_steps
         100
         >>> line.evaluate(data, test_loader_kwargs={"batch_size": 8}) < 0.1
         True
-    """
+    """  # noqa: E501
 
     def __init__(
         self,
@@ -286,7 +333,9 @@ class Brain(_Typed):
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
-            step = TrainStep(recipe, self.modules, strategy, options, self.progress, precision.scaler, ema)
+            step = TrainStep(
+                recipe, self.modules, strategy, options, self.progress, precision.scaler, ema
+            )
             self.__run = Run(step, self.hparams, checkpointer)
         self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
         self.__run.policy.register(self)
@@ -308,10 +357,13 @@ class Brain(_Typed):
     step: int = _part("progress.step", "Batches of the current stage so far.")
     optimizer_step: int = _part("progress.optimizer_step", "Optimizer updates since the run began.")
     nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
-    avg_train_loss: float = _part("progress.avg_train_loss", "Mean training loss of the epoch so far.")
+    avg_train_loss: float = _part(
+        "progress.avg_train_loss", "Mean training loss of the epoch so far."
+    )
     checkpointer: Any = _part(f"{_RUN}.policy.checkpointer", "The checkpointer, or None.")
     scaler: torch.amp.GradScaler = _part(
-        f"{_RUN}.train_step.scaler", "The scaler of fp16 gradients; disabled with another precision."
+        f"{_RUN}.train_step.scaler",
+        "The scaler of fp16 gradients; disabled with another precision.",
     )
     ema: WeightAverage | None = _part(
         f"{_RUN}.train_step.ema", "The average of the weights, or None without ``ema_decay``."
@@ -319,14 +371,18 @@ class Brain(_Typed):
     optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
         f"{_RUN}.train_step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
     )
-    profiler: Any = _part(f"{_RUN}.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None.")
+    profiler: Any = _part(
+        f"{_RUN}.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None."
+    )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of ``opt_class``, or a recipe's single one."""
         optimizer = self.__run.train_step.optimizer
         if optimizer is None:
-            raise AttributeError(f"{type(self).__name__} has no optimizer: init_optimizers makes it when fit begins")
+            raise AttributeError(
+                f"{type(self).__name__} has no optimizer: init_optimizers makes it when fit begins"
+            )
         return optimizer
 
     @optimizer.setter
@@ -353,7 +409,9 @@ class Brain(_Typed):
             batch: as the loader yields it; move it to ``self.device``.
             stage: TRAIN, VALID or TEST.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define compute_forward(self, batch, stage)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define compute_forward(self, batch, stage)"
+        )
 
     def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> Any:
         """Compute the loss. Must be overridden.
@@ -364,21 +422,25 @@ class Brain(_Typed):
             stage: TRAIN, VALID or TEST.
 
         Returns:
-            The mean over the batch's samples, shape ``()``. Or ``(loss_sum, count)``, where the loss is a mean over
-            something else, such as tokens or frames: a sum of shape ``()``, and how many it is over (a number, or a
-            tensor of shape ``()``; 0 where a batch has none). All that an optimizer step counts then weighs the same.
+            The mean over the batch's samples, shape ``()``. Or ``(loss_sum, count)``, where the
+            loss is a mean over something else, such as tokens or frames: a sum of shape ``()``, and
+            how many it is over (a number, or a tensor of shape ``()``; 0 where a batch has none).
+            All that an optimizer step counts then weighs the same.
 
-            A batch that has nothing to learn from, as without ground truth, gives ``torch.zeros((),
-            requires_grad=True)``, or ``(torch.zeros(()), 0)``: it counts as a batch that uses no parameter.
+            A batch that has nothing to learn from, as without ground truth, gives
+            ``torch.zeros((), requires_grad=True)``, or ``(torch.zeros(()), 0)``: it counts as a
+            batch that uses no parameter.
         """
         name = type(self).__name__
-        raise NotImplementedError(f"{name} must define compute_objectives(self, predictions, batch, stage)")
+        raise NotImplementedError(
+            f"{name} must define compute_objectives(self, predictions, batch, stage)"
+        )
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         """Called before a stage, on all ranks; ``epoch`` is None for TEST.
 
-        The modules are in the mode of the stage already, training or evaluation. A part that is set to another mode
-        here, such as ``self.modules.backbone.eval()``, keeps it for the stage.
+        The modules are in the mode of the stage already, training or evaluation. A part that is set
+        to another mode here, such as ``self.modules.backbone.eval()``, keeps it for the stage.
         """
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
@@ -387,10 +449,16 @@ class Brain(_Typed):
     def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
         """Called before the forward pass of every training batch."""
 
-    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool) -> None:
-        """Called after every training batch, and after the step where there is one; ``loss`` is still attached."""
+    def on_fit_batch_end(
+        self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool
+    ) -> None:
+        """Called after every training batch, and after the step where there is one; ``loss`` is
+        still attached.
+        """
 
-    def freeze_optimizers(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
+    def freeze_optimizers(
+        self, optimizers: dict[str, torch.optim.Optimizer]
+    ) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers that step now; default: all."""
         return optimizers
 
@@ -401,8 +469,8 @@ class Brain(_Typed):
             batch: as the loader yields it.
 
         Returns:
-            The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it. Where
-            :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
+            The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits
+            for it. Where :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
         """
         train_step, should_step = self.__run.train_step, self.should_step
         self.on_fit_batch_start(batch, should_step)
@@ -435,23 +503,24 @@ class Brain(_Typed):
         return sum_and_count(loss, name) if loss.__class__ is tuple else one_number(loss, name)
 
     def predict_batch(self, batch: Any) -> Any:
-        """Compute the outputs of a batch for :meth:`predict`; called without gradients. Override it at will.
+        """Compute the outputs of a batch for :meth:`predict`; called without gradients. Override it
+        at will.
 
         Args:
             batch: as the loader yields it.
 
         Returns:
-            Outputs with one row per sample of the batch: a tensor or an array with that first dimension, a list of
-            that length, or a tuple or a dict of such.
+            Outputs with one row per sample of the batch: a tensor or an array with that first
+            dimension, a list of that length, or a tuple or a dict of such.
         """
         return self.compute_forward(batch, Stage.TEST)
 
     def init_optimizers(self) -> None:
         """Make the optimizer and its scheduler.
 
-        Override it for several: fill ``optimizers_dict`` and tell the checkpointer. ``self.steps_per_epoch`` and
-        ``self.total_steps`` are known here. The Brain steps the scheduler that ``scheduler_class`` makes; a recipe
-        steps its own schedulers itself.
+        Override it for several: fill ``optimizers_dict`` and tell the checkpointer.
+        ``self.steps_per_epoch`` and ``self.total_steps`` are known here. The Brain steps the
+        scheduler that ``scheduler_class`` makes; a recipe steps its own schedulers itself.
 
         Raises:
             ConfigError: ``opt_class`` or ``scheduler_class`` cannot be used.
@@ -460,18 +529,24 @@ class Brain(_Typed):
             logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
             return
         train_step, split_vectors = self.__run.train_step, self.run_opts.remove_vector_weight_decay
-        self.optimizer = optim.make_optimizer(self.opt_class, self.modules, split_vectors=split_vectors)
+        self.optimizer = optim.make_optimizer(
+            self.opt_class, self.modules, split_vectors=split_vectors
+        )
         self.optimizers_dict = {"opt_class": self.optimizer}
         self.__run.policy.add("optimizer", self.optimizer)
         if self.scheduler_class is not None:
             length, every = self.__run.length, self.run_opts.scheduler_every
             steps = length.total_steps if every == "step" else length.epochs
             before = train_step.schedule
-            train_step.schedule = optim.make_schedule(self.scheduler_class, self.optimizer, every, steps)
+            train_step.schedule = optim.make_schedule(
+                self.scheduler_class, self.optimizer, every, steps
+            )
             self.__run.policy.add_schedule(train_step.schedule, before)
 
     def on_fit_start(self) -> None:
-        """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often ``fit`` is called."""
+        """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often
+        ``fit`` is called.
+        """
         if self.__run.is_prepared:
             return
         self.__prepare_modules()
@@ -482,7 +557,8 @@ class Brain(_Typed):
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         """Recover the best checkpoint by a key of its meta, or the newest.
 
-        In a process that does not train, a path given as the option ``resume`` is evaluated whatever the keys say.
+        In a process that does not train, a path given as the option ``resume`` is evaluated
+        whatever the keys say.
 
         Args:
             max_key: the checkpoint with the highest value of this key.
@@ -494,20 +570,28 @@ class Brain(_Typed):
         if found is not None and self.run_opts.evaluate_ema:
             require_average(found)
         if found is None and self.optimizers_dict is None and self.opt_class is not None:
-            logger.warning("No checkpoint to evaluate, and nothing was trained: the weights are the initial ones.")
+            logger.warning(
+                "No checkpoint to evaluate, and nothing was trained: the weights are the initial "
+                "ones."
+            )
 
     def make_dataloader(
-        self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any
+        self,
+        dataset: Any,
+        stage: Stage,
+        ckpt_prefix: str | None = "dataloader-",
+        **loader_kwargs: Any,
     ) -> Any:
         """Make the loader that gives this rank its part of a dataset.
 
         Args:
-            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields
+                batches.
             stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
             ckpt_prefix: the loader is saved under this and the stage's name; None: not at all.
-            loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per process), and
-                ``looped_nominal_epoch``. On a GPU ``pin_memory`` is on unless it is given: without it, a batch that is
-                moved with ``non_blocking=True`` is waited for.
+            loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per
+                process), and ``looped_nominal_epoch``. On a GPU ``pin_memory`` is on unless it is
+                given: without it, a batch that is moved with ``non_blocking=True`` is waited for.
         """
         loader = self.__run.loaders.make(dataset, stage, loader_kwargs)
         if stage is Stage.TRAIN:
@@ -521,15 +605,16 @@ class Brain(_Typed):
 
     should_step: bool = property(  # type: ignore[assignment]
         operator.attrgetter(f"{_RUN}.train_step.should_step"),
-        doc="Whether the current micro-batch closes its accumulation window, after which the optimizers step. "
-        "The same on every rank, also in a short last window.",
+        doc="Whether the current micro-batch closes its accumulation window, after which the "
+        "optimizers step. The same on every rank, also in a short last window.",
     )
 
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Back-propagate a loss of the current micro-batch. For a ``fit_batch`` of your own.
 
-        The loss is weighed against the other micro-batches of its window, on all ranks, and scaled for fp16. The ranks
-        communicate in the micro-batch that closes the window. The gradients of several losses add up.
+        The loss is weighed against the other micro-batches of its window, on all ranks, and scaled
+        for fp16. The ranks communicate in the micro-batch that closes the window. The gradients of
+        several losses add up.
 
         Args:
             loss: the mean over the batch's samples, shape ``()``; or ``(loss_sum, count)``, as
@@ -537,10 +622,11 @@ class Brain(_Typed):
             retain_graph: keep the graph for another loss that shares a part of it.
 
         Raises:
-            BatchError: the loss is not a tensor of one number, or does not depend on any parameter; or it cannot be
-                added to what was passed before.
+            BatchError: the loss is not a tensor of one number, or does not depend on any parameter;
+                or it cannot be added to what was passed before.
 
-        Ranks: collective under DDP where :attr:`should_step` is true; all ranks call it equally often.
+        Ranks: collective under DDP where :attr:`should_step` is true; all ranks call it equally
+        often.
         """
         self.__run.train_step.backward(loss, retain_graph=retain_graph)
 
@@ -555,41 +641,57 @@ class Brain(_Typed):
         return self.__run.train_step.no_sync() if use else NO_CONTEXT
 
     def optimizers_step(self) -> None:
-        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
+        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all
+        ranks alike.
 
-        A :meth:`fit_batch` of your own may call it several times in a window. They count as one step, and the average
-        of the weights and the schedule follow once, when ``fit_batch`` has returned.
+        A :meth:`fit_batch` of your own may call it several times in a window. They count as one
+        step, and the average of the weights and the schedule follow once, when ``fit_batch`` has
+        returned.
 
-        An override finds the gradients as the step uses them: averaged over the ranks, divided by the count of
-        ``(loss_sum, count)`` and by the scale of fp16. It may clip or change them, then calls
-        ``super().optimizers_step()``.
+        An override finds the gradients as the step uses them: averaged over the ranks, divided by
+        the count of ``(loss_sum, count)`` and by the scale of fp16. It may clip or change them,
+        then calls ``super().optimizers_step()``.
 
         Raises:
-            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
+            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not
+                finite.
         """
         self.__run.train_step.step_optimizers(self)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""
-        optim.zero_gradients(self.__run.train_step.optimizers_to_step(self), set_to_none=set_to_none)
+        optim.zero_gradients(
+            self.__run.train_step.optimizers_to_step(self), set_to_none=set_to_none
+        )
 
     def check_loss_isfinite(self, loss: torch.Tensor) -> None:
-        """Warn on this rank if a loss is not finite; waits for the device. For recipes that override ``fit_batch``.
+        """Warn on this rank if a loss is not finite; waits for the device. For recipes that
+        override ``fit_batch``.
 
-        The step itself is skipped on all ranks by :meth:`optimizers_step`, which also counts and gives up.
+        The step itself is skipped on all ranks by :meth:`optimizers_step`, which also counts and
+        gives up.
         """
         if not torch.isfinite(loss).all():
             logger.warning(
-                "The loss of step %d is %s on rank %d.", self.step, loss.tolist(), self.rank, main_process_only=False
+                "The loss of step %d is %s on rank %d.",
+                self.step,
+                loss.tolist(),
+                self.rank,
+                main_process_only=False,
             )
 
     def check_gradients(self) -> None:
-        """Drop every parameter's gradient that is not finite, with a warning (option ``skip_nonfinite_grads``)."""
+        """Drop every parameter's gradient that is not finite, with a warning (option
+        ``skip_nonfinite_grads``).
+        """
         for name in optim.drop_nonfinite(self.modules):
-            logger.warning("The gradient of %s is not finite and is left out of step %d.", name, self.step)
+            logger.warning(
+                "The gradient of %s is not finite and is left out of step %d.", name, self.step
+            )
 
     def update_average(self, loss: torch.Tensor | float, avg_loss: float) -> float:
-        """Take one loss into a running mean over ``step`` batches; one that is not finite changes nothing.
+        """Take one loss into a running mean over ``step`` batches; one that is not finite changes
+        nothing.
 
         Args:
             loss: of the current batch.
@@ -599,23 +701,29 @@ class Brain(_Typed):
             The new mean.
         """
         value = float(loss)
-        return avg_loss + (value - avg_loss) / max(self.step, 1) if math.isfinite(value) else avg_loss
+        return (
+            avg_loss + (value - avg_loss) / max(self.step, 1) if math.isfinite(value) else avg_loss
+        )
 
     def log(self, name: str, value: Any, count: Any = None, *, per_step: bool = False) -> None:
-        """Log a value in any hook of a stage: the epoch's mean over all batches and ranks is reported.
+        """Log a value in any hook of a stage: the epoch's mean over all batches and ranks is
+        reported.
 
-        The mean is added to what ``log_stats`` is given for this stage, and stands in ``metrics.jsonl`` and in
-        ``logged`` of what :meth:`fit` returns. Ranks need not call it equally often. A tensor is read at the end of the
-        stage, not now. Values that are not finite are left out of the mean, with a warning.
+        The mean is added to what ``log_stats`` is given for this stage, and stands in
+        ``metrics.jsonl`` and in ``logged`` of what :meth:`fit` returns. Ranks need not call it
+        equally often. A tensor is read at the end of the stage, not now. Values that are not finite
+        are left out of the mean, with a warning.
 
-        In ``on_stage_end`` the means are already made: a value logged there is reported as it is, from the main
-        process. Log only values there that are equal on every rank, such as a score of gathered results.
+        In ``on_stage_end`` the means are already made: a value logged there is reported as it is,
+        from the main process. Log only values there that are equal on every rank, such as a score
+        of gathered results.
 
         Args:
             name: of the value.
-            value: a number or a tensor of one element: the mean over the batch's samples, which is weighed as the loss
-                is. With ``count``, a sum.
-            count: how many things the sum is over, such as tokens: a number or a tensor of one element.
+            value: a number or a tensor of one element: the mean over the batch's samples, which is
+                weighed as the loss is. With ``count``, a sum.
+            count: how many things the sum is over, such as tokens: a number or a tensor of one
+                element.
             per_step: in training, also write the mean since the last time about once a second.
 
         Raises:
@@ -638,8 +746,11 @@ class Brain(_Typed):
             {'train': {'large': 0.4, 'mean': 2.0}}
         """
         window = self.progress.window
-        weight = window.weight if window.count else 0.0  # nothing of a batch that is repeated to keep step
-        self.progress.logged.add(name, value, count, weight, per_step=per_step, step=self.progress.step)
+        # nothing of a batch that is repeated to keep step
+        weight = window.weight if window.count else 0.0
+        self.progress.logged.add(
+            name, value, count, weight, per_step=per_step, step=self.progress.step
+        )
 
     # ------------------------------------------------------------------ whole runs
 
@@ -654,20 +765,22 @@ class Brain(_Typed):
     ) -> FitResult:
         """Train, and validate after every epoch.
 
-        It may be called several times. When a script that was stopped in a later call is started again, the earlier
-        ones return at once, and the run goes on in that call.
+        It may be called several times. When a script that was stopped in a later call is started
+        again, the earlier ones return at once, and the run goes on in that call.
 
         Args:
-            epoch_counter: yields epoch numbers from 1, such as :class:`~ddpkit.epoch_loop.EpochCounter`.
-            train_set: dataset, or ready-made loader, which is divided over the ranks like a dataset.
+            epoch_counter: yields epoch numbers from 1, such as
+                :class:`~ddpkit.epoch_loop.EpochCounter`.
+            train_set: dataset, or ready-made loader, which is divided over the ranks like a
+                dataset.
             valid_set: likewise, or None.
             progressbar: None asks the option ``noprogressbar``.
             train_loader_kwargs: for :meth:`make_dataloader`; not changed.
             valid_loader_kwargs: likewise.
 
         Returns:
-            The last losses, the epochs and optimizer steps, why it ended, and where the newest checkpoint is; the
-            same on every rank.
+            The last losses, the epochs and optimizer steps, why it ended, and where the newest
+            checkpoint is; the same on every rank.
 
         Raises:
             DataError: the data cannot feed the run.
@@ -689,14 +802,29 @@ class Brain(_Typed):
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
-        if self.__is_step_limit_reached() and self.progress.is_cut_short:  # a save after it is still of that call
-            logger.info("optimizer_step_limit=%s has ended an earlier call of fit.", self.run_opts.optimizer_step_limit)
+        # a save after it is still of that call
+        if self.__is_step_limit_reached() and self.progress.is_cut_short:
+            logger.info(
+                "optimizer_step_limit=%s has ended an earlier call of fit.",
+                self.run_opts.optimizer_step_limit,
+            )
             newest = run.policy.newest()
-            return FitResult("optimizer_step_limit", optimizer_steps=self.optimizer_step, newest_checkpoint=newest)
+            return FitResult(
+                "optimizer_step_limit",
+                optimizer_steps=self.optimizer_step,
+                newest_checkpoint=newest,
+            )
         folder = getattr(self.hparams, "output_folder", "results")
-        # failure_notice again, innermost: the others learn of a failure before policy.session saves.
+        # failure_notice again, innermost: the others learn of a failure before policy.session
+        # saves.
         held = self.run_opts.held(IN_FIT)
-        with held, run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
+        with (
+            held,
+            run.stop.guarded("fit"),
+            run.stages.session(folder),
+            run.policy.session(),
+            failure_notice(),
+        ):
             start = run.policy.choose_start()
             run.counters.begin(epoch_counter)
             run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
@@ -712,7 +840,10 @@ class Brain(_Typed):
             if run.policy.is_done_before(train):
                 return self.__fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
-            given, contexts = given_batch_size(train_set, train_kwargs), (self.training_ctx, self.evaluation_ctx)
+            given, contexts = (
+                given_batch_size(train_set, train_kwargs),
+                (self.training_ctx, self.evaluation_ctx),
+            )
             run.preflight.report_training(sizes, run.length, given, valid, contexts)
             run.record.begin(sizes, run.length)
             result = self.__fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
@@ -740,11 +871,13 @@ class Brain(_Typed):
             The mean loss over the whole set, the same on every rank.
 
         Raises:
-            ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
-                ``on_evaluate_start`` is overridden; or in a training batch.
+            ConfigError: called inside ``fit`` of the same Brain, where it would recover other
+                weights, unless ``on_evaluate_start`` is overridden; or in a training batch.
         """
         run = self.__run
-        self.__require_no_training("evaluate", recovers=type(self).on_evaluate_start is Brain.on_evaluate_start)
+        self.__require_no_training(
+            "evaluate", recovers=type(self).on_evaluate_start is Brain.on_evaluate_start
+        )
         _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", type(self))
         run.stages.note_logger(self)
@@ -754,7 +887,9 @@ class Brain(_Typed):
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
             run.preflight.report_evaluation(loader, contexts)
-            return run.stages.evaluate(self, loader, Stage.TEST, None, enable_bar=self.__bar_enabled(progressbar))
+            return run.stages.evaluate(
+                self, loader, Stage.TEST, None, enable_bar=self.__bar_enabled(progressbar)
+            )
 
     def predict(
         self,
@@ -764,12 +899,14 @@ class Brain(_Typed):
         progressbar: bool | None = None,
         loader_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Recover a checkpoint, run the model over a dataset, and return the output for every sample.
+        """Recover a checkpoint, run the model over a dataset, and return the output for every
+        sample.
 
-        The set is divided over all ranks, whatever ``shard_evaluation`` says. The hooks ``on_stage_start`` and
-        ``on_stage_end`` are not called, for lack of a loss; :meth:`predict_batch` is. With ``debug`` only
-        ``debug_batches`` batches are run. Every batch is a step: ``hang_timeout`` is for a single one, and asked to
-        stop, all ranks end within about a second and a batch.
+        The set is divided over all ranks, whatever ``shard_evaluation`` says. The hooks
+        ``on_stage_start`` and ``on_stage_end`` are not called, for lack of a loss;
+        :meth:`predict_batch` is. With ``debug`` only ``debug_batches`` batches are run. Every batch
+        is a step: ``hang_timeout`` is for a single one, and asked to stop, all ranks end within
+        about a second and a batch.
 
         Args:
             data: dataset or loader.
@@ -779,13 +916,14 @@ class Brain(_Typed):
             loader_kwargs: for :meth:`make_dataloader`; not changed.
 
         Returns:
-            One output per sample, in dataset order, on every rank, with tensors on the CPU. With ``batch_size=None``,
-            where the dataset makes whole batches, one output per item. Of a stream, in the order of :meth:`gather`.
+            One output per sample, in dataset order, on every rank, with tensors on the CPU. With
+            ``batch_size=None``, where the dataset makes whole batches, one output per item. Of a
+            stream, in the order of :meth:`gather`.
 
         Raises:
             BatchError: the output of a batch cannot be split into one output per sample.
-            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights; or
-                in a training batch.
+            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would
+                recover other weights; or in a training batch.
             RunStopped: a signal or the time limit has asked for the end.
 
         Ranks: collective.
@@ -803,45 +941,54 @@ class Brain(_Typed):
     def gather(self, results: Any) -> Any:
         """Give every rank the results of the last stage, every sample's once, in dataset order.
 
-        A recipe collects a result for each sample, batch by batch, on its rank, and gathers the results in
-        ``on_stage_end`` or after :meth:`~ddpkit.brain.Brain.evaluate`. They are sorted by the samples' indices in
-        the dataset, whatever the sampler or shuffling, so the order does not depend on the number of ranks.
+        A recipe collects a result for each sample, batch by batch, on its rank, and gathers the
+        results in ``on_stage_end`` or after :meth:`~ddpkit.brain.Brain.evaluate`. They are sorted
+        by the samples' indices in the dataset, whatever the sampler or shuffling, so the order does
+        not depend on the number of ranks.
 
-        A sample that a sampler has drawn twice comes twice, in the order in which the batches came. Where the
-        sampler's indices are not numbers, results come in the order of the batches. A stream's results come in its own
-        order if ddpkit divides it item by item, else (shards, a stream that divides itself, an opaque loader of
-        batches) rank by rank; then completeness cannot be checked. After a resume in the middle of an epoch the
-        results are only of the batches since.
-        A sample repeated to keep step, which has weight 0 in training, is left out; the recipe may have done so
-        itself.
+        A sample that a sampler has drawn twice comes twice, in the order in which the batches came.
+        Where the sampler's indices are not numbers, results come in the order of the batches. A
+        stream's results come in its own order if ddpkit divides it item by item, else (shards, a
+        stream that divides itself, an opaque loader of batches) rank by rank; then completeness
+        cannot be checked. After a resume in the middle of an epoch the results are only of the
+        batches since. A sample repeated to keep step, which has weight 0 in training, is left out;
+        the recipe may have done so itself.
 
         Args:
-            results: one entry per sample this rank has seen, in the order it saw them: a list of anything that
-                pickles (strings, dicts, tensors of any length), or a tensor or an array with that first dimension. Or
-                one entry per batch: a list of tensors, arrays or lists with as many rows as their batch has samples;
-                where both fit, the entries are taken for samples (with one sample per batch on every rank). Or a dict
-                or a tuple of such.
+            results: one entry per sample this rank has seen, in the order it saw them: a list of
+                anything that pickles (strings, dicts, tensors of any length), or a tensor or an
+                array with that first dimension. Or one entry per batch: a list of tensors, arrays
+                or lists with as many rows as their batch has samples; where both fit, the entries
+                are taken for samples (with one sample per batch on every rank). Or a dict or a
+                tuple of such.
 
         Returns:
-            The same form, one entry per sample of all ranks, tensors on the CPU. What was one tensor on every rank is
-            one tensor, or a list if the other dimensions differ.
+            The same form, one entry per sample of all ranks, tensors on the CPU. What was one
+            tensor on every rank is one tensor, or a list if the other dimensions differ.
 
         Raises:
-            ConfigError: the stage still runs, the results have another form, or the samples seen are unknown.
+            ConfigError: the stage still runs, the results have another form, or the samples seen
+                are unknown.
             DataError: not one entry per sample. On every rank.
             LaunchError: in main-only code, where the other ranks' part would be missing.
 
-        Ranks: collective where the stage's data was divided (training; evaluation with ``shard_evaluation``), else
-        local. Call it on every rank. Every rank then holds the results of all.
+        Ranks: collective where the stage's data was divided (training; evaluation with
+        ``shard_evaluation``), else local. Call it on every rank. Every rank then holds the results
+        of all.
         """
         if self.progress.seen is None:
-            raise ConfigError("gather was called before any stage has run: call it in on_stage_end, or after evaluate.")
+            raise ConfigError(
+                "gather was called before any stage has run: call it in on_stage_end, or after "
+                "evaluate."
+            )
         return gather_results(self.progress.seen, results)
 
     def print_trainable_parameters(self) -> None:
         """Log how many parameters there are, and how many of them are trained."""
         total = sum(parameter.numel() for parameter in self.modules.parameters())
-        trained = sum(parameter.numel() for parameter in self.modules.parameters() if parameter.requires_grad)
+        trained = sum(
+            parameter.numel() for parameter in self.modules.parameters() if parameter.requires_grad
+        )
         counts = f"{format_order_of_magnitude(trained)} of {format_order_of_magnitude(total)}"
         where = f"on {self.device} ({self.__run.strategy.name}, {get_world_size()} process(es))"
         logger.info("%s: %s parameters are trained, %s.", type(self).__name__, counts, where)
@@ -849,7 +996,11 @@ class Brain(_Typed):
     # ------------------------------------------------------------------ the steps of fit
 
     def __fit_loaders(
-        self, train_set: Any, valid_set: Any, train_kwargs: Mapping[str, Any], valid_kwargs: Mapping[str, Any]
+        self,
+        train_set: Any,
+        valid_set: Any,
+        train_kwargs: Mapping[str, Any],
+        valid_kwargs: Mapping[str, Any],
     ) -> tuple[Any, Any]:
         """Make the loaders, once it is known how many batches an optimizer step takes."""
         run = self.__run
@@ -870,12 +1021,16 @@ class Brain(_Typed):
     def __loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
         loaders = self.__run.loaders
         with loaders.named(stage):
-            if (data is None and stage is Stage.VALID) or isinstance(data, (DataLoader, LoopedLoader)):
+            if (data is None and stage is Stage.VALID) or isinstance(
+                data, (DataLoader, LoopedLoader)
+            ):
                 return None if data is None else loaders.adapt(data, stage)
             return self.make_dataloader(data, stage=stage, **loader_kwargs)
 
     def __plan_steps(self, train: Any, valid: Any, epoch_counter: Any) -> BatchSizes:
-        """Compare the data of the ranks; from its length follow batches, steps and learning-rate scale."""
+        """Compare the data of the ranks; from its length follow batches, steps and learning-rate
+        scale.
+        """
         run, options = self.__run, self.run_opts
         run.preflight.compare_data(train=train, valid=valid)
         if options.auto_micro_batch:
@@ -890,7 +1045,9 @@ class Brain(_Typed):
         run.length = found = RunLength.of(length, factor, run.epochs, options, ahead=ahead)
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
         run.lr_scaling.choose(options, sizes)
-        run.stages.time_left = TimeLeft(last_epoch(epoch_counter, found), validates=valid is not None)
+        run.stages.time_left = TimeLeft(
+            last_epoch(epoch_counter, found), validates=valid is not None
+        )
         return sizes
 
     def __prepare_modules(self) -> None:
@@ -920,22 +1077,30 @@ class Brain(_Typed):
         schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(
-                f"scheduler_class was given, and nothing has made a schedule of it: {type(self).__name__} overrides "
-                "init_optimizers or gives no opt_class. Call super().init_optimizers(), or leave scheduler_class out."
+                "scheduler_class was given, and nothing has made a schedule of it: "
+                f"{type(self).__name__} overrides init_optimizers or gives no opt_class. Call "
+                "super().init_optimizers(), or leave scheduler_class out."
             )
         if schedule is not None and schedule.follows_loss and not validates:
-            raise ConfigError("ReduceLROnPlateau follows the valid loss, and fit was given no valid_set.")
+            raise ConfigError(
+                "ReduceLROnPlateau follows the valid loss, and fit was given no valid_set."
+            )
         if not self.__run.is_prepared:
             self.__run.is_prepared = True
             self.run_opts.reach(PREPARED)
             self.__run.preflight.compare_optimizers()
             self.__run.train_step.watch_first_step(self)
 
-    def __run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, progressbar: bool | None) -> str:
+    def __run_epochs(
+        self, epoch_counter: Iterable[int], train: Any, valid: Any, progressbar: bool | None
+    ) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
         enable = self.__bar_enabled(progressbar)
         if self.__is_step_limit_reached() and (not self.step or self.progress.is_validated):
-            logger.info("optimizer_step_limit=%s has been reached before.", self.run_opts.optimizer_step_limit)
+            logger.info(
+                "optimizer_step_limit=%s has been reached before.",
+                self.run_opts.optimizer_step_limit,
+            )
             return "optimizer_step_limit"
         self.progress.ask_for_epochs(validates=valid is not None)
         for epoch in epoch_counter:
@@ -965,21 +1130,34 @@ class Brain(_Typed):
     def __fit_result(self, reason: str) -> FitResult:
         progress = self.progress
         losses, newest = (progress.train_loss, progress.valid_loss), self.__run.policy.newest()
-        logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or {}
+        logged = (
+            run_on_main(
+                lambda: {name: dict(values) for name, values in progress.logged.values.items()}
+            )
+            or {}
+        )
         return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, newest, logged)
 
     def __require_no_training(self, call: str, *, recovers: bool) -> None:
-        """Refuse what recovers a checkpoint over the weights of a training, or would end a pass of it."""
+        """Refuse what recovers a checkpoint over the weights of a training, or would end a pass of
+        it.
+        """
         progress = self.progress
-        if progress.is_fitting and (progress.is_in_pass or (recovers and self.checkpointer is not None)):
+        if progress.is_fitting and (
+            progress.is_in_pass or (recovers and self.checkpointer is not None)
+        ):
             raise ConfigError(
-                f"{call} was called inside fit: it would recover a checkpoint over the weights that are being trained, "
-                "or end the pass that is running. Call it after fit, or give fit a valid_set."
+                f"{call} was called inside fit: it would recover a checkpoint over the weights "
+                "that are being trained, or end the pass that is running. Call it after fit, or "
+                "give fit a valid_set."
             )
 
     def __bar_enabled(self, progressbar: bool | None) -> bool:
         if progressbar not in (True, False, None):
-            raise ConfigError(f"progressbar={progressbar!r} is no switch: give train_loader_kwargs and such by name.")
+            raise ConfigError(
+                f"progressbar={progressbar!r} is no switch: give train_loader_kwargs and such by "
+                "name."
+            )
         return not self.run_opts.noprogressbar if progressbar is None else progressbar
 
     @mark_as_saver

@@ -1,4 +1,5 @@
-"""Checkpoints: save all that a run needs, find the best or newest that is whole, load it, delete the rest.
+"""Checkpoints: save all that a run needs, find the best or newest that is whole, load it, delete
+the rest.
 
 A checkpoint is a directory::
 
@@ -7,13 +8,13 @@ A checkpoint is a directory::
         <recoverable>.ckpt  one file (or directory) per recoverable
         manifest.json       sizes and checksums of all files; missing in a checkpoint made by SpeechBrain
 
-It appears under its name only when it is complete (:mod:`ddpkit.checkpointing.storage`), and is verified before it is
-used. One that is damaged is reported, passed over and never deleted.
+It appears under its name only when it is complete (:mod:`ddpkit.checkpointing.storage`), and is
+verified before it is used. One that is damaged is reported, passed over and never deleted.
 
-With several ranks the main process saves, chooses and deletes; the others get its result. Any call may be
-made by all ranks, or by the main process alone under ``if if_main_process():``. But where a saver is
-registered with ``saveon_main_only=False``, every rank must take part in a save.
-"""
+With several ranks the main process saves, chooses and deletes; the others get its result. Any call
+may be made by all ranks, or by the main process alone under ``if if_main_process():``. But where a
+saver is registered with ``saveon_main_only=False``, every rank must take part in a save.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-#: The file of a checkpoint that holds its meta, and what the names of the recoverables' files end in.
+#: The file of a checkpoint that holds its meta, and what the names of the recoverables' files end
+#: in.
 METAFNAME = META_NAME
 PARAMFILE_EXT = SUFFIX
 
@@ -132,9 +134,10 @@ PARAMFILE_EXT = SUFFIX
 def convert_torch_save_hooks_to_once_per_node() -> None:
     """Say that the nodes do not share the folder of checkpoints.
 
-    SpeechBrain's function of this name has every node write files of its own. Here the main process goes on to write
-    them all, and whatever any Checkpointer loads from then on is read by rank 0 and sent to the others, as with the
-    option ``ckpt_load=broadcast``. So a run of several nodes can go on where only rank 0's has the folder.
+    SpeechBrain's function of this name has every node write files of its own. Here the main process
+    goes on to write them all, and whatever any Checkpointer loads from then on is read by rank 0
+    and sent to the others, as with the option ``ckpt_load=broadcast``. So a run of several nodes
+    can go on where only rank 0's has the folder.
 
     Ranks: local; call it on every rank. Afterwards all ranks must load together.
 
@@ -143,7 +146,7 @@ def convert_torch_save_hooks_to_once_per_node() -> None:
     Checkpointer.load_mode = "broadcast"
 
 
-# ---------------------------------------------------------------------------------------- the checkpointer
+# --------------------------------------------------------------------------------- the checkpointer
 
 
 class Checkpointer:
@@ -157,33 +160,40 @@ class Checkpointer:
         allow_partial_load: load what a checkpoint has and skip recoverables that it does not have.
 
     Attributes:
-        checkpoints_dir: as given, an absolute ``Path``: the working directory may change. May be set.
-        recoverables: as given; may be changed. What is put in here by hand is looked at when ``fit`` begins, and
-            at every save.
+        checkpoints_dir: as given, an absolute ``Path``: the working directory may change. May be
+            set.
+        recoverables: as given; may be changed. What is put in here by hand is looked at when
+            ``fit`` begins, and at every save.
         optional_recoverables: whether a checkpoint may lack a recoverable, by name.
         custom_load_hooks: as given.
         custom_save_hooks: as given.
         allow_partial_load: as given.
-        verify_mode: ``"full"`` (every byte is read before a checkpoint is used), ``"size"`` or ``"off"``.
-        asynchronous: a save copies the states and returns; a thread writes them and applies the retention. Every later
-            call waits for that first, and raises its error. Set it alike on all ranks, and call :meth:`wait` before
-            relying on what is on the disk. Where memory is short, the save waits for the disk, and a warning says so.
-        on_error: ``"stop"``: a save that fails raises. ``"warn"``: it is warned of on the main process, and training
-            goes on with the checkpoints that were there before; what could never be saved is an error all the same.
-        resume: what :meth:`recover_if_possible` loads if it is not asked for anything else: ``"auto"`` (the newest that
-            is whole), ``"never"`` (none), the path of a checkpoint, in whatever folder, or what :meth:`named` has
-            returned. The Brain sets it from the option while ``fit`` begins.
+        verify_mode: ``"full"`` (every byte is read before a checkpoint is used), ``"size"`` or
+            ``"off"``.
+        asynchronous: a save copies the states and returns; a thread writes them and applies the
+            retention. Every later call waits for that first, and raises its error. Set it alike on
+            all ranks, and call :meth:`wait` before relying on what is on the disk. Where memory is
+            short, the save waits for the disk, and a warning says so.
+        on_error: ``"stop"``: a save that fails raises. ``"warn"``: it is warned of on the main
+            process, and training goes on with the checkpoints that were there before; what could
+            never be saved is an error all the same.
+        resume: what :meth:`recover_if_possible` loads if it is not asked for anything else:
+            ``"auto"`` (the newest that is whole), ``"never"`` (none), the path of a checkpoint, in
+            whatever folder, or what :meth:`named` has returned. The Brain sets it from the option
+            while ``fit`` begins.
         last_loaded: the directory of the last load; None: none yet.
         not_taken: names of its entries that no recoverable has loaded, sorted.
-        around_save: returns a context for every save; called with whether an epoch has ended, by the call. If the
-            context's value is a bool, that is what the checkpoint says.
+        around_save: returns a context for every save; called with whether an epoch has ended, by
+            the call. If the context's value is a bool, that is what the checkpoint says.
         tell_epoch: returns the epoch of a save.
-        whole_states: None, or a function that makes sharded states whole before a save: called with the objects that
-            :func:`torch_save` saves, by name, it returns what is saved instead of some. Every rank must save then.
-        listener: None, or a :class:`~ddpkit.checkpointing.save_report.SaveListener`, which the main process tells of
-            every save and deletion. The Brain sets it, for the run's log.
-        load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
-            load together; the main process alone reads by itself, after half a minute.
+        whole_states: None, or a function that makes sharded states whole before a save: called with
+            the objects that :func:`torch_save` saves, by name, it returns what is saved instead of
+            some. Every rank must save then.
+        listener: None, or a :class:`~ddpkit.checkpointing.save_report.SaveListener`, which the main
+            process tells of every save and deletion. The Brain sets it, for the run's log.
+        load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends,
+            and all ranks must load together; the main process alone reads by itself, after half a
+            minute.
 
     Raises:
         OSError: the folder cannot be made.
@@ -225,7 +235,9 @@ class Checkpointer:
         self.resume: str | Checkpoint = "auto"
         self.last_loaded: Path | None = None
         self.not_taken: tuple[str, ...] = ()
-        self.around_save: Callable[[bool], AbstractContextManager[bool | None]] = lambda _: contextlib.nullcontext()
+        self.around_save: Callable[[bool], AbstractContextManager[bool | None]] = lambda _: (
+            contextlib.nullcontext()
+        )
         self.tell_epoch: Callable[[], int | None] = lambda: None
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self.listener: SaveListener | None = None
@@ -261,16 +273,17 @@ class Checkpointer:
 
         Args:
             name: becomes the file's name.
-            obj: a module, optimizer, scheduler, scaler, an object of a class with checkpoint hooks, ddpkit's or
-                SpeechBrain's, or anything with ``state_dict`` and ``load_state_dict``.
+            obj: a module, optimizer, scheduler, scaler, an object of a class with checkpoint hooks,
+                ddpkit's or SpeechBrain's, or anything with ``state_dict`` and ``load_state_dict``.
             custom_load_hook: called with ``(obj, path, end_of_epoch)`` instead of the class's hook.
-            custom_save_hook: called with ``(obj, path)`` instead of the class's hook, on the main process.
+            custom_save_hook: called with ``(obj, path)`` instead of the class's hook, on the main
+                process.
             optional_load: a checkpoint without it can be loaded, with a warning.
 
         Raises:
             CheckpointError: nothing can save it, or nothing can load it.
-            ConfigError: the name cannot be a file name, or it is a module's and is given to an optimizer, or the
-                other way round.
+            ConfigError: the name cannot be a file name, or it is a module's and is given to an
+                optimizer, or the other way round.
 
         Ranks: local; do it on every rank.
         """
@@ -278,8 +291,9 @@ class Checkpointer:
         kinds, before = (torch.optim.Optimizer, torch.nn.Module), self.recoverables.get(name)
         if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
             raise ConfigError(
-                f"The recoverable {name!r} is {kind_of(before)}: with {kind_of(obj)} in its place it "
-                f"is not saved. A module and an optimizer need two names, such as 'model' and 'optimizer'."
+                f"The recoverable {name!r} is {kind_of(before)}: with {kind_of(obj)} in its place "
+                "it is not saved. A module and an optimizer need two names, such as 'model' and "
+                "'optimizer'."
             )
         if custom_load_hook is not None:
             self.custom_load_hooks[name] = custom_load_hook
@@ -316,29 +330,33 @@ class Checkpointer:
         name: str | None = None,
         verbosity: int = logging.INFO,
     ) -> Checkpoint | None:
-        """Save all recoverables as one checkpoint, which appears when it is complete and on the disk.
+        """Save all recoverables as one checkpoint, which appears when it is complete and on the
+        disk.
 
-        With ``asynchronous`` the states are copied when this returns, and the objects may change; the checkpoint
-        appears later. Savers of other kinds than :func:`torch_save` have written their files by then.
+        With ``asynchronous`` the states are copied when this returns, and the objects may change;
+        the checkpoint appears later. Savers of other kinds than :func:`torch_save` have written
+        their files by then.
 
         Args:
-            meta: plain values to store with it, such as metrics. Numbers of numpy are converted, and tensors are kept;
-                of other objects the text is stored.
+            meta: plain values to store with it, such as metrics. Numbers of numpy are converted,
+                and tensors are kept; of other objects the text is stored.
             end_of_epoch: handed to every loader when the checkpoint is loaded.
-            name: the directory becomes ``CKPT+<name>``, in place of one of this name; default: the time.
+            name: the directory becomes ``CKPT+<name>``, in place of one of this name; default: the
+                time.
             verbosity: logging level of the line that says so.
 
         Returns:
-            The checkpoint (as it will be, if ``asynchronous``), on every rank; None if it could not be saved and
-            ``on_error`` is ``"warn"``.
+            The checkpoint (as it will be, if ``asynchronous``), on every rank; None if it could not
+            be saved and ``on_error`` is ``"warn"``.
 
         Raises:
-            CheckpointError: it, or the one before it if that was ``asynchronous``, could not be saved, or there is no
-                way to save or load some recoverable; on every rank that made the call. What was there before is
-                untouched.
+            CheckpointError: it, or the one before it if that was ``asynchronous``, could not be
+                saved, or there is no way to save or load some recoverable; on every rank that made
+                the call. What was there before is untouched.
             ConfigError: ``name``, or a recoverable's name, cannot be a file name.
 
-        Ranks: all, or the main process alone. All, if a saver is registered with ``saveon_main_only=False``.
+        Ranks: all, or the main process alone. All, if a saver is registered with
+        ``saveon_main_only=False``.
         """
         return self._save(meta, end_of_epoch, name, verbosity)
 
@@ -362,9 +380,9 @@ class Checkpointer:
             end_of_epoch: as in :meth:`save_checkpoint`.
             name: as in :meth:`save_checkpoint`.
             num_to_keep: as in :meth:`delete_checkpoints`.
-            keep_recent: True keeps the newest ``num_to_keep`` as well; a number keeps so many of the newest, whatever
-                ``num_to_keep`` is. With False or 0, and without keys, nothing is deleted; and what was just saved may
-                be, if it is not among the best.
+            keep_recent: True keeps the newest ``num_to_keep`` as well; a number keeps so many of
+                the newest, whatever ``num_to_keep`` is. With False or 0, and without keys, nothing
+                is deleted; and what was just saved may be, if it is not among the best.
             importance_keys: as in :meth:`delete_checkpoints`.
             max_keys: as in :meth:`delete_checkpoints`.
             min_keys: as in :meth:`delete_checkpoints`.
@@ -373,13 +391,18 @@ class Checkpointer:
 
         Raises:
             CheckpointError: as :meth:`save_checkpoint`.
-            ConfigError: as :meth:`save_checkpoint`; ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
+            ConfigError: as :meth:`save_checkpoint`; ``num_to_keep`` or ``keep_recent`` is negative
+                or no whole number.
 
         Ranks: as :meth:`save_checkpoint`; one hand-over for all of it.
         """
-        retention = Retention(num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent)
+        retention = Retention(
+            num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent
+        )
         for key in sorted({*(max_keys or ()), *(min_keys or ())} - {*(meta or ())}):
-            logger.warning_once("No %r in the meta: by this key the checkpoint is not one of the best to keep.", key)
+            logger.warning_once(
+                "No %r in the meta: by this key the checkpoint is not one of the best to keep.", key
+            )
         self._save(meta, end_of_epoch, name, verbosity, retention)
 
     def find_checkpoint(
@@ -393,13 +416,15 @@ class Checkpointer:
 
         Args:
             importance_key: gives a checkpoint's importance; the greatest is best.
-            max_key: a key of the meta whose greatest value is best. Checkpoints without it do not count.
-            min_key: a key of the meta whose smallest value is best. Checkpoints without it do not count.
+            max_key: a key of the meta whose greatest value is best. Checkpoints without it do not
+                count.
+            min_key: a key of the meta whose smallest value is best. Checkpoints without it do not
+                count.
             ckpt_predicate: says whether a checkpoint counts.
 
         Returns:
-            The best one, the newest among equals, or None if none counts. A value that is NaN, or no number,
-            ranks worst.
+            The best one, the newest among equals, or None if none counts. A value that is NaN, or
+            no number, ranks worst.
 
         Raises:
             CheckpointError: there are checkpoints, but none that is whole.
@@ -407,7 +432,9 @@ class Checkpointer:
 
         Ranks: all, or the main process alone; the main process searches, all get its result.
         """
-        found = self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate, max_num_checkpoints=1)
+        found = self.find_checkpoints(
+            importance_key, max_key, min_key, ckpt_predicate, max_num_checkpoints=1
+        )
         return found[0] if found else None
 
     def find_checkpoints(
@@ -459,8 +486,8 @@ class Checkpointer:
             What was loaded, or None if no checkpoint counts.
 
         Raises:
-            CheckpointError: there are checkpoints, but none that is whole (a run never starts from scratch
-                without a word), or loading fails.
+            CheckpointError: there are checkpoints, but none that is whole (a run never starts from
+                scratch without a word), or loading fails.
             ConfigError: as :meth:`find_checkpoint`.
 
         Ranks: all, or the main process alone. The main process chooses; every rank loads that one.
@@ -477,12 +504,16 @@ class Checkpointer:
             self._load(checkpoint)
         elif key := max_key or min_key:
             logger.warning(
-                "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it is.",
+                "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it "
+                "is.",
                 shown_path(self.checkpoints_dir),
                 key,
             )
         else:
-            logger.info("No checkpoint to load in %s: starting from scratch.", shown_path(self.checkpoints_dir))
+            logger.info(
+                "No checkpoint to load in %s: starting from scratch.",
+                shown_path(self.checkpoints_dir),
+            )
         return checkpoint
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -492,7 +523,8 @@ class Checkpointer:
             checkpoint: what to load.
 
         Raises:
-            CheckpointError: it is damaged, lacks a recoverable that is not optional, or one cannot be loaded.
+            CheckpointError: it is damaged, lacks a recoverable that is not optional, or one cannot
+                be loaded.
 
         Ranks: local; do it on every rank. With ``asynchronous`` as :meth:`wait`.
         """
@@ -518,7 +550,8 @@ class Checkpointer:
         return self._on_main(self._named, Path(path).absolute())
 
     def list_checkpoints(self) -> list[Checkpoint]:
-        """List all checkpoints that can be read, in no order of merit and without verifying their files.
+        """List all checkpoints that can be read, in no order of merit and without verifying their
+        files.
 
         Returns:
             The list. What cannot be read is reported and left out.
@@ -543,18 +576,20 @@ class Checkpointer:
         verbosity: int = logging.INFO,
         keep_recent: bool | int = False,
     ) -> None:
-        """Delete all checkpoints but the best by each key. Damaged ones are neither counted nor deleted.
+        """Delete all checkpoints but the best by each key. Damaged ones are neither counted nor
+        deleted.
 
         Args:
             num_to_keep: how many to keep for each key; 0 deletes all that count.
             min_keys: keys of the meta whose smallest values are best.
             max_keys: keys of the meta whose greatest values are best.
-            importance_keys: functions of a checkpoint whose greatest values are best; by default the newest.
+            importance_keys: functions of a checkpoint whose greatest values are best; by default
+                the newest.
             ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
             verbosity: logging level of the lines that say so.
-            keep_recent: a number keeps so many of the newest, whatever ``num_to_keep`` is and in place of what
-                ``importance_keys`` say of them by default. True keeps the newest ``num_to_keep``; with False or 0
-                the keys alone decide.
+            keep_recent: a number keeps so many of the newest, whatever ``num_to_keep`` is and in
+                place of what ``importance_keys`` say of them by default. True keeps the newest
+                ``num_to_keep``; with False or 0 the keys alone decide.
 
         Raises:
             CheckpointError: one cannot be deleted.
@@ -562,11 +597,14 @@ class Checkpointer:
 
         Ranks: all, or the main process alone; the main process chooses and deletes.
         """
-        retention = Retention(num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent)
+        retention = Retention(
+            num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent
+        )
         self._on_main(self._delete, retention, verbosity)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written in the background is complete and on the disk.
+        """Wait until the checkpoint that is being written in the background is complete and on the
+        disk.
 
         Raises:
             CheckpointError: it could not be saved; on every rank that makes the call, and once.
@@ -579,19 +617,22 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def hold_folder(self) -> Iterator[None]:
-        """Keep the folder for this run: until the end of the block no other one can save or delete in it.
+        """Keep the folder for this run: until the end of the block no other one can save or delete
+        in it.
 
         Without it, every save and every deletion takes the lock for itself.
 
         Raises:
             FolderInUseError: another run has it and lives; on every rank.
-            CheckpointError: the folder cannot be written; on every rank, but not with ``on_error="warn"``.
+            CheckpointError: the folder cannot be written; on every rank, but not with
+                ``on_error="warn"``.
 
         Ranks: all.
 
         State: ``.lock`` in the folder.
         """
-        lock = FolderLock(self.checkpoints_dir)  # of its own: a save in the background may hold the other one longer
+        # of its own: a save in the background may hold the other one longer
+        lock = FolderLock(self.checkpoints_dir)
         checkpoint_work_on_main(self._folder().attempt, lock.acquire)
         try:
             yield
@@ -599,10 +640,12 @@ class Checkpointer:
             lock.release()
 
     def set_aside(self, start: Checkpoint | None) -> None:
-        """Move the checkpoints that do not belong to a run that begins at ``start`` into a subfolder, and name it.
+        """Move the checkpoints that do not belong to a run that begins at ``start`` into a
+        subfolder, and name it.
 
         Args:
-            start: a checkpoint; if it is in this folder, what was saved before stays too. None: all is moved.
+            start: a checkpoint; if it is in this folder, what was saved before stays too. None: all
+                is moved.
 
         Raises:
             CheckpointError: another run holds the folder.
@@ -611,13 +654,15 @@ class Checkpointer:
         Ranks: main only.
         """
         found = self.list_checkpoints()
-        if start is not None and any(one.path.samefile(start.path) for one in found):  # whatever it was called
+        # whatever it was called
+        if start is not None and any(one.path.samefile(start.path) for one in found):
             found = [one for one in found if ckpt_recency(one) > ckpt_recency(start)]
         if found:
             self.set_these_aside(found)
 
     def set_these_aside(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Move checkpoints of this folder into a subfolder, where no search finds them, and name it.
+        """Move checkpoints of this folder into a subfolder, where no search finds them, and name
+        it.
 
         Args:
             checkpoints: which.
@@ -631,7 +676,8 @@ class Checkpointer:
         self._folder().set_aside(checkpoints)
 
     def require_hooks(self) -> dict[str, SaveHook]:
-        """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
+        """Make sure that all recoverables can be saved and loaded, those too that were put in by
+        hand.
 
         Returns:
             The save hook of each, by name.
@@ -653,15 +699,17 @@ class Checkpointer:
         load = self.custom_load_hooks.get(name) or find_load_hook(obj)
         if save is torch_save and get_world_size() > 1 and getattr(obj, "is_of_each_rank", False):
             raise CheckpointError(
-                f"the recoverable {name!r} is {kind_of(obj)}, whose totals are of each rank, and the "
-                "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves it."
+                f"the recoverable {name!r} is {kind_of(obj)}, whose totals are of each rank, and "
+                "the main process saves its own alone. Keep it as an attribute of the Brain or in "
+                "hparams: fit saves it."
             )
         if save is None or load is None:  # a checkpoint that nothing can load is of no use
             raise CheckpointError(
-                f"the recoverable {name!r}, of type {type(obj).__name__}, cannot be {'loaded' if save else 'saved'}. "
-                "Give its class state_dict and load_state_dict, or mark two of its methods with mark_as_saver and "
-                "mark_as_loader and the class with register_checkpoint_hooks, or pass custom_save_hook and "
-                "custom_load_hook to add_recoverable."
+                f"the recoverable {name!r}, of type {type(obj).__name__}, cannot be "
+                f"{'loaded' if save else 'saved'}. Give its class state_dict and load_state_dict, "
+                "or mark two of its methods with mark_as_saver and mark_as_loader and the class "
+                "with register_checkpoint_hooks, or pass custom_save_hook and custom_load_hook to "
+                "add_recoverable."
             )
         return save, load
 
@@ -685,7 +733,18 @@ class Checkpointer:
             if self.whole_states is not None:
                 stored = {one: obj for one, obj in objects.items() if hooks[one] is torch_save}
                 objects = {**objects, **self.whole_states(stored)}
-            save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch, begun, tell)
+            save = SaveRequest(
+                meta or {},
+                end_of_epoch,
+                name,
+                verbosity,
+                objects,
+                hooks,
+                retention,
+                epoch,
+                begun,
+                tell,
+            )
             folder, everywhere = self._folder(), save.hooks_where(every_rank=True)
             if everywhere:
                 return self._save_on_every_rank(folder, save, everywhere)
@@ -701,7 +760,7 @@ class Checkpointer:
         _, failures = failures_of(lambda: run_savers(hooks, self.recoverables, staging))
         return self._on_main(folder.attempt, folder.finish, save, staging, final, failures)
 
-    # ------------------------------------------------------------------------------------ what the main process does
+    # ------------------------------------------------------------------- what the main process does
 
     def _folder(self) -> CheckpointFolder:
         return CheckpointFolder(
@@ -716,7 +775,9 @@ class Checkpointer:
         )
 
     def _on_main(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on the main process, once the save that goes on in the background is done."""
+        """Run a function on the main process, once the save that goes on in the background is
+        done.
+        """
 
         def work() -> T:
             if BackgroundSave.threads:  # else this process has saved nothing in the background
@@ -730,8 +791,9 @@ class Checkpointer:
     def _named(self, path: Path) -> Checkpoint:
         if not os.path.lexists(path / META_NAME):
             raise CheckpointUsageError(
-                f"resume={str(path)!r} is not a checkpoint: it has no {META_NAME}. Give the path of one "
-                f"({DIRECTORY_PREFIX}+...), 'auto' for the newest in {self.checkpoints_dir}, or 'never'."
+                f"resume={str(path)!r} is not a checkpoint: it has no {META_NAME}. Give the path "
+                f"of one ({DIRECTORY_PREFIX}+...), 'auto' for the newest in "
+                f"{self.checkpoints_dir}, or 'never'."
             )
         checkpoint = read_checkpoint(path)
         self._require_whole(checkpoint)
@@ -750,7 +812,9 @@ class Checkpointer:
     def _require_whole(self, checkpoint: Checkpoint) -> None:
         if not self._damage_log.is_whole(checkpoint, self.verify_mode):
             reason = self._damage_log.reasons[checkpoint.path]
-            raise CheckpointError(f"{checkpoint.path} is damaged: {reason}. Load another checkpoint.")
+            raise CheckpointError(
+                f"{checkpoint.path} is damaged: {reason}. Load another checkpoint."
+            )
 
     def _load(self, checkpoint: Checkpoint) -> None:
         logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))
@@ -759,8 +823,12 @@ class Checkpointer:
         for name, obj in self.recoverables.items():
             if name in checkpoint.paramfiles:
                 hooks[name] = self._hooks_of(name, obj)[1]
-            elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
-                _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
+            elif not self.allow_partial_load and not (
+                ended and getattr(obj, "is_of_inside_an_epoch", False)
+            ):
+                _accept_missing(
+                    name, checkpoint, optional=self.optional_recoverables.get(name, False)
+                )
         load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
         left = checkpoint.paramfiles.keys() - hooks.keys()
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
@@ -773,6 +841,7 @@ def _accept_missing(name: str, checkpoint: Checkpoint, *, optional: bool) -> Non
         logger.warning("%s has no file for %r: it keeps its present state.", checkpoint.path, name)
         return
     raise CheckpointError(
-        f"{checkpoint.path} has no file for the recoverable {name!r}; only {sorted(checkpoint.paramfiles)}. To "
-        "go on without it, add the recoverable with optional_load=True, or set allow_partial_load."
+        f"{checkpoint.path} has no file for the recoverable {name!r}; only "
+        f"{sorted(checkpoint.paramfiles)}. To go on without it, add the recoverable with "
+        "optional_load=True, or set allow_partial_load."
     )

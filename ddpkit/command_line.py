@@ -1,7 +1,7 @@
 """Reading a recipe's command line: the YAML file, the run options, and overrides of YAML keys.
 
-What is not a run option overrides a key of the YAML. The file is read for its keys only: nothing in it is
-constructed or called here.
+What is not a run option overrides a key of the YAML. The file is read for its keys only: nothing in
+it is constructed or called here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _USAGE = """python train.py hparams.yaml [--option=value ...] [--yaml_key=value 
 
 _EPILOG = """The default stands in brackets. A switch takes a value too: --debug=False turns off what the YAML
 turns on. Any other --name=value overrides the key `name` of the YAML, with a value in YAML syntax.
-Command line before YAML before default."""
+Command line before YAML before default."""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class CommandLine:
 
 @dataclass
 class _Argument:
-    """One ``--name`` with its values; ``is_open`` if they were taken from the words that follow by guess."""
+    """One ``--name`` with its values; ``is_open`` if they were taken from the words that follow by
+    guess.
+    """
 
     name: str
     values: list[str] = field(default_factory=list)
@@ -109,7 +111,10 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     document = read_document(param_file)
     nodes = {key.value: value for key, value in pairs(document.root)}
     _check_overrides(overrides, nodes, param_file)
-    values = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
+    values = {
+        key: _switched_on(key, nodes[key]) if value is None else value
+        for key, value in overrides.items()
+    }
     text = "\n".join(override_line(key, value) for key, value in values.items())
     check_references(with_overrides(document, text), includes=False)
     return CommandLine(param_file, given, text, _options_in(nodes))
@@ -118,8 +123,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
 def override_line(key: str, value: str) -> str:
     """Write an override as a line of YAML.
 
-    The value stays YAML where it is YAML (numbers, null, lists, ``!ref <key>``); where it would break the
-    line, or lose a part, it is quoted.
+    The value stays YAML where it is YAML (numbers, null, lists, ``!ref <key>``); where it would
+    break the line, or lose a part, it is quoted.
 
     Args:
         key: a key of the YAML file.
@@ -141,7 +146,10 @@ def override_line(key: str, value: str) -> str:
     if _is_kept(line, value):
         return line
     if value.lstrip()[:1] in {"[", "{"} and _is_open(value):
-        text = "the bracket at its beginning is not closed. Close it; a text that begins so needs quotes of its own"
+        text = (
+            "the bracket at its beginning is not closed. Close it; a text that begins so needs "
+            "quotes of its own"
+        )
         raise ConfigError(f"--{key}={value} is not valid YAML: {text}, such as --{key}='\"[a\"'.")
     # YAML takes no control characters, and nothing of a file's name that is not UTF-8.
     quoted = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
@@ -158,7 +166,10 @@ def help_text() -> str:
         True
     """
     lines = [f"usage: {_USAGE}", "", "General:"]
-    lines += [f"  {'hparams.yaml':38} the hyperparameter YAML, anywhere", f"  {'-h, --help':38} print this and stop"]
+    lines += [
+        f"  {'hparams.yaml':38} the hyperparameter YAML, anywhere",
+        (f"  {'-h, --help':38} print this and stop"),
+    ]
     lines.append(f"  {'--version':38} print the versions and stop")
     for group in dict.fromkeys(option.group for option in OPTIONS if option.group):
         lines += ["", f"{group}:"]
@@ -168,7 +179,7 @@ def help_text() -> str:
     return "\n".join([*lines, "", _EPILOG, ""])
 
 
-# ------------------------------------------------------------------------------------------ the words
+# ---------------------------------------------------------------------------------------- the words
 
 
 def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
@@ -179,7 +190,10 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
     while rest:
         word = rest.popleft()
         if word in _FLAG_EXITS:
-            versions = f"ddpkit {__version__} (torch {torch.__version__}, Python {platform.python_version()})\n"
+            versions = (
+                f"ddpkit {__version__} (torch {torch.__version__}, Python "
+                f"{platform.python_version()})\n"
+            )
             if not rank_if_known():  # once is enough
                 sys.stdout.write(versions if word == "--version" else help_text())
             raise SystemExit(0)
@@ -205,18 +219,29 @@ def _argument(word: str, rest: deque[str]) -> _Argument:
         return argument  # never swallows a word
     is_list = option is not None and option.type is list
     argument.is_open = option is None or is_list
-    while rest and rest[0] != "-h" and not rest[0].startswith("--") and (is_list or not argument.values):
+    while (
+        rest
+        and rest[0] != "-h"
+        and not rest[0].startswith("--")
+        and (is_list or not argument.values)
+    ):
         argument.values.append(_whole(rest.popleft(), rest))
     return argument
 
 
 def _whole(value: str, rest: deque[str]) -> str:
-    """Join a list or a mapping that the shell has cut at its blanks: ``--channels=[64, 128]`` without quotes.
+    """Join a list or a mapping that the shell has cut at its blanks: ``--channels=[64, 128]``
+    without quotes.
 
     SpeechBrain joins words so, too.
     """
     words = [value]
-    while value[:1] in {"[", "{"} and _is_open(" ".join(words)) and rest and not rest[0].startswith("--"):
+    while (
+        value[:1] in {"[", "{"}
+        and _is_open(" ".join(words))
+        and rest
+        and not rest[0].startswith("--")
+    ):
         if rest[0].endswith(_YAML_SUFFIXES):
             break
         words.append(rest.popleft())
@@ -228,7 +253,9 @@ def _is_open(text: str) -> bool:
 
 
 def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
-    """Find the YAML file among the words that stand alone, or after a flag that took it for its value."""
+    """Find the YAML file among the words that stand alone, or after a flag that took it for its
+    value.
+    """
     if len(loose) == 1:
         return loose[0]
     places = [] if loose else [(a, word) for a in arguments if a.is_open for word in a.values]
@@ -237,8 +264,9 @@ def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
     if len(found) != 1:
         words = ", ".join(map(repr, loose or [word for _, word in found])) or "none"
         raise ConfigError(
-            f"Give one hyperparameter YAML; found: {words}. Put it first, and write all else as --name=value (a switch "
-            f"too: --debug=False).{_without_dashes(loose)} --help shows the options."
+            f"Give one hyperparameter YAML; found: {words}. Put it first, and write all else as "
+            f"--name=value (a switch too: --debug=False).{_without_dashes(loose)} --help shows "
+            "the options."
         )
     argument, word = found[0]
     argument.values.remove(word)
@@ -258,11 +286,13 @@ def _value(argument: _Argument, option: Option) -> Any:
     if option.type is list and argument.is_open:
         return option.coerce(argument.values, ON_COMMAND_LINE)
     if not argument.values or not argument.values[0].strip():
-        raise ConfigError(f"--{option.name} needs a value, --{option.name}={option.form}: {option.help}.")
+        raise ConfigError(
+            f"--{option.name} needs a value, --{option.name}={option.form}: {option.help}."
+        )
     return option.coerce(argument.values[0], ON_COMMAND_LINE)
 
 
-# ------------------------------------------------------------------------------------------- the YAML
+# ----------------------------------------------------------------------------------------- the YAML
 
 
 def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
@@ -277,7 +307,9 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
     return values
 
 
-def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:
+def _check_overrides(
+    overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str
+) -> None:
     """Refuse overrides that match nothing, with the names that come close."""
     options = [one.name for one in OPTIONS if one.group]
     for key, value in overrides.items():
@@ -288,22 +320,25 @@ def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, No
         nested = nested_override(key, value, nodes)
         if nested is not None:
             raise ConfigError(
-                f"--{key} is no key of {param_file!r}. A key inside of another is given as YAML: {nested} changes it, "
-                "and keeps the others."
+                f"--{key} is no key of {param_file!r}. A key inside of another is given as YAML: "
+                f"{nested} changes it, and keeps the others."
             )
         close = close_names(key, nodes, options)
         meant = f"; did you mean --{' or --'.join(close)}?" if close else "."
         raise ConfigError(
-            f"--{key} is neither a run option nor a key of {param_file!r}{meant} Correct the name, or add the key "
-            "to the file; --help shows the options."
+            f"--{key} is neither a run option nor a key of {param_file!r}{meant} Correct the "
+            "name, or add the key to the file; --help shows the options."
         )
 
 
 def _switched_on(key: str, node: Node) -> str:
-    """Return the value of an override without one: a switch of the YAML is turned on; other keys need a value."""
+    """Return the value of an override without one: a switch of the YAML is turned on; other keys
+    need a value.
+    """
     if node.tag != f"{_YAML_TAG}bool":
         raise ConfigError(
-            f"--{key} needs a value, as the YAML has no true or false there: --{key}=... (null for none)."
+            f"--{key} needs a value, as the YAML has no true or false there: --{key}=... (null "
+            "for none)."
         )
     return "True"
 

@@ -1,7 +1,9 @@
-"""Loaders: a rank's part of a dataset, which remembers how far it has come, or cut into epochs of a fixed length.
+"""Loaders: a rank's part of a dataset, which remembers how far it has come, or cut into epochs of a
+fixed length.
 
-Every loader that the Brain makes follows the plan of :mod:`ddpkit.data.plan`. A loader draws its workers' seeds from a
-generator of its own, so that making an iterator does not move the global random stream.
+Every loader that the Brain makes follows the plan of :mod:`ddpkit.data.plan`. A loader draws its
+workers' seeds from a generator of its own, so that making an iterator does not move the global
+random stream.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, as_it_is, load_keyed
@@ -78,8 +87,8 @@ __all__ = [
 logger = get_logger(__name__)
 
 NOTHING_DROPPED = (
-    "drop_last=True has no effect in an evaluation: every sample counts once, on any number of processes. To leave "
-    "samples out, give a smaller dataset, such as a torch.utils.data.Subset."
+    "drop_last=True has no effect in an evaluation: every sample counts once, on any number of "
+    "processes. To leave samples out, give a smaller dataset, such as a torch.utils.data.Subset."
 )
 DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
@@ -88,20 +97,21 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     """Make the loader that gives one process its part of a dataset.
 
     Args:
-        dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+        dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields
+            batches.
         sharding: which part.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed. Without a ``collate_fn`` a dataset with a
-            method ``set_output_keys`` and an attribute ``pipeline``, by which SpeechBrain's ``DynamicItemDataset`` is
-            known, gets :class:`ddpkit.batch.PaddedBatch`.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed. Without a ``collate_fn``
+            a dataset with a method ``set_output_keys`` and an attribute ``pipeline``, by which
+            SpeechBrain's ``DynamicItemDataset`` is known, gets :class:`ddpkit.batch.PaddedBatch`.
 
     Returns:
         The loader; its ``batch_sampler`` is a :class:`~ddpkit.data.plan.PlannedBatchSampler` or
-        :class:`~ddpkit.data.plan.DealtBatchSampler`, but for iterable datasets, and where a ``DistributedSampler`` was
-        given, which has divided the data already.
+        :class:`~ddpkit.data.plan.DealtBatchSampler`, but for iterable datasets, and where a
+        ``DistributedSampler`` was given, which has divided the data already.
 
     Raises:
-        ConfigError: an argument that no loader takes, ``shuffle`` with a sampler, a bad batch size, or other arguments
-            that exclude each other.
+        ConfigError: an argument that no loader takes, ``shuffle`` with a sampler, a bad batch size,
+            or other arguments that exclude each other.
         DataError: the dataset is empty, or what was given is no dataset.
 
     Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
@@ -114,7 +124,11 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     require_loader_arguments(loader_kwargs)
     options = _with_all_samples(loader_kwargs, sharding)
     if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
-        _refuse(sharding, "global_batch_size", "batches that are made already, by a batch_sampler or by the dataset")
+        _refuse(
+            sharding,
+            "global_batch_size",
+            "batches that are made already, by a batch_sampler or by the dataset",
+        )
     if isinstance(dataset, IterableDataset):
         return stream_loader(dataset, sharding, options)
     if is_batches(dataset) and not options:
@@ -139,7 +153,9 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     }
     if batch_sampler is not None:
         options.pop("batch_size", None)
-        planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
+        planned: Any = DealtBatchSampler(
+            batch_sampler, sharding.rank, sharding.world_size, **common
+        )
         return SaveableDataLoader(dataset, batch_sampler=planned, **options)
     size = _length(dataset) if sampler is None or hasattr(dataset, "__len__") else 0
     batch_size = options.pop("batch_size", 1)
@@ -154,7 +170,9 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         **common,
     )
     if batch_size is None:  # the dataset gives whole batches: one index, one batch
-        return SaveableDataLoader(dataset, sampler=SingleIndices(planned), batch_size=None, **options)
+        return SaveableDataLoader(
+            dataset, sampler=SingleIndices(planned), batch_size=None, **options
+        )
     return SaveableDataLoader(dataset, batch_sampler=planned, **options)
 
 
@@ -166,8 +184,9 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         sharding: which part.
 
     Returns:
-        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data. Of one
-        that says ``is_sharded = True`` each rank reads all, and may have another number of batches than the others.
+        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has
+        divided the data. Of one that says ``is_sharded = True`` each rank reads all, and may have
+        another number of batches than the others.
 
     Ranks: local.
 
@@ -176,8 +195,14 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         >>> [batch.tolist() for batch in reshard(ready, Sharding(rank=0, world_size=2))]
         [[0, 1], [4]]
     """
-    options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)}
-    if is_sharded(loader) or _has_its_own_way(loader) or (isinstance(loader, StreamLoader) and loader.of_batches):
+    options: dict[str, Any] = {
+        name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)
+    }
+    if (
+        is_sharded(loader)
+        or _has_its_own_way(loader)
+        or (isinstance(loader, StreamLoader) and loader.of_batches)
+    ):
         return deal_batches(loader, sharding)
     if isinstance(loader.dataset, IterableDataset):
         sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -192,8 +217,8 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
     """Shard an opaque iterable of batches: rank r keeps every world_size-th batch.
 
     Args:
-        loader: yields batches, anew whenever it is iterated. One that says ``is_sharded = True`` has been divided by
-            its maker, and gives all it has.
+        loader: yields batches, anew whenever it is iterated. One that says ``is_sharded = True``
+            has been divided by its maker, and gives all it has.
         sharding: which part.
 
     Ranks: local.
@@ -243,20 +268,21 @@ def _refuse(sharding: Sharding, option: str, what: str) -> None:
     value = getattr(sharding, option)
     if value is not None:
         raise ConfigError(
-            f"{option}={value} cannot divide {what}. Leave {option} out, or give a dataset or a stream of samples that "
-            "is not divided, with a sampler if you like."
+            f"{option}={value} cannot divide {what}. Leave {option} out, or give a dataset or a "
+            "stream of samples that is not divided, with a sampler if you like."
         )
 
 
 def is_batches(data: Any) -> bool:
-    """Return whether an object is an opaque source of batches: neither a dataset nor a loader that can be rebuilt.
+    """Return whether an object is an opaque source of batches: neither a dataset nor a loader that
+    can be rebuilt.
 
     Args:
         data: the training set as given.
 
     Returns:
-        True for what can be iterated, and neither derives from torch's ``Dataset`` or ``DataLoader`` nor has
-        ``__getitem__``, as map-style datasets do.
+        True for what can be iterated, and neither derives from torch's ``Dataset`` or
+        ``DataLoader`` nor has ``__getitem__``, as map-style datasets do.
 
     Ranks: local.
 
@@ -275,16 +301,17 @@ def spread_samples(loader: Any, number: int, readings: int = 1) -> FirstItems | 
     Args:
         loader: any.
         number: of samples, beginning with sample 0 and going on over the whole set.
-        readings: how many times they are read, all in one process: with workers, each process that starts has a copy
-            of the dataset and its generators, and would draw the same noise.
+        readings: how many times they are read, all in one process: with workers, each process that
+            starts has a copy of the dataset and its generators, and would draw the same noise.
 
     Returns:
-        Their indices, and sketches of them, reading after reading. None where the loader has no such dataset, or they
-        cannot be loaded.
+        Their indices, and sketches of them, reading after reading. None where the loader has no
+        such dataset, or they cannot be loaded.
 
     Ranks: local.
 
-    State: nothing of this process changes but what loading them changes in the dataset, without workers.
+    State: nothing of this process changes but what loading them changes in the dataset, without
+    workers.
 
     Example:
         >>> spread_samples(shard(range(9), Sharding(0, 2)), 2), spread_samples([1, 2], 2)
@@ -297,12 +324,16 @@ def spread_samples(loader: Any, number: int, readings: int = 1) -> FirstItems | 
         indices = sorted({place * len(dataset) // number for place in range(number)})
         return tuple(indices), load_keyed(loader, indices * readings, summarize, plan.seed)
     except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
-        logger.debug("%d samples of %s cannot be loaded.", number, type(dataset).__name__, exc_info=True)
+        logger.debug(
+            "%d samples of %s cannot be loaded.", number, type(dataset).__name__, exc_info=True
+        )
         return None
 
 
 def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
-    """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
+    """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that
+    says so.
+    """
     deciding = sampler if batch_sampler is None else batch_sampler
     return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
 
@@ -315,12 +346,20 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if isinstance(plan, PlannedBatchSampler):
         inner = {} if isinstance(plan.source, int) else {"sampler": plan.source}
         batch_size = None if loader.batch_sampler is None else plan.batch_size
-        return {"batch_size": batch_size, "shuffle": plan.shuffle, "drop_last": plan.drop_last, **inner}
+        return {
+            "batch_size": batch_size,
+            "shuffle": plan.shuffle,
+            "drop_last": plan.drop_last,
+            **inner,
+        }
     batches, sampler = loader.batch_sampler, cast("Any", loader.sampler)
     sizes: dict[str, Any] = {"batch_size": None}
     if _is_torchs(batches, BatchSampler):  # made by the loader or by the user
         batches = cast("Any", batches)
-        sampler, sizes = batches.sampler, {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+        sampler, sizes = (
+            batches.sampler,
+            {"batch_size": batches.batch_size, "drop_last": batches.drop_last},
+        )
     elif batches is not None:
         return {"batch_sampler": batches}
     is_random = _is_torchs(sampler, RandomSampler)
@@ -331,45 +370,60 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _is_torchs(one: Any, kind: type) -> bool:
-    """Say whether a sampler is torch's own, or the one that a ``StatefulDataLoader`` of torchdata has in its place."""
+    """Say whether a sampler is torch's own, or the one that a ``StatefulDataLoader`` of torchdata
+    has in its place.
+    """
     return type(one) is kind or (
-        type(one).__name__ == kind.__name__ and type(one).__module__.startswith("torchdata.stateful_dataloader.")
+        type(one).__name__ == kind.__name__
+        and type(one).__module__.startswith("torchdata.stateful_dataloader.")
     )
 
 
 def _check_exclusive(options: dict[str, Any]) -> None:
-    has_batches, has_sampler = (options.get(name) is not None for name in ("batch_sampler", "sampler"))
+    has_batches, has_sampler = (
+        options.get(name) is not None for name in ("batch_sampler", "sampler")
+    )
     has_size = has_batches and options.get("batch_size") not in {None, 1}
     if has_batches + has_sampler + has_size + bool(options.get("shuffle")) > 1:
         raise ConfigError(
-            "a loader takes one of shuffle=True, sampler and batch_sampler, and batch_sampler without batch_size: give "
-            "one of them."
+            "a loader takes one of shuffle=True, sampler and batch_sampler, and batch_sampler "
+            "without batch_size: give one of them."
         )
 
 
 def _length(dataset: Any) -> int:
     kind = type(dataset).__name__
     if not hasattr(dataset, "__len__"):
-        raise DataError(f"{kind} has no length: give a map-style dataset, a stream, or batches without arguments.")
+        raise DataError(
+            f"{kind} has no length: give a map-style dataset, a stream, or batches without "
+            "arguments."
+        )
     size = len(dataset)
     if size < 1:
-        raise DataError(f"the dataset is empty: len({kind}) is {size}. Check the paths and filters that made it.")
+        raise DataError(
+            f"the dataset is empty: len({kind}) is {size}. Check the paths and filters that made "
+            "it."
+        )
     return size
 
 
-def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:
+def make_dataloader(
+    dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any
+) -> Any:
     """Make a loader over the whole dataset, for this process alone.
 
-    ``Brain.make_dataloader`` is the one that divides the data; a loader made here and given to ``fit`` is divided then.
+    ``Brain.make_dataloader`` is the one that divides the data; a loader made here and given to
+    ``fit`` is divided then.
 
     Args:
         dataset: map-style or iterable.
         looped_nominal_epoch: batches per nominal epoch; makes a :class:`LoopedLoader`.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``. Without a ``collate_fn`` a ``DynamicItemDataset`` of
-            SpeechBrain gets :class:`~ddpkit.batch.PaddedBatch`.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``. Without a ``collate_fn`` a
+            ``DynamicItemDataset`` of SpeechBrain gets :class:`~ddpkit.batch.PaddedBatch`.
 
     Returns:
-        A :class:`SaveableDataLoader`, a ``DataLoader`` for an ``IterableDataset``, or a :class:`LoopedLoader`.
+        A :class:`SaveableDataLoader`, a ``DataLoader`` for an ``IterableDataset``, or a
+        :class:`LoopedLoader`.
 
     Raises:
         ConfigError: arguments that exclude each other.
@@ -387,15 +441,16 @@ def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loa
 def distributed_loader_specifics(
     distributed_launch: bool, rank: int | None, dataset: Any, loader_kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return loader arguments that give one rank its share, for a loader that a recipe makes itself.
+    """Return loader arguments that give one rank its share, for a loader that a recipe makes
+    itself.
 
     Given to ``Brain.fit``, such a loader is divided like any other, as a whole and once.
 
     Args:
         distributed_launch: False returns the arguments as they are.
         rank: this rank; None: the rank of the process.
-        dataset: the loader's dataset. A stream cannot be divided by arguments: its arguments come back with a
-            warning.
+        dataset: the loader's dataset. A stream cannot be divided by arguments: its arguments come
+            back with a warning.
         loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
 
     Ranks: local; all ranks must give the same arguments but ``rank``.
@@ -407,9 +462,13 @@ def distributed_loader_specifics(
     if not distributed_launch:
         return loader_kwargs
     if isinstance(dataset, IterableDataset):
-        logger.warning("%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__)
+        logger.warning(
+            "%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__
+        )
         return loader_kwargs
-    sharding = Sharding((get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed())
+    sharding = Sharding(
+        (get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed()
+    )
     loader = shard(dataset, sharding, **loader_kwargs)
     others = {name: value for name, value in loader_kwargs.items() if name not in DECIDED}
     if loader.batch_sampler is None:

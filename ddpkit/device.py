@@ -1,7 +1,7 @@
 """On which device this process computes: a concrete name for each rank.
 
-Only :func:`count_devices` and :func:`current_index` ask torch about the hardware, so all else here is tested on any
-machine.
+Only :func:`count_devices` and :func:`current_index` ask torch about the hardware, so all else here
+is tested on any machine.
 
 Source: https://docs.pytorch.org/docs/stable/torch.html#accelerators .
 """
@@ -40,7 +40,12 @@ logger = get_logger(__name__)
 _SINGLE_DEVICES = ("mps",)
 
 # Variables that hide accelerators from a process.
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 
 
 def count_devices(kind: str) -> int:
@@ -68,7 +73,8 @@ def count_devices(kind: str) -> int:
 
 
 def current_index(kind: str) -> int:
-    """Return the number of the device that the script has chosen: for its process group, or as the current one.
+    """Return the number of the device that the script has chosen: for its process group, or as the
+    current one.
 
     Args:
         kind: a torch device type that this machine has.
@@ -84,8 +90,13 @@ def current_index(kind: str) -> int:
     if bound is not None and bound.type == kind:
         return int(bound.index or 0)
     module = None if kind == "cpu" else getattr(torch, kind, None)
-    is_in_use = getattr(module, "is_initialized", None)  # never in a forked process, which may not ask for more
-    return int(module.current_device()) if module is not None and callable(is_in_use) and is_in_use() else 0
+    # never in a forked process, which may not ask for more
+    is_in_use = getattr(module, "is_initialized", None)
+    return (
+        int(module.current_device())
+        if module is not None and callable(is_in_use) and is_in_use()
+        else 0
+    )
 
 
 def accelerator_kind() -> str:
@@ -104,10 +115,12 @@ def accelerator_kind() -> str:
 
 
 def infer_device(local_rank: int | None = None) -> str:
-    """Choose the device for this process: its own accelerator where there is one, the CPU otherwise.
+    """Choose the device for this process: its own accelerator where there is one, the CPU
+    otherwise.
 
     Args:
-        local_rank: number of this process on its node; None takes it from the launcher's environment.
+        local_rank: number of this process on its node; None takes it from the launcher's
+            environment.
 
     Returns:
         Such as ``"cuda:0"``, ``"cuda:3"`` (local rank 3), ``"mps"`` or ``"cpu"``.
@@ -133,11 +146,13 @@ def infer_device(local_rank: int | None = None) -> str:
 def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> str:
     """Turn what the user asked for into the one device of this process.
 
-    Under a launcher an accelerator is always bound to the local rank: ``cuda`` and ``cuda:0`` both mean "my
-    GPU" there, and a warning says so (once per node) where the number that was asked for is another.
+    Under a launcher an accelerator is always bound to the local rank: ``cuda`` and ``cuda:0`` both
+    mean "my GPU" there, and a warning says so (once per node) where the number that was asked for
+    is another.
 
     Args:
-        requested: such as ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``torch.device("cuda")``; None chooses.
+        requested: such as ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``torch.device("cuda")``; None
+            chooses.
         info: the place of this process, from :func:`ddpkit.launch.launchers.find_launch`.
 
     Returns:
@@ -163,7 +178,9 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
         return "cpu"
     count = count_devices(kind)
     if count == 0:
-        raise ConfigError(f"device={str(requested)!r}, but found {_found(kind, 0)}. {_cpu_remedy(info)}")
+        raise ConfigError(
+            f"device={str(requested)!r}, but found {_found(kind, 0)}. {_cpu_remedy(info)}"
+        )
     if index is not None and index >= count:
         raise ConfigError(
             f"device={str(requested)!r}, but found {_found(kind, count)}. "
@@ -175,17 +192,19 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
     is_heard = info.local_rank == (1 if index == 0 else 0)  # one process of the node says it
     if index is not None and is_heard and not info.own_devices:
         logger.warning_once(
-            f"device={str(requested)!r} under a launcher: each process uses its own {kind}:<LOCAL_RANK> "
-            f"instead ({bound} here). Give --device={kind}, or nothing.",
+            f"device={str(requested)!r} under a launcher: each process uses its own "
+            f"{kind}:<LOCAL_RANK> instead ({bound} here). Give --device={kind}, or nothing.",
             main_process_only=False,
         )
     return bound
 
 
 def _own_index(kind: str, info: LaunchInfo) -> int:
-    """Number this process's device: by its place on the node, unless the launcher shows it no other than its own.
+    """Number this process's device: by its place on the node, unless the launcher shows it no other
+    than its own.
 
-    In a process group that was made without a launcher (``mp.spawn``) nothing tells that place, and the script chooses.
+    In a process group that was made without a launcher (``mp.spawn``) nothing tells that place, and
+    the script chooses.
     """
     if not info.is_distributed and dist.is_available() and dist.is_initialized():
         return current_index(kind)
@@ -196,11 +215,13 @@ def _own_index(kind: str, info: LaunchInfo) -> int:
 
 
 def sees_own_alone(kind: str, info: LaunchInfo) -> bool:
-    """Say whether a process that is one of several on its node seems to be shown its own accelerator alone.
+    """Say whether a process that is one of several on its node seems to be shown its own
+    accelerator alone.
 
-    submitit, Slurm with ``--gpus-per-task``, and a script that sets ``CUDA_VISIBLE_DEVICES`` for each process do that.
-    Where torchrun has not been told of visible devices, all its processes see the same. Whether two processes have come
-    to one device is found out when they meet: :func:`physical_device`.
+    submitit, Slurm with ``--gpus-per-task``, and a script that sets ``CUDA_VISIBLE_DEVICES`` for
+    each process do that. Where torchrun has not been told of visible devices, all its processes see
+    the same. Whether two processes have come to one device is found out when they meet:
+    :func:`physical_device`.
 
     Args:
         kind: a torch device type.
@@ -219,7 +240,8 @@ def sees_own_alone(kind: str, info: LaunchInfo) -> bool:
 
 
 def physical_device(device: str) -> str:
-    """Return what is equal for two processes of a machine that compute on one accelerator; empty where unknown.
+    """Return what is equal for two processes of a machine that compute on one accelerator; empty
+    where unknown.
 
     Args:
         device: such as ``"cuda:0"``.
@@ -264,10 +286,13 @@ def _parse(requested: str | torch.device) -> tuple[str, int | None]:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device={requested!r} is not a device that torch knows ({reason}). Give cpu, cuda:0, ... (--device=cpu)."
+            f"device={requested!r} is not a device that torch knows ({reason}). Give cpu, cuda:0, "
+            "... (--device=cpu)."
         ) from error
     if device.type == "meta":
-        raise ConfigError("device='meta' holds no data, so nothing can be trained on it. Use --device=cpu.")
+        raise ConfigError(
+            "device='meta' holds no data, so nothing can be trained on it. Use --device=cpu."
+        )
     return device.type, device.index if ":" in str(device) else None
 
 
@@ -276,8 +301,9 @@ def _numbered(kind: str, index: int) -> str:
     count = count_devices(kind)
     if index >= count:
         raise ConfigError(
-            f"Not enough GPUs: this is LOCAL_RANK={index}, counted from 0, but found {_found(kind, count)}. Launch "
-            f"with --nproc_per_node={count}, or run on the CPU with --device=cpu --distributed_backend=gloo."
+            f"Not enough GPUs: this is LOCAL_RANK={index}, counted from 0, but found "
+            f"{_found(kind, count)}. Launch with --nproc_per_node={count}, or run on the CPU with "
+            "--device=cpu --distributed_backend=gloo."
         )
     return _name(kind, index)
 
@@ -291,7 +317,10 @@ def _found(kind: str, count: int) -> str:
     names = ", ".join(_name(kind, index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = f"; CUDA_VISIBLE_DEVICES={visible!r}" if kind == "cuda" and visible is not None else ""
-    return f"{count} GPU{'' if count == 1 else 's'} ({names or f'by torch {torch.__version__}'}{hidden})"
+    return (
+        f"{count} GPU{'' if count == 1 else 's'} "
+        f"({names or f'by torch {torch.__version__}'}{hidden})"
+    )
 
 
 def _cpu_remedy(info: LaunchInfo) -> str:
@@ -300,7 +329,8 @@ def _cpu_remedy(info: LaunchInfo) -> str:
 
 
 def own_first(device: str) -> list[int]:
-    """Number the devices of a kind that this process can see: first its own, then the others in their order.
+    """Number the devices of a kind that this process can see: first its own, then the others in
+    their order.
 
     Args:
         device: its own, such as ``"cuda:1"``.
@@ -347,6 +377,8 @@ def use_deterministic_kernels() -> None:
         >>> os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
         ':4096:8'
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not reproducible without
+    # cuBLAS is not reproducible without
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # by its times it might choose another algorithm on each process
+    # by its times it might choose another algorithm on each process
+    torch.backends.cudnn.benchmark = False

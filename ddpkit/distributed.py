@@ -1,9 +1,9 @@
 """Ranks, the process group, main-only work and the few collectives that recipes use.
 
 Main-only work (:func:`run_on_main`, :func:`main_process_only`) is not built on collectives but on
-:mod:`ddpkit.comm.mailbox`: a value or an error is left in the process group's store for ranks that make the same call.
-So such calls may be made by all ranks or by the main process alone, may be nested, and have no time limit while
-the main process is alive.
+:mod:`ddpkit.comm.mailbox`: a value or an error is left in the process group's store for ranks that
+make the same call. So such calls may be made by all ranks or by the main process alone, may be
+nested, and have no time limit while the main process is alive.
 
 Source: ``docs/decisions/0002`` gives the reasons; torch's stores are described at
 https://pytorch.org/docs/stable/distributed.html#distributed-key-value-store.
@@ -84,47 +84,56 @@ __all__ = [
 T = TypeVar("T")
 MARKED_NUMBERS = 30  # that travel with the mark of a call
 
-# 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
+# 0: every rank is here. Above 0: this code runs on the main process (or on one process per node)
+# alone.
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
 
 def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
     """Start the default process group if a launcher started this process; otherwise do nothing.
 
-    The device is bound to the local rank first, and given to the group. A group that somebody else has started
-    already is accepted and will not be destroyed; one that is started here is destroyed at exit. From then on the
-    exception that ends a rank is told to the other ranks, and to torchrun's summary.
+    The device is bound to the local rank first, and given to the group. A group that somebody else
+    has started already is accepted and will not be destroyed; one that is started here is destroyed
+    at exit. From then on the exception that ends a rank is told to the other ranks, and to
+    torchrun's summary.
 
     Args:
         run_opts: a mapping, such as ``parse_arguments`` returns; ``["distributed_backend"]``,
-            ``["device"]``, ``["distributed_timeout_minutes"]`` and ``["hang_timeout"]`` are read where present.
+            ``["device"]``, ``["distributed_timeout_minutes"]`` and ``["hang_timeout"]`` are read
+            where present.
 
     Raises:
-        ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
-        LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
-            processes do not come or cannot be reached; or a rank has started this process, with its own variables.
+        ConfigError: the backend is unknown, or not built into this torch, or does not fit the
+            device.
+        LaunchError: the environment contradicts itself or does not say where to meet, the port is
+            taken, or the other processes do not come or cannot be reached; or a rank has started
+            this process, with its own variables.
         RankFailedError: another process has ended meanwhile; the message says which.
-        RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
-            in the backend; on every rank.
+        RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit,
+            in their script or in the backend; on every rank.
 
     Ranks: collective.
 
-    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`), a hook at the end of the process,
-    once per group, and ``DDPKIT_RANK_PROCESS`` in the environment: programs that a rank starts see that it is taken.
+    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`), a hook at the end
+    of the process, once per group, and ``DDPKIT_RANK_PROCESS`` in the environment: programs that a
+    rank starts see that it is taken.
 
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
-    from ddpkit.comm import init_group  # the watchdog and all: not for those who ask for a rank alone
+    # the watchdog and all: not for those who ask for a rank alone
+    from ddpkit.comm import init_group
 
     init_group(run_opts)
 
 
 def get_local_rank() -> int | None:
-    """Return this process's number on its machine, as the launcher has it, or None without a launcher.
+    """Return this process's number on its machine, as the launcher has it, or None without a
+    launcher.
 
-    In a process group that was made without a launcher (``mp.spawn`` and ``init_process_group``) nothing tells it: the
-    answer is None until the first :func:`run_once_per_node`, in which the ranks tell each other where they are.
+    In a process group that was made without a launcher (``mp.spawn`` and ``init_process_group``)
+    nothing tells it: the answer is None until the first :func:`run_once_per_node`, in which the
+    ranks tell each other where they are.
 
     Ranks: local.
 
@@ -149,10 +158,11 @@ def _find_launch() -> LaunchInfo:
 
 
 def environment_without_launch(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment for a program that a rank starts and that is to run as a single process.
+    """Return an environment for a program that a rank starts and that is to run as a single
+    process.
 
-    A program inherits the variables of the rank that starts it. Where it uses ddpkit, too, it is refused as a second
-    process of that rank, unless it is started with this.
+    A program inherits the variables of the rank that starts it. Where it uses ddpkit, too, it is
+    refused as a second process of that rank, unless it is started with this.
 
     Args:
         environ: the environment to copy; None copies ``os.environ``.
@@ -187,9 +197,11 @@ def rank_prefixed_message(message: str) -> str:
 
 
 def if_main_process() -> bool:
-    """Say whether this is the main process: rank 0, or the only one. Right before the group starts, too.
+    """Say whether this is the main process: rank 0, or the only one. Right before the group starts,
+    too.
 
-    Ranks: local. What stands under ``if if_main_process():`` may call main-only functions; nobody waits.
+    Ranks: local. What stands under ``if if_main_process():`` may call main-only functions; nobody
+    waits.
 
     Example:
         >>> if_main_process()
@@ -201,8 +213,8 @@ def if_main_process() -> bool:
 def is_local_rank_zero() -> bool:
     """Say whether this is the first process of its machine.
 
-    Where :func:`get_local_rank` does not know, every process takes itself for the first. In a group that was made
-    without a launcher use :func:`run_once_per_node`, or ask after it.
+    Where :func:`get_local_rank` does not know, every process takes itself for the first. In a group
+    that was made without a launcher use :func:`run_once_per_node`, or ask after it.
 
     Ranks: local.
 
@@ -214,7 +226,8 @@ def is_local_rank_zero() -> bool:
 
 
 def ddp_prevent_block() -> bool:
-    """Say whether a collective would be pointless here: no group, or only this process runs this code.
+    """Say whether a collective would be pointless here: no group, or only this process runs this
+    code.
 
     Ranks: local.
 
@@ -227,7 +240,8 @@ def ddp_prevent_block() -> bool:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Mark a block that this process runs without the others: barriers and broadcasts in it do nothing.
+    """Mark a block that this process runs without the others: barriers and broadcasts in it do
+    nothing.
 
     Ranks: local.
 
@@ -243,11 +257,15 @@ def alone() -> Iterator[None]:
         _alone.reset(token)
 
 
-# ---------------------------------------------------------------------------------------- main-only work
+# ----------------------------------------------------------------------------------- main-only work
 
 
-def _on_one_rank(call: Callable[[], T], poster: int, readers: int, *, mine: bool, site: str) -> T | None:
-    """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks that ask."""
+def _on_one_rank(
+    call: Callable[[], T], poster: int, readers: int, *, mine: bool, site: str
+) -> T | None:
+    """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks
+    that ask.
+    """
     mailbox = get_runtime().mailbox
     count = mailbox.next_count(site)
     if not mine:
@@ -274,19 +292,28 @@ def _main_call(call: Callable[[], T], site: str) -> T | None:
 
 def _node_call(call: Callable[[], T], site: str) -> T | None:
     number, (first, *others) = _machine()
-    return _on_one_rank(call, first, len(others), mine=dist.get_rank() == first, site=f"node{number} {site}")
+    return _on_one_rank(
+        call, first, len(others), mine=dist.get_rank() == first, site=f"node{number} {site}"
+    )
 
 
 def _machine() -> tuple[int, tuple[int, ...]]:
-    """Return the number of this machine and its ranks: the launcher's, or else what the ranks tell each other once."""
+    """Return the number of this machine and its ranks: the launcher's, or else what the ranks tell
+    each other once.
+    """
     info, runtime = _find_launch(), get_runtime()
     if info.is_distributed and info.world_size == dist.get_world_size():
-        near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
+        near = info.node_ranks or range(
+            info.first_on_node, info.first_on_node + info.local_world_size
+        )
         return info.node_rank, tuple(near)
     if runtime.machine is None:
         places = exchange(this_place(), site="the machine of each rank")
         here = places[dist.get_rank()]
-        runtime.machine = (places.index(here), tuple(n for n, place in enumerate(places) if place == here))
+        runtime.machine = (
+            places.index(here),
+            tuple(n for n, place in enumerate(places) if place == here),
+        )
     return runtime.machine
 
 
@@ -311,16 +338,16 @@ def run_on_main(
         run_post_on_main: run ``post_func`` on the main process as well.
 
     Returns:
-        What ``func`` returned on the main process. It reaches the others through pickle; a value that cannot be
-        pickled reaches them as None, with a warning.
+        What ``func`` returned on the main process. It reaches the others through pickle; a value
+        that cannot be pickled reaches them as None, with a warning.
 
     Raises:
-        MainProcessError: on the other ranks, when ``func`` raised on the main process; the message holds that
-            traceback. On the main process the original exception is raised.
+        MainProcessError: on the other ranks, when ``func`` raised on the main process; the message
+            holds that traceback. On the main process the original exception is raised.
 
-    Ranks: all, or the main process alone under ``if if_main_process():``. The main process never waits for the
-    others; the others wait as long as it lives. Inside ``func`` barriers and broadcasts do nothing, and an
-    all-reduce is an error.
+    Ranks: all, or the main process alone under ``if if_main_process():``. The main process never
+    waits for the others; the others wait as long as it lives. Inside ``func`` barriers and
+    broadcasts do nothing, and an all-reduce is an error.
 
     Example:
         >>> run_on_main(sorted, args=[[3, 1, 2]])
@@ -344,13 +371,16 @@ def main_process_only(
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 
 
-def main_process_only(function: Callable[..., T] | None = None, *, hand_over: bool = True) -> Callable[..., Any]:
+def main_process_only(
+    function: Callable[..., T] | None = None, *, hand_over: bool = True
+) -> Callable[..., Any]:
     """Make a function run on the main process only; all callers get its value, or raise.
 
     Args:
         function: the function to wrap.
-        hand_over: give the value or the error to the other ranks. With ``False`` they get None at once and nobody
-            learns of a failure but the main process: for functions that return nothing, such as loggers.
+        hand_over: give the value or the error to the other ranks. With ``False`` they get None at
+            once and nobody learns of a failure but the main process: for functions that return
+            nothing, such as loggers.
 
     Returns:
         The wrapped function.
@@ -386,8 +416,8 @@ def main_process_only(function: Callable[..., T] | None = None, *, hand_over: bo
 def once_per_node(function: Callable[..., T]) -> Callable[..., T | None]:
     """Make a function run on the first process of every machine; the others get None. Nobody waits.
 
-    Ranks: local. Which process is the first, :func:`is_local_rank_zero` tells: in a group that was made without a
-    launcher every one, until the first :func:`run_once_per_node`.
+    Ranks: local. Which process is the first, :func:`is_local_rank_zero` tells: in a group that was
+    made without a launcher every one, until the first :func:`run_once_per_node`.
 
     Example:
         >>> @once_per_node
@@ -428,14 +458,15 @@ def run_once_per_node(
         run_post_on_all: run ``post_func`` on the first process, too.
 
     Returns:
-        ``post_func``'s value where it ran, else ``func``'s value (handed to all processes of the machine).
+        ``post_func``'s value where it ran, else ``func``'s value (handed to all processes of the
+        machine).
 
     Raises:
         RankFailedError: on the machine's other processes, when ``func`` raised on its first.
 
-    Ranks: all processes of a machine, or its first alone. In a group that was made without a launcher, or inside of a
-    single process of one, the first call is collective: in it the ranks find out which of them share a machine (host,
-    boot, and namespace of processes).
+    Ranks: all processes of a machine, or its first alone. In a group that was made without a
+    launcher, or inside of a single process of one, the first call is collective: in it the ranks
+    find out which of them share a machine (host, boot, and namespace of processes).
 
     State: what they have found out, kept as long as the group.
 
@@ -453,12 +484,13 @@ def run_once_per_node(
 def exchange(value: T, site: str | None = None) -> list[T]:
     """Give every rank the list of all ranks' values, in rank order, over the store.
 
-    Unlike a collective it works between ranks that are about to discover that they differ: the sizes need not
-    agree, and a rank that dies is noticed.
+    Unlike a collective it works between ranks that are about to discover that they differ: the
+    sizes need not agree, and a rank that dies is noticed.
 
     Args:
         value: anything that pickles.
-        site: names the call; None: the lines of code that lead to it do, which must be the same on every rank.
+        site: names the call; None: the lines of code that lead to it do, which must be the same on
+            every rank.
 
     Returns:
         One value per rank; ``[value]`` without a process group or in main-only code.
@@ -479,7 +511,9 @@ def exchange(value: T, site: str | None = None) -> list[T]:
         values = [value]
         for other in range(1, world):
             own_site = f"from rank {other} {site}"
-            values.append(mailbox.read(own_site, mailbox.next_count(own_site), poster=other, readers=1).value)
+            values.append(
+                mailbox.read(own_site, mailbox.next_count(own_site), poster=other, readers=1).value
+            )
         return values
 
     if rank != 0:
@@ -488,14 +522,15 @@ def exchange(value: T, site: str | None = None) -> list[T]:
     return _main_call(gather, f"all {site}") or []
 
 
-# ---------------------------------------------------------------------------------------- collectives
+# -------------------------------------------------------------------------------------- collectives
 
 
 def ddp_barrier() -> None:
     """Wait until every rank is here. Does nothing in one process and in main-only code.
 
-    There is no time limit outside of ``fit`` and ``evaluate`` while the other ranks live. After half a minute it is
-    said where they are. Work of the main process alone is better given to :func:`run_on_main`.
+    There is no time limit outside of ``fit`` and ``evaluate`` while the other ranks live. After
+    half a minute it is said where they are. Work of the main process alone is better given to
+    :func:`run_on_main`.
 
     Raises:
         RankFailedError: a rank has come to its end without making this call.
@@ -512,7 +547,8 @@ def ddp_barrier() -> None:
 
 
 def ddp_broadcast(communication_object: T, src: int = 0) -> T:
-    """Give every rank the object of rank ``src``. Returns it unchanged in one process and in main-only code.
+    """Give every rank the object of rank ``src``. Returns it unchanged in one process and in
+    main-only code.
 
     Args:
         communication_object: anything that pickles; only ``src``'s object counts.
@@ -536,7 +572,9 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
     return result
 
 
-def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp.SUM) -> torch.Tensor:
+def ddp_all_reduce(
+    communication_object: torch.Tensor, reduce_op: Any = ReduceOp.SUM
+) -> torch.Tensor:
     """Reduce a tensor over all ranks, in place.
 
     Args:
@@ -559,8 +597,9 @@ def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp
         return communication_object
     if _alone.get():
         raise LaunchError(
-            "ddp_all_reduce was called inside main-only code (run_on_main, main_process_only): the other ranks are "
-            "not there, so the tensor cannot be reduced. Reduce before the main-only call and pass the result in."
+            "ddp_all_reduce was called inside main-only code (run_on_main, main_process_only): "
+            "the other ranks are not there, so the tensor cannot be reduced. Reduce before the "
+            "main-only call and pass the result in."
         )
     if communication_object.device.type != "cpu":
         dist.all_reduce(communication_object, op=reduce_op)
@@ -573,10 +612,12 @@ def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp
 
 
 def gather_objects(make: Callable[[], T]) -> list[T]:
-    """Make a value on every rank and give every rank the list of all of them, in rank order, whatever their size.
+    """Make a value on every rank and give every rank the list of all of them, in rank order,
+    whatever their size.
 
-    The values travel in collectives on the CPU group, not through the store as in :func:`exchange`: use it for large
-    results. Meanwhile a rank holds the values of all ranks, and one of them pickled as well.
+    The values travel in collectives on the CPU group, not through the store as in :func:`exchange`:
+    use it for large results. Meanwhile a rank holds the values of all ranks, and one of them
+    pickled as well.
 
     Args:
         make: makes this rank's value, which must pickle; tensors best on the CPU.
@@ -609,8 +650,14 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
     if failure is not None:
         raise failure
     if any(failed):
-        words = [f"rank {rank}: {pickle.loads(payloads[rank])}" for rank, bad in enumerate(failed) if bad]  # noqa: S301 -- a rank of this very job
-        raise RankFailedError(f"nothing could be gathered, because it failed elsewhere: {'; '.join(words)}")
+        words = [
+            f"rank {rank}: {pickle.loads(payloads[rank])}"  # noqa: S301 -- a rank of this very job
+            for rank, bad in enumerate(failed)
+            if bad
+        ]
+        raise RankFailedError(
+            f"nothing could be gathered, because it failed elsewhere: {'; '.join(words)}"
+        )
     values: list[T] = []
     while payloads:
         values.append(pickle.loads(payloads.pop(0)))  # noqa: S301 -- as above
@@ -619,7 +666,9 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
 
 @waits_for_ranks
 def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
-    """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank broadcasts its own."""
+    """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank
+    broadcasts its own.
+    """
     group, rank = control_group(), dist.get_rank()
     facts = keep_alive(torch.tensor([len(data), int(failed)]))
     everybody = [keep_alive(torch.empty_like(facts)) for _ in range(dist.get_world_size())]
@@ -627,7 +676,11 @@ def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
     payloads = []
     for source, (size, _) in enumerate(one.tolist() for one in everybody):
         mine = source == rank
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
+        buffer = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if mine
+            else torch.empty(size, dtype=torch.uint8)
+        )
         dist.broadcast(buffer, src=source, group=group)
         payloads.append(buffer.numpy())
     return payloads, [bool(one[1]) for one in everybody]
@@ -640,7 +693,8 @@ def require_all_ranks(call: str) -> None:
         call: what was called, for the message.
 
     Raises:
-        LaunchError: this code runs inside ``run_on_main`` or another main-only call of a distributed run.
+        LaunchError: this code runs inside ``run_on_main`` or another main-only call of a
+            distributed run.
 
     Ranks: local.
 
@@ -649,13 +703,15 @@ def require_all_ranks(call: str) -> None:
     """
     if is_distributed_initialized() and _alone.get():
         raise LaunchError(
-            f"{call} was called inside main-only code (run_on_main, main_process_only): the other ranks are not there, "
-            f"so their part would be missing. Call {call} on every rank first, and pass its result in."
+            f"{call} was called inside main-only code (run_on_main, main_process_only): the other "
+            f"ranks are not there, so their part would be missing. Call {call} on every rank "
+            "first, and pass its result in."
         )
 
 
 def sum_over_ranks(values: list[float], call: str = "sum_over_ranks") -> list[float]:
-    """Add up a few numbers over all ranks in float64, up to 30 in one message; every rank gets the same bits.
+    """Add up a few numbers over all ranks in float64, up to 30 in one message; every rank gets the
+    same bits.
 
     Args:
         values: the same number of them on every rank.
@@ -675,11 +731,16 @@ def sum_over_ranks(values: list[float], call: str = "sum_over_ranks") -> list[fl
     first, rest = values[:MARKED_NUMBERS], values[MARKED_NUMBERS:]
     with get_runtime().mailbox.forgetting():
         sums = start_sum_over_ranks(first, f"{call} ({len(values)} number(s))")()
-        return sums + (ddp_all_reduce(keep_alive(torch.tensor(rest, dtype=torch.float64))).tolist() if rest else [])
+        return sums + (
+            ddp_all_reduce(keep_alive(torch.tensor(rest, dtype=torch.float64))).tolist()
+            if rest
+            else []
+        )
 
 
 def sum_exactly(values: list[Any]) -> list[Any]:
-    """Add up a few numbers over all ranks without rounding: whole numbers and fractions stay what they are.
+    """Add up a few numbers over all ranks without rounding: whole numbers and fractions stay what
+    they are.
 
     Args:
         values: the same number of them on every rank.
@@ -700,18 +761,21 @@ def sum_exactly(values: list[Any]) -> list[Any]:
 def start_sum_over_ranks(
     values: list[float], call: str = "start_sum_over_ranks", *, is_patient: bool = False
 ) -> Callable[[], list[float]]:
-    """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait for the sums.
+    """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait
+    for the sums.
 
-    A mark of the call travels with them. It has one size for all calls: of different sizes gloo would end the process.
+    A mark of the call travels with them. It has one size for all calls: of different sizes gloo
+    would end the process.
 
     Args:
         values: the same number of them on every rank, at most :data:`MARKED_NUMBERS`.
         call: names the call, the same on every rank.
-        is_patient: wait without a limit for ranks that come late, as after work of the main process alone.
+        is_patient: wait without a limit for ranks that come late, as after work of the main process
+            alone.
 
     Returns:
-        What waits for the sums and returns them; it may be called once, later, or not at all. Other collectives may
-        come in between.
+        What waits for the sums and returns them; it may be called once, later, or not at all. Other
+        collectives may come in between.
 
     Raises:
         RankMismatchError: by that, on every rank: another rank has come to another call.
@@ -725,7 +789,8 @@ def start_sum_over_ranks(
     if not is_distributed_initialized():
         return lambda: list(values)
     require_all_ranks(call)
-    mark, world_size = zlib.crc32(call.encode()) % 2**20, dist.get_world_size()  # whose squares are added up exactly
+    # whose squares are added up exactly
+    mark, world_size = zlib.crc32(call.encode()) % 2**20, dist.get_world_size()
     numbers = [float(mark), float(mark**2), *values, *[0.0] * (MARKED_NUMBERS - len(values))]
     tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
     wait = _start_patient_sum(tensor, call) if is_patient else start_sum(tensor, control_group())
@@ -735,8 +800,9 @@ def start_sum_over_ranks(
         sums: list[float] = tensor.tolist()
         if sums[:2] != [world_size * one for one in numbers[:2]]:
             raise RankMismatchError(
-                f"rank {dist.get_rank()} has come to {call}, at {line_of(traceback.extract_stack())}, and another rank "
-                "to another collective: their numbers do not belong together. Make each of these calls on every rank, "
+                f"rank {dist.get_rank()} has come to {call}, at "
+                f"{line_of(traceback.extract_stack())}, and another rank to another collective: "
+                "their numbers do not belong together. Make each of these calls on every rank, "
                 "not under `if if_main_process():`, and use only its result there."
             )
         return sums[2 : 2 + len(values)]

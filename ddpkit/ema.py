@@ -1,8 +1,10 @@
-"""An exponential moving average of the weights: kept at every step, saved, and evaluated on request.
+"""An exponential moving average of the weights: kept at every step, saved, and evaluated on
+request.
 
-Source: the arithmetic is ``torch.optim.swa_utils.get_ema_multi_avg_fn``. Its ``AveragedModel`` is not used: read in
-torch 2.13, it copies the modules with all their wrappers and hooks, sends a counter to the device in every update,
-which waits for the device, and has no way to evaluate the module itself with other weights.
+Source: the arithmetic is ``torch.optim.swa_utils.get_ema_multi_avg_fn``. Its ``AveragedModel`` is
+not used: read in torch 2.13, it copies the modules with all their wrappers and hooks, sends a
+counter to the device in every update, which waits for the device, and has no way to evaluate the
+module itself with other weights.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ class _Weight(NamedTuple):
 class WeightAverage:
     """The exponential moving average of what is trained in some modules: ``Brain.ema``.
 
-    Averaged are the parameters that are trained, or were since this was made, and the running statistics of
-    normalisation layers (``running_mean``, ``running_var``). All else, frozen parameters and other buffers, has the
-    value that it has in the modules. What is narrower than float32 is averaged in float32. Parameters of 8 bits or less
-    are quantized, and no optimizer steps them: they have the value of the modules.
+    Averaged are the parameters that are trained, or were since this was made, and the running
+    statistics of normalisation layers (``running_mean``, ``running_var``). All else, frozen
+    parameters and other buffers, has the value that it has in the modules. What is narrower than
+    float32 is averaged in float32. Parameters of 8 bits or less are quantized, and no optimizer
+    steps them: they have the value of the modules.
 
     Args:
-        modules: name -> module, wrapped or not. What is in it is looked at when it is needed, not now.
+        modules: name -> module, wrapped or not. What is in it is looked at when it is needed, not
+            now.
         decay: weight of the average so far, in ``[0, 1)``; the new weights have the rest.
 
     Attributes:
@@ -67,8 +71,9 @@ class WeightAverage:
 
     Ranks: local. Weights are equal on all ranks after a step, and so are their averages.
 
-    State: a state dict of the modules with the averages in it, named ``<entry>.<name in the module>`` as without
-    wrappers, and the number of updates, a tensor of shape ``()``, under ``"n_averaged"``.
+    State: a state dict of the modules with the averages in it, named
+    ``<entry>.<name in the module>`` as without wrappers, and the number of updates, a tensor of
+    shape ``()``, under ``"n_averaged"``.
 
     Example:
         >>> modules = nn.ModuleDict({"net": nn.Linear(1, 1, bias=False)})
@@ -85,17 +90,21 @@ class WeightAverage:
 
     def __init__(self, modules: nn.ModuleDict, decay: float) -> None:
         if not 0 <= decay < 1:
-            raise ConfigError(f"ema_decay={decay!r} has to be at least 0 and less than 1, for example 0.999.")
+            raise ConfigError(
+                f"ema_decay={decay!r} has to be at least 0 and less than 1, for example 0.999."
+            )
         self.decay = decay
         self.updates = 0
         self._modules = modules
         self._lerp: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages: dict[str, torch.Tensor] = {}
-        self._followed: list[torch.Tensor] = []  # averages: of the parameters, and then of the statistics
+        # averages: of the parameters, and then of the statistics
+        self._followed: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
         self._statistics: list[_Weight] = []  # looked up anew: some layers replace theirs
         self._is_applied = False
-        self._own: list[torch.Tensor] = []  # the weights themselves, while the averages are in their place
+        # the weights themselves, while the averages are in their place
+        self._own: list[torch.Tensor] = []
 
     @property
     def modules(self) -> nn.ModuleDict:
@@ -108,16 +117,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights into the average; the first time, copy them. Waits for no device and for no rank.
+        """Take the weights into the average; the first time, copy them. Waits for no device and for
+        no rank.
 
-        The Brain calls it after every step that :meth:`~ddpkit.brain.Brain.optimizers_step` really made. A recipe
-        that steps its optimizers itself calls it after each step.
+        The Brain calls it after every step that :meth:`~ddpkit.brain.Brain.optimizers_step` really
+        made. A recipe that steps its optimizers itself calls it after each step.
 
         Raises:
             ConfigError: called inside :meth:`applied`, where the weights are the averages.
         """
         if self._is_applied:
-            raise ConfigError("The average was updated inside `with brain.ema.applied()`: train outside of it.")
+            raise ConfigError(
+                "The average was updated inside `with brain.ema.applied()`: train outside of it."
+            )
         if not self.updates or not self._followed:
             self.follow()
         weights = self._weights_now()
@@ -125,15 +137,22 @@ class WeightAverage:
             _copy(weights, self._followed)
         elif weights:
             pairs = zip(weights, self._followed, strict=True)
-            wide = [one if one.dtype == average.dtype else one.to(average.dtype) for one, average in pairs]
+            wide = [
+                one if one.dtype == average.dtype else one.to(average.dtype)
+                for one, average in pairs
+            ]
             self._lerp(self._followed, wide, self.updates)
         if not self.updates:
-            logger.info("The average of the weights (ema_decay=%s) starts with the weights of now.", self.decay)
+            logger.info(
+                "The average of the weights (ema_decay=%s) starts with the weights of now.",
+                self.decay,
+            )
         self.updates += 1
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Update the list of trained weights; a newly unfrozen weight starts with its value as average.
+        """Update the list of trained weights; a newly unfrozen weight starts with its value as
+        average.
 
         The Brain calls it when an epoch begins.
         """
@@ -157,10 +176,12 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Return a context in which the modules have the averaged weights; afterwards they have their own again.
+        """Return a context in which the modules have the averaged weights; afterwards they have
+        their own again.
 
-        The weights are overwritten in place and restored, so every reference to a parameter sees the average. Inside
-        the context one more copy of the averaged tensors is kept. Before the first update nothing is changed.
+        The weights are overwritten in place and restored, so every reference to a parameter sees
+        the average. Inside the context one more copy of the averaged tensors is kept. Before the
+        first update nothing is changed.
 
         Ranks: local; where it is around something collective, use it on every rank.
         """
@@ -181,7 +202,8 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Return a context inside of :meth:`applied` in which the modules have their own weights; else it does nothing.
+        """Return a context inside of :meth:`applied` in which the modules have their own weights;
+        else it does nothing.
 
         Every save of the Brain's checkpointer is made in it.
 
@@ -209,17 +231,19 @@ class WeightAverage:
         """
         if not self.updates and stage is Stage.TEST:
             raise CheckpointError(
-                "evaluate_ema=True, and there is no average of the weights: no step was averaged, and no checkpoint "
-                "with an average was loaded. Train with ema_decay set, or leave evaluate_ema out."
+                "evaluate_ema=True, and there is no average of the weights: no step was averaged, "
+                "and no checkpoint with an average was loaded. Train with ema_decay set, or leave "
+                "evaluate_ema out."
             )
         if not self.updates:
             logger.warning_once(
-                "evaluate_ema=True, and no step was averaged yet: the weights themselves are evaluated. A recipe that "
-                "steps its optimizers itself calls self.ema.update() after each step."
+                "evaluate_ema=True, and no step was averaged yet: the weights themselves are "
+                "evaluated. A recipe that steps its optimizers itself calls self.ema.update() "
+                "after each step."
             )
         return self.applied()
 
-    # ------------------------------------------------------------------------------------ checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the modules with the averages in it, and the number of updates.
@@ -244,32 +268,47 @@ class WeightAverage:
             CheckpointError: it is not such a state, or belongs to other modules.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get(COUNT), torch.Tensor):
-            raise CheckpointError(f"not an average of weights: {COUNT!r}, the number of updates, is missing.")
+            raise CheckpointError(
+                f"not an average of weights: {COUNT!r}, the number of updates, is missing."
+            )
         weights = {weight.names[0]: weight.now() for weight in self._weights()}
         strange = state.keys() - {COUNT} - weights.keys() - self._module_state().keys()
-        strange |= {name for name, now in weights.items() if getattr(state.get(name), "shape", None) != now.shape}
+        strange |= {
+            name
+            for name, now in weights.items()
+            if getattr(state.get(name), "shape", None) != now.shape
+        }
         if strange:
             listed = ", ".join(sorted(map(str, strange))[:5])
-            raise CheckpointError(f"the average is of other modules; missing, unknown or of another shape: {listed}.")
+            raise CheckpointError(
+                f"the average is of other modules; missing, unknown or of another shape: {listed}."
+            )
         self.updates = int(state[COUNT])
-        self._averages = {name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()}
+        self._averages = {
+            name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()
+        }
         self._followed = []
 
-    # ------------------------------------------------------------------------------------ what there is
+    # -------------------------------------------------------------------------------- what there is
 
     def _weights(self) -> list[_Weight]:
         """Find the parameters, and then the running statistics."""
         found: dict[int, _Weight] = {}
         statistics: dict[int, _Weight] = {}
         for path, part in self._modules.named_modules(remove_duplicate=False):
-            tensors = [(found, *one) for one in part.named_parameters(recurse=False, remove_duplicate=False)]
+            tensors = [
+                (found, *one)
+                for one in part.named_parameters(recurse=False, remove_duplicate=False)
+            ]
             for attribute, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
                 if attribute in STATISTICS and buffer.is_floating_point():
                     tensors.append((statistics, attribute, buffer))
             for kind, attribute, value in tensors:
                 weight = kind.setdefault(id(value), _Weight(part, attribute, []))
                 weight.names.append(plain_key(self._modules, f"{path}.{attribute}"))
-        return [weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight)]
+        return [
+            weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight)
+        ]
 
     def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
         """Return the average of a weight; None for a frozen weight, whose average is its value."""
@@ -279,15 +318,24 @@ class WeightAverage:
         if known is not None and known.shape == now.shape:
             average: torch.Tensor = sharded_like(known, now).to(now.device, wide)
             return average if trained or not torch.equal(average, value) else None
-        return torch.empty_like(now, dtype=wide, requires_grad=False).copy_(value) if trained else None
+        return (
+            torch.empty_like(now, dtype=wide, requires_grad=False).copy_(value) if trained else None
+        )
 
     def _module_state(self) -> dict[str, Any]:
-        return {plain_key(self._modules, key): value for key, value in self._modules.state_dict().items()}
+        return {
+            plain_key(self._modules, key): value
+            for key, value in self._modules.state_dict().items()
+        }
 
 
 def _can_be_averaged(weight: _Weight) -> bool:
     value = weight.now()
-    return not is_lazy(value) and not is_code(value) and (value.is_floating_point() or value.is_complex())
+    return (
+        not is_lazy(value)
+        and not is_code(value)
+        and (value.is_floating_point() or value.is_complex())
+    )
 
 
 @torch.no_grad()
@@ -302,7 +350,8 @@ def require_average(checkpoint: Any) -> None:
     """Refuse a checkpoint without averaged weights.
 
     Args:
-        checkpoint: a :class:`~ddpkit.checkpointing.checkpoint.Checkpoint` whose average is about to be evaluated.
+        checkpoint: a :class:`~ddpkit.checkpointing.checkpoint.Checkpoint` whose average is about to
+            be evaluated.
 
     Raises:
         CheckpointError: it holds none.
@@ -315,6 +364,6 @@ def require_average(checkpoint: Any) -> None:
     """
     if RECOVERABLE not in checkpoint.paramfiles:
         raise CheckpointError(
-            f"evaluate_ema=True, and {checkpoint.path} holds no averaged weights ({RECOVERABLE}.ckpt). Choose another "
-            "checkpoint, or leave evaluate_ema out."
+            f"evaluate_ema=True, and {checkpoint.path} holds no averaged weights "
+            f"({RECOVERABLE}.ckpt). Choose another checkpoint, or leave evaluate_ema out."
         )

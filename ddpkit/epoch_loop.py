@@ -23,7 +23,8 @@ logger = get_logger(__name__)
 class EpochCounter:
     """Counts epochs from 1 to ``limit`` and goes on where it was after a restart.
 
-    A counter that is done yields nothing, so a second start of a finished run does no work; it says so.
+    A counter that is done yields nothing, so a second start of a finished run does no work; it says
+    so.
 
     Args:
         limit: number of epochs, at least 0.
@@ -37,9 +38,9 @@ class EpochCounter:
 
     Ranks: local; every rank counts.
 
-    State: saves ``current`` as a plain integer. Loaded from a checkpoint made at the end of an epoch it
-    continues with the next, from one made within an epoch it does that epoch again. Where ``fit`` counts with
-    another counter, the epoch is not of this one, and it stays where it was.
+    State: saves ``current`` as a plain integer. Loaded from a checkpoint made at the end of an
+    epoch it continues with the next, from one made within an epoch it does that epoch again. Where
+    ``fit`` counts with another counter, the epoch is not of this one, and it stays where it was.
 
     Example:
         >>> counter = EpochCounter(3)
@@ -53,7 +54,8 @@ class EpochCounter:
         self.current = 0
         self.limit = _count(limit, "limit")
         self._has_counted = False
-        self._unfinished = 0  # the epoch that a checkpoint was made in the middle of, until it is counted again
+        # the epoch that a checkpoint was made in the middle of, until it is counted again
+        self._unfinished = 0
         self._is_running = True  # not while a call of fit counts with another one
 
     def __iter__(self) -> EpochCounter:
@@ -70,7 +72,8 @@ class EpochCounter:
         return self.current
 
     def note_running(self, *, is_running: bool) -> None:
-        """Note whether the present epochs are of this counter: the middle of another one's sets it back by nothing.
+        """Note whether the present epochs are of this counter: the middle of another one's sets it
+        back by nothing.
 
         Args:
             is_running: False while a call of ``fit`` counts with another one.
@@ -81,14 +84,19 @@ class EpochCounter:
 
     def _why_done(self) -> str:
         """Say why nothing is left to train when a run is started again."""
-        return f"Epoch {self.current} is done already, of {self.limit} at most: nothing is left to train."
+        return (
+            f"Epoch {self.current} is done already, of {self.limit} at most: nothing is left to "
+            "train."
+        )
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(str(self._to_save()), encoding="utf-8")
 
     def _to_save(self) -> int:
-        """Return the epoch that has been counted; before it is counted again, the one that a checkpoint has begun."""
+        """Return the epoch that has been counted; before it is counted again, the one that a
+        checkpoint has begun.
+        """
         return self._unfinished if self.current == self._unfinished - 1 else self.current
 
     def _go_on_from(self, epoch: int, *, end_of_epoch: bool) -> None:
@@ -107,16 +115,17 @@ class EpochCounter:
 class EpochCounterWithStopper(EpochCounter):
     """An epoch counter that stops when a metric has not improved for some epochs.
 
-    After each validation call :meth:`update_metric`. What happens up to epoch ``limit_warmup`` does not
-    count, neither as a best score nor as an epoch without improvement. A metric improves when it is better
-    than the best one by more than ``min_delta`` times the best one's size; NaN and infinities never are.
+    After each validation call :meth:`update_metric`. What happens up to epoch ``limit_warmup`` does
+    not count, neither as a best score nor as an epoch without improvement. A metric improves when
+    it is better than the best one by more than ``min_delta`` times the best one's size; NaN and
+    infinities never are.
 
     All ranks decide from the main process's numbers, so none goes on when another stops.
 
     Args:
         limit: number of epochs at most.
-        limit_to_stop: number of epochs in a row without improvement after which to stop, at least 0 (which
-            is the same as 1).
+        limit_to_stop: number of epochs in a row without improvement after which to stop, at least 0
+            (which is the same as 1).
         limit_warmup: number of epochs at the start that do not count, at least 0.
         direction: ``"min"`` if smaller is better, ``"max"`` if larger is.
 
@@ -129,12 +138,13 @@ class EpochCounterWithStopper(EpochCounter):
     Raises:
         ConfigError: a limit is not a whole number or is negative, or the direction is unknown.
 
-    Ranks: iterating is for all ranks, or for the main process alone: the others take over its state at each
-    epoch's start.
+    Ranks: iterating is for all ranks, or for the main process alone: the others take over its state
+    at each epoch's start.
 
-    State: saves epoch, best epoch, best score, whether to stop, and the patience that decided it, as YAML;
-        SpeechBrain's files can be read. A run that has stopped goes on when it is started again with more
-        patience (``limit_to_stop`` or ``limit_warmup``), and else says why it does not.
+    State: saves epoch, best epoch, best score, whether to stop, and the patience that decided it,
+        as YAML; SpeechBrain's files can be read. A run that has stopped goes on when it is started
+        again with more patience (``limit_to_stop`` or ``limit_warmup``), and else says why it does
+        not.
 
     Example:
         >>> counter = EpochCounterWithStopper(10, limit_to_stop=2, limit_warmup=0, direction="max")
@@ -152,7 +162,8 @@ class EpochCounterWithStopper(EpochCounter):
         self.limit_warmup = _count(limit_warmup, "limit_warmup")
         if direction not in {"min", "max"}:
             raise ConfigError(
-                f"direction={direction!r}: say 'min' if smaller metrics are better, 'max' if larger ones are."
+                f"direction={direction!r}: say 'min' if smaller metrics are better, 'max' if "
+                "larger ones are."
             )
         self.direction = direction
         self.best_limit = 0
@@ -162,8 +173,9 @@ class EpochCounterWithStopper(EpochCounter):
     def __next__(self) -> int:
         from ddpkit.distributed import run_on_main
 
-        # Taking over main's state here, and not only its metrics below, keeps the ranks together also where a
-        # recipe computes the metric on the main process and updates the counter there alone.
+        # Taking over main's state here, and not only its metrics below, keeps the ranks together
+        # also where a recipe computes the metric on the main process and updates the counter there
+        # alone.
         state = run_on_main(lambda: (self.best_limit, self.best_score, self.should_stop))
         if state is not None:
             self.best_limit, self.best_score, self.should_stop = state
@@ -173,13 +185,14 @@ class EpochCounterWithStopper(EpochCounter):
         """Take in the metric of the epoch that has just been validated.
 
         Args:
-            current_metric: a number, or a tensor or array of one element. The main process's counts, on all
-                ranks.
+            current_metric: a number, or a tensor or array of one element. The main process's
+                counts, on all ranks.
 
         Raises:
             ConfigError: it is not a number.
 
-        Ranks: all, or the main process alone (the others then learn of it when the next epoch starts).
+        Ranks: all, or the main process alone (the others then learn of it when the next epoch
+        starts).
 
         State: ``best_score``, ``best_limit``, ``should_stop``.
         """
@@ -195,7 +208,11 @@ class EpochCounterWithStopper(EpochCounter):
         self.should_stop = self._is_exhausted(self.current)
         if self.should_stop:
             epochs = self._epochs_without_improvement(self.current)
-            logger.info("%d epochs without improvement over %g: patience is exhausted.", epochs, self.best_score)
+            logger.info(
+                "%d epochs without improvement over %g: patience is exhausted.",
+                epochs,
+                self.best_score,
+            )
 
     def _epochs_without_improvement(self, epoch: int) -> int:
         return epoch - max(self.best_limit, self.limit_warmup)
@@ -208,9 +225,9 @@ class EpochCounterWithStopper(EpochCounter):
         if not self.should_stop or not self._is_exhausted(self.current):
             return super()._why_done()
         return (
-            f"The run was stopped early after epoch {self.current}: {epochs} epochs without improvement over "
-            f"{self.best_score:g} of epoch {self.best_limit}, and limit_to_stop={self.limit_to_stop}. "
-            "To go on, give a larger limit_to_stop."
+            f"The run was stopped early after epoch {self.current}: {epochs} epochs without "
+            f"improvement over {self.best_score:g} of epoch {self.best_limit}, and "
+            f"limit_to_stop={self.limit_to_stop}. To go on, give a larger limit_to_stop."
         )
 
     def _decide_again(self, epoch: int, patience: Any) -> None:
@@ -218,14 +235,16 @@ class EpochCounterWithStopper(EpochCounter):
 
         Args:
             epoch: after which it was stopped.
-            patience: ``[limit_to_stop, limit_warmup]`` of that run; None in a file of an earlier version.
+            patience: ``[limit_to_stop, limit_warmup]`` of that run; None in a file of an earlier
+                version.
         """
         if not self.should_stop or patience == [self.limit_to_stop, self.limit_warmup]:
             return
         self.should_stop = self._is_exhausted(epoch)
         if not self.should_stop:
             logger.announce(
-                "The run was stopped early after epoch %d. With limit_to_stop=%d it goes on, of %d epochs at most.",
+                "The run was stopped early after epoch %d. With limit_to_stop=%d it goes on, of "
+                "%d epochs at most.",
                 epoch, self.limit_to_stop, self.limit,
             )  # fmt: skip
 
@@ -275,8 +294,8 @@ def _read(path: str | os.PathLike[str], parse: Callable[[str], Any], expected: s
         return parse(text)
     except (ValueError, TypeError, KeyError, CheckpointError) as error:
         raise CheckpointError(
-            f"{str(path)!r} holds {text[:60]!r} where {expected} was expected; it was written by something "
-            "else or is damaged. Remove that checkpoint to use an older one."
+            f"{str(path)!r} holds {text[:60]!r} where {expected} was expected; it was written by "
+            "something else or is damaged. Remove that checkpoint to use an older one."
         ) from error
 
 
@@ -285,7 +304,8 @@ def _number(metric: Any) -> float:
         return float(metric.item() if hasattr(metric, "item") else metric)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"current_metric={metric!r} is not a number; give the one metric that decides when to stop."
+            f"current_metric={metric!r} is not a number; give the one metric that decides when to "
+            "stop."
         ) from error
 
 

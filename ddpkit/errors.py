@@ -27,7 +27,7 @@
 Each one also derives from the built-in that a caller would catch, so ``except ValueError`` keeps
 working for code that has never heard of ddpkit. A message says what was given, why it cannot work
 and what to do.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class MissingExtraError(ConfigError, ImportError):
 
 
 class BucketingError(ConfigError, NotImplementedError):
-    """A sampler that groups samples by length was given no buckets, or no way to know the lengths."""
+    """A sampler that groups samples by length was given no buckets, or no way to know the
+    lengths.
+    """
 
 
 class LaunchError(DdpkitError, RuntimeError):
@@ -94,8 +96,8 @@ class BatchError(DdpkitError, TypeError):
 
     Args:
         message: what was returned, why that cannot work, and what to do.
-        hook: name of the hook, such as ``"compute_objectives"``, whose line in the recipe is then shown; empty where
-            the traceback leads to the line.
+        hook: name of the hook, such as ``"compute_objectives"``, whose line in the recipe is then
+            shown; empty where the traceback leads to the line.
     """
 
     def __init__(self, message: str = "", *, hook: str = "") -> None:
@@ -112,7 +114,9 @@ class CheckpointError(DdpkitError, RuntimeError):
 
 
 class CheckpointUsageError(CheckpointError, ConfigError):
-    """A path that was given is no checkpoint or no folder for them, or what was given does not fit the checkpoint."""
+    """A path that was given is no checkpoint or no folder for them, or what was given does not fit
+    the checkpoint.
+    """
 
 
 class FolderInUseError(CheckpointError):
@@ -124,7 +128,9 @@ class NonFiniteLossError(DdpkitError, ValueError):
 
 
 class ParityError(DdpkitError, AssertionError):
-    """``--check_parity`` found that several processes would not train as one does. The message is its report."""
+    """``--check_parity`` found that several processes would not train as one does. The message is
+    its report.
+    """
 
 
 class RankFailedError(DdpkitError, RuntimeError):
@@ -136,14 +142,18 @@ class MainProcessError(RankFailedError):
 
 
 class MainCheckpointError(CheckpointError, MainProcessError):
-    """The main process failed in a call about checkpoints, and says why; raised on every other rank."""
+    """The main process failed in a call about checkpoints, and says why; raised on every other
+    rank.
+    """
 
 
 class RunStopped(SystemExit):
-    """The run was asked to stop, by a signal or its time limit, and has done so on all ranks at the same step.
+    """The run was asked to stop, by a signal or its time limit, and has done so on all ranks at the
+    same step.
 
     Attributes:
-        code: what the process exits with: 128 plus the number of the signal, or 75 at the time limit.
+        code: what the process exits with: 128 plus the number of the signal, or 75 at the time
+            limit.
         cause: one of :data:`ddpkit.control.signals.CAUSES`.
         words: where it has stopped, and where it goes on from.
     """

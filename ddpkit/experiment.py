@@ -78,42 +78,45 @@ def create_experiment_directory(
 ) -> None:
     """Make the experiment's folder, note in it what is run, and start logging.
 
-    The main process writes ``hyperparams.yaml`` (references resolved), copies of the calling script and of the
-    modules beside it that the YAML names, ``env.log`` and, from then on, ``log.txt`` (everything from DEBUG on) and
-    ``metrics.jsonl`` (see :class:`ddpkit.train_logger.RunLog`). A rank above 0 that has a warning to log writes
-    ``log.rank<r>.txt`` as well.
+    The main process writes ``hyperparams.yaml`` (references resolved), copies of the calling script
+    and of the modules beside it that the YAML names, ``env.log`` and, from then on, ``log.txt``
+    (everything from DEBUG on) and ``metrics.jsonl`` (see :class:`ddpkit.train_logger.RunLog`). A
+    rank above 0 that has a warning to log writes ``log.rank<r>.txt`` as well.
 
-    The folder belongs to one run at a time, until its main process ends. While it lives, a second start is refused
-    before anything is written; so call this before data is prepared. Later starts overwrite the files of the start and
-    append to the others; with ``--resume=never`` they move the logs that are there to ``earlier-<time>`` in the folder.
-    Whoever starts with ``--test_only`` leaves those as they are, is not refused, and logs
-    to ``log.test_only.txt`` and ``metrics.test_only.jsonl``.
+    The folder belongs to one run at a time, until its main process ends. While it lives, a second
+    start is refused before anything is written; so call this before data is prepared. Later starts
+    overwrite the files of the start and append to the others; with ``--resume=never`` they move the
+    logs that are there to ``earlier-<time>`` in the folder. Whoever starts with ``--test_only``
+    leaves those as they are, is not refused, and logs to ``log.test_only.txt`` and
+    ``metrics.test_only.jsonl``.
 
-    From then on every rank also logs the exception that ends it, before Python prints it as usual, and leaves
-    it for the summary that torchrun prints.
+    From then on every rank also logs the exception that ends it, before Python prints it as usual,
+    and leaves it for the summary that torchrun prints.
 
-    Call it after :func:`ddpkit.distributed.ddp_init_group`; before that the other ranks do not wait for the
-    folder.
+    Call it after :func:`ddpkit.distributed.ddp_init_group`; before that the other ranks do not wait
+    for the folder.
 
     Args:
         experiment_directory: the folder; made with its parents if it is not there.
         hyperparams_to_save: the recipe's YAML file.
-        overrides: values that replace some of that file's: a mapping (it is not changed), or YAML text.
-        log_config: YAML file in the form of :func:`logging.config.dictConfig` to use instead of the built-in
-            logging; the ``filename`` of its handler ``file_handler``, if there is one, becomes ``log.txt``.
-            ``--log_config``, where :func:`ddpkit.run_opts.parse_arguments` has read one, wins over it.
+        overrides: values that replace some of that file's: a mapping (it is not changed), or YAML
+            text.
+        log_config: YAML file in the form of :func:`logging.config.dictConfig` to use instead of the
+            built-in logging; the ``filename`` of its handler ``file_handler``, if there is one,
+            becomes ``log.txt``. ``--log_config``, where :func:`ddpkit.run_opts.parse_arguments` has
+            read one, wins over it.
         save_env_desc: write ``env.log``.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, or the YAML file cannot be understood. Raised on
-            every rank.
+        ConfigError: the folder cannot be made or written to, or the YAML file cannot be understood.
+            Raised on every rank.
         MissingFileError: ``hyperparams_to_save`` or ``log_config`` does not exist.
         FolderInUseError: another run lives in the folder; raised on every rank.
 
     Ranks: all, or the main process alone.
 
-    State: the root logger's handlers, ``sys.excepthook``, the run's log, and a lock, ``.run.lock`` in the folder; see
-    :func:`close_experiment`.
+    State: the root logger's handlers, ``sys.excepthook``, the run's log, and a lock, ``.run.lock``
+    in the folder; see :func:`close_experiment`.
 
     Example:
         >>> import tempfile
@@ -166,8 +169,8 @@ def close_experiment() -> None:
 
     Ranks: local.
 
-    State: the root logger's handlers and the run's log are as before, an exception that ends this process is not
-    logged, and the folder may be another run's.
+    State: the root logger's handlers and the run's log are as before, an exception that ends this
+    process is not logged, and the folder may be another run's.
 
     Example:
         >>> close_experiment()
@@ -199,7 +202,9 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
         f"{get_world_size()} processes",
     )
-    packages = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions() if one.name}
+    packages = {
+        f"{one.name}=={one.version}" for one in importlib.metadata.distributions() if one.name
+    }
     where = Path(folder or ".").resolve()
     sections = [
         f"Python {' '.join(sys.version.split())}\n{platform.platform()}\n{sys.executable}",
@@ -210,15 +215,18 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
     return f"\n{RULE}\n".join(sections) + "\n"
 
 
-# --------------------------------------------------------------------------------------- whose folder it is
+# ------------------------------------------------------------------------------- whose folder it is
 
 
 def _is_left_alone(folder: Path) -> bool:
-    """Return whether this process only measures or checks; a folder of its own is made, for data that it prepares."""
+    """Return whether this process only measures or checks; a folder of its own is made, for data
+    that it prepares.
+    """
     plan = find_slice()
     if plan is not None and plan.holds(folder):
         run_on_main(folder.mkdir, kwargs={"parents": True, "exist_ok": True})
-    return plan is not None or PARITY in os.environ  # then it belongs to the process that runs the parity check
+    # then it belongs to the process that runs the parity check
+    return plan is not None or PARITY in os.environ
 
 
 def _lock_folder(folder: Path) -> None:
@@ -229,8 +237,9 @@ def _lock_folder(folder: Path) -> None:
         lock.acquire()
     except FolderInUseError as error:
         raise FolderInUseError(
-            f"experiment_directory={str(folder)!r}: {error} Nothing was written, for its files would be lost. Where a "
-            "script starts ranks by itself, make its folder in the ranks, after ddp_init_group."
+            f"experiment_directory={str(folder)!r}: {error} Nothing was written, for its files "
+            "would be lost. Where a script starts ranks by itself, make its folder in the ranks, "
+            "after ddp_init_group."
         ) from error
     except CheckpointError as error:  # its words are for a folder of checkpoints
         reason = error.__cause__
@@ -241,7 +250,7 @@ def _lock_folder(folder: Path) -> None:
     _CLAIMED.callback(lock.release)
 
 
-# ---------------------------------------------------------------------------------------------- the files
+# ---------------------------------------------------------------------------------------- the files
 
 
 def _script_of(frame: FrameType | None) -> Path | None:
@@ -256,7 +265,9 @@ def _files_to_write(
     script: Path | None,
     save_env_desc: bool,
 ) -> dict[str, bytes | Path]:
-    """Collect the contents of the files that are written at the start, by name; a path stands for a copy."""
+    """Collect the contents of the files that are written at the start, by name; a path stands for a
+    copy.
+    """
     files: dict[str, bytes | Path] = {}
     if hyperparams is not None:
         files["hyperparams.yaml"] = _resolved_hyperparams(Path(hyperparams), overrides).encode()
@@ -270,7 +281,9 @@ def _files_to_write(
 
 
 def _begin_logs(folder: Path, log_file: Path, options: RunOptions) -> None:
-    """Move the logs of an earlier run away, if this run begins anew and its launcher has not restarted it."""
+    """Move the logs of an earlier run away, if this run begins anew and its launcher has not
+    restarted it.
+    """
     if options.resume == "never" and not find_launch().restart_count:
         move_logs_away([log_file, *folder.glob("log.rank*.txt"), folder / "metrics.jsonl"])
 
@@ -285,7 +298,15 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
             f"hyperparams_to_save={str(path)!r}: {error.filename!r} does not exist. "
             "Give the YAML file that the recipe was started with."
         ) from error
-    except (YAMLError, ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+    except (
+        YAMLError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"hyperparams_to_save={str(path)!r} with overrides={overrides!r} cannot be resolved: "
             f"{_mistake(path, overrides) or error}. "
@@ -295,8 +316,12 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
     return f"# Generated {today} from:\n# {path.resolve()}\n# yamllint disable\n{resolved}"
 
 
-def _modules_beside(script: Path, path: Path, overrides: Mapping[str, Any] | str | None) -> dict[str, Path]:
-    """Return the files of the modules beside a script that a YAML file names, by their paths in its folder."""
+def _modules_beside(
+    script: Path, path: Path, overrides: Mapping[str, Any] | str | None
+) -> dict[str, Path]:
+    """Return the files of the modules beside a script that a YAML file names, by their paths in its
+    folder.
+    """
     try:
         document = with_overrides(read_document(str(path)), overrides)
     except ConfigError:  # it can be resolved, so that it is empty or a list: it names none
@@ -305,7 +330,9 @@ def _modules_beside(script: Path, path: Path, overrides: Mapping[str, Any] | str
 
 
 def _mistake(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
-    """Say what is wrong in a YAML file, with line and key; empty if it is not seen without loading the file."""
+    """Say what is wrong in a YAML file, with line and key; empty if it is not seen without loading
+    the file.
+    """
     try:
         check_references(with_overrides(read_document(str(path)), overrides))
     except ConfigError as error:
@@ -313,8 +340,12 @@ def _mistake(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
     return ""
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path, options: RunOptions) -> None:
-    """Write the files into a folder that is this run's; with ``test_only`` only missing ones, into anybody's."""
+def _write_files(
+    folder: Path, files: Mapping[str, bytes | Path], log_file: Path, options: RunOptions
+) -> None:
+    """Write the files into a folder that is this run's; with ``test_only`` only missing ones, into
+    anybody's.
+    """
     keep = options.test_only
     if not keep:
         _lock_folder(folder)
@@ -327,13 +358,15 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path
         if isinstance(content, bytes) or not (target.exists() and target.samefile(content)):
             target.parent.mkdir(parents=True, exist_ok=True)  # of a module in a package
             with replacing(target) as unfinished:
-                unfinished.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+                unfinished.write_bytes(
+                    content if isinstance(content, bytes) else content.read_bytes()
+                )
     if log_file.exists() and log_file.stat().st_size > 0:
         with log_file.open("a", encoding="utf-8") as log:
             log.write(f"\n{RULE}\n")
 
 
-# ------------------------------------------------------------------------------------- the record of the run
+# ---------------------------------------------------------------------------- the record of the run
 
 
 def _record_start(
@@ -358,7 +391,7 @@ def _record_start(
     run_event("start", **facts, **before)
 
 
-# ------------------------------------------------------------------------------------- log and exceptions
+# ------------------------------------------------------------------------------- log and exceptions
 
 
 def _log_what_ends_this() -> None:
@@ -367,16 +400,27 @@ def _log_what_ends_this() -> None:
 
 
 def _log_uncaught(error: BaseException) -> None:
-    # The console shows no traceback here: the hook prints it, or one sentence, so that the reason is last.
-    kind, level = type(error).__name__, logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR
+    # The console shows no traceback here: the hook prints it, or one sentence, so that the reason
+    # is last.
+    kind, level = (
+        type(error).__name__,
+        logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR,
+    )
     logger.log(level, "Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
     with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
         run_event("exception", type=kind, message=str(error), **vars(error).get(COUNTERS, {}))
 
 
 def _note_end(text: str) -> None:
-    """Note that another thread ends this process: its main thread does not move, or another rank has failed."""
+    """Note that another thread ends this process: its main thread does not move, or another rank
+    has failed.
+    """
     with contextlib.suppress(ConfigError):
         if skips := unwritten_skips(POSITION.progress):
             run_event("skipped_steps", **skips)
-        run_event("exception", type=RankFailedError.__name__, message=text, **counters_of(POSITION.progress))
+        run_event(
+            "exception",
+            type=RankFailedError.__name__,
+            message=text,
+            **counters_of(POSITION.progress),
+        )

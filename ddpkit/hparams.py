@@ -54,7 +54,8 @@ def load_hparams(
         ...     load_hparams(file, "size: 3")["net"]
         Linear(in_features=3, out_features=1, bias=True)
     """
-    from ddpkit.recipe_yaml import construct, with_scratch_output  # loads HyperPyYAML: not for the name alone
+    # loads HyperPyYAML: not for the name alone
+    from ddpkit.recipe_yaml import construct, with_scratch_output
 
     file = os.fspath(hparams_file)
     with usage_errors():

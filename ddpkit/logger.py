@@ -1,11 +1,11 @@
 """Logging for runs of one or many processes.
 
-The main process logs everything. The others keep silent unless asked (``main_process_only=False``), but what
-they have to say about an error always comes out, with their rank in front.
+The main process logs everything. The others keep silent unless asked (``main_process_only=False``),
+but what they have to say about an error always comes out, with their rank in front.
 
 Nothing happens at import. Handlers are attached by :func:`setup_logging`, which
-:func:`ddpkit.experiment.create_experiment_directory` calls; until then Python shows warnings and errors on
-stderr.
+:func:`ddpkit.experiment.create_experiment_directory` calls; until then Python shows warnings and
+errors on stderr.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 # SI prefixes and English words by power of ten.
 _PREFIXES = dict(zip(range(-24, 25, 3), (*"yzafpnum", "", *"kMGTPEZY"), strict=True))
-_WORDS = dict(zip((-12, -9, -6, -3), ("trillionths", "billionths", "millionths", "thousandths"), strict=True))
-_WORDS |= dict(zip((0, 3, 6, 9, 12), ("", "thousand", "million", "billion", "trillion"), strict=True))
+_WORDS = dict(
+    zip((-12, -9, -6, -3), ("trillionths", "billionths", "millionths", "thousandths"), strict=True)
+)
+_WORDS |= dict(
+    zip((0, 3, 6, 9, 12), ("", "thousand", "million", "billion", "trillion"), strict=True)
+)
 
 
 def _own_rank() -> int:
@@ -53,9 +57,9 @@ def _own_rank() -> int:
 class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
     """A logger that speaks on the main process, and on the others when it must.
 
-    Other ranks log a message when it is an error, when it carries an exception, or when the call says
-    ``main_process_only=False``; ``[rank: r]`` then stands before it. The rank is found out at each call.
-    Obtain one from :func:`get_logger`.
+    Other ranks log a message when it is an error, when it carries an exception, or when the call
+    says ``main_process_only=False``; ``[rank: r]`` then stands before it. The rank is found out at
+    each call. Obtain one from :func:`get_logger`.
 
     Ranks: local.
 
@@ -68,7 +72,9 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
         super().__init__(logger, {})
         self._said: set[str] = set()
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         """Put the rank before the message on all ranks but the main one.
 
         Args:
@@ -91,8 +97,8 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
             level: such as ``logging.INFO``.
             msg: the message, with ``%``-style places for ``args``.
             args: what goes into those places.
-            kwargs: as for Python's loggers, and ``main_process_only`` (default ``True``): ``False`` to log on
-                every rank that makes the call.
+            kwargs: as for Python's loggers, and ``main_process_only`` (default ``True``): ``False``
+                to log on every rank that makes the call.
 
         Ranks: local.
         """
@@ -107,7 +113,8 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
         self.logger.log(level, msg, *args, **changed)
 
     def announce(self, msg: Any, *args: Any) -> None:
-        """Tell what a user has to see: log it as information; where nobody has set logging up, write it to stderr.
+        """Tell what a user has to see: log it as information; where nobody has set logging up,
+        write it to stderr.
 
         Args:
             msg: the message.
@@ -122,7 +129,8 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
                 sys.stderr.write(f"{str(msg) % args if args else msg}\n")
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time that this logger is given it, and never again in this process.
+        """Log a warning the first time that this logger is given it, and never again in this
+        process.
 
         Args:
             msg: the message.
@@ -139,7 +147,8 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return a path as a person wants to read it: without the working directory, where it is in there.
+    """Return a path as a person wants to read it: without the working directory, where it is in
+    there.
 
     Args:
         path: of a file or a folder, there or not.
@@ -150,7 +159,8 @@ def shown_path(path: str | os.PathLike[str]) -> str:
         >>> shown_path(os.path.join(os.getcwd(), "results", "1")), shown_path("/elsewhere/1")
         ('results/1', '/elsewhere/1')
     """
-    with contextlib.suppress(OSError, ValueError):  # the working directory is gone; or the path is not in it
+    # the working directory is gone; or the path is not in it
+    with contextlib.suppress(OSError, ValueError):
         return str(Path(path).relative_to(Path.cwd()))
     return str(path)
 
@@ -163,7 +173,8 @@ def get_logger(name: str) -> MultiProcessLoggerAdapter:
         name: dotted, usually ``__name__``. ddpkit's own all begin with ``ddpkit``.
 
     Returns:
-        An adapter around ``logging.getLogger(name)`` that logs on the main process unless told otherwise.
+        An adapter around ``logging.getLogger(name)`` that logs on the main process unless told
+        otherwise.
 
     Ranks: local.
 
@@ -175,7 +186,8 @@ def get_logger(name: str) -> MultiProcessLoggerAdapter:
 
 
 def log_file_of() -> str:
-    """Return the file that this process's log goes to, as :func:`setup_logging` has opened it; empty without any.
+    """Return the file that this process's log goes to, as :func:`setup_logging` has opened it;
+    empty without any.
 
     On ranks above 0 there is none before their first warning.
 
@@ -185,7 +197,11 @@ def log_file_of() -> str:
         >>> log_file_of()
         ''
     """
-    handlers = [one for one in logging.getLogger().handlers if isinstance(one, _LogFile) and not one.has_failed]
+    handlers = [
+        one
+        for one in logging.getLogger().handlers
+        if isinstance(one, _LogFile) and not one.has_failed
+    ]
     return next((one.baseFilename for one in handlers if Path(one.baseFilename).exists()), "")
 
 
@@ -201,7 +217,9 @@ def without_console() -> Iterator[None]:
         >>> with without_console():
         ...     get_logger("ddpkit.example").error("for the file")
     """
-    consoles = [one for one in logging.getLogger().handlers if isinstance(one, TqdmCompatibleStreamHandler)]
+    consoles = [
+        one for one in logging.getLogger().handlers if isinstance(one, TqdmCompatibleStreamHandler)
+    ]
     before = [one.level for one in consoles]
     for one in consoles:
         one.setLevel(logging.CRITICAL + 1)
@@ -213,13 +231,16 @@ def without_console() -> Iterator[None]:
 
 
 def _without_bars(stream: TextIO) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no progress bar is on the screen; none is where tqdm is not imported."""
+    """Return a context in which no progress bar is on the screen; none is where tqdm is not
+    imported.
+    """
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return bars.external_write_mode(file=stream) if bars else contextlib.nullcontext()
 
 
 class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]  # likewise
-    """A console handler that takes progress bars off the screen while it writes, and puts them back.
+    """A console handler that takes progress bars off the screen while it writes, and puts them
+    back.
 
     tqdm is used only if it is imported already: otherwise no bar is shown.
 
@@ -281,25 +302,29 @@ def setup_logging(
 ) -> None:
     """Attach a console handler (stderr) and, if asked, a log file to the root logger.
 
-    A second call replaces its own handlers; other handlers stay. On ranks above 0 the console
-    shows what those ranks log (see :class:`MultiProcessLoggerAdapter`) and other libraries' warnings, and the
-    file is ``<name>.rank<r><suffix>``, made when there is a first warning to put into it.
+    A second call replaces its own handlers; other handlers stay. On ranks above 0 the console shows
+    what those ranks log (see :class:`MultiProcessLoggerAdapter`) and other libraries' warnings, and
+    the file is ``<name>.rank<r><suffix>``, made when there is a first warning to put into it.
 
     Args:
-        config_path: a YAML file in the form of :func:`logging.config.dictConfig` to use instead of all this;
-            ``log_file`` then becomes the ``filename`` of its handler ``file_handler``, if it has one.
+        config_path: a YAML file in the form of :func:`logging.config.dictConfig` to use instead of
+            all this; ``log_file`` then becomes the ``filename`` of its handler ``file_handler``, if
+            it has one.
         overrides: nested values to put into that configuration.
         default_level: of the console where ``level`` is not given.
         log_file: gets everything from DEBUG on, appended.
-        level: of the console: a number or a name. ``DDPKIT_LOG_LEVEL`` in the environment wins over it.
+        level: of the console: a number or a name. ``DDPKIT_LOG_LEVEL`` in the environment wins over
+            it.
 
     Raises:
-        ConfigError: a level or the configuration cannot be understood, or the file cannot be written.
+        ConfigError: a level or the configuration cannot be understood, or the file cannot be
+            written.
         MissingFileError: ``config_path`` does not exist.
 
     Ranks: local; each rank sets up its own.
 
-    State: the handlers of the root logger, and the levels of the loggers "root", "ddpkit" and "__main__".
+    State: the handlers of the root logger, and the levels of the loggers "root", "ddpkit" and
+    "__main__".
 
     Example:
         >>> setup_logging(level="WARNING")
@@ -307,7 +332,9 @@ def setup_logging(
     """
     close_logging()
     if config_path is not None:
-        _apply_config(Path(config_path), overrides or {}, None if log_file is None else Path(log_file))
+        _apply_config(
+            Path(config_path), overrides or {}, None if log_file is None else Path(log_file)
+        )
         return
     console_level = _console_level(default_level if level is None else level)
     console = TqdmCompatibleStreamHandler()
@@ -318,7 +345,9 @@ def setup_logging(
         handlers += _file_handlers(Path(log_file))
     if _own_rank() > 0:
         for handler in handlers:  # what an adapter let through, and warnings of other libraries
-            handler.addFilter(lambda record: hasattr(record, "ddpkit_rank") or record.levelno >= logging.WARNING)
+            handler.addFilter(
+                lambda record: hasattr(record, "ddpkit_rank") or record.levelno >= logging.WARNING
+            )
     for handler in handlers:
         logging.getLogger().addHandler(handler)
         _UNDO.callback(handler.close)
@@ -335,7 +364,8 @@ def close_logging() -> None:
 
     Ranks: local.
 
-    State: the handlers of the root logger, and the levels of the loggers "root", "ddpkit" and "__main__".
+    State: the handlers of the root logger, and the levels of the loggers "root", "ddpkit" and
+    "__main__".
 
     Example:
         >>> close_logging()
@@ -354,7 +384,10 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self.has_failed:
             self.has_failed = True
-            sys.stderr.write(f"{self.baseFilename} cannot be written: {error}. The run goes on; log lines are lost.\n")
+            sys.stderr.write(
+                f"{self.baseFilename} cannot be written: {error}. The run goes on; log lines are "
+                "lost.\n"
+            )
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # was told: each line is flushed
@@ -392,7 +425,10 @@ def _console_level(level: int | str) -> int:
         name = given.strip().upper()
         number = int(name) if name.isdecimal() else logging.getLevelName(name)
     if not isinstance(number, int):
-        raise ConfigError(f"{source} expects a logging level (DEBUG, INFO, WARNING, ERROR or a number), got {given!r}.")
+        raise ConfigError(
+            f"{source} expects a logging level (DEBUG, INFO, WARNING, ERROR or a number), got "
+            f"{given!r}."
+        )
     return number
 
 
@@ -404,14 +440,17 @@ def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | Non
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         if log_file is not None and "file_handler" in config.get("handlers", {}):
-            config = _merged(config, {"handlers": {"file_handler": {"filename": str(_own_file(log_file))}}})
+            config = _merged(
+                config, {"handlers": {"file_handler": {"filename": str(_own_file(log_file))}}}
+            )
         logging.config.dictConfig(_merged(config, overrides))
     except FileNotFoundError as error:
         raise MissingFileError(f"config_path={str(path)!r}: there is no such file.") from error
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(
             f"config_path={str(path)!r} is not a logging configuration: {error}. "
-            "It has the form of logging.config.dictConfig (version, formatters, handlers, root), in YAML."
+            "It has the form of logging.config.dictConfig (version, formatters, handlers, root), "
+            "in YAML."
         ) from error
 
 
@@ -431,7 +470,8 @@ def format_order_of_magnitude(number: float, abbreviate: bool = True) -> str:
         abbreviate: SI prefixes (k, M, G) if true, else words (thousand, million, billion).
 
     Returns:
-        Such as ``"123.5k"`` or ``"123.5 thousand"``; whole numbers below 1000 are written as they are.
+        Such as ``"123.5k"`` or ``"123.5 thousand"``; whole numbers below 1000 are written as they
+        are.
 
     Ranks: local.
 

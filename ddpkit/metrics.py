@@ -1,14 +1,14 @@
 """Metrics as sums and counts: cheap to update, reduced over the ranks last.
 
-A mean of per-rank means is wrong as soon as the ranks hold different numbers of samples; a sum divided by a
-count, both added up over the ranks first, is the number that one process would have found. Updating never
-waits for the device: sums stay where their tensors are, in float64 (float32 on mps, which has no float64),
-until somebody reads them.
+A mean of per-rank means is wrong as soon as the ranks hold different numbers of samples; a sum
+divided by a count, both added up over the ranks first, is the number that one process would have
+found. Updating never waits for the device: sums stay where their tensors are, in float64 (float32
+on mps, which has no float64), until somebody reads them.
 
-``compute()`` adds up over the ranks where that is right, and only there: after training, and after an evaluation
-whose set was divided (``--shard_evaluation``). In an evaluation that is not divided every rank has seen every sample,
-and adding up would count each as often as there are ranks. :mod:`ddpkit.run.stage_runner` says which it is, alike on
-all ranks, with :func:`begin_stage`.
+``compute()`` adds up over the ranks where that is right, and only there: after training, and after
+an evaluation whose set was divided (``--shard_evaluation``). In an evaluation that is not divided
+every rank has seen every sample, and adding up would count each as often as there are ranks.
+:mod:`ddpkit.run.stage_runner` says which it is, alike on all ranks, with :func:`begin_stage`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,20 @@ __all__ = [
 
 
 class _Stages:
-    """Whether the data of the current stage is divided over the ranks, and which stage was the last of that kind."""
+    """Whether the data of the current stage is divided over the ranks, and which stage was the last
+    of that kind.
+    """
 
     divided = False
     number = 0
     last_divided = -1  # none was
-    window: Any = SimpleNamespace(count=1)  # its ``count`` is 0 for a batch that a rank repeats to keep step
+    # its ``count`` is 0 for a batch that a rank repeats to keep step
+    window: Any = SimpleNamespace(count=1)
 
 
 def begin_stage(*, divided: bool) -> None:
-    """Say that a stage begins, and whether each rank sees a part of its data only. For loops; the Brain's say it.
+    """Say that a stage begins, and whether each rank sees a part of its data only. For loops; the
+    Brain's say it.
 
     Args:
         divided: alike on every rank, also on one whose part is empty.
@@ -71,12 +75,15 @@ def begin_stage(*, divided: bool) -> None:
 
 
 def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
-    """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep step.
+    """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep
+    step.
 
-    So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in a batch is known.
+    So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in
+    a batch is known.
 
     Args:
-        window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.window.Window`.
+        window: has ``count``, the samples of the current batch that count: a
+            :class:`ddpkit.training.window.Window`.
 
     Ranks: local.
 
@@ -110,8 +117,9 @@ def is_repeating() -> bool:
 class Reducing:
     """What decides whether a metric is of all ranks, alike on all of them; a base class.
 
-    Where something was counted, the stage of the last update decides. A rank that has counted nothing asks whether any
-    stage was divided since the metric began: if another rank has counted something and this one has not, one was.
+    Where something was counted, the stage of the last update decides. A rank that has counted
+    nothing asks whether any stage was divided since the metric began: if another rank has counted
+    something and this one has not, one was.
 
     Ranks: local.
     """
@@ -138,9 +146,10 @@ class Reducing:
             return False
         if reduce is None and self._mixed:
             raise ConfigError(
-                f"this {type(self).__name__} has counted in stages whose data is divided over the ranks (training) and "
-                "in stages whose data every rank sees in full: no single sum is right. Call reset() on every rank in "
-                "on_stage_start, or use --shard_evaluation."
+                f"this {type(self).__name__} has counted in stages whose data is divided over the "
+                "ranks (training) and in stages whose data every rank sees in full: no single sum "
+                "is right. Call reset() on every rank in on_stage_start, or use "
+                "--shard_evaluation."
             )
         if reduce is None:
             reduce = _Stages.last_divided >= self._since if self._divided is None else self._divided
@@ -152,7 +161,9 @@ class Reducing:
 
 
 class _Metric(Reducing):
-    """What the metrics share: named totals, each a number or a scalar on a device; their sum over the ranks."""
+    """What the metrics share: named totals, each a number or a scalar on a device; their sum over
+    the ranks.
+    """
 
     _names: tuple[str, ...] = ("total", "count")
     is_of_each_rank = True  # no recoverable: the main process's totals are a part
@@ -201,7 +212,8 @@ class _Metric(Reducing):
 
 
 def metrics_of(*owners: Any) -> dict[str, _Metric]:
-    """Return the metrics among the attributes of some objects, by the place of the object and the attribute's name.
+    """Return the metrics among the attributes of some objects, by the place of the object and the
+    attribute's name.
 
     Ranks: local.
 
@@ -210,7 +222,11 @@ def metrics_of(*owners: Any) -> dict[str, _Metric]:
         >>> [*metrics_of(SimpleNamespace(acc=Sum(), epoch=1))]
         ['0.acc']
     """
-    attributes = [(f"{place}.{name}", one) for place, owner in enumerate(owners) for name, one in vars(owner).items()]
+    attributes = [
+        (f"{place}.{name}", one)
+        for place, owner in enumerate(owners)
+        for name, one in vars(owner).items()
+    ]
     return {name: one for name, one in attributes if isinstance(one, _Metric)}
 
 
@@ -264,8 +280,8 @@ class Mean(_Metric):
         """Return the mean; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
-                if and only if each has seen a part of the data (module docstring).
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None:
+                over all ranks if and only if each has seen a part of the data (module docstring).
 
         Returns:
             The mean; the same number on every rank, unless ``reduce`` is False.
@@ -312,8 +328,8 @@ class Sum(_Metric):
         """Return the sum. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
-                if and only if each has seen a part of the data (module docstring).
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None:
+                over all ranks if and only if each has seen a part of the data (module docstring).
 
         Returns:
             The sum; the same number on every rank, unless ``reduce`` is False.
@@ -346,10 +362,11 @@ class Accuracy(_Metric):
         """Compare predictions with labels. Does not wait for the device.
 
         Args:
-            predictions: class numbers, of the labels' shape; or scores (logits, probabilities) of the labels'
-                shape with one more dimension, in which the largest is the prediction.
+            predictions: class numbers, of the labels' shape; or scores (logits, probabilities) of
+                the labels' shape with one more dimension, in which the largest is the prediction.
             labels: class numbers, of any shape.
-            dim: which dimension of the scores holds the classes: the last, or 1 for scores ``(N, C, ...)``.
+            dim: which dimension of the scores holds the classes: the last, or 1 for scores
+                ``(N, C, ...)``.
 
         Raises:
             ConfigError: the shapes fit neither way.
@@ -361,19 +378,21 @@ class Accuracy(_Metric):
             predictions = predictions.detach().argmax(dim)
         if predictions.shape != labels.shape:
             raise ConfigError(
-                f"predictions of shape {shape} do not fit labels of shape {tuple(labels.shape)} (dim={dim}): "
-                "give class numbers of the labels' shape, or scores with one more dimension, the classes."
+                f"predictions of shape {shape} do not fit labels of shape {tuple(labels.shape)} "
+                f"(dim={dim}): give class numbers of the labels' shape, or scores with one more "
+                "dimension, the classes."
             )
         if self._counts():
             right = predictions == labels.to(predictions.device)
             self._add(_wide(right).sum(), right.numel())
 
     def compute(self, reduce: bool | None = None) -> float:
-        """Return the accuracy, between 0 and 1; NaN where nothing was counted. Waits for the device.
+        """Return the accuracy, between 0 and 1; NaN where nothing was counted. Waits for the
+        device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
-                if and only if each has seen a part of the data (module docstring).
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None:
+                over all ranks if and only if each has seen a part of the data (module docstring).
 
         Returns:
             The accuracy; the same number on every rank, unless ``reduce`` is False.
@@ -402,11 +421,12 @@ class Accuracy(_Metric):
 
 
 class Reduced(Reducing):
-    """A metric of torchmetrics, or a collection of them, reduced where ddpkit's own metrics would be.
+    """A metric of torchmetrics, or a collection of them, reduced where ddpkit's own metrics would
+    be.
 
-    By itself such a metric joins its states in every ``compute``, also where every rank has seen every sample, and its
-    own exchange needs a state of the same form on every rank. Here it is told when, and how to exchange states of any
-    form.
+    By itself such a metric joins its states in every ``compute``, also where every rank has seen
+    every sample, and its own exchange needs a state of the same form on every rank. Here it is told
+    when, and how to exchange states of any form.
 
     Args:
         metric: on the device of the tensors it is updated with.
@@ -428,7 +448,8 @@ class Reduced(Reducing):
     Example:
         >>> Reduced(Mean())
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: Mean cannot be reduced over the ranks: it is not a metric of torchmetrics, ...
+        ddpkit.errors.ConfigError: Mean cannot be reduced over the ranks: it is not a metric of
+        torchmetrics, ...
     """
 
     def __init__(self, metric: Any) -> None:
@@ -438,9 +459,9 @@ class Reduced(Reducing):
         synced = [one for one in inside if hasattr(one, "sync_on_compute")]
         if not synced or not all(one.sync_on_compute for one in synced):
             raise ConfigError(
-                f"{type(metric).__name__} cannot be reduced over the ranks: it is not a metric of torchmetrics, or was "
-                "made with sync_on_compute=False. Count what is a sum in ddpkit.metrics.Sum or Mean, or collect the "
-                "samples' results and use Brain.gather."
+                f"{type(metric).__name__} cannot be reduced over the ranks: it is not a metric of "
+                "torchmetrics, or was made with sync_on_compute=False. Count what is a sum in "
+                "ddpkit.metrics.Sum or Mean, or collect the samples' results and use Brain.gather."
             )
         for one in synced:
             one.dist_sync_fn, one.distributed_available_fn = _all_tensors, self._is_asked
@@ -493,18 +514,21 @@ class Reduced(Reducing):
 
 @reads_device
 def _all_tensors(tensor: Tensor | None, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- torchmetrics passes both
-    """Give every rank the list of all ranks' tensors, whatever their shapes; None: this rank has no further tensor."""
+    """Give every rank the list of all ranks' tensors, whatever their shapes; None: this rank has no
+    further tensor.
+    """
     from ddpkit.distributed import gather_objects
 
     found: list[Any] = gather_objects(lambda: None if tensor is None else tensor.detach().cpu())
     if len({one is None for one in found}) > 1:
         raise DataError(
-            "a metric cannot be reduced: it keeps a list that is not concatenated, of different lengths on the ranks. "
-            "Collect the samples' results instead, and use Brain.gather."
+            "a metric cannot be reduced: it keeps a list that is not concatenated, of different "
+            "lengths on the ranks. Collect the samples' results instead, and use Brain.gather."
         )
     if tensor is None:
         return []
     found = [one.to(tensor.device) for one in found]
-    if len({(one.dim(), one.dtype) for one in found}) > 1:  # an empty list of a rank without samples
+    # an empty list of a rank without samples
+    if len({(one.dim(), one.dtype) for one in found}) > 1:
         found = [one for one in found if one.numel()] or found
     return found

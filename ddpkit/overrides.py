@@ -1,4 +1,6 @@
-"""Overrides of a recipe's YAML keys: what a wrong name may have meant, and values of another kind."""
+"""Overrides of a recipe's YAML keys: what a wrong name may have meant, and values of another
+kind.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,42 @@ _YAML_TAG = "tag:yaml.org,2002:"
 _MOST_NAMES = 3
 _NUMBERS = {f"{_YAML_TAG}int": "a whole number", f"{_YAML_TAG}float": "a number"}
 
-#: Names for one thing, by which other libraries and recipes call it. Any of a row may be meant by any other.
+#: Names for one thing, by which other libraries and recipes call it. Any of a row may be meant by
+#: any other.
 SYNONYMS = (
     "lr learning_rate initial_lr base_lr init_lr lr_init max_lr",
-    "batch_size bs batchsize batch train_batch_size per_device_train_batch_size micro_batch_size_per_gpu",
+    (
+        "batch_size bs batchsize batch train_batch_size per_device_train_batch_size "
+        "micro_batch_size_per_gpu"
+    ),
     "global_batch_size total_batch_size effective_batch_size train_batch_size",
-    "number_of_epochs epochs epoch num_epochs n_epochs nb_epochs max_epochs total_epochs num_train_epochs",
+    (
+        "number_of_epochs epochs epoch num_epochs n_epochs nb_epochs max_epochs total_epochs "
+        "num_train_epochs"
+    ),
     "optimizer_step_limit max_steps num_steps total_steps max_train_steps max_iters steps",
-    "grad_accumulation_factor gradient_accumulation_steps grad_accum accumulate_grad_batches accum_iter update_freq",
-    "max_grad_norm clip clip_grad grad_clip clip_norm clip_grad_norm gradient_clip_val gradient_clipping",
+    (
+        "grad_accumulation_factor gradient_accumulation_steps grad_accum accumulate_grad_batches "
+        "accum_iter update_freq"
+    ),
+    (
+        "max_grad_norm clip clip_grad grad_clip clip_norm clip_grad_norm gradient_clip_val "
+        "gradient_clipping"
+    ),
     "precision amp fp16 bf16 half dtype mixed_precision auto_mix_prec",
-    "nproc gpus gpu_count n_gpu n_gpus ngpus num_gpus devices world_size num_processes nproc_per_node nprocs",
+    (
+        "nproc gpus gpu_count n_gpu n_gpus ngpus num_gpus devices world_size num_processes "
+        "nproc_per_node nprocs"
+    ),
     "device gpu cuda cpu accelerator use_cuda no_cuda use_gpu",
-    "resume resume_from resume_from_checkpoint checkpoint ckpt ckpt_path checkpoint_path load load_from restore",
-    "output_folder output_dir output out_dir save_dir save_folder results log_dir logdir work_dir exp_dir",
+    (
+        "resume resume_from resume_from_checkpoint checkpoint ckpt ckpt_path checkpoint_path load "
+        "load_from restore"
+    ),
+    (
+        "output_folder output_dir output out_dir save_dir save_folder results log_dir logdir "
+        "work_dir exp_dir"
+    ),
     "data_folder data_dir data_path data_root data root dataset_path",
     "num_workers workers n_workers n_worker dataloader_num_workers",
     "seed random_seed manual_seed rng_seed",
@@ -63,7 +87,10 @@ def close_names(name: str, keys: Iterable[str], options: Iterable[str]) -> list[
     Ranks: local.
 
     Example:
-        >>> close_names("learning_rate", ["lr", "seed"], ["debug"]), close_names("batch-size", ["batch_size"], [])
+        >>> (
+        ...     close_names("learning_rate", ["lr", "seed"], ["debug"]),
+        ...     close_names("batch-size", ["batch_size"], []),
+        ... )
         (['lr'], ['batch_size'])
     """
     own, known = list(keys), list(dict.fromkeys([*keys, *options]))
@@ -86,7 +113,8 @@ def _plain(name: str) -> str:
 
 
 def nested_override(name: str, value: str | None, nodes: Mapping[str, Node]) -> str | None:
-    """Say how a key inside of another is overridden, where ``--outer.inner=value`` was given; else return None.
+    """Say how a key inside of another is overridden, where ``--outer.inner=value`` was given; else
+    return None.
 
     Args:
         name: such as ``"outer.inner"``.
@@ -109,7 +137,8 @@ def nested_override(name: str, value: str | None, nodes: Mapping[str, Node]) -> 
 
 
 def require_same_kind(key: str, value: str, node: Node, param_file: str) -> None:
-    """Refuse text in the place of a number, a switch, a list or a mapping, and nothing in the place of anything.
+    """Refuse text in the place of a number, a switch, a list or a mapping, and nothing in the place
+    of anything.
 
     A reference, a tag, ``null`` and a text in quotes of its own are taken as they are.
 
@@ -128,11 +157,13 @@ def require_same_kind(key: str, value: str, node: Node, param_file: str) -> None
         >>> number = ScalarNode("tag:yaml.org,2002:float", "0.1")
         >>> require_same_kind("lr", "abc", number, "hparams.yaml")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: --lr='abc' is a text, and hparams.yaml has a number there, 0.1: ...
+        ddpkit.errors.ConfigError: --lr='abc' is a text, and hparams.yaml has a number there, 0.1:
+        ...
     """
     if not value.strip():
         raise ConfigError(
-            f"--{key}= has no value: give one, --{key}=null for none, or --{key}='\"\"' for an empty text."
+            f"--{key}= has no value: give one, --{key}=null for none, or --{key}='\"\"' for an "
+            "empty text."
         )
     if not _is_plain_text(value):
         return
@@ -142,8 +173,8 @@ def require_same_kind(key: str, value: str, node: Node, param_file: str) -> None
     kind, remedy = expected
     hint = f"None is written --{key}=null. " if value.lower() in {"none", "nil", "nothing"} else ""
     raise ConfigError(
-        f"--{key}={value!r} is a text, and {param_file} has {kind} there{_shown(node)}: give {remedy}. {hint}"
-        f"A text that is meant so needs quotes of its own, --{key}='\"{value}\"'."
+        f"--{key}={value!r} is a text, and {param_file} has {kind} there{_shown(node)}: give "
+        f"{remedy}. {hint}A text that is meant so needs quotes of its own, --{key}='\"{value}\"'."
     )
 
 

@@ -19,15 +19,17 @@ logger = get_logger(__name__)
 class Pretrainer:
     """Finds the files of pretrained objects, and loads them; never code out of them.
 
-    It downloads nothing: what a path or ``default_source`` names must be on disk. An object is loaded by its custom
-    hook; else by the method that ``mark_as_transfer`` has marked, ddpkit's or SpeechBrain's; else, if it is a module,
-    by name, with a warning for each parameter that only one side has; else as from a checkpoint.
+    It downloads nothing: what a path or ``default_source`` names must be on disk. An object is
+    loaded by its custom hook; else by the method that ``mark_as_transfer`` has marked, ddpkit's or
+    SpeechBrain's; else, if it is a module, by name, with a warning for each parameter that only one
+    side has; else as from a checkpoint.
 
-    ``loadables``, ``paths``, ``custom_hooks`` and ``conditions`` are dicts, which a recipe may add to.
+    ``loadables``, ``paths``, ``custom_hooks`` and ``conditions`` are dicts, which a recipe may add
+    to.
 
     Args:
-        collect_in: a folder whose file ``<name>.ckpt`` is taken where the source is not on disk. Nothing is written
-            there.
+        collect_in: a folder whose file ``<name>.ckpt`` is taken where the source is not on disk.
+            Nothing is written there.
         loadables: objects by name.
         paths: files by name.
         custom_hooks: by name; called with the object and the path.
@@ -37,9 +39,15 @@ class Pretrainer:
 
     Example:
         >>> import tempfile, torch
-        >>> folder, pretrained, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> folder, pretrained, model = (
+        ...     tempfile.mkdtemp(),
+        ...     torch.nn.Linear(2, 1),
+        ...     torch.nn.Linear(2, 1),
+        ... )
         >>> torch.save(pretrained.state_dict(), f"{folder}/best.pt")
-        >>> pretrainer = Pretrainer(loadables={"model": model}, paths={"model": f"{folder}/best.pt"})
+        >>> pretrainer = Pretrainer(
+        ...     loadables={"model": model}, paths={"model": f"{folder}/best.pt"}
+        ... )
         >>> files = pretrainer.collect_files()
         >>> pretrainer.load_collected()
         >>> torch.equal(model.weight, pretrained.weight)
@@ -76,14 +84,16 @@ class Pretrainer:
         """Find the file of each object; a missing file is an error before anything is loaded.
 
         Args:
-            default_source: a folder with ``<name>.ckpt`` for objects without a path; kept for :meth:`load_collected`.
+            default_source: a folder with ``<name>.ckpt`` for objects without a path; kept for
+                :meth:`load_collected`.
 
         Returns:
             The files by name.
 
         Raises:
             ConfigError: an object has no path, and there is no ``default_source``.
-            MissingFileError: a source is not on disk, such as the address of a page or a name on a hub.
+            MissingFileError: a source is not on disk, such as the address of a page or a name on a
+                hub.
 
         Ranks: local; every rank, or, if every object has a path, the main process alone, as in
         ``run_on_main(pretrainer.collect_files)``.
@@ -96,7 +106,8 @@ class Pretrainer:
 
         Raises:
             MissingFileError: a file is not on this rank's disk. Nothing is loaded then.
-            ConfigError: an object has no path, or nothing loads one of its kind. Nothing is loaded then.
+            ConfigError: an object has no path, or nothing loads one of its kind. Nothing is loaded
+                then.
             CheckpointError: a file is damaged, does not fit, or could run code.
 
         Ranks: local; call it on every rank.
@@ -104,7 +115,8 @@ class Pretrainer:
         names = [name for name in self.loadables if self.is_loadable(name)]
         work = [(self._hook(name), self.loadables[name], self._find(name)) for name in names]
         logger.info(
-            "Pretrained: %s", ", ".join(f"{name} from {path}" for name, (*_, path) in zip(names, work, strict=True))
+            "Pretrained: %s",
+            ", ".join(f"{name} from {path}" for name, (*_, path) in zip(names, work, strict=True)),
         )
         for hook, obj, path in work:
             hook(obj, path)
@@ -115,8 +127,8 @@ class Pretrainer:
         folder = self._default_source
         if folder is None:
             raise ConfigError(
-                f"Pretrainer: {name!r} has no path: give paths={{{name!r}: ...}}, or call collect_files with a "
-                "default_source on every rank."
+                f"Pretrainer: {name!r} has no path: give paths={{{name!r}: ...}}, or call "
+                "collect_files with a default_source on every rank."
             )
         return f"{getattr(folder, 'path', folder)}/{name}{PARAMFILE_EXT}"
 
@@ -129,8 +141,8 @@ class Pretrainer:
                 return path.absolute()
         place = "" if ready is None else f", or put it at {ready}"
         raise MissingFileError(
-            f"Pretrainer: {source}, for {name!r}, is not a file on disk, and ddpkit downloads nothing. Download it "
-            f"first and give its path{place}."
+            f"Pretrainer: {source}, for {name!r}, is not a file on disk, and ddpkit downloads "
+            f"nothing. Download it first and give its path{place}."
         )
 
     def _hook(self, name: str) -> Callable[[Any, Path], object]:
@@ -141,7 +153,7 @@ class Pretrainer:
         load = find_load_hook(obj)
         if load is None:
             raise ConfigError(
-                f"Pretrainer: nothing loads {name!r}, {kind_of(obj)}: mark a method with mark_as_transfer, or "
-                "give custom_hooks."
+                f"Pretrainer: nothing loads {name!r}, {kind_of(obj)}: mark a method with "
+                "mark_as_transfer, or give custom_hooks."
             )
         return lambda one, path: load(one, path, False)  # no epoch has ended

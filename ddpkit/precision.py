@@ -1,4 +1,6 @@
-"""Number formats: autocast for training and for evaluation, and the gradient scaler, as one object."""
+"""Number formats: autocast for training and for evaluation, and the gradient scaler, as one
+object.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class AMPConfig:
 
 
 class TorchAutocast:
-    """Autocast that can be entered again and again, also inside itself; for float32 it does nothing, cheaply.
+    """Autocast that can be entered again and again, also inside itself; for float32 it does
+    nothing, cheaply.
 
     Of one thread: each ``torch.autocast`` that is entered stores the state to restore on itself.
 
@@ -86,7 +89,9 @@ class TorchAutocast:
     def __init__(self, device_type: str, dtype: torch.dtype = torch.float32) -> None:
         self.device_type = device_type
         self.dtype = dtype
-        self._entered: list[torch.autocast] | None = None if dtype in (torch.float32, torch.float64) else []
+        self._entered: list[torch.autocast] | None = (
+            None if dtype in (torch.float32, torch.float64) else []
+        )
 
     @property
     def enabled(self) -> bool:
@@ -100,16 +105,21 @@ class TorchAutocast:
             self._entered.append(autocast)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._entered is not None:
             self._entered.pop().__exit__(kind, error, trace)
 
 
 class StepScaler(torch.amp.GradScaler):
-    """A gradient scaler whose ``unscale_`` does nothing where it was called before in the same step.
+    """A gradient scaler whose ``unscale_`` does nothing where it was called before in the same
+    step.
 
-    So gradients can be unscaled for a recipe that clips by itself, and whoever unscales after that does no harm.
+    So gradients can be unscaled for a recipe that clips by itself, and whoever unscales after that
+    does no harm.
 
     Ranks: local.
 
@@ -153,8 +163,8 @@ class Precision:
     Attributes:
         training_ctx: wraps forward and loss in training; may be entered any number of times.
         evaluation_ctx: wraps them in validation and test.
-        scaler: a ``torch.amp.GradScaler``; enabled for fp16 training on CUDA only, else it passes everything
-            through.
+        scaler: a ``torch.amp.GradScaler``; enabled for fp16 training on CUDA only, else it passes
+            everything through.
 
     Raises:
         ConfigError: an unknown format, or fp16 on a CPU, which computes it slowly and underflows.
@@ -165,18 +175,25 @@ class Precision:
 
     Example:
         >>> precision = Precision("bf16", "fp32", "cpu")
-        >>> precision.training_ctx.dtype, precision.evaluation_ctx.enabled, precision.scaler.is_enabled()
+        >>> (
+        ...     precision.training_ctx.dtype,
+        ...     precision.evaluation_ctx.enabled,
+        ...     precision.scaler.is_enabled(),
+        ... )
         (torch.bfloat16, False, False)
     """
 
     def __init__(self, precision: str | None, eval_precision: str | None, device: str) -> None:
         device_type = str(device).partition(":")[0]
-        dtype, eval_dtype = AMPConfig.from_name(precision).dtype, AMPConfig.from_name(eval_precision).dtype
+        dtype, eval_dtype = (
+            AMPConfig.from_name(precision).dtype,
+            AMPConfig.from_name(eval_precision).dtype,
+        )
         for option, value in (("precision", dtype), ("eval_precision", eval_dtype)):
             if device_type == "cpu" and value is torch.float16:
                 raise ConfigError(
-                    f"{option}='fp16' does not work on device={device!r}: half precision is for GPUs. "
-                    f"bf16 works there: use --{option}=bf16, or fp32."
+                    f"{option}='fp16' does not work on device={device!r}: half precision is for "
+                    f"GPUs. bf16 works there: use --{option}=bf16, or fp32."
                 )
         self.training_ctx = TorchAutocast(device_type=device_type, dtype=dtype)
         self.evaluation_ctx = TorchAutocast(device_type=device_type, dtype=eval_dtype)
@@ -187,8 +204,9 @@ class Precision:
 def drop_casts(*_: Any) -> None:
     """Drop the casts of weights that autocast has kept: a hook after the steps of an optimizer.
 
-    Autocast casts a weight once, and keeps the result until its outermost context ends. A step inside of the context
-    changes the weight, and the next forward pass would compute with the old one.
+    Autocast casts a weight once, and keeps the result until its outermost context ends. A step
+    inside of the context changes the weight, and the next forward pass would compute with the old
+    one.
 
     Args:
         _: the optimizer, and the arguments of its step.
@@ -208,13 +226,17 @@ def drop_casts(*_: Any) -> None:
 @overload
 def fwd_default_precision(fwd: F, cast_inputs: torch.dtype | None = ...) -> F: ...
 @overload
-def fwd_default_precision(fwd: None = ..., cast_inputs: torch.dtype | None = ...) -> Callable[[F], F]: ...
+def fwd_default_precision(
+    fwd: None = ..., cast_inputs: torch.dtype | None = ...
+) -> Callable[[F], F]: ...
 def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = torch.float32) -> Any:
-    """Make a ``forward`` compute in a fixed dtype even inside autocast, for what half precision would spoil.
+    """Make a ``forward`` compute in a fixed dtype even inside autocast, for what half precision
+    would spoil.
 
-    Inside autocast the floating-point tensors among the arguments (also in lists, tuples and dicts) are cast
-    to ``cast_inputs`` and autocast is off during the call. Outside autocast nothing changes. The decorated
-    function takes one more keyword, ``force_allow_autocast``: True calls it as if it were not decorated.
+    Inside autocast the floating-point tensors among the arguments (also in lists, tuples and dicts)
+    are cast to ``cast_inputs`` and autocast is off during the call. Outside autocast nothing
+    changes. The decorated function takes one more keyword, ``force_allow_autocast``: True calls it
+    as if it were not decorated.
 
     Args:
         fwd: the function; its first argument is usually the module. None returns a decorator.
@@ -234,7 +256,10 @@ def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = tor
         ...     def forward(self, x):
         ...         return x @ x
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     Square()(torch.ones(2, 2)).dtype, Square()(torch.ones(2, 2), force_allow_autocast=True).dtype
+        ...     (
+        ...         Square()(torch.ones(2, 2)).dtype,
+        ...         Square()(torch.ones(2, 2), force_allow_autocast=True).dtype,
+        ...     )
         (torch.float32, torch.bfloat16)
     """
     if fwd is None:
@@ -254,21 +279,34 @@ def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = tor
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of nested tuples, lists and dicts; all else stays the same object."""
+    """Cast the floating-point tensors of nested tuples, lists and dicts; all else stays the same
+    object.
+    """
 
     def narrowed(one: Any) -> Any:
         # A float64 tensor is always explicit: it is not narrowed.
-        is_cast = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dtype is not torch.float64
+        is_cast = (
+            isinstance(one, torch.Tensor)
+            and one.is_floating_point()
+            and one.dtype is not torch.float64
+        )
         return one.to(dtype) if is_cast else one
 
     return map_values(value, narrowed)
 
 
 def _infer_device_type(*values: Any) -> str:
-    """Return the device type of the first tensor, else of a module's first parameter, else "cpu"."""
+    """Return the device type of the first tensor, else of a module's first parameter, else
+    "cpu".
+    """
     found: list[Any] = []
     map_values(values, found.append)
-    parameters = (one for module in found if isinstance(module, torch.nn.Module) for one in module.parameters())
+    parameters = (
+        one
+        for module in found
+        if isinstance(module, torch.nn.Module)
+        for one in module.parameters()
+    )
     tensors = (one for one in found if isinstance(one, torch.Tensor))
     first = next(itertools.chain(tensors, parameters), None)
     return "cpu" if first is None else str(first.device.type)

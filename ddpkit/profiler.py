@@ -27,20 +27,22 @@ def prepare_profiler(
 ) -> profile:
     """Make a profiler that warms up, records some steps once, and writes a trace.
 
-    Enter it as a context, or call ``start()``; call ``step()`` after each training step; leave it, or call
-    ``stop()``, at the end. The trace is written when the last recorded step ends:
+    Enter it as a context, or call ``start()``; call ``step()`` after each training step; leave it,
+    or call ``stop()``, at the end. The trace is written when the last recorded step ends:
     ``<logdir>/profiler_logs/rank<r>.<time>.pt.trace.json``, one file per rank, readable by
-    ``chrome://tracing``, Perfetto and TensorBoard. The main process says where, how to open it, and which ten
-    operations took most of its time. No extra package is needed to write it.
+    ``chrome://tracing``, Perfetto and TensorBoard. The main process says where, how to open it, and
+    which ten operations took most of its time. No extra package is needed to write it.
 
     Args:
-        profile_warmup: steps before recording starts, during which the profiler runs and its overhead
-            settles; >= 0 (torch warns at 0: the first recorded step is then slower than it should be).
+        profile_warmup: steps before recording starts, during which the profiler runs and its
+            overhead settles; >= 0 (torch warns at 0: the first recorded step is then slower than it
+            should be).
         profile_steps: steps to record; >= 1. Each costs memory: some dozens are plenty.
         logdir: folder; ``profiler_logs`` is made inside it.
 
     Returns:
-        A profiler, not yet started. It records shapes and Python stacks, on an accelerator too where it is there.
+        A profiler, not yet started. It records shapes and Python stacks, on an accelerator too
+        where it is there.
 
     Raises:
         AssertionError: of torch, for a negative warm-up, or no steps to record.

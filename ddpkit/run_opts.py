@@ -1,7 +1,8 @@
-"""The options of one run: an object with the values, what a recipe assigns, and what the command line gives.
+"""The options of one run: an object with the values, what a recipe assigns, and what the command
+line gives.
 
-The table of all options is in :mod:`ddpkit.options`; to add an option, add a row there. The reading of words is in
-:mod:`ddpkit.command_line`.
+The table of all options is in :mod:`ddpkit.options`; to add an option, add a row there. The reading
+of words is in :mod:`ddpkit.command_line`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,15 @@ from ddpkit.options import (
 if TYPE_CHECKING:
     from ddpkit.command_line import CommandLine
 
-__all__ = ["OPTIONS", "Option", "OptionTypes", "RunOptions", "option_attributes", "parse_arguments", "parse_duration"]
+__all__ = [
+    "OPTIONS",
+    "Option",
+    "OptionTypes",
+    "RunOptions",
+    "option_attributes",
+    "parse_arguments",
+    "parse_duration",
+]
 
 logger = get_logger(__name__)
 
@@ -46,16 +55,23 @@ T = TypeVar("T")
 
 
 _TOO_LATE = {
-    MADE: "it was read when the Brain was made. Give it before: to Brain(run_opts=...), on the command line or in the "
-    "YAML",
+    MADE: (
+        "it was read when the Brain was made. Give it before: to Brain(run_opts=...), on the "
+        "command line or in the YAML"
+    ),
     WRAPPED: "it was read when fit prepared the modules. Assign it before the first call of fit",
-    PREPARED: "it was read when fit made the optimizers. Assign it before the first call of fit, or in init_optimizers",
+    PREPARED: (
+        "it was read when fit made the optimizers. Assign it before the first call of fit, or in "
+        "init_optimizers"
+    ),
     IN_FIT: "it was read when this call of fit began. Assign it before fit, or after it",
 }
 
 _OWN_ATTRIBUTES = frozenset({"_values", "_reached", "overridden_args"})
-_FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and so counts as not given
-_OF_THIS_START = frozenset({"param_file", "distributed_launch"})  # where it was started from; no choice of settings
+# None means: find it out, and so counts as not given
+_FOUND_OUT = ("device", "distributed_backend")
+# where it was started from; no choice of settings
+_OF_THIS_START = frozenset({"param_file", "distributed_launch"})
 
 
 class RunOptions(OptionTypes, MutableMapping[str, Any]):
@@ -65,8 +81,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
     not checked. What is passed here or assigned later counts as given, and so wins over the YAML.
 
     ``device`` and ``distributed_backend`` are concrete (``"cuda:1"``, ``"nccl"``) in what
-    :func:`parse_arguments` and :meth:`resolved` return: "nccl" where the device is a CUDA device, "gloo"
-    otherwise, unless given. In an object made by hand they are None until then.
+    :func:`parse_arguments` and :meth:`resolved` return: "nccl" where the device is a CUDA device,
+    "gloo" otherwise, unless given. In an object made by hand they are None until then.
 
     Args:
         **options: values by name. ``device`` may be a ``torch.device``.
@@ -120,7 +136,9 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             parse_duration(value)
         if option.fixed in self._reached and value != self._values[name]:
             now = f"{name}={self._values[name]!r} is in use"
-            raise ConfigError(f"{name}={value!r} comes too late: {now}, as {_TOO_LATE[option.fixed]}.")
+            raise ConfigError(
+                f"{name}={value!r} comes too late: {now}, as {_TOO_LATE[option.fixed]}."
+            )
         return value
 
     def __delitem__(self, name: str) -> None:
@@ -138,7 +156,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         return len(self._values)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in self._values:  # options are found before this; these are the rest
+        # options are found before this; these are the rest
+        if not name.startswith("_") and name in self._values:
             return self._values[name]
         raise AttributeError(f"there is no run option {name!r}")
 
@@ -149,11 +168,15 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             self[name] = value
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{n}={self._values[n]!r}" for n in self._values if n in self.overridden_args)
+        given = ", ".join(
+            f"{n}={self._values[n]!r}" for n in self._values if n in self.overridden_args
+        )
         return f"RunOptions({given})"
 
     @classmethod
-    def from_command_line_args(cls, arg_list: Sequence[str] | None = None) -> tuple[str, RunOptions, str]:
+    def from_command_line_args(
+        cls, arg_list: Sequence[str] | None = None
+    ) -> tuple[str, RunOptions, str]:
         """Read a command line: the same as :func:`parse_arguments`.
 
         Args:
@@ -245,7 +268,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> run_opts.reach(MADE)
             >>> run_opts.precision = "fp32"
             Traceback (most recent call last):
-            ddpkit.errors.ConfigError: precision='fp32' comes too late: precision='bf16' is in use, as it was read ...
+            ddpkit.errors.ConfigError: precision='fp32' comes too late: precision='bf16' is in use,
+            as it was read ...
         """
         self._reached.add(moment)
 
@@ -296,7 +320,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             others: they stay apart: what is set in them later does not count here.
 
         Raises:
-            ConfigError: an option with another value has been read for good. Then nothing is changed.
+            ConfigError: an option with another value has been read for good. Then nothing is
+                changed.
 
         Ranks: local; alike on every rank.
 
@@ -325,7 +350,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         _check_together(self, find_launch())
 
     def resolved(self, hparams: Mapping[str, Any] | None = None) -> RunOptions:
-        """Bring the sources together: what was given wins over the YAML, and that over the defaults.
+        """Bring the sources together: what was given wins over the YAML, and that over the
+        defaults.
 
         Args:
             hparams: the loaded YAML; its keys that are not options are not looked at.
@@ -341,7 +367,9 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         Ranks: local.
 
         Example:
-            >>> run_opts = RunOptions(debug=True).resolved({"debug": False, "max_grad_norm": 1, "lr": 0.1})
+            >>> run_opts = RunOptions(debug=True).resolved(
+            ...     {"debug": False, "max_grad_norm": 1, "lr": 0.1}
+            ... )
             >>> run_opts.debug, run_opts.max_grad_norm, "lr" in run_opts
             (True, 1.0, False)
         """
@@ -349,11 +377,24 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         from_yaml = {name: (hparams or {})[name] for name in RUN_OPTIONS if name in (hparams or {})}
         from_yaml.pop("param_file", None)
         if from_yaml:
-            set_by_yaml = [f"{name}={value!r}" for name, value in from_yaml.items() if name not in self.overridden_args]
-            logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none, as all were given")
+            set_by_yaml = [
+                f"{name}={value!r}"
+                for name, value in from_yaml.items()
+                if name not in self.overridden_args
+            ]
+            logger.info(
+                "Run options from the YAML: %s",
+                ", ".join(set_by_yaml) or ("none, as all were given"),
+            )
         if self.overridden_args:
-            plain = {name for name, row in RUN_OPTIONS.items() if name not in from_yaml and self[name] == row.default}
-            given = ", ".join(f"{name}={self[name]!r}" for name in self if name in self.overridden_args - plain)
+            plain = {
+                name
+                for name, row in RUN_OPTIONS.items()
+                if name not in from_yaml and self[name] == row.default
+            }
+            given = ", ".join(
+                f"{name}={self[name]!r}" for name in self if name in self.overridden_args - plain
+            )
             logger.info("Run options that were given: %s", given or "none but defaults")
         with usage_errors():
             return _merged(self, from_yaml, find_launch())
@@ -365,12 +406,16 @@ def _warn_of_misspelt(names: Iterable[str]) -> None:
     for key in [name for name in names if name not in OPTION_BY_NAME]:
         plain = key.replace("_", "").replace("-", "").lower()
         for meant in difflib.get_close_matches(plain, flags, n=1, cutoff=0.94):
-            logger.warning_once("The key %r is not a run option, and sets none; did you mean %r?", key, flags[meant])
+            logger.warning_once(
+                "The key %r is not a run option, and sets none; did you mean %r?", key, flags[meant]
+            )
 
 
 def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
     """Merge the sources, and choose the values that none of them gives."""
-    from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
+    from_yaml = {
+        name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()
+    }
     given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
     for source in (from_yaml, given):
         _apply_old_options(source)
@@ -395,7 +440,8 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
 
 
 def option_attributes(owner: type[T]) -> type[T]:
-    """Give a class one property per option that a Brain shows, which reads and writes ``self.run_opts``.
+    """Give a class one property per option that a Brain shows, which reads and writes
+    ``self.run_opts``.
 
     Args:
         owner: a class whose objects have ``run_opts``.
@@ -433,16 +479,16 @@ def _option_property(name: str) -> property:
 def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOptions, str]:
     """Read a recipe's command line.
 
-    The hyperparameter YAML may stand anywhere. ``--help`` shows the options; each ``--name=value`` that is no
-    option overrides a key of the YAML, and must match one. Options that the YAML sets as plain values are
-    seen in the result too, unless the command line gives others.
+    The hyperparameter YAML may stand anywhere. ``--help`` shows the options; each ``--name=value``
+    that is no option overrides a key of the YAML, and must match one. Options that the YAML sets as
+    plain values are seen in the result too, unless the command line gives others.
 
     Args:
         arg_list: the words after the script's name; None takes ``sys.argv[1:]``.
 
     Returns:
-        The YAML file, the options (with a concrete ``device`` and ``distributed_backend``), and the overrides
-        as YAML text for :func:`ddpkit.hparams.load_hparams`.
+        The YAML file, the options (with a concrete ``device`` and ``distributed_backend``), and the
+        overrides as YAML text for :func:`ddpkit.hparams.load_hparams`.
 
     Raises:
         MissingFileError: the YAML file does not exist.
@@ -450,14 +496,15 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         LaunchError: the launcher's environment contradicts itself.
         SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
 
-    An error that nobody catches ends the process with exit code 2 and one sentence, ``train.py: error: ...``, which the
-    first rank of a machine says, and under torchrun its summary. So does every later ConfigError of the script.
+    An error that nobody catches ends the process with exit code 2 and one sentence,
+    ``train.py: error: ...``, which the first rank of a machine says, and under torchrun its
+    summary. So does every later ConfigError of the script.
 
     Ranks: local.
 
-    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not, and
-        ``sys.excepthook``. With ``--nproc`` this process becomes torch's launcher, which
-        starts the script once per rank.
+    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher
+        did not, and ``sys.excepthook``. With ``--nproc`` this process becomes torch's launcher,
+        which starts the script once per rank.
 
     Example:
         >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
@@ -474,7 +521,9 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         if local_rank is not None and local_rank >= 0:
             os.environ.setdefault("LOCAL_RANK", str(local_rank))
         if given.pop("distributed_launch", False):
-            logger.warning_once("--distributed_launch has no effect any more: the launcher decides. Leave it out.")
+            logger.warning_once(
+                "--distributed_launch has no effect any more: the launcher decides. Leave it out."
+            )
         info = find_launch()
         nproc = given.pop("nproc", None)
         if nproc is not None and not (info.is_distributed and NPROC in os.environ):
@@ -492,7 +541,8 @@ _READ: dict[tuple[str, ...], RunOptions] = {}  # from this process's own command
 
 
 def command_line_options() -> RunOptions | None:
-    """Return the options of this process's own command line; None where :func:`parse_arguments` has not read it.
+    """Return the options of this process's own command line; None where :func:`parse_arguments` has
+    not read it.
 
     Ranks: local.
 
@@ -507,8 +557,8 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
     """Become torch's launcher, which starts the script again as several ranks."""
     if arg_list is not None and list(arg_list) != sys.argv[1:]:
         raise ConfigError(
-            f"nproc={nproc!r} restarts the script with sys.argv, but parse_arguments was given other arguments. Leave "
-            "--nproc out, and start the script with torchrun."
+            f"nproc={nproc!r} restarts the script with sys.argv, but parse_arguments was given "
+            "other arguments. Leave --nproc out, and start the script with torchrun."
         )
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 
@@ -516,7 +566,10 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
 def _apply_old_options(source: dict[str, Any]) -> None:
     """Turn the old switches of one source into its ``precision``; say which have no effect."""
     if source.get("jit") or source.get("jit_module_keys"):
-        words = "--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use --compile."
+        words = (
+            "--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use "
+            "--compile."
+        )
         logger.warning_once(words)
     for old, precision in (("bfloat16_mix_prec", "bf16"), ("auto_mix_prec", "fp16")):
         if source.get(old):
@@ -529,19 +582,23 @@ def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
     log_config = values["log_config"]
     if log_config is not None and not Path(log_config).is_file():
         raise MissingFileError(
-            f"log_config={log_config!r}: there is no such file. It has the form of logging.config.dictConfig, in YAML."
+            f"log_config={log_config!r}: there is no such file. It has the form of "
+            "logging.config.dictConfig, in YAML."
         )
     minutes, steps = values["ckpt_interval_minutes"], values["ckpt_interval_steps"]
     if minutes > 0 and steps > 0:
         raise ConfigError(
-            f"ckpt_interval_minutes={minutes!r} and ckpt_interval_steps={steps!r} are both set, and only one "
-            "can be. Turn one off with --ckpt_interval_minutes=0 or --ckpt_interval_steps=0."
+            f"ckpt_interval_minutes={minutes!r} and ckpt_interval_steps={steps!r} are both set, "
+            "and only one can be. Turn one off with --ckpt_interval_minutes=0 or "
+            "--ckpt_interval_steps=0."
         )
     if values["data_parallel_backend"] and (info.is_distributed or values["device"] == "cpu"):
         alone = "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend"
         raise ConfigError(
-            "data_parallel_backend=True means all GPUs from one process: it needs a GPU, and no launcher. This is on "
-            f"{values['device']}, launcher {info.launcher}, {info.world_size} process(es). Use one of these:\n"
-            f"{alone if info.is_distributed else 'One process, no GPU:    python train.py hparams.yaml'}\n"
-            "Several processes:      torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
+            "data_parallel_backend=True means all GPUs from one process: it needs a GPU, and no "
+            f"launcher. This is on {values['device']}, launcher {info.launcher}, "
+            f"{info.world_size} process(es). Use one of these:\n"
+            f"{alone if info.is_distributed else 'One process, no GPU:    python train.py hparams.yaml'}\n"  # noqa: E501
+            "Several processes:      torchrun --standalone --nproc_per_node=N train.py "
+            "hparams.yaml"
         )

@@ -1,12 +1,13 @@
 """The samplers that recipes name, each an order that is a function of its seed and the epoch.
 
-They work in any loader, and so outside of ddpkit as well. Given to ``Brain.fit`` as ``sampler`` or ``batch_sampler``
-they are dealt out to the ranks, so that nothing has to be divided by the recipe.
+They work in any loader, and so outside of ddpkit as well. Given to ``Brain.fit`` as ``sampler`` or
+``batch_sampler`` they are dealt out to the ranks, so that nothing has to be divided by the recipe.
 
-An order follows from a *hash* of seed and epoch. With their sum, as in other libraries, epoch 2 of seed 10 would equal
-epoch 1 of seed 11; so the orders differ from other libraries' orders for the same seed. The default seed comes from
-:func:`ddpkit.seed.seed_everything`, or is a constant without such a call. The epoch counts from 0 until a call of
-``set_epoch``, which every loader of ddpkit makes.
+An order follows from a *hash* of seed and epoch. With their sum, as in other libraries, epoch 2 of
+seed 10 would equal epoch 1 of seed 11; so the orders differ from other libraries' orders for the
+same seed. The default seed comes from :func:`ddpkit.seed.seed_everything`, or is a constant without
+such a call. The epoch counts from 0 until a call of ``set_epoch``, which every loader of ddpkit
+makes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ logger = get_logger(__name__)
 
 
 class _OfEpoch(Sampler[int]):
-    """What makes the draws of a sampler of torch's a function of a seed and the epoch; comes before it as a base."""
+    """What makes the draws of a sampler of torch's a function of a seed and the epoch; comes before
+    it as a base.
+    """
 
     def _start(self, seed: int, epoch: int) -> None:
         self.seed, self.epoch, self.generator = seed, epoch, torch.Generator()
@@ -64,8 +67,8 @@ class _OfEpoch(Sampler[int]):
 class ReproducibleRandomSampler(_OfEpoch, RandomSampler):
     """A ``RandomSampler`` whose order is a function of the seed and the epoch.
 
-    Without replacement nothing is stored: the order is computed a few thousand positions at a time, and with the
-    experiment's seed it equals ``shuffle=True``.
+    Without replacement nothing is stored: the order is computed a few thousand positions at a time,
+    and with the experiment's seed it equals ``shuffle=True``.
 
     Args:
         data_source: has a length, which may change between epochs.
@@ -101,7 +104,8 @@ class ReproducibleRandomSampler(_OfEpoch, RandomSampler):
 
     def _ordered(self) -> Iterator[int]:
         size, left = len(self.data_source), self.num_samples
-        for number in itertools.count():  # more samples than the dataset has: the whole set again, in another order
+        # more samples than the dataset has: the whole set again, in another order
+        for number in itertools.count():
             order = Order(size, mix_key(self.seed, number) if number else self.seed, self.epoch)
             for start in range(0, min(size, left), CHUNK):
                 yield from order.indices(start, min(start + CHUNK, size, left))
@@ -114,7 +118,8 @@ class ReproducibleWeightedRandomSampler(_OfEpoch, WeightedRandomSampler):
     """A ``WeightedRandomSampler`` whose draws are a function of the seed and the epoch.
 
     Args:
-        weights: one number per sample, not negative, shape ``(samples,)``; they need not add up to one.
+        weights: one number per sample, not negative, shape ``(samples,)``; they need not add up to
+            one.
         num_samples: draws per epoch.
         replacement: whether a sample may be drawn more than once.
         seed: of the draws; None: the experiment's seed.
@@ -123,7 +128,9 @@ class ReproducibleWeightedRandomSampler(_OfEpoch, WeightedRandomSampler):
     Ranks: local; alike on every rank.
 
     Example:
-        >>> sampler = ReproducibleWeightedRandomSampler([1.0, 0.0, 1.0], 4, replacement=True, seed=3)
+        >>> sampler = ReproducibleWeightedRandomSampler(
+        ...     [1.0, 0.0, 1.0], 4, replacement=True, seed=3
+        ... )
         >>> 1 in list(sampler), list(sampler) == list(sampler)
         (False, True)
     """
@@ -146,8 +153,9 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
     An epoch ends with the part that is used up first.
 
     Args:
-        samplers: one per part, in the order of the parts. Each yields indices of its own part, from 0. The length of
-            a part is the length of the sampler's ``data_source`` or ``weights`` if present, else of the sampler.
+        samplers: one per part, in the order of the parts. Each yields indices of its own part,
+            from 0. The length of a part is the length of the sampler's ``data_source`` or
+            ``weights`` if present, else of the sampler.
         batch_sizes: samples of each part in a batch.
         epoch: to begin with.
 
@@ -171,8 +179,8 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
         are_lists = isinstance(samplers, (list, tuple)) and isinstance(batch_sizes, (list, tuple))
         if not are_lists or not 0 < len(samplers) == len(batch_sizes):
             raise ConfigError(
-                f"samplers={samplers!r} and batch_sizes={batch_sizes!r} must be lists of the same length: one of both "
-                "for each part of the dataset."
+                f"samplers={samplers!r} and batch_sizes={batch_sizes!r} must be lists of the same "
+                "length: one of both for each part of the dataset."
             )
         for size in batch_sizes:
             require_positive("batch_sizes", size, "each part needs at least one sample per batch")
@@ -197,7 +205,9 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
         iterators = [iter(one) for one in self.samplers]
         while True:
             batch: list[int] = []
-            for offset, size, iterator in zip(self.offsets, self.batch_sizes, iterators, strict=True):
+            for offset, size, iterator in zip(
+                self.offsets, self.batch_sizes, iterators, strict=True
+            ):
                 drawn = [offset + index for index in itertools.islice(iterator, size)]
                 if len(drawn) < size:
                     return
@@ -206,49 +216,59 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        return min(len(one) // size for one, size in zip(self.samplers, self.batch_sizes, strict=True))
+        return min(
+            len(one) // size for one, size in zip(self.samplers, self.batch_sizes, strict=True)
+        )
 
 
 class DynamicBatchSampler(Sampler[list[int]]):
     """Makes batches of samples of similar length: many short ones, or a few long ones.
 
-    Samples of similar length share a bucket, and a bucket's batches have as many samples as fit into
-    ``max_batch_length`` at the bucket's upper boundary. Which samples meet in a batch changes with the epoch, how many
-    batches there are does not.
+    Samples of similar length share a bucket, and a bucket's batches have as many samples as fit
+    into ``max_batch_length`` at the bucket's upper boundary. Which samples meet in a batch changes
+    with the epoch, how many batches there are does not.
 
     Args:
         dataset: to sample from.
-        max_batch_length: how long the samples of a batch may be together, with their padding; in the unit of the
-            lengths. A sample that is longer is a batch by itself.
-        num_buckets: number of buckets, whose boundaries are then the quantiles of a log-normal distribution, the last
-            at ``max_batch_length``.
-        length_func: returns the length of a sample, given the dataset's entry for it (``dataset.data[id]``), which
-            costs no loading; None: its ``"duration"``.
+        max_batch_length: how long the samples of a batch may be together, with their padding; in
+            the unit of the lengths. A sample that is longer is a batch by itself.
+        num_buckets: number of buckets, whose boundaries are then the quantiles of a log-normal
+            distribution, the last at ``max_batch_length``.
+        length_func: returns the length of a sample, given the dataset's entry for it
+            (``dataset.data[id]``), which costs no loading; None: its ``"duration"``.
         shuffle: whether samples are put together anew in every epoch.
-        batch_ordering: ``"random"``, or ``"ascending"`` or ``"descending"`` by the longest sample of a batch.
+        batch_ordering: ``"random"``, or ``"ascending"`` or ``"descending"`` by the longest sample
+            of a batch.
         max_batch_ex: samples of a batch, at most.
-        bucket_boundaries: upper boundaries of the buckets, ascending, in the unit of the lengths; instead of
-            ``num_buckets``. Samples above the last are batches by themselves.
-        lengths_list: the length of every sample; needed for a dataset without ``data`` and ``data_ids``.
+        bucket_boundaries: upper boundaries of the buckets, ascending, in the unit of the lengths;
+            instead of ``num_buckets``. Samples above the last are batches by themselves.
+        lengths_list: the length of every sample; needed for a dataset without ``data`` and
+            ``data_ids``.
         seed: of the shuffling; None: the experiment's seed.
         epoch: to begin with.
         drop_last: leave out the samples that do not fill a batch of their bucket.
         verbose: log the contents of every bucket.
 
     Raises:
-        BucketingError: neither ``num_buckets`` nor ``bucket_boundaries``, or no way to know the lengths.
+        BucketingError: neither ``num_buckets`` nor ``bucket_boundaries``, or no way to know the
+            lengths.
         ConfigError: arguments that cannot work.
         DataError: no sample, or a length that is negative or no number.
 
     Ranks: local; alike on every rank.
 
-    Source: the log-normal quantiles are ``exp(ndtri(k / (num_buckets + 1)))``, as in ``scipy.stats.lognorm`` with
-    ``s=1``.
+    Source: the log-normal quantiles are ``exp(ndtri(k / (num_buckets + 1)))``, as in
+    ``scipy.stats.lognorm`` with ``s=1``.
 
     Example:
         >>> lengths = [1, 9, 2, 8, 10, 2]
         >>> sampler = DynamicBatchSampler(
-        ...     lengths, 20, bucket_boundaries=[2, 10], lengths_list=lengths, shuffle=False, batch_ordering="ascending"
+        ...     lengths,
+        ...     20,
+        ...     bucket_boundaries=[2, 10],
+        ...     lengths_list=lengths,
+        ...     shuffle=False,
+        ...     batch_ordering="ascending",
         ... )
         >>> list(sampler)
         [[0, 2, 5], [1, 3], [4]]
@@ -271,16 +291,27 @@ class DynamicBatchSampler(Sampler[list[int]]):
         verbose: bool = False,
     ) -> None:
         if not max_batch_length > 0 or math.isinf(max_batch_length):
-            raise ConfigError(f"max_batch_length={max_batch_length!r} is not a positive number: no sample fits.")
+            raise ConfigError(
+                f"max_batch_length={max_batch_length!r} is not a positive number: no sample fits."
+            )
         if batch_ordering not in {"random", "ascending", "descending"}:
-            raise ConfigError(f"batch_ordering={batch_ordering!r} is not known. Use random, ascending or descending.")
+            raise ConfigError(
+                f"batch_ordering={batch_ordering!r} is not known. Use random, ascending or "
+                "descending."
+            )
         if max_batch_ex is not None:
             require_positive("max_batch_ex", max_batch_ex, "it limits the samples of a batch")
         self._lengths = _sample_lengths(dataset, length_func, lengths_list)
-        self._bucket_boundaries = _upper_boundaries(max_batch_length, num_buckets, bucket_boundaries)
+        self._bucket_boundaries = _upper_boundaries(
+            max_batch_length, num_buckets, bucket_boundaries
+        )
         limit = math.inf if max_batch_ex is None else max_batch_ex
-        fitting = [int(min(limit, max(1.0, max_batch_length / one))) for one in self._bucket_boundaries.tolist()]
-        self._bucket_lens = np.array([*fitting, 1])  # the last is of what is longer than all buckets
+        fitting = [
+            int(min(limit, max(1.0, max_batch_length / one)))
+            for one in self._bucket_boundaries.tolist()
+        ]
+        # the last is of what is longer than all buckets
+        self._bucket_lens = np.array([*fitting, 1])
         self._bucket_of = np.searchsorted(self._bucket_boundaries, self._lengths)
         self._in_bucket = np.bincount(self._bucket_of, minlength=len(self._bucket_lens))
         self._shuffle_ex, self._batch_ordering, self._drop_last = shuffle, batch_ordering, drop_last
@@ -311,7 +342,9 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _make(self) -> list[list[int]]:
         """Put the batches of this epoch together."""
         number = len(self._lengths)
-        samples = Order(number, self.seed, self.epoch, shuffle=self._shuffle_ex).at(np.arange(number))
+        samples = Order(number, self.seed, self.epoch, shuffle=self._shuffle_ex).at(
+            np.arange(number)
+        )
         batches: list[list[int]] = []
         for bucket, size in enumerate(self._bucket_lens.tolist()):
             members = samples[self._bucket_of[samples] == bucket].tolist()
@@ -323,26 +356,34 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _order(self, longest: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return which batch comes when, from the longest length of each."""
         if self._batch_ordering == "random":
-            return Order(len(longest), mix_key(self.seed, 1), self.epoch).at(np.arange(len(longest)))
-        return np.argsort(longest if self._batch_ordering == "ascending" else -longest, kind="stable")
+            return Order(len(longest), mix_key(self.seed, 1), self.epoch).at(
+                np.arange(len(longest))
+            )
+        return np.argsort(
+            longest if self._batch_ordering == "ascending" else -longest, kind="stable"
+        )
 
     def _report(self) -> None:
         low = 0.0
         highs = [*self._bucket_boundaries.tolist(), math.inf]
         for high, size, held in zip(highs, self._bucket_lens, self._in_bucket, strict=True):
-            logger.info("Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size)
+            logger.info(
+                "Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size
+            )
             low = high
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Gives one rank its share of what a sampler or a batch sampler yields, as ``DistributedSampler`` does.
+    """Gives one rank its share of what a sampler or a batch sampler yields, as
+    ``DistributedSampler`` does.
 
-    As there, every rank gets the same number: without ``drop_last`` some indices are given out twice. **Given the inner
-    sampler itself, ddpkit's loaders divide it without repeating anything**; a wrapped one counts as divided already.
+    As there, every rank gets the same number: without ``drop_last`` some indices are given out
+    twice. **Given the inner sampler itself, ddpkit's loaders divide it without repeating
+    anything**; a wrapped one counts as divided already.
 
     Args:
-        sampler: yields indices, or lists of them; its length may change between epochs. If it is random and has no
-            seed of its own, it is drawn alike on every rank.
+        sampler: yields indices, or lists of them; its length may change between epochs. If it is
+            random and has no seed of its own, it is drawn alike on every rank.
         num_replicas: number of ranks; None: the run's world size.
         rank: this rank; None: the rank of the process.
         shuffle: whether the sampler's indices are reordered.
@@ -385,7 +426,8 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         given = getattr(self.sampler, "generator", None)
         with own_randomness(
-            mix_key(self.seed, self.epoch, 0xD157), [given] if isinstance(given, torch.Generator) else []
+            mix_key(self.seed, self.epoch, 0xD157),
+            [given] if isinstance(given, torch.Generator) else [],
         ):
             drawn = list(self.sampler)
         self._divide(len(drawn))
@@ -408,8 +450,8 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
     """Draws every class of a dataset equally often, on average.
 
     Args:
-        dataset: its items are dicts. Of one with ``output_keys_as``, as SpeechBrain's, ``key`` alone is computed; the
-            items of any other are loaded.
+        dataset: its items are dicts. Of one with ``output_keys_as``, as SpeechBrain's, ``key``
+            alone is computed; the items of any other are loaded.
         key: of an item: its class.
         num_samples: draws per epoch; None: as many as the dataset has.
         replacement: whether a sample may be drawn more than once.
@@ -435,7 +477,11 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         epoch: int = 0,
     ) -> None:
         self.dataset, self.key = dataset, key
-        of_key_alone = dataset.output_keys_as([key]) if hasattr(dataset, "output_keys_as") else contextlib.nullcontext()
+        of_key_alone = (
+            dataset.output_keys_as([key])
+            if hasattr(dataset, "output_keys_as")
+            else contextlib.nullcontext()
+        )
         with of_key_alone:
             classes = [dataset[index][key] for index in range(len(dataset))]
         counts = Counter(classes)
@@ -449,7 +495,7 @@ def _seed_or(default: int, seed: int | None) -> int:
     return default if seed is None else int(seed)
 
 
-# ---------------------------------------------------------------------------------------- lengths and buckets
+# ------------------------------------------------------------------------------ lengths and buckets
 
 
 def _sample_lengths(
@@ -459,8 +505,9 @@ def _sample_lengths(
     if lengths_list is None:
         if not (hasattr(dataset, "data") and hasattr(dataset, "data_ids")):
             raise BucketingError(
-                f"DynamicBatchSampler cannot know how long the samples of {type(dataset).__name__} are: length_func "
-                "is asked about entries of a dataset with data and data_ids. Give lengths_list, one length per sample."
+                "DynamicBatchSampler cannot know how long the samples of "
+                f"{type(dataset).__name__} are: length_func is asked about entries of a dataset "
+                "with data and data_ids. Give lengths_list, one length per sample."
             )
         length_func = length_func or operator.itemgetter("duration")
         lengths_list = [length_func(dataset.data[one]) for one in dataset.data_ids]
@@ -471,26 +518,33 @@ def _sample_lengths(
         )
     lengths = np.asarray(lengths_list, dtype=np.float64)
     if lengths.ndim != 1 or not lengths.size or not ((lengths >= 0) & (lengths < math.inf)).all():
-        raise DataError("DynamicBatchSampler: the lengths must be numbers, 0 or more, one for each of some samples.")
+        raise DataError(
+            "DynamicBatchSampler: the lengths must be numbers, 0 or more, one for each of some "
+            "samples."
+        )
     return lengths
 
 
 def _upper_boundaries(
     max_batch_length: float, num_buckets: int | None, bucket_boundaries: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Return the upper boundaries of the buckets, ascending: those given, or quantiles that end at the maximum."""
+    """Return the upper boundaries of the buckets, ascending: those given, or quantiles that end at
+    the maximum.
+    """
     if len(bucket_boundaries):
         boundaries = np.asarray(bucket_boundaries, dtype=np.float64)
-        if not (boundaries[0] > 0 and (np.diff(boundaries) > 0).all() and boundaries[-1] < math.inf):
+        if not (
+            boundaries[0] > 0 and (np.diff(boundaries) > 0).all() and boundaries[-1] < math.inf
+        ):
             raise ConfigError(
-                f"bucket_boundaries={list(bucket_boundaries)} must be lengths above 0, each greater than the one "
-                "before. Samples of no length belong to the first bucket."
+                f"bucket_boundaries={list(bucket_boundaries)} must be lengths above 0, each "
+                "greater than the one before. Samples of no length belong to the first bucket."
             )
         return boundaries
     if num_buckets is None:
         raise BucketingError(
-            "DynamicBatchSampler was given neither num_buckets nor bucket_boundaries. Give one of them: more buckets "
-            "mean less padding, and less chance in what meets in a batch."
+            "DynamicBatchSampler was given neither num_buckets nor bucket_boundaries. Give one of "
+            "them: more buckets mean less padding, and less chance in what meets in a batch."
         )
     require_positive("num_buckets", num_buckets, "at least one bucket is needed")
     levels = torch.arange(1, num_buckets + 1, dtype=torch.float64) / (num_buckets + 1)

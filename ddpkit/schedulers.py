@@ -1,19 +1,21 @@
 """Learning-rate schedules under the names that SpeechBrain's recipes know.
 
-Two kinds: epoch schedules return the old and the new rate, and :func:`update_learning_rate` sets it; step schedules are
-called with the optimizer after each of its steps, and set the rate of all its groups themselves. torch's own schedulers
-need neither.
+Two kinds: epoch schedules return the old and the new rate, and :func:`update_learning_rate` sets
+it; step schedules are called with the optimizer after each of its steps, and set the rate of all
+its groups themselves. torch's own schedulers need neither.
 
-A checkpoint holds what SpeechBrain's files hold, and either reads the other's. Loaded is the progress alone: what a
-schedule was made with stays as the recipe says now. With ``--lr_scaling`` the groups hold the recipe's own rates, as
-always: nothing here multiplies.
+A checkpoint holds what SpeechBrain's files hold, and either reads the other's. Loaded is the
+progress alone: what a schedule was made with stays as the recipe says now. With ``--lr_scaling``
+the groups hold the recipe's own rates, as always: nothing here multiplies.
 
-Of SpeechBrain's names ``CyclicCosineScheduler``, ``IntervalScheduler``, ``InverseSquareRootScheduler``,
-``LinearNoamScheduler``, ``LinearWarmupScheduler``, ``NoamIntervalScheduler``, ``TriStageLRSchedule``,
-``WarmAndExpDecayLRSchedule``, ``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own,
-which ddpkit saves and resumes too, or take one of torch.
+Of SpeechBrain's names ``CyclicCosineScheduler``, ``IntervalScheduler``,
+``InverseSquareRootScheduler``, ``LinearNoamScheduler``, ``LinearWarmupScheduler``,
+``NoamIntervalScheduler``, ``TriStageLRSchedule``, ``WarmAndExpDecayLRSchedule``,
+``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own, which ddpkit
+saves and resumes too, or take one of torch.
 
-Ranks: all of it is local; with the same values on every rank, as stage losses are, the rates are the same.
+Ranks: all of it is local; with the same values on every rank, as stage losses are, the rates are
+the same.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ __all__ = [
 logger = get_logger(__name__)
 
 
-def update_learning_rate(optimizer: Optimizer, new_lr: float, param_group: Iterable[int] | None = None) -> None:
+def update_learning_rate(
+    optimizer: Optimizer, new_lr: float, param_group: Iterable[int] | None = None
+) -> None:
     """Set the learning rate of an optimizer.
 
     Args:
@@ -85,7 +89,9 @@ class _Saved:
         """
         missing = [name for name in self._progress if name not in state]
         if missing:
-            raise CheckpointError(f"it has {', '.join(state) or 'nothing'}, and not {', '.join(missing)}")
+            raise CheckpointError(
+                f"it has {', '.join(state) or 'nothing'}, and not {', '.join(missing)}"
+            )
         for name in self._progress:
             setattr(self, name, copy.copy(state[name]))
 
@@ -148,7 +154,8 @@ class ReduceLROnPlateau(_Saved):
         lr_min: the lowest rate.
         factor: multiplied with.
         patience: epochs above the best that are let pass before each reduction.
-        dont_halve_until_epoch: up to this epoch nothing is reduced, and the newest loss counts as the best.
+        dont_halve_until_epoch: up to this epoch nothing is reduced, and the newest loss counts as
+            the best.
 
     Ranks: local; all ranks give the same losses.
 
@@ -164,14 +171,20 @@ class ReduceLROnPlateau(_Saved):
     _progress = ("losses", "anchor", "patience_counter")
 
     def __init__(
-        self, lr_min: float = 1e-8, factor: float = 0.5, patience: int = 2, dont_halve_until_epoch: int = 65
+        self,
+        lr_min: float = 1e-8,
+        factor: float = 0.5,
+        patience: int = 2,
+        dont_halve_until_epoch: int = 65,
     ) -> None:
         self.lr_min, self.factor, self.patience = lr_min, factor, patience
         self.dont_halve_until_epoch = dont_halve_until_epoch
         self.losses: list[float] = []
         self.anchor, self.patience_counter = math.inf, 0
 
-    def __call__(self, optim_list: Sequence[Optimizer], current_epoch: int, current_loss: float) -> tuple[float, float]:
+    def __call__(
+        self, optim_list: Sequence[Optimizer], current_epoch: int, current_loss: float
+    ) -> tuple[float, float]:
         """Return the old rate and the new rate, without setting it.
 
         Args:
@@ -211,7 +224,9 @@ class LinearScheduler:
 
     def __init__(self, initial_value: float, final_value: float, epoch_count: int) -> None:
         parts = [epoch / max(epoch_count - 1, 1) for epoch in range(epoch_count)]
-        self.value_at_epoch = [initial_value + (final_value - initial_value) * part for part in parts]
+        self.value_at_epoch = [
+            initial_value + (final_value - initial_value) * part for part in parts
+        ]
 
     def __call__(self, current_epoch: int) -> tuple[float, float]:
         """Return the values of an epoch and of the next one.
@@ -220,7 +235,9 @@ class LinearScheduler:
             current_epoch: the first one is 1.
         """
         last = len(self.value_at_epoch) - 1
-        return self.value_at_epoch[min(max(current_epoch - 1, 0), last)], self.value_at_epoch[min(current_epoch, last)]
+        return self.value_at_epoch[min(max(current_epoch - 1, 0), last)], self.value_at_epoch[
+            min(current_epoch, last)
+        ]
 
 
 class StepScheduler:
@@ -252,7 +269,8 @@ class StepScheduler:
     ) -> None:
         if half_life and (decay_factor or decay_drop):
             raise ConfigError(
-                f"StepScheduler: half_life={half_life} says how fast to decay; leave decay_factor and decay_drop out."
+                f"StepScheduler: half_life={half_life} says how fast to decay; leave decay_factor "
+                "and decay_drop out."
             )
         self.initial_value = initial_value
         self.decay_factor = 0.5 ** (1 / half_life) if half_life else decay_factor or 0.5
@@ -264,8 +282,14 @@ class StepScheduler:
         Args:
             current_epoch: the first one is 1.
         """
-        before, after = (math.floor((1 + epoch) / self.decay_drop) for epoch in (current_epoch - 1, current_epoch))
-        return self.initial_value * self.decay_factor**before, self.initial_value * self.decay_factor**after
+        before, after = (
+            math.floor((1 + epoch) / self.decay_drop)
+            for epoch in (current_epoch - 1, current_epoch)
+        )
+        return (
+            self.initial_value * self.decay_factor**before,
+            self.initial_value * self.decay_factor**after,
+        )
 
 
 class _OfSteps(_Saved):
@@ -309,7 +333,8 @@ class NoamScheduler(_OfSteps):
     Args:
         lr_initial: the highest rate, without ``model_size``.
         n_warmup_steps: after which the rate is highest; at least 1.
-        model_size: width of the model; the rate is then ``lr_initial * model_size ** -0.5`` times the paper's.
+        model_size: width of the model; the rate is then ``lr_initial * model_size ** -0.5`` times
+            the paper's.
 
     Ranks: local.
 
@@ -322,13 +347,19 @@ class NoamScheduler(_OfSteps):
         [0.25, 0.5, 0.75, 1.0]
     """
 
-    def __init__(self, lr_initial: float, n_warmup_steps: int, model_size: int | None = None) -> None:
+    def __init__(
+        self, lr_initial: float, n_warmup_steps: int, model_size: int | None = None
+    ) -> None:
         super().__init__(lr_initial)
         self.lr_initial, self.n_warmup_steps = lr_initial, n_warmup_steps
         self.normalize = math.sqrt(n_warmup_steps if model_size is None else 1 / model_size)
 
     def _rate(self, step: int) -> float:
-        return self.lr_initial * self.normalize * min(1 / math.sqrt(step), step / math.pow(self.n_warmup_steps, 1.5))
+        return (
+            self.lr_initial
+            * self.normalize
+            * min(1 / math.sqrt(step), step / math.pow(self.n_warmup_steps, 1.5))
+        )
 
 
 class CyclicLRScheduler(_OfSteps):
@@ -340,11 +371,12 @@ class CyclicLRScheduler(_OfSteps):
         base_lr: the lowest rate.
         max_lr: the highest one, before scaling.
         step_size: steps of half a cycle.
-        mode: ``"triangular"``; ``"triangular2"``, which halves the amplitude with each cycle; or ``"exp_range"``, which
-            multiplies it by ``gamma`` with each step.
+        mode: ``"triangular"``; ``"triangular2"``, which halves the amplitude with each cycle; or
+            ``"exp_range"``, which multiplies it by ``gamma`` with each step.
         gamma: of ``"exp_range"``.
         scale_fn: of the amplitude, instead of ``mode``.
-        scale_mode: whether ``scale_fn`` is given the number of the ``"cycle"`` or the ``"iterations"``.
+        scale_mode: whether ``scale_fn`` is given the number of the ``"cycle"`` or the
+            ``"iterations"``.
 
     Raises:
         ConfigError: another ``mode``.
@@ -382,11 +414,15 @@ class CyclicLRScheduler(_OfSteps):
             "exp_range": lambda iterations: gamma**iterations,
         }
         if scale_fn is None and mode not in scales:
-            raise ConfigError(f"CyclicLRScheduler: mode must be one of {', '.join(scales)}, got {mode!r}.")
+            raise ConfigError(
+                f"CyclicLRScheduler: mode must be one of {', '.join(scales)}, got {mode!r}."
+            )
         super().__init__(base_lr)
         self.base_lr, self.max_lr, self.step_size = base_lr, max_lr, step_size
         self.scale_fn = scales[mode] if scale_fn is None else scale_fn
-        self.scale_mode = scale_mode if scale_fn else "iterations" if mode == "exp_range" else "cycle"
+        self.scale_mode = (
+            scale_mode if scale_fn else "iterations" if mode == "exp_range" else "cycle"
+        )
 
     def __call__(self, epoch: Any) -> tuple[float, float]:
         """Return the rates of the last and the next step, without setting them.

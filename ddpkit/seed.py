@@ -1,9 +1,11 @@
-"""Random numbers: one seed for initialisation, a stream of its own per rank and epoch, and states to keep.
+"""Random numbers: one seed for initialisation, a stream of its own per rank and epoch, and states
+to keep.
 
-:func:`seed_everything` gives every rank the same seed, so that they build the same model. ``Brain.fit`` begins every
-epoch with :func:`seed_epoch_streams`, so that ranks do not draw the same noise in dropout and augmentation, and so that
-a run that goes on after an epoch's end draws what the run that was never stopped has drawn, whatever happened between.
-The streams come from a hash of seed, rank and epoch: with a sum, rank 1 of seed 10 would repeat rank 0 of seed 11.
+:func:`seed_everything` gives every rank the same seed, so that they build the same model.
+``Brain.fit`` begins every epoch with :func:`seed_epoch_streams`, so that ranks do not draw the same
+noise in dropout and augmentation, and so that a run that goes on after an epoch's end draws what
+the run that was never stopped has drawn, whatever happened between. The streams come from a hash of
+seed, rank and epoch: with a sum, rank 1 of seed 10 would repeat rank 0 of seed 11.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ __all__ = [
 logger = get_logger(__name__)
 
 SEED_VARIABLES = ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED")
-_ACCELERATORS: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}  # those with a random state per device
+# those with a random state per device
+_ACCELERATORS: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}
 MAX_SEED = 2**32 - 1  # numpy takes nothing larger
 _MASK64 = (1 << 64) - 1
 
@@ -84,7 +87,8 @@ def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = F
     Args:
         seed: whole number from 0 to 4294967295; one outside is replaced by 0, with a warning.
         verbose: log the seed.
-        deterministic: also have torch use deterministic algorithms only, and raise where it has none.
+        deterministic: also have torch use deterministic algorithms only, and raise where it has
+            none.
 
     Returns:
         The seed that was used.
@@ -94,15 +98,17 @@ def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = F
 
     Ranks: local; call it on every rank with the same seed.
 
-    State: the random states, ``DDPKIT_GLOBAL_SEED`` in the environment (child processes and samplers read it)
-    and, if asked, torch's deterministic mode and ``CUBLAS_WORKSPACE_CONFIG``.
+    State: the random states, ``DDPKIT_GLOBAL_SEED`` in the environment (child processes and
+    samplers read it) and, if asked, torch's deterministic mode and ``CUBLAS_WORKSPACE_CONFIG``.
 
     Source: https://pytorch.org/docs/stable/notes/randomness.html
 
     Example:
         >>> seed_everything(7, verbose=False)
         7
-        >>> first = torch.rand(()); _ = seed_everything(7, verbose=False); bool(first == torch.rand(()))
+        >>> first = torch.rand(())
+        >>> _ = seed_everything(7, verbose=False)
+        >>> bool(first == torch.rand(()))
         True
         >>> del os.environ["DDPKIT_GLOBAL_SEED"]  # leave nothing to the next example
     """
@@ -114,17 +120,20 @@ def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = F
         logger.info("Seed: %d", number)
     os.environ[SEED_VARIABLES[0]] = str(number)
     _seed_python_and_numpy(number)
-    torch.manual_seed(number)  # whether there is a GPU is not asked: processes forked after that could not use it
+    # whether there is a GPU is not asked: processes forked after that could not use it
+    torch.manual_seed(number)
     if deterministic:
         use_deterministic_kernels()
     return number
 
 
 def global_seed() -> int | None:
-    """Return the seed that :func:`seed_everything` has set, here or in the parent process; else None.
+    """Return the seed that :func:`seed_everything` has set, here or in the parent process; else
+    None.
 
     Raises:
-        ConfigError: ``DDPKIT_GLOBAL_SEED`` (or ``SB_GLOBAL_SEED``) in the environment is not a whole number.
+        ConfigError: ``DDPKIT_GLOBAL_SEED`` (or ``SB_GLOBAL_SEED``) in the environment is not a
+            whole number.
 
     Ranks: local.
 
@@ -146,8 +155,8 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
     Args:
         base: the run's seed.
         epoch: of the training.
-        optimizer_step: how many optimizer steps have been made before the epoch, so that an epoch of the same number
-            in a second ``fit`` draws other numbers.
+        optimizer_step: how many optimizer steps have been made before the epoch, so that an epoch
+            of the same number in a second ``fit`` draws other numbers.
         rank: whose streams they are; None: this rank's.
 
     Returns:
@@ -163,7 +172,8 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
         True
     """
     stream = seed_streams(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
-    if torch.accelerator.is_available():  # also those that are not in use yet, and such as have one state for all (mps)
+    # also those that are not in use yet, and such as have one state for all (mps)
+    if torch.accelerator.is_available():
         torch.manual_seed(stream)
     return stream
 
@@ -171,7 +181,8 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
 def seed_streams(seed: int, *place: int) -> int:
     """Seed the random streams of this process by :func:`stream_seed`, in microseconds.
 
-    Not by ``torch.manual_seed``, which takes a hundred times as long where CUDA has not been used yet.
+    Not by ``torch.manual_seed``, which takes a hundred times as long where CUDA has not been used
+    yet.
 
     Args:
         seed: of the run.
@@ -182,7 +193,8 @@ def seed_streams(seed: int, *place: int) -> int:
 
     Ranks: local.
 
-    State: the random states of Python, numpy and torch, on the CPU and on the accelerators, once they are in use.
+    State: the random states of Python, numpy and torch, on the CPU and on the accelerators, once
+    they are in use.
 
     Example:
         >>> first = seed_streams(7, 1), torch.rand(1).item()
@@ -219,17 +231,19 @@ def stream_seed(seed: int, *place: int) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """Read the random states of this process: Python, numpy, torch on the CPU and on the accelerator that it uses.
+    """Read the random states of this process: Python, numpy, torch on the CPU and on the
+    accelerator that it uses.
 
     Making the iterator of a ``DataLoader`` draws from torch's generator: restore after that.
 
     Returns:
-        Copies that later draws do not change, as lists, numbers, strings and tensors, which load with
-        ``weights_only=True``. ``python``: the result of ``random.getstate``, as lists. ``numpy``: the result of
-        ``numpy.random.get_state``, the key as an int64 tensor of shape ``(624,)``. ``torch_cpu``: uint8 tensor.
-        ``accelerators``: by kind (``"cuda"``, ``"xpu"``) the state of the current device, whatever its
-        number: a resumed run may see other devices, or its own by another number. Without a process group the states
-        of the other devices follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
+        Copies that later draws do not change, as lists, numbers, strings and tensors, which load
+        with ``weights_only=True``. ``python``: the result of ``random.getstate``, as lists.
+        ``numpy``: the result of ``numpy.random.get_state``, the key as an int64 tensor of shape
+        ``(624,)``. ``torch_cpu``: uint8 tensor. ``accelerators``: by kind (``"cuda"``, ``"xpu"``)
+        the state of the current device, whatever its number: a resumed run may see other devices,
+        or its own by another number. Without a process group the states of the other devices
+        follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
 
     Ranks: local; every rank has its own.
 
@@ -263,8 +277,8 @@ def rng_state() -> dict[str, Any]:
 def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Put the random states back.
 
-    The current device gets the state of the one that was current. Of the others, if there are fewer now, the first
-    get theirs.
+    The current device gets the state of the one that was current. Of the others, if there are fewer
+    now, the first get theirs.
 
     Args:
         state: what :func:`rng_state` returned.
@@ -279,13 +293,16 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         random.setstate((version, tuple(words), gauss_next))
         numpy = state["numpy"]
         np.random.set_state(  # noqa: NPY002 -- the global state is what users draw from
-            {**numpy, "state": {"key": numpy["key"].cpu().numpy().astype(np.uint32), "pos": numpy["pos"]}}
+            {
+                **numpy,
+                "state": {"key": numpy["key"].cpu().numpy().astype(np.uint32), "pos": numpy["pos"]},
+            }
         )
         torch.set_rng_state(state["torch_cpu"].cpu())
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(
-            f"the saved random state does not fit this process: {error}. It was saved by another version "
-            "of Python, numpy or torch; delete it to continue with fresh random numbers."
+            f"the saved random state does not fit this process: {error}. It was saved by another "
+            "version of Python, numpy or torch; delete it to continue with fresh random numbers."
         ) from error
     for kind, states in state.get("accelerators", {}).items():
         present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
@@ -299,7 +316,9 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _own_first(kind: str, module: Any) -> list[int]:
-    """Return the device numbers of this process: the current device, and the others that ``nn.DataParallel`` uses."""
+    """Return the device numbers of this process: the current device, and the others that
+    ``nn.DataParallel`` uses.
+    """
     numbers = own_first(f"{kind}:{module.current_device()}")
     return numbers[:1] if dist.is_available() and dist.is_initialized() else numbers
 
@@ -313,7 +332,9 @@ def _whole_number(value: Any, name: str) -> int:
     try:
         return int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.") from error
+        raise ConfigError(
+            f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -324,8 +345,8 @@ def own_randomness(key: int, generators: Iterable[torch.Generator] = ()) -> Iter
 
     Args:
         key: 64 bits.
-        generators: more streams than the global ones of the CPU; each keeps the seed that it was given, as part of
-            its own key.
+        generators: more streams than the global ones of the CPU; each keeps the seed that it was
+            given, as part of its own key.
 
     Ranks: local.
 

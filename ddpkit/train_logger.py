@@ -1,7 +1,8 @@
-"""Train loggers: a line per epoch, TensorBoard, W&B; and several as one. The run's log, ``metrics.jsonl``.
+"""Train loggers: a line per epoch, TensorBoard, W&B; and several as one. The run's log,
+``metrics.jsonl``.
 
-All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats`` may be
-called by all ranks or under ``if if_main_process():``.
+All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats``
+may be called by all ranks or under ``if if_main_process():``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.base import kind_of, mark_as_loader, mark_as_saver, register_checkpoint_hooks, require_writable, writing
+from ddpkit.base import (
+    kind_of,
+    mark_as_loader,
+    mark_as_saver,
+    register_checkpoint_hooks,
+    require_writable,
+    writing,
+)
 from ddpkit.distributed import if_main_process, main_process_only, run_on_main
 from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.logger import get_logger
@@ -54,10 +62,11 @@ logger = get_logger(__name__)
 
 
 class TrainLogger:
-    """The base of all train loggers. In a recipe, override :meth:`log_stats`, which may be called on every rank.
+    """The base of all train loggers. In a recipe, override :meth:`log_stats`, which may be called
+    on every rank.
 
-    What a recipe logs with ``self.log`` is added to the statistics by the loggers of this module, and for all that
-    stand in a :class:`TrainLoggers`.
+    What a recipe logs with ``self.log`` is added to the statistics by the loggers of this module,
+    and for all that stand in a :class:`TrainLoggers`.
 
     Ranks: see :meth:`log_stats`.
 
@@ -91,15 +100,18 @@ class TrainLogger:
             NotImplementedError: in this base class.
             ConfigError: a file cannot be written.
 
-        Ranks: all, or the main process alone. Report on the main process only (``if_main_process``).
+        Ranks: all, or the main process alone. Report on the main process only
+        (``if_main_process``).
         """
         given = {"train": train_stats, "valid": valid_stats, "test": test_stats}
         logged, stages = Current.logged(), dict[str, dict[str, Any]]()
         reported = self.__dict__.setdefault("_reported", {})
         for name, stats in given.items():
-            own = logged.get(name, {})  # what was logged in this epoch is added once, and a value that is given wins
+            # what was logged in this epoch is added once, and a value that is given wins
+            own = logged.get(name, {})
             if stats is not None or (own and reported.get(name) is not own):
-                stages[name] = {**(stats or {}), **own, **(stats or {})}  # what is given comes first
+                # what is given comes first
+                stages[name] = {**(stats or {}), **own, **(stats or {})}
                 reported[name] = own
         self._report(stats_meta, stages, verbose)
 
@@ -107,10 +119,11 @@ class TrainLogger:
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
 
     def begin_anew(self) -> None:
-        """Move what an earlier run has written out of the way of a run that starts from scratch. Here: do nothing.
+        """Move what an earlier run has written out of the way of a run that starts from scratch.
+        Here: do nothing.
 
-        The Brain calls it once, when ``fit`` begins with ``--resume=never``. A logger that this process has used
-        already does nothing.
+        The Brain calls it once, when ``fit`` begins with ``--resume=never``. A logger that this
+        process has used already does nothing.
 
         Raises:
             ConfigError: a file cannot be moved.
@@ -119,7 +132,8 @@ class TrainLogger:
         """
 
     def log_step(self, values: Mapping[str, float], step: int) -> None:
-        """Report what was logged with ``self.log(..., per_step=True)``, about once a second. Here: do nothing.
+        """Report what was logged with ``self.log(..., per_step=True)``, about once a second. Here:
+        do nothing.
 
         Args:
             values: means over the last steps and all ranks, by name.
@@ -132,8 +146,8 @@ class TrainLogger:
 class TrainLoggers(TrainLogger):
     """Several train loggers as one: each reports the same.
 
-    A Brain makes one of a list under ``train_logger`` in its hparams, so that ``self.hparams.train_logger.log_stats``
-    reports to all of them.
+    A Brain makes one of a list under ``train_logger`` in its hparams, so that
+    ``self.hparams.train_logger.log_stats`` reports to all of them.
 
     Args:
         loggers: each with a method ``log_stats``.
@@ -146,16 +160,23 @@ class TrainLoggers(TrainLogger):
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     both = TrainLoggers(FileTrainLogger(f"{folder}/a.txt"), FileTrainLogger(f"{folder}/b.txt", precision=3))
+        ...     both = TrainLoggers(
+        ...         FileTrainLogger(f"{folder}/a.txt"),
+        ...         FileTrainLogger(f"{folder}/b.txt", precision=3),
+        ...     )
         ...     both.log_stats({"epoch": 1}, {"loss": 2.5}, verbose=False)
         ...     [Path(folder, name).read_text().split() for name in ("a.txt", "b.txt")]
-        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch:', '1', '-', 'train', 'loss:', '2.500']]
+        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch:', '1', '-', 'train', 'loss:',
+        '2.500']]
     """
 
     def __init__(self, *loggers: Any) -> None:
         for one in loggers:
             if isinstance(one, type) or not callable(getattr(one, "log_stats", None)):
-                raise ConfigError(f"train_logger: {one!r} is not a train logger: it has no log_stats, or is a class.")
+                raise ConfigError(
+                    f"train_logger: {one!r} is not a train logger: it has no log_stats, or is a "
+                    "class."
+                )
         self.loggers = loggers
 
     def __iter__(self) -> Iterator[Any]:
@@ -236,18 +257,23 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
     Ranks: local.
 
     Example:
-        >>> len(list(join_loggers({"train_logger": [TrainLogger(), TrainLogger()]})["train_logger"]))
+        >>> len(
+        ...     list(join_loggers({"train_logger": [TrainLogger(), TrainLogger()]})["train_logger"])
+        ... )
         2
     """
     if not isinstance(hparams, Mapping):
-        raise ConfigError(f"hparams is {kind_of(hparams)}, not a mapping: give what load_hparams returns.")
+        raise ConfigError(
+            f"hparams is {kind_of(hparams)}, not a mapping: give what load_hparams returns."
+        )
     found = hparams.get("train_logger")
     joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
     return {**hparams, **joined}
 
 
 class _MainTrainLogger(TrainLogger):
-    """The base of the loggers in this module, which override ``_log``: called on the main process alone.
+    """The base of the loggers in this module, which override ``_log``: called on the main process
+    alone.
 
     What it is given also goes to the run's log, and what was logged with ``self.log`` is in it.
     """
@@ -266,17 +292,19 @@ class _MainTrainLogger(TrainLogger):
 
 
 class FileTrainLogger(_MainTrainLogger):
-    """Writes one line per call to a text file: ``epoch: 1 - train loss: 2.31 - valid loss: 9.10e-01``.
+    """Writes one line per call to a text file: ``epoch: 1 - train loss: 2.31 - valid loss:
+    9.10e-01``.
 
-    The same statistics go to the run's log, at full precision (``metrics.jsonl`` beside ``save_file`` where
-    no run log is set).
+    The same statistics go to the run's log, at full precision (``metrics.jsonl`` beside
+    ``save_file`` where no run log is set).
 
     The line is also logged to the console, unless ``log_stats`` is called with ``verbose=False``.
 
     Args:
-        save_file: the text file; it is appended to. A run with ``--resume=never`` moves an earlier one away.
-        precision: digits after the point. Floats between 1 and 100 are written plainly, others with an
-            exponent.
+        save_file: the text file; it is appended to. A run with ``--resume=never`` moves an earlier
+            one away.
+        precision: digits after the point. Floats between 1 and 100 are written plainly, others with
+            an exponent.
 
     Ranks: all, or the main process alone; only it writes.
 
@@ -296,7 +324,8 @@ class FileTrainLogger(_MainTrainLogger):
         self._has_written = False
 
     def begin_anew(self) -> None:
-        """Move the text file, and ``metrics.jsonl`` beside it where no run log is set, to ``earlier-<time>``.
+        """Move the text file, and ``metrics.jsonl`` beside it where no run log is set, to
+        ``earlier-<time>``.
 
         Raises:
             ConfigError: as :meth:`TrainLogger.begin_anew`.
@@ -319,7 +348,10 @@ class FileTrainLogger(_MainTrainLogger):
 
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         self._has_written = True
-        parts = [self._line(meta), *(self._line(stats, f"{name} ") for name, stats in stages.items())]
+        parts = [
+            self._line(meta),
+            *(self._line(stats, f"{name} ") for name, stats in stages.items()),
+        ]
         line, path = " - ".join(parts), Path(self.save_file)
         with writing(f"save_file={self.save_file!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +360,9 @@ class FileTrainLogger(_MainTrainLogger):
             logger.info("%s", line)
 
     def _line(self, stats: Stats, stage: str = "") -> str:
-        return ", ".join(f"{stage}{name}: {self._text(plain(value))}" for name, value in stats.items())
+        return ", ".join(
+            f"{stage}{name}: {self._text(plain(value))}" for name, value in stats.items()
+        )
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, float):
@@ -347,15 +381,16 @@ class TensorboardLogger(_MainTrainLogger):
         save_dir: folder of the event files; it is made at the first write.
 
     Attributes:
-        global_step: how often each value has been written; it is what TensorBoard shows on the x axis.
+        global_step: how often each value has been written; it is what TensorBoard shows on the x
+            axis.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.
 
     Ranks: all, or the main process alone; only it writes.
 
-    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended. Give the
-    logger to the checkpointer for that.
+    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended.
+    Give the logger to the checkpointer for that.
 
     Example:
         >>> import tempfile
@@ -377,7 +412,8 @@ class TensorboardLogger(_MainTrainLogger):
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
 
     def begin_anew(self) -> None:
-        """Move event files to ``earlier-<time>`` in their folder, where TensorBoard shows them as another run.
+        """Move event files to ``earlier-<time>`` in their folder, where TensorBoard shows them as
+        another run.
 
         Raises:
             ConfigError: as :meth:`TrainLogger.begin_anew`.
@@ -451,7 +487,8 @@ class TensorboardLogger(_MainTrainLogger):
 
         Args:
             name: its tag.
-            value: a matplotlib figure, or a tensor of grey values between 0 and 1, shape ``(height, width)``.
+            value: a matplotlib figure, or a tensor of grey values between 0 and 1, shape
+                ``(height, width)``.
 
         Ranks: all, or the main process alone; only it writes.
         """
@@ -486,7 +523,10 @@ class TensorboardLogger(_MainTrainLogger):
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        self.global_step = {"meta": int(saved["meta"]), **{s: dict(saved[s]) for s in ("train", "valid", "test")}}
+        self.global_step = {
+            "meta": int(saved["meta"]),
+            **{s: dict(saved[s]) for s in ("train", "valid", "test")},
+        }
 
 
 class WandBLogger(_MainTrainLogger):
@@ -495,8 +535,8 @@ class WandBLogger(_MainTrainLogger):
     The step is ``stats_meta["epoch"]`` where there is one.
 
     Args:
-        initializer: called on the main process only, with all the other arguments; returns an object with
-            ``log(stats, step=...)``. In YAML: ``initializer: !name:wandb.init``.
+        initializer: called on the main process only, with all the other arguments; returns an
+            object with ``log(stats, step=...)``. In YAML: ``initializer: !name:wandb.init``.
         args: for the initializer.
         kwargs: for the initializer.
 
@@ -504,7 +544,8 @@ class WandBLogger(_MainTrainLogger):
         run: what the initializer returned; None on the other ranks.
 
     Raises:
-        ConfigError: the initializer failed; its own exception is the cause. Raised on the main process.
+        ConfigError: the initializer failed; its own exception is the cause. Raised on the main
+            process.
         MainProcessError: the same, on the other ranks.
 
     Ranks: all, or the main process alone; only it writes.
@@ -527,8 +568,8 @@ class WandBLogger(_MainTrainLogger):
                 self.run = initializer(*args, **kwargs)
             except Exception as error:
                 raise ConfigError(
-                    f"WandBLogger: initializer={initializer!r} failed with {type(error).__name__}: {error}. "
-                    "Its own error stands above."
+                    f"WandBLogger: initializer={initializer!r} failed with "
+                    f"{type(error).__name__}: {error}. Its own error stands above."
                 ) from error
 
         run_on_main(start)

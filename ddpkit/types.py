@@ -32,19 +32,23 @@ class FitResult:
     A run that is asked to stop, or that fails, raises and returns none.
 
     Attributes:
-        reason: why it ended. ``"epochs"``: the epoch counter had no more; ``"early_stop"``: it stopped because its
-            metric did not improve (``should_stop``); ``"optimizer_step_limit"``; ``"debug"``: ``debug_epochs`` are
-            over. Without any training: ``"done_before"``: a checkpoint says that the epochs, or this call, were over
+        reason: why it ended. ``"epochs"``: the epoch counter had no more; ``"early_stop"``: it
+            stopped because its metric did not improve (``should_stop``);
+            ``"optimizer_step_limit"``; ``"debug"``: ``debug_epochs`` are over. Without any
+            training: ``"done_before"``: a checkpoint says that the epochs, or this call, were over
             already; ``"test_only"``.
-        epochs: that ended in this call; not those before a restart. With ``"optimizer_step_limit"`` the last may be
-            unfinished: a run with a larger limit goes on inside of it.
-        optimizer_steps: updates since the run began, those before a restart and of earlier calls included.
-        train_loss: mean over the last epoch's training, over all ranks; None if none ended in this call.
+        epochs: that ended in this call; not those before a restart. With ``"optimizer_step_limit"``
+            the last may be unfinished: a run with a larger limit goes on inside of it.
+        optimizer_steps: updates since the run began, those before a restart and of earlier calls
+            included.
+        train_loss: mean over the last epoch's training, over all ranks; None if none ended in this
+            call.
         valid_loss: mean over the last validation, over all ranks; None if there was none.
-        logged: what the recipe has logged with ``self.log`` in the last epoch, by stage (``"train"``, ``"valid"``) and
-            name, over all ranks; may be empty.
+        logged: what the recipe has logged with ``self.log`` in the last epoch, by stage
+            (``"train"``, ``"valid"``) and name, over all ranks; may be empty.
         newest_checkpoint: the checkpoint that was saved last; None without any. Of the best,
-            ``checkpointer.find_checkpoint(min_key=...)`` tells. The path is valid on the main process.
+            ``checkpointer.find_checkpoint(min_key=...)`` tells. The path is valid on the main
+            process.
 
     Ranks: local.
 
@@ -64,7 +68,9 @@ class FitResult:
     def __repr__(self) -> str:
         """Leave out what there is not."""
         given = {name: value for name, value in vars(self).items() if value not in (None, {})}
-        shown = [f"{name}={(str(one) if 'checkpoint' in name else one)!r}" for name, one in given.items()]
+        shown = [
+            f"{name}={(str(one) if 'checkpoint' in name else one)!r}" for name, one in given.items()
+        ]
         return f"FitResult({', '.join(shown)})"
 
 

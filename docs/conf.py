@@ -21,8 +21,8 @@ version = release = ddpkit.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "recorded_runs", "decisions/template.md"]
 nitpicky = True
-# References to ddpkit's own names must resolve. Those to other projects cannot: their inventories would have
-# to be downloaded, and a build needs no network.
+# References to ddpkit's own names must resolve. Those to other projects cannot: their inventories
+# would have to be downloaded, and a build needs no network.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ddpkit\b).*"),
     (r"py:class", r"ddpkit\.(\w+\.)*(_\w+|\w*T|[A-Z])"),  # private base classes and type variables
@@ -36,8 +36,13 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # an Attributes section beside documented methods would describe them twice
-napoleon_custom_sections = [("Ranks", "notes_style"), ("State", "notes_style"), ("Source", "notes_style")]
+# an Attributes section beside documented methods would describe them twice
+napoleon_use_ivar = True
+napoleon_custom_sections = [
+    ("Ranks", "notes_style"),
+    ("State", "notes_style"),
+    ("Source", "notes_style"),
+]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -1,7 +1,9 @@
-"""Draw the picture of a report: `python docs/draw_report.py [PICTURE]`, with PYTHONPATH=. in a checkout.
+"""Draw the picture of a report: `python docs/draw_report.py [PICTURE]`, with PYTHONPATH=. in a
+checkout.
 
-It is drawn by `python -m ddpkit report` from a run that was recorded: examples/digits on two processes, killed after
-its seventh epoch and started again. The build of the pages draws it anew for them; README shows docs/pictures.
+It is drawn by `python -m ddpkit report` from a run that was recorded: examples/digits on two
+processes, killed after its seventh epoch and started again. The build of the pages draws it anew
+for them; README shows docs/pictures.
 """
 
 from __future__ import annotations

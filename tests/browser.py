@@ -1,4 +1,5 @@
-"""A browser without a window, for pages that ddpkit writes: what a page is like there, at some width.
+"""A browser without a window, for pages that ddpkit writes: what a page is like there, at some
+width.
 
 Where there is none its tests skip; with DDPKIT_REQUIRE_CLUSTERS=1 they fail, and as root on Debian
 ``python -m tests.clusters`` installs one.
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-#: Name of a program: the Debian package that brings it. fontconfig brings the font that pages are drawn with.
+#: Name of a program: the Debian package that brings it. fontconfig brings the font that pages are
+#: drawn with.
 PROGRAMS = {"chromium-headless-shell": "chromium-headless-shell", "fc-match": "fontconfig"}
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 REQUIRE = "DDPKIT_REQUIRE_CLUSTERS"
@@ -30,7 +32,7 @@ window.failures = [];
 addEventListener("error", (event) => window.failures.push(String(event.message || event.target.outerHTML)), true);
 addEventListener("unhandledrejection", (event) => window.failures.push(String(event.reason)));
 console.error = (...words) => window.failures.push(words.join(" "));
-</script>"""
+</script>"""  # noqa: E501
 
 # Goes after all else: uses everything that can be used, and writes down what was seen.
 USE = """<script>
@@ -66,7 +68,7 @@ addEventListener("load", () => {
   seen.loaded = performance.getEntriesByType("resource").length;
   root.dataset.seen = JSON.stringify(seen);
 });
-</script>"""
+</script>"""  # noqa: E501
 
 
 @dataclass

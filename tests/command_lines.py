@@ -1,4 +1,6 @@
-"""Command lines as tests parse them: beside a small YAML file, without a launcher and without GPUs."""
+"""Command lines as tests parse them: beside a small YAML file, without a launcher and without
+GPUs.
+"""
 
 from __future__ import annotations
 

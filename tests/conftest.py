@@ -14,8 +14,10 @@ import pytest
 from _pytest.doctest import DoctestModule
 from _pytest.mark.structures import ParameterSet
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
-os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
+# as `make test` has it, also where pytest is started by hand
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch asks for the name of each address; not every server answers
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 from ddpkit.logger import MultiProcessLoggerAdapter
 from tests import warm_starts
@@ -24,7 +26,8 @@ from tests.guards import Picture
 # The mark that all tests of a folder carry.
 MARKED_FOLDERS = {"faults": "faults", "clusters": "launch", "gpu": "gpu"}
 
-# How many parametrizations of a test with the mark may have other values than their first ones, if it is to be quick.
+# How many parametrizations of a test with the mark may have other values than their first ones, if
+# it is to be quick.
 QUICK_OF = {"grid": 1, "corner": 0}
 
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
@@ -41,7 +44,9 @@ def pytest_collect_file():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Let no collection of garbage walk what stays to the end: torch's modules, and thousands of tests."""
+    """Let no collection of garbage walk what stays to the end: torch's modules, and thousands of
+    tests.
+    """
     gc.disable()
     try:
         return (yield)
@@ -57,7 +62,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for mark in _marks_of_folders(item.path.parent, item.config.rootpath):
             item.add_marker(mark)
-        if any(item.get_closest_marker(mark) and _first_values_but(item) > most for mark, most in QUICK_OF.items()):
+        if any(
+            item.get_closest_marker(mark) and _first_values_but(item) > most
+            for mark, most in QUICK_OF.items()
+        ):
             item.add_marker("slow")
 
 
@@ -95,10 +103,15 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Give up where tests hang, which each takes its whole limit: a barrier that is missing would stop the suite."""
+    """Give up where tests hang, which each takes its whole limit: a barrier that is missing would
+    stop the suite.
+    """
     report = yield
     if report.failed and HUNG.search(str(call.excinfo.value) if call.excinfo else ""):
-        hung = item.session.stash[HUNG_TESTS] = [*item.session.stash.get(HUNG_TESTS, []), item.nodeid]
+        hung = item.session.stash[HUNG_TESTS] = [
+            *item.session.stash.get(HUNG_TESTS, []),
+            item.nodeid,
+        ]
         if len(hung) >= MAX_HUNG:
             item.session.shouldfail = f"{len(hung)} tests hung, which is enough: {', '.join(hung)}"
     return report
@@ -109,12 +122,17 @@ def pytest_sessionfinish():
 
 
 def pytest_configure(config) -> None:
-    """Hear SIGINT and SIGHUP, and so let what is started hear them: a background command, or nohup, ignores them.
+    """Hear SIGINT and SIGHUP, and so let what is started hear them: a background command, or nohup,
+    ignores them.
 
-    And let the import of ``ddpkit.speechbrain`` change nothing here: tests of it start processes of their own. The
-    process that warm ones are forked from is one for all processes that run tests side by side.
+    And let the import of ``ddpkit.speechbrain`` change nothing here: tests of it start processes of
+    their own. The process that warm ones are forked from is one for all processes that run tests
+    side by side.
     """
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
     os.environ["DDPKIT_SPEECHBRAIN"] = "0"
@@ -144,7 +162,9 @@ def _forget_warnings():
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Real ranks, started once: ``ranks.run(fn, *args, world_size=2)`` returns what each rank returned."""
+    """Real ranks, started once: ``ranks.run(fn, *args, world_size=2)`` returns what each rank
+    returned.
+    """
     from tests.rank_pool import RankPool
 
     pool = RankPool(timeout=300)  # for a run that hangs; a loaded machine takes its time

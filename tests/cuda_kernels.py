@@ -1,4 +1,6 @@
-"""What the CUDA kernels of batch normalisation compute, on a CPU, and as strict about dtypes as they are."""
+"""What the CUDA kernels of batch normalisation compute, on a CPU, and as strict about dtypes as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def elemt(x, weight, bias, mean, inverse_std, eps):
 def backward_reduce(grad, x, mean, inverse_std, weight, *wanted):
     assert grad.dtype == x.dtype
     assert {mean.dtype, inverse_std.dtype} == {_wide(x)}
-    assert wanted == (True, False, False), "the sums for the input's gradient; not that of weight, nor of bias"
+    assert wanted == (True, False, False), (
+        "the sums for the input's gradient; not that of weight, nor of bias"
+    )
     wide = grad.to(_wide(x))
     return wide.sum(_spans(x)), (wide * (x - _shaped(mean, x))).sum(_spans(x)), None, None
 
@@ -75,5 +79,7 @@ def as_on_cuda():
         for name, kernel in kernels.items():
             stack.enter_context(mock.patch.object(torch, name, kernel))
         stack.enter_context(mock.patch.object(syncbn, "_has_kernels", return_value=True))
-        stack.enter_context(mock.patch.object(syncbn, "_device_of", return_value=torch.device("cuda")))
+        stack.enter_context(
+            mock.patch.object(syncbn, "_device_of", return_value=torch.device("cuda"))
+        )
         yield

@@ -1,4 +1,6 @@
-"""Disks for tests: read-only, small, full. They are mounted, as nothing else stops root from writing."""
+"""Disks for tests: read-only, small, full. They are mounted, as nothing else stops root from
+writing.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
 def needs(*packages):
-    """Marks for a module whose tests import heavy packages, which a plain `make test` neither installs nor runs."""
+    """Marks for a module whose tests import heavy packages, which a plain `make test` neither
+    installs nor runs.
+    """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     reason = f"{', '.join(missing)}: in the extra `ecosystem`, pip install -e '.[ecosystem]'"
     return [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=reason)]
@@ -64,12 +66,18 @@ class Learner(Brain):
 def columns(number=SAMPLES):
     """Rows as a table of columns, as Hugging Face's datasets are made of."""
     inputs = torch.randn(number, 3, generator=torch.Generator().manual_seed(5))
-    return {"id": list(range(number)), "x": inputs.tolist(), "y": inputs.sum(1, keepdim=True).tolist()}
+    return {
+        "id": list(range(number)),
+        "x": inputs.tolist(),
+        "y": inputs.sum(1, keepdim=True).tolist(),
+    }
 
 
 def rows(number=SAMPLES):
     table = columns(number)
-    return [{name: torch.tensor(values[row]) for name, values in table.items()} for row in range(number)]
+    return [
+        {name: torch.tensor(values[row]) for name, values in table.items()} for row in range(number)
+    ]
 
 
 def train(folder, data, arguments, dies_at, options):
@@ -82,7 +90,13 @@ def train(folder, data, arguments, dies_at, options):
     brain.dies_at, brain.seen, brain.losses = dies_at, [], []
     train_set, kwargs = data(*arguments)
     try:
-        brain.fit(counter, train_set, rows(5), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 2})
+        brain.fit(
+            counter,
+            train_set,
+            rows(5),
+            train_loader_kwargs=kwargs,
+            valid_loader_kwargs={"batch_size": 2},
+        )
     except Killed:
         return None
     steps = {}
@@ -93,31 +107,42 @@ def train(folder, data, arguments, dies_at, options):
 
 
 def run_through_and_killed(ranks, folder, world, data, *arguments, dies_at=LATE, **options):
-    """Train once through; and once more, killed and started again with other Brains. Both are the same, bit for bit.
+    """Train once through; and once more, killed and started again with other Brains. Both are the
+    same, bit for bit.
 
     Returns:
         What rank 0 tells of the run that nobody killed.
     """
     given = {"world_size": world, "env": OFFLINE}
     through = ranks.run(train, str(folder / "through"), data, arguments, None, options, **given)
-    assert ranks.run(train, str(folder / "killed"), data, arguments, dies_at, options, **given) == [None] * world
+    assert (
+        ranks.run(train, str(folder / "killed"), data, arguments, dies_at, options, **given)
+        == [None] * world
+    )
     resumed = ranks.run(train, str(folder / "killed"), data, arguments, None, options, **given)
     for found, expected in zip(resumed, through, strict=True):
         assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
         assert found[1] == expected[1][-len(found[1]) :]
-        assert found[2].items() <= expected[2].items(), "the same samples in the steps that were left"
+        assert found[2].items() <= expected[2].items(), (
+            "the same samples in the steps that were left"
+        )
         assert len(found[2]) < len(expected[2]), "it went on in the middle"
     return through[0]
 
 
 def epochs(steps):
     """What was seen in each epoch, step by step."""
-    return [[seen for (epoch, _), seen in sorted(steps.items()) if epoch == one] for one in range(1, EPOCHS + 1)]
+    return [
+        [seen for (epoch, _), seen in sorted(steps.items()) if epoch == one]
+        for one in range(1, EPOCHS + 1)
+    ]
 
 
 def each_once(steps, samples=SAMPLES):
     """Whether every epoch has had each sample once."""
-    return all(Counter(chain.from_iterable(epoch)) == Counter(range(samples)) for epoch in epochs(steps))
+    return all(
+        Counter(chain.from_iterable(epoch)) == Counter(range(samples)) for epoch in epochs(steps)
+    )
 
 
 def assert_same_training(found, expected):

@@ -1,4 +1,6 @@
-"""What a test must leave as it found it: a picture of the process before it, compared with one after it."""
+"""What a test must leave as it found it: a picture of the process before it, compared with one
+after it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 
 def _excepthook() -> Any:
-    """Return the hook below that of ddpkit; ``None`` for torch's. Both come with a process group, to stay."""
+    """Return the hook below that of ddpkit; ``None`` for torch's. Both come with a process group,
+    to stay.
+    """
     hook = sys.excepthook
     while type(hook).__module__ == "ddpkit.control.failure":
         hook = hook.previous
@@ -65,7 +69,9 @@ def _excepthook() -> Any:
 
 
 def _root_handlers() -> list[logging.Handler]:
-    """Return the root logger's handlers, less those that pytest puts there and takes away for each phase."""
+    """Return the root logger's handlers, less those that pytest puts there and takes away for each
+    phase.
+    """
     return [h for h in logging.getLogger().handlers if not type(h).__module__.startswith("_pytest")]
 
 
@@ -149,8 +155,12 @@ def _describe(before: Any, after: Any) -> str:
     """Say what changed, for dicts by key alone."""
     if isinstance(before, dict) and isinstance(after, dict):
         missing = object()
-        keys = sorted(k for k in {*before, *after} if before.get(k, missing) != after.get(k, missing))
-        return ", ".join(f"{k}: {before.get(k, 'unset')!r} -> {after.get(k, 'unset')!r}" for k in keys)
+        keys = sorted(
+            k for k in {*before, *after} if before.get(k, missing) != after.get(k, missing)
+        )
+        return ", ".join(
+            f"{k}: {before.get(k, 'unset')!r} -> {after.get(k, 'unset')!r}" for k in keys
+        )
     return f"{before!r} -> {after!r}"
 
 

@@ -1,4 +1,6 @@
-"""Figures of the house: sizes of classes with what they inherit, of folders, layers and imports (``make house``)."""
+"""Figures of the house: sizes of classes with what they inherit, of folders, layers and imports
+(``make house``).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,12 @@ import ddpkit
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))  # a room may have folders of its own
+# a room may have folders of its own
+FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 PUBLIC_ROOMS = {"optim"}  # users import from them as from a module of the face
-FACE = sorted({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"} | PUBLIC_ROOMS)
+FACE = sorted(
+    {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"} | PUBLIC_ROOMS
+)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -60,7 +65,9 @@ def classes() -> list[type]:
     for module in pkgutil.walk_packages([str(PACKAGE)], "ddpkit."):
         if not module.name.endswith("__main__"):
             members = vars(importlib.import_module(module.name)).values()
-            found += [one for one in members if isinstance(one, type) and one.__module__ == module.name]
+            found += [
+                one for one in members if isinstance(one, type) and one.__module__ == module.name
+            ]
     return found
 
 
@@ -74,7 +81,12 @@ MODULES = sorted(module_name(path) for path in FILES if path.name != "__main__.p
 def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
     """Run Python with some arguments."""
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
 
 
@@ -107,8 +119,13 @@ def modules_per_folder() -> dict[str, int]:
 
 def pulled_in(module: str) -> int:
     """How many other modules of the package are loaded with one."""
-    script = f"import sys, ddpkit.{module}; print(sum(name.startswith('ddpkit.') for name in sys.modules) - 1)"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    script = (
+        f"import sys, ddpkit.{module}; print(sum(name.startswith('ddpkit.') for name in "
+        "sys.modules) - 1)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return int(found.stdout)
 
 
@@ -118,7 +135,12 @@ def homes() -> dict[tuple[str, str], str]:
     for stub in PACKAGE.glob("*/__init__.pyi"):
         for node in ast.parse(stub.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom):
-                found.update({(f"ddpkit.{stub.parent.name}", one.name): node.module or "" for one in node.names})
+                found.update(
+                    {
+                        (f"ddpkit.{stub.parent.name}", one.name): node.module or ""
+                        for one in node.names
+                    }
+                )
     return found
 
 
@@ -131,9 +153,16 @@ def longest_chain() -> list[str]:
         if module not in chains:
             chains[module] = []
             body = nodes_of(files[module])[0].body
-            names = [(node.module, one.name) for node in body if isinstance(node, ast.ImportFrom) for one in node.names]
+            names = [
+                (node.module, one.name)
+                for node in body
+                if isinstance(node, ast.ImportFrom)
+                for one in node.names
+            ]
             nexts = {
-                places.get(pair, f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0])
+                places.get(
+                    pair, f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0]
+                )
                 for pair in names
             }
             tails = [chain(name) for name in sorted(nexts & set(files) - {module, "ddpkit"})]
@@ -178,7 +207,9 @@ def circles_of_files() -> set[frozenset[str]]:
 
 
 def hidden_names() -> list[str]:
-    """Names that a package gives to others and one of its modules has too: importing the module hides the name."""
+    """Names that a package gives to others and one of its modules has too: importing the module
+    hides the name.
+    """
     return [
         f"{stub.parent.name}.{alias.name}"
         for stub in sorted(PACKAGE.rglob("__init__.pyi"))
@@ -186,41 +217,76 @@ def hidden_names() -> list[str]:
         for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if (stub.parent / alias.name).with_suffix(".py").exists() or (stub.parent / alias.name).is_dir()
+        if (stub.parent / alias.name).with_suffix(".py").exists()
+        or (stub.parent / alias.name).is_dir()
     ]
 
 
 def private_reaches() -> int:
     """How many lines reach into something private, outside ``compat``."""
-    return sum(source_of(path).count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
+    return sum(
+        source_of(path).count("noqa: SLF001") for path in FILES if path.parent.name != "compat"
+    )
 
 
 def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """The modules that a statement imports or imports from, ``from ddpkit import run`` as ``ddpkit.run``."""
+    """The modules that a statement imports or imports from, ``from ddpkit import run`` as
+    ``ddpkit.run``.
+    """
     if isinstance(node, ast.Import) or node.module == "ddpkit":
         prefix = "ddpkit." if isinstance(node, ast.ImportFrom) else ""
         return [prefix + one.name for one in node.names]
     return [node.module or ""]
 
 
-STATE_MAKERS = {"ContextVar", "ExitStack", "Lock", "RLock", "SimpleNamespace", "WeakKeyDictionary", "WeakSet", "deque"}
-CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "setdefault", "update"}
+STATE_MAKERS = {
+    "ContextVar",
+    "ExitStack",
+    "Lock",
+    "RLock",
+    "SimpleNamespace",
+    "WeakKeyDictionary",
+    "WeakSet",
+    "deque",
+}
+CHANGES = {
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+}
 
 
 def process_state(path: Path) -> set[str]:
-    """Names in a module whose values change while a process runs, or the classes whose attributes do.
+    """Names in a module whose values change while a process runs, or the classes whose attributes
+    do.
 
-    Found are: ``global``; attributes of a class of the module that are set by the class's name; in its body or that of
-    a class, a container that the module changes, an object of a class of the module, and one of ``STATE_MAKERS``.
+    Found are: ``global``; attributes of a class of the module that are set by the class's name; in
+    its body or that of a class, a container that the module changes, an object of a class of the
+    module, and one of ``STATE_MAKERS``.
     """
     nodes = nodes_of(path)
     classes = {node.name: node for node in nodes[0].body if isinstance(node, ast.ClassDef)}
-    targets = [one for node in nodes for one in getattr(node, "targets", [getattr(node, "target", None)])]
-    calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    targets = [
+        one for node in nodes for one in getattr(node, "targets", [getattr(node, "target", None)])
+    ]
+    calls = [
+        node.func
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
     changed = {ast.unparse(one.value) for one in targets if isinstance(one, ast.Subscript)}
     changed |= {ast.unparse(one.value) for one in calls if one.attr in CHANGES}
     found = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    found |= {ast.unparse(one.value) for one in targets if isinstance(one, ast.Attribute)} & set(classes)
+    found |= {ast.unparse(one.value) for one in targets if isinstance(one, ast.Attribute)} & set(
+        classes
+    )
 
     def lasts(name: str, value: ast.expr, owner: str) -> bool:
         names = {f"{one}.{name}" for one in (owner, "cls", "self")} if owner else {name}
@@ -229,14 +295,26 @@ def process_state(path: Path) -> set[str]:
         return made in STATE_MAKERS | set(classes) or (is_container and bool(names & changed))
 
     for owner, body in [("", nodes[0].body), *((name, one.body) for name, one in classes.items())]:
-        given = [node for node in body if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None]
-        names = {ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target): node for node in given}
+        given = [
+            node
+            for node in body
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+        ]
+        names = {
+            ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target): node
+            for node in given
+        }
         found |= {owner or name for name, node in names.items() if lasts(name, node.value, owner)}
     return {f"{module_name(path).removeprefix('ddpkit.')}.{name}" for name in found}
 
 
 def layers() -> int:
-    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
+    contract = (
+        (ROOT / "pyproject.toml")
+        .read_text(encoding="utf-8")
+        .partition("layers = [")[2]
+        .partition("]")[0]
+    )
     return sum(line.strip().startswith('"') for line in contract.splitlines())
 
 
@@ -262,6 +340,7 @@ def figures() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    os.environ["DDPKIT_SPEECHBRAIN"] = "0"  # importing ddpkit.speechbrain, as `classes` does, then changes nothing
+    # importing ddpkit.speechbrain, as `classes` does, then changes nothing
+    os.environ["DDPKIT_SPEECHBRAIN"] = "0"
     for name, number in figures().items():
         print(f"{number:>7,}  {name}")

@@ -20,21 +20,37 @@ from tests.warm_starts import MARKER, WarmProcess
 
 BIN = Path(sys.executable).parent
 POLL_SECONDS = 0.05
-# Tests wait for events. On a loaded machine an event may take so many times longer than on an idle one before it is
-# given up. How many seconds a fault really takes is measured in the table of faults (`make faults`).
+# Tests wait for events. On a loaded machine an event may take so many times longer than on an idle
+# one before it is given up. How many seconds a fault really takes is measured in the table of
+# faults (`make faults`).
 PATIENCE = 5.0
 
-# What a launcher or a test of this process must not hand down to the processes that are started here.
-NOT_HANDED_DOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+# What a launcher or a test of this process must not hand down to the processes that are started
+# here.
+NOT_HANDED_DOWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 
 
-# One node alone need not tell others that it is alive: torchrun leaves the thread for it running when a signal ends it,
-# and aborts, with code -6, if that is in a call of the store then.
+# One node alone need not tell others that it is alive: torchrun leaves the thread for it running
+# when a signal ends it, and aborts, with code -6, if that is in a call of the store then.
 ALIVE_ONCE_A_DAY = "--rdzv-conf=keep_alive_interval=86400"
 
 
 def torchrun(processes: int, *words: str) -> list[str]:
-    return [str(BIN / "torchrun"), "--standalone", ALIVE_ONCE_A_DAY, f"--nproc_per_node={processes}", *words]
+    return [
+        str(BIN / "torchrun"),
+        "--standalone",
+        ALIVE_ONCE_A_DAY,
+        f"--nproc_per_node={processes}",
+        *words,
+    ]
 
 
 def python(*words: str) -> list[str]:
@@ -42,7 +58,9 @@ def python(*words: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Find a port that nobody listens at, below those that the system gives to whoever asks for any."""
+    """Find a port that nobody listens at, below those that the system gives to whoever asks for
+    any.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as sock:
@@ -51,12 +69,16 @@ def free_port() -> int:
 
 
 def soon(began: float, seconds: float) -> bool:
-    """Say whether no more time has gone by than an event may take that takes so many seconds on an idle machine."""
+    """Say whether no more time has gone by than an event may take that takes so many seconds on an
+    idle machine.
+    """
     return time.monotonic() - began < seconds * PATIENCE
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    """Say whether a condition came true in the time that it may take where it takes so long on an idle machine."""
+    """Say whether a condition came true in the time that it may take where it takes so long on an
+    idle machine.
+    """
     end = time.monotonic() + seconds * PATIENCE
     while not condition():
         if time.monotonic() > end:
@@ -66,22 +88,26 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def _environments() -> Iterator[tuple[int, bytes]]:
-    for folder in Path("/proc").glob("[0-9]*"):  # one of "*/environ" fails where a process ends meanwhile
+    # one of "*/environ" fails where a process ends meanwhile
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
             yield int(folder.name), folder.joinpath("environ").read_bytes()
         except OSError:  # it has ended meanwhile
             continue
 
 
-CPP_LINE = re.compile(r"(frame #\d+: |\[[WE]\d+ .*\.cpp:\d+\]|Exception raised from .*\.[ch]pp:\d+ )")
+CPP_LINE = re.compile(
+    r"(frame #\d+: |\[[WE]\d+ .*\.cpp:\d+\]|Exception raised from "
+    r".*\.[ch]pp:\d+ )"
+)
 
 
 @dataclass
 class Run:
     """A command and all processes that come from it, known by a marker in their environment.
 
-    With ``warm``, a Python command is forked from a process that has imported torch, and so are torchrun's ranks: a
-    test of what the processes do then takes a second, and not ten.
+    With ``warm``, a Python command is forked from a process that has imported torch, and so are
+    torchrun's ranks: a test of what the processes do then takes a second, and not ten.
     """
 
     command: Sequence[str]
@@ -92,7 +118,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.marker = uuid.uuid4().hex
-        inherited = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_DOWN}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in NOT_HANDED_DOWN
+        }
         environment = {**inherited, "OMP_NUM_THREADS": "1", **self.environment, MARKER: self.marker}
         self.paths = [self.folder / f"{self.name}.stdout", self.folder / f"{self.name}.stderr"]
         with self.paths[0].open("wb") as out, self.paths[1].open("wb") as err:
@@ -120,12 +148,15 @@ class Run:
         wanted = f"{MARKER}={self.marker}".encode()
         marked = {pid for pid, environment in _environments() if wanted in environment.split(b"\0")}
         if self.process.poll() is None:
-            marked.add(self.process.pid)  # its environment cannot be read yet in the first moment after its start
+            # its environment cannot be read yet in the first moment after its start
+            marked.add(self.process.pid)
         return sorted(marked)
 
     @property
     def lines(self) -> list[str]:
-        """What it told, without the lines in which threads of torch tell where in C++ a connection ended."""
+        """What it told, without the lines in which threads of torch tell where in C++ a connection
+        ended.
+        """
         return [line for line in self.err.splitlines() if line.strip() and not CPP_LINE.match(line)]
 
     def tail(self, lines: int = 15) -> str:
@@ -135,7 +166,9 @@ class Run:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = 60.0) -> Run:
-        """Wait until no process is left; kill what is left after so many seconds (of an idle machine) and fail."""
+        """Wait until no process is left; kill what is left after so many seconds (of an idle
+        machine) and fail.
+        """
         gone = wait_until(lambda: not self.alive(), seconds)
         self.seconds = time.monotonic() - self.started
         left = self.alive()
@@ -152,8 +185,19 @@ def start_by_hand(
 ) -> list[Run]:
     """Start ranks with the plain variables and no launcher."""
     port = str(free_port())
-    common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    common = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        **environment,
+    }
     return [
-        Run(command, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, f"rank{rank}", warm=warm)
+        Run(
+            command,
+            folder,
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            f"rank{rank}",
+            warm=warm,
+        )
         for rank in range(processes)
     ]

@@ -1,9 +1,9 @@
 """Real ranks for tests: processes that start once and run many functions.
 
-Importing torch costs each process seconds; running a function on ranks that are there already costs milliseconds. On
-Linux the ranks are forked from a process that has imported torch, so that a pool which starts again is back at once;
-they share its hash seed. Every run gets a process group of its own on a store that the pool hosts, as torchrun's agent
-does.
+Importing torch costs each process seconds; running a function on ranks that are there already costs
+milliseconds. On Linux the ranks are forked from a process that has imported torch, so that a pool
+which starts again is back at once; they share its hash seed. Every run gets a process group of its
+own on a store that the pool hosts, as torchrun's agent does.
 """
 
 from __future__ import annotations
@@ -95,13 +95,15 @@ class RankPool:
     """Processes that run functions as the ranks of a distributed run (gloo, on the CPU).
 
     Args:
-        timeout: seconds after which a run counts as hung; its processes are killed and replaced. The start of the
-            processes does not count.
+        timeout: seconds after which a run counts as hung; its processes are killed and replaced.
+            The start of the processes does not count.
 
     Ranks: local; the functions run on ranks of their own.
 
     Example:
-        >>> with RankPool() as ranks:  # starts two processes, which takes some seconds  # doctest: +SKIP
+        >>> with (
+        ...     RankPool() as ranks
+        ... ):  # starts two processes, which takes some seconds  # doctest: +SKIP
         ...     ranks.run(os.getenv, "RANK", world_size=2)
         ['0', '1']
     """
@@ -122,7 +124,9 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., T], *args: Any, world_size: int = 2, **options: Any) -> list[T]:
+    def run(
+        self, function: Callable[..., T], *args: Any, world_size: int = 2, **options: Any
+    ) -> list[T]:
         """Run a module-level function on every rank and return what each returned.
 
         Args:
@@ -157,7 +161,8 @@ class RankPool:
             function: importable by name in another process.
             args: its arguments.
             world_size: number of ranks.
-            init: start the default process group first; otherwise only the launcher's environment is set.
+            init: start the default process group first; otherwise only the launcher's environment
+                is set.
             env: further environment variables.
             timeout: seconds; the pool's own by default.
 
@@ -182,7 +187,9 @@ class RankPool:
                 except EOFError:
                     found[rank] = _died(self._workers[rank][0])
         for rank in waiting.values():
-            found[rank] = RankOutcome(ok=False, error_type="Hang", error="did not return in time", is_spent=True)
+            found[rank] = RankOutcome(
+                ok=False, error_type="Hang", error="did not return in time", is_spent=True
+            )
         if any(outcome.is_spent for outcome in found.values()):
             self._dump_stacks(waiting.values())
             self.close()
@@ -209,7 +216,8 @@ class RankPool:
             if process.pid is not None and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGABRT)
-                process.join(timeout=CLOSE_SECONDS)  # one after the other, so that the lines do not mix
+                # one after the other, so that the lines do not mix
+                process.join(timeout=CLOSE_SECONDS)
 
     def _environment(self, rank: int, world_size: int) -> dict[str, str]:
         return {
@@ -227,12 +235,20 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         if self._store is None:
             self._store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=30),
             )
-            atexit.register(self.close)  # before multiprocessing waits for the processes, which wait for the pool
+            # before multiprocessing waits for the processes, which wait for the pool
+            atexit.register(self.close)
         new = range(len(self._workers), world_size)
-        # Not the seed of the test in which the pool starts: each rank may be started in another one.
-        inherited = {name: value for name, value in os.environ.items() if not name.endswith("_GLOBAL_SEED")}
+        # Not the seed of the test in which the pool starts: each rank may be started in another
+        # one.
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.endswith("_GLOBAL_SEED")
+        }
         here = (list(sys.path), inherited, multiprocessing.get_start_method())
         for _ in new:
             ours, theirs = self._context.Pipe()
@@ -263,7 +279,9 @@ def _died(process: BaseProcess, what: str = "") -> RankOutcome:
     return RankOutcome(ok=False, error_type="Died", error=error, is_spent=True)
 
 
-def _serve(connection: Connection, path: list[str], environment: dict[str, str], start_method: str) -> None:
+def _serve(
+    connection: Connection, path: list[str], environment: dict[str, str], start_method: str
+) -> None:
     """Run functions until the pool closes the connection."""
     sys.path[:] = path
     os.environ.clear()  # the forked process may have an older environment
@@ -283,14 +301,16 @@ def _serve(connection: Connection, path: list[str], environment: dict[str, str],
         except EOFError:
             return
         outcome = _outcome(function, args, environment, init=init)
-        # DDP goes before its group: as the last to hold it, it would wait for gloo's thread and keep the interpreter,
-        # which that thread may need to drop a gradient's context (https://github.com/pytorch/pytorch/issues/56297).
+        # DDP goes before its group: as the last to hold it, it would wait for gloo's thread and
+        # keep the interpreter, which that thread may need to drop a gradient's context
+        # (https://github.com/pytorch/pytorch/issues/56297).
         gc.collect()
         if not _destroy_group() or outcome.is_spent:
             connection.send(dataclasses.replace(outcome, is_spent=True))
             os._exit(1)
-        # What else held a group: other ranks may wait at its connections; and a loader's worker that is forked later
-        # must not be the one that collects it, without the threads that it had.
+        # What else held a group: other ranks may wait at its connections; and a loader's worker
+        # that is forked later must not be the one that collects it, without the threads that it
+        # had.
         gc.collect()
         connection.send(outcome)
 
@@ -305,9 +325,14 @@ def _outcome(
             return RankOutcome(ok=True, value=function(*args))
     except Exception as error:  # noqa: BLE001 -- handed to the caller, who raises it
         trace = "".join(traceback.format_exception(error))
-        # Without a process group torch has counted a group that the other ranks do not know: its keys would differ.
+        # Without a process group torch has counted a group that the other ranks do not know: its
+        # keys would differ.
         return RankOutcome(
-            ok=False, error_type=type(error).__name__, error=str(error), trace=trace, is_spent=not has_begun
+            ok=False,
+            error_type=type(error).__name__,
+            error=str(error),
+            trace=trace,
+            is_spent=not has_begun,
         )
 
 
@@ -337,7 +362,9 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
 
 
 def _destroy_group() -> bool:
-    """Destroy the process group; say whether that came to an end, which another rank that is stuck can prevent."""
+    """Destroy the process group; say whether that came to an end, which another rank that is stuck
+    can prevent.
+    """
     if not dist.is_initialized():
         return True
     destroyer = threading.Thread(target=dist.destroy_process_group, daemon=True)
@@ -348,11 +375,16 @@ def _destroy_group() -> bool:
 
 def _init_group() -> None:
     client = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=30),
     )
     store = dist.PrefixStore(f"run{os.environ['TORCHELASTIC_RESTART_COUNT']}", client)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=30)
+    )
     # A rank that is done at once must not close its connections while another still makes its own.
     store.set(f"connected{rank}", "")
     store.wait([f"connected{other}" for other in range(world_size)], timedelta(seconds=30))

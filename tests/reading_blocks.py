@@ -6,7 +6,9 @@ NAME = slice(2, 13)
 
 
 def block_rows(text):
-    """Return the rows of all blocks in a text, by name; the lines of a row are joined, and paths in them."""
+    """Return the rows of all blocks in a text, by name; the lines of a row are joined, and paths in
+    them.
+    """
     rows = {}
     name = ""
     for line in text.splitlines():

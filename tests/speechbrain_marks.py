@@ -1,7 +1,8 @@
-"""What SpeechBrain leaves on classes and in modules, for tests without it: its marks and its main-only calls.
+"""What SpeechBrain leaves on classes and in modules, for tests without it: its marks and its
+main-only calls.
 
-The attributes and the behaviour are those of ``speechbrain.utils.checkpoints`` and ``speechbrain.utils.distributed``,
-versions 1.0.3 to 1.1.2.
+The attributes and the behaviour are those of ``speechbrain.utils.checkpoints`` and
+``speechbrain.utils.distributed``, versions 1.0.3 to 1.1.2.
 """
 
 from __future__ import annotations
@@ -46,14 +47,18 @@ def broadcast(value):
 
 
 def main_only_module():
-    """Make a module with SpeechBrain's ``main_process_only``, to be put where SpeechBrain has it."""
+    """Make a module with SpeechBrain's ``main_process_only``, to be put where SpeechBrain has
+    it.
+    """
     module = types.ModuleType(DISTRIBUTED)
     exec(compile(_SOURCE, DISTRIBUTED, "exec"), module.__dict__)
     return module
 
 
 def mark(role):
-    """Mark a method as SpeechBrain's ``mark_as_saver``, ``mark_as_loader`` and ``mark_as_transfer`` do."""
+    """Mark a method as SpeechBrain's ``mark_as_saver``, ``mark_as_loader`` and ``mark_as_transfer``
+    do.
+    """
 
     def decorate(method):
         setattr(method, f"_speechbrain_{role}", True)
@@ -63,7 +68,9 @@ def mark(role):
 
 
 class Normalization(torch.nn.Module):
-    """As SpeechBrain's InputNormalization: a module that keeps statistics which its ``state_dict`` does not hold."""
+    """As SpeechBrain's InputNormalization: a module that keeps statistics which its ``state_dict``
+    does not hold.
+    """
 
     def __init__(self):
         super().__init__()

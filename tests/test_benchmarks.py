@@ -36,7 +36,13 @@ def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two():
 
 @pytest.mark.slow
 def test_the_first_step_is_timed_in_fresh_processes():
-    command = [sys.executable, str(BENCHMARKS[0].parent / "first_step.py"), "--turns", "1", "--cpu_time"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS[0].parent / "first_step.py"),
+        "--turns",
+        "1",
+        "--cpu_time",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert re.match(r"by hand \d\.\d+ s, ddpkit \d\.\d+ s, ratio [012]\.\d+ ", done.stdout)
@@ -46,7 +52,9 @@ def test_the_first_step_is_timed_in_fresh_processes():
 def test_planted_faults_are_named_and_a_clean_run_on_a_busy_machine_is_left_alone():
     command = [sys.executable, "-m", "benchmarks.planted_delays", "--short"]
     root = BENCHMARKS[0].parents[1]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=root)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=560, check=False, cwd=root
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 faults named; 0 of 1 clean runs had a verdict" in done.stdout
 
@@ -61,7 +69,14 @@ def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_benchmark_of_gpus_runs_on_a_cpu_and_ends_with_the_bits_of_the_loop_by_hand(processes):
-    command = [sys.executable, str(BENCHMARKS[0].parent / "gpu.py"), "--device", "cpu", "--processes", str(processes)]
+    command = [
+        sys.executable,
+        str(BENCHMARKS[0].parent / "gpu.py"),
+        "--device",
+        "cpu",
+        "--processes",
+        str(processes),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     rows = {line[:32].strip(): line[32:].strip() for line in done.stdout.splitlines()[2:]}

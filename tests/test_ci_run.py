@@ -1,4 +1,6 @@
-"""`.ci/run`: the suite runs in a clone named ddpkit, as README has it, whatever the checkout's folder is called."""
+"""`.ci/run`: the suite runs in a clone named ddpkit, as README has it, whatever the checkout's
+folder is called.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ check:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Return a function that makes a checkout: `.ci/run` with a suite that takes no time, and fails."""
+    """Return a function that makes a checkout: `.ci/run` with a suite that takes no time, and
+    fails.
+    """
 
     def make(name):
         folder = tmp_path / name

@@ -61,7 +61,8 @@ def _set_dtype():
     ],
 )
 def test_a_leak_is_named_and_put_back(leak, says, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # where torch's is in place, any may follow
+    # where torch's is in place, any may follow
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     picture = Picture()
     leak()
     leaks = picture.leaks()

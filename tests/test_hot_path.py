@@ -1,8 +1,9 @@
 """What a step costs where the machine does not matter, with a bound beside each figure.
 
-Python calls, allocations and reads by the host are counted against the loop by hand of ``benchmarks/loop_overhead.py``:
-what a pass has more than one of half its length, so that what belongs to a pass counts nothing. Collectives are
-counted on two ranks: those of a step, and those of an epoch beside its steps.
+Python calls, allocations and reads by the host are counted against the loop by hand of
+``benchmarks/loop_overhead.py``: what a pass has more than one of half its length, so that what
+belongs to a pass counts nothing. Collectives are counted on two ranks: those of a step, and those
+of an epoch beside its steps.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ STEPS = 64
 STEPS_OF_TWO = 48  # on two ranks
 # A bound is a little above the figure of torch 2.13. It goes down when the figure does.
 # 104 with torch 2.13, some fewer with 2.14.
-FEWER_THAN_BY_HAND = 90  # calls; a difference, because what torch adds to a step in a long-lived process is in both
+# calls; a difference, because what torch adds to a step in a long-lived process is in both
+FEWER_THAN_BY_HAND = 90
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
 MOST_CALLS = 330  # 246, on one process
 MOST_MORE_IF_SAMPLED = 2  # calls of a step that is not measured: 1, with --measure_steps=sampled
-MOST_MORE_ON_TWO_RANKS = {1: -40, 8: -5}  # by batches per step: 375 calls of 416, 221 of 228; without syncs
-PER_EPOCH = {"c10d::alltoall_base_": 3}  # training: samples before the pass, sums after it; validation: sums
-MOST_MORE_IN_VALIDATION = 33  # 96 calls, 64 by hand; without loader workers, which look after random numbers
-MOST_PER_PASS = 1700  # 1,299 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
+# by batches per step: 375 calls of 416, 221 of 228; without syncs
+MOST_MORE_ON_TWO_RANKS = {1: -40, 8: -5}
+# training: samples before the pass, sums after it; validation: sums
+PER_EPOCH = {"c10d::alltoall_base_": 3}
+# 96 calls, 64 by hand; without loader workers, which look after random numbers
+MOST_MORE_IN_VALIDATION = 33
+# 1,299 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
+MOST_PER_PASS = 1700
 
 LOCAL_SGD = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 4}
 BENCHMARK = str(Path(__file__).parents[1] / "benchmarks/loop_overhead.py")
@@ -70,7 +76,9 @@ def passes(loops, monkeypatch):
 
     def passes_of(steps):
         data = range(steps * loops["BATCH"])
-        train, valid = (brain.make_dataloader(data, stage, **options) for stage in (Stage.TRAIN, Stage.VALID))
+        train, valid = (
+            brain.make_dataloader(data, stage, **options) for stage in (Stage.TRAIN, Stage.VALID)
+        )
         by_hand = DataLoader(data, **options)
         return {
             "train": lambda: brain._fit_train(train, 1, enable=False),
@@ -157,7 +165,7 @@ def test_a_step_leaves_no_python_objects(passes, stage):
     assert min(left) < STEPS, left
 
 
-# ---------------------------------------------------------------------------------------------- two ranks
+# ---------------------------------------------------------------------------------------- two ranks
 
 
 def counted_reads(run, _):
@@ -246,7 +254,12 @@ def count_collectives(layers, options, epochs, steps):
         brain = make(Regression, net=net, **options)
         measured = mock.patch.object(speed_report, "filled_slots", wraps=speed_report.filled_slots)
         with measured as rows, profile(acc_events=False) as profiler:
-            brain.fit(range(1, epochs + 1), points(4 * steps), points(8), train_loader_kwargs={"batch_size": 2})
+            brain.fit(
+                range(1, epochs + 1),
+                points(4 * steps),
+                points(8),
+                train_loader_kwargs={"batch_size": 2},
+            )
     finally:
         stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = real
     found = Counter(event.name() for event in profiler.profiler.kineto_results.events())
@@ -269,10 +282,12 @@ def count_collectives(layers, options, epochs, steps):
 def test_collectives_of_a_step_and_of_an_epoch(ranks, layers, options, per_step, more_per_epoch):
     """One for the gradients, and two for each BatchNorm but the first, whose input has no gradient.
 
-    Where each rank has statistics of its own, they are sent once an epoch. Post-local SGD sends no gradients: after
-    four steps a few counts, and the weights.
+    Where each rank has statistics of its own, they are sent once an epoch. Post-local SGD sends no
+    gradients: after four steps a few counts, and the weights.
     """
     sizes = ((1, 4), (1, 8), (2, 4))  # epochs, steps
-    begun, longer, twice = (ranks.run(count_collectives, layers, options, *size)[0] for size in sizes)
+    begun, longer, twice = (
+        ranks.run(count_collectives, layers, options, *size)[0] for size in sizes
+    )
     assert longer - begun == {name: 4 * count for name, count in per_step.items()}
     assert twice - begun - (longer - begun) == PER_EPOCH | more_per_epoch

@@ -1,9 +1,9 @@
 """The house: lengths of functions, rooms and layers, and what every module must say.
 
-Docstrings do not count in any size. Cyclomatic complexity (C901) and the number of arguments (PLR0913) are
-ruff's to count, in ``make lint``, with the limits of pyproject.toml. Here ruff runs once more for the
-complexity, without looking at any ``noqa``; a ``noqa`` for the arguments (the recipe contract has long
-signatures) must give its reason.
+Docstrings do not count in any size. Cyclomatic complexity (C901) and the number of arguments
+(PLR0913) are ruff's to count, in ``make lint``, with the limits of pyproject.toml. Here ruff runs
+once more for the complexity, without looking at any ``noqa``; a ``noqa`` for the arguments (the
+recipe contract has long signatures) must give its reason.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ def lines_of(node):
     return node.end_lineno - node.lineno + 1 - docstring_lines(node)
 
 
-# ---------------------------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
 
 
 def test_functions_are_short(sources):
     too_long = [
-        f"{named(path)}:{node.lineno}: {node.name}: {lines_of(node)} lines, at most {MAX_FUNCTION_LINES}"
+        (
+            f"{named(path)}:{node.lineno}: {node.name}: {lines_of(node)} lines, at most "
+            f"{MAX_FUNCTION_LINES}"
+        )
         for path, nodes in sources
         for node in nodes
         if isinstance(node, FUNCTIONS) and lines_of(node) > MAX_FUNCTION_LINES
@@ -106,7 +109,7 @@ def test_more_arguments_only_with_a_reason():
     assert not wrong, "give the reason after ` -- `:\n" + "\n".join(wrong)
 
 
-# ----------------------------------------------------------------------------------------------------- rooms and layers
+# --------------------------------------------------------------------------------- rooms and layers
 
 
 def test_the_brain_inherits_from_nothing_and_no_class_is_large_with_what_it_inherits():
@@ -120,7 +123,9 @@ def test_nothing_reaches_into_something_private_outside_of_compat():
 
 
 def test_imports_go_downward_only():
-    checked = run_tool("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    checked = run_tool(
+        "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -154,7 +159,12 @@ def test_a_package_is_imported_through_its_init_and_not_past_it(sources):
 
 
 def test_modules_import_from_modules_and_not_from_the_package(sources):
-    nodes = [(path, node) for path, all_of_it in sources if path != PACKAGE / "__init__.py" for node in all_of_it]
+    nodes = [
+        (path, node)
+        for path, all_of_it in sources
+        if path != PACKAGE / "__init__.py"
+        for node in all_of_it
+    ]
     wrong = [
         f"{named(path)}:{node.lineno}: from ddpkit import {alias.name}"
         for path, node in nodes
@@ -170,22 +180,35 @@ def test_modules_import_from_modules_and_not_from_the_package(sources):
     assert not wrong, "\n".join(wrong)
 
 
-# What belongs to a process, and so to no Brain and no process group. Everything else that changes is in an object.
+# What belongs to a process, and so to no Brain and no process group. Everything else that changes
+# is in an object.
 PROCESS_STATE = {
     "augmentation._NOW": "which sample this process, a loader's worker perhaps, is loading",
     "augmentation._STREAMS": "the global random streams, seen from outside",
-    "base.failure_report.PROCESS": "how this process came to be, and who hears of its failure: there before any group",
+    "base.failure_report.PROCESS": (
+        "how this process came to be, and who hears of its failure: there before any group"
+    ),
     "base.position.POSITION": "where this process is; told after its death",
     "base.waiting_marks._READING": "functions, which are marked as they are defined",
     "base.waiting_marks._WAITING": "likewise",
-    "base.waits.WAITS": "who is told where this process waits for others; that may be anywhere below a step",
-    "checkpointing.async_save.BackgroundSave": "threads that write: a second checkpointer on the folder waits for them",
+    "base.waits.WAITS": (
+        "who is told where this process waits for others; that may be anywhere below a step"
+    ),
+    "checkpointing.async_save.BackgroundSave": (
+        "threads that write: a second checkpointer on the folder waits for them"
+    ),
     "checkpointing.storage._HELD": "locks of folders, which a process has once",
     "checkpointing.storage._MUTEX": "guards them",
-    "checkpointing.storage.FILES": "the file operations, a stand-in in tests of faults; holds nothing",
-    "checkpoints.Checkpointer": "load_mode, by a function of SpeechBrain's that means the whole process",
+    "checkpointing.storage.FILES": (
+        "the file operations, a stand-in in tests of faults; holds nothing"
+    ),
+    "checkpoints.Checkpointer": (
+        "load_mode, by a function of SpeechBrain's that means the whole process"
+    ),
     "comm.mailbox._runtime": "the one Runtime, of the default process group",
-    "comm.tensor_sums._lately_used": "tensors that no thread may delete before a fork, whatever their group",
+    "comm.tensor_sums._lately_used": (
+        "tensors that no thread may delete before a fork, whatever their group"
+    ),
     "compat.forkservers._MUTEX": "guards a function of multiprocessing",
     "compat.forkservers._SERVERS": "forkservers belong to the process that has started them",
     "control.signals._Here": "loader workers belong to the process that has started them",
@@ -205,11 +228,22 @@ PROCESS_STATE = {
 
 def test_what_changes_belongs_to_an_object_or_is_known_to_belong_to_the_process():
     found = set().union(*map(house.process_state, FILES))
-    assert found == set(PROCESS_STATE), "give it to an object, or to Runtime if it belongs to a process group"
+    assert found == set(PROCESS_STATE), (
+        "give it to an object, or to Runtime if it belongs to a process group"
+    )
 
 
-# Imports of a package from tests that do not stand beside it, but in a folder of promises. None may be added.
-MOST_LOOKS_INSIDE = {"contract": 8, "examples": 0, "faults": 12, "golden": 0, "gpu": 2, "ranks": 37, "unit": 11}
+# Imports of a package from tests that do not stand beside it, but in a folder of promises. None may
+# be added.
+MOST_LOOKS_INSIDE = {
+    "contract": 8,
+    "examples": 0,
+    "faults": 12,
+    "golden": 0,
+    "gpu": 2,
+    "ranks": 37,
+    "unit": 11,
+}
 
 
 @pytest.mark.parametrize("folder", MOST_LOOKS_INSIDE)
@@ -223,7 +257,9 @@ def test_tests_of_promises_use_the_face(folder):
         for name in house.imported_names(node)
         if name.startswith("ddpkit.") and name.split(".")[1] in inside
     ]
-    assert len(seen) == MOST_LOOKS_INSIDE[folder], "fewer? lower the number; more? use the face:\n" + "\n".join(seen)
+    assert len(seen) == MOST_LOOKS_INSIDE[folder], (
+        "fewer? lower the number; more? use the face:\n"
+    ) + "\n".join(seen)
 
 
 def test_only_commands_print_or_exit(sources):
@@ -232,21 +268,38 @@ def test_only_commands_print_or_exit(sources):
         for path, nodes in sources
         if PACKAGE / "cli" not in path.parents and path.name != "__main__.py"
         for node in nodes
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "quit"}
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"print", "sys.exit", "exit", "quit"}
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_module_is_in_the_reference_once_on_the_page_of_its_package():
-    pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
-    found = [(name, page) for page, text in pages.items() for name in re.findall(r"module:: (ddpkit\S*)", text)]
+    pages = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in (ROOT / "docs" / "reference").glob("*.md")
+    }
+    found = [
+        (name, page)
+        for page, text in pages.items()
+        for name in re.findall(
+            r"module:: "
+            r"(ddpkit\S*)",
+            text,
+        )
+    ]
     page_of = dict(found)
     assert sorted(name for name, _ in found) == [name for name in MODULES if name != "ddpkit"]
-    assert [name for name in page_of if page_of[name] != page_of[".".join(name.split(".")[:2])]] == []
-    assert [page for page, text in pages.items() if not re.match(r"# .*\n\n\w|# .*\n\n`", text)] == []  # what it is for
+    assert [
+        name for name in page_of if page_of[name] != page_of[".".join(name.split(".")[:2])]
+    ] == []
+    # what it is for
+    assert [
+        page for page, text in pages.items() if not re.match(r"# .*\n\n\w|# .*\n\n`", text)
+    ] == []
 
 
-# ----------------------------------------------------------------------------------------------------------- docstrings
+# --------------------------------------------------------------------------------------- docstrings
 
 
 def public_nodes(tree):
@@ -269,6 +322,8 @@ def test_docstrings_say_which_ranks(sources):
         for path, (tree, *_) in sources
         if path.stem not in DECLARATIONS and room_of(path) != "cli"  # a command runs in one process
         for node in public_nodes(tree)
-        if not is_overload(node) and not is_exception(node) and "Ranks:" not in (ast.get_docstring(node) or "")
+        if not is_overload(node)
+        and not is_exception(node)
+        and "Ranks:" not in (ast.get_docstring(node) or "")
     ]
     assert not missing, "\n".join(missing)

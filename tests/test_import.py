@@ -12,7 +12,7 @@ import pytest
 import ddpkit
 from tests.house import FACE, FOLDERS, MODULES, PACKAGE, run_tool
 
-# ------------------------------------------------------------------------------------------------------------- the face
+# ----------------------------------------------------------------------------------------- the face
 
 
 def test_all_is_sorted_and_every_name_resolves():
@@ -26,7 +26,9 @@ def test_all_is_sorted_and_every_name_resolves():
 def test_a_module_of_the_face_says_which_of_its_names_are_for_users(module):
     imported = importlib.import_module(f"ddpkit.{module}")
     # constants, classes, functions: as ruff sorts them
-    assert imported.__all__ == sorted(set(imported.__all__), key=lambda name: (not name.isupper(), name))
+    assert imported.__all__ == sorted(
+        set(imported.__all__), key=lambda name: (not name.isupper(), name)
+    )
     assert [name for name in imported.__all__ if not hasattr(imported, name)] == []
 
 
@@ -60,7 +62,9 @@ def test_the_version_is_the_installed_one():
     assert version("ddpkit") == ddpkit.__version__
 
 
-@pytest.mark.parametrize("path", ["core.Stage", "core.Brain", "utils.distributed.run_on_main", "dataio.dataloader"])
+@pytest.mark.parametrize(
+    "path", ["core.Stage", "core.Brain", "utils.distributed.run_on_main", "dataio.dataloader"]
+)
 def test_names_of_ported_recipes_lead_here(path):
     found = ddpkit
     for name in path.split("."):
@@ -69,7 +73,7 @@ def test_names_of_ported_recipes_lead_here(path):
     assert not hasattr(ddpkit.core, "no_such_name")
 
 
-# -------------------------------------------------------------------------------------------- importing changes nothing
+# ------------------------------------------------------------------------ importing changes nothing
 
 
 def in_a_fresh_interpreter(script):
@@ -101,7 +105,9 @@ for number, script in enumerate(sys.argv[1:]):
 
 @pytest.fixture(scope="module")
 def with_torch():
-    """What a script prints in a process that has imported torch and nothing of ours; torch is imported once for all."""
+    """What a script prints in a process that has imported torch and nothing of ours; torch is
+    imported once for all.
+    """
     scripts = {
         "first use": FIRST_USE_OF_THE_BRAIN,
         "pulled in": PULLED_IN.format(modules=list(MOST_OTHERS)),
@@ -149,12 +155,28 @@ def test_the_first_use_of_the_brain_loads_few_modules_of_others_beside_torch(wit
     """No YAML, no strategy of several processes: 39 ms and 5 MB."""
     new = with_torch["first use"]
     others = {name for name in new if name.partition(".")[0] != "ddpkit"}
-    assert others <= {"_decimal", "decimal", "faulthandler", "fractions", "multiprocessing.forkserver"}
-    assert not {"ddpkit.strategies.ddp", "ddpkit.strategies.virtual_ranks", "ddpkit.syncbn"} & set(new)
+    assert others <= {
+        "_decimal",
+        "decimal",
+        "faulthandler",
+        "fractions",
+        "multiprocessing.forkserver",
+    }
+    assert not {"ddpkit.strategies.ddp", "ddpkit.strategies.virtual_ranks", "ddpkit.syncbn"} & set(
+        new
+    )
 
 
-# Rooms and modules of the face: a room counts once, so that a file in it may be divided, and none need be merged.
-MOST_OTHERS = {"errors": 0, "logger": 2, "epoch_loop": 3, "metrics": 5, "sampler": 6, "distributed": 3}
+# Rooms and modules of the face: a room counts once, so that a file in it may be divided, and none
+# need be merged.
+MOST_OTHERS = {
+    "errors": 0,
+    "logger": 2,
+    "epoch_loop": 3,
+    "metrics": 5,
+    "sampler": 6,
+    "distributed": 3,
+}
 
 
 PULLED_IN = """
@@ -174,18 +196,23 @@ PULLED_IN = """
             found[module] = json.load(pipe)
         os.wait()
     print(json.dumps(found))
-"""
+"""  # noqa: E501
 
 
 def test_a_module_of_the_face_pulls_in_few_others(with_torch):
     """Each in a process that has imported torch and nothing of ours."""
     pulled = with_torch["pulled in"]
     assert set(pulled) == set(MOST_OTHERS)
-    rooms = {module: sorted({one.split(".")[1] for one in others}) for module, others in pulled.items()}
-    assert {module: others for module, others in rooms.items() if len(others) > MOST_OTHERS[module]} == {}
+    rooms = {
+        module: sorted({one.split(".")[1] for one in others}) for module, others in pulled.items()
+    }
+    assert {
+        module: others for module, others in rooms.items() if len(others) > MOST_OTHERS[module]
+    } == {}
 
 
-NOT_SPEECHBRAIN = [name for name in MODULES if name.split(".")[1:2] != ["speechbrain"]]  # whose import is the switch
+# whose import is the switch
+NOT_SPEECHBRAIN = [name for name in MODULES if name.split(".")[1:2] != ["speechbrain"]]
 WATCH_THE_IMPORT_OF_EVERYTHING = """
     import atexit, json, logging, os, random, signal, sys, threading, warnings
     import torch, torch.distributed, torch.utils.data, numpy, tqdm, hyperpyyaml
@@ -254,7 +281,7 @@ WATCH_THE_IMPORT_OF_EVERYTHING = """
     done = list(done_by_us)
     after = picture()
     print(json.dumps({{"done": done, "changed": [key for key in before if before[key] != after[key]]}}))
-"""
+"""  # noqa: E501
 
 
 def test_importing_every_module_changes_nothing(with_torch):

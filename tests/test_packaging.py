@@ -44,7 +44,9 @@ def build(clone, kind):
 
 
 def where_it_is(paths, folder):
-    """Return the file of the package that Python imports in a folder, with folders of packages alone."""
+    """Return the file of the package that Python imports in a folder, with folders of packages
+    alone.
+    """
     lines = [
         "import site",
         *(f"site.addsitedir({str(path)!r})" for path in paths),
@@ -106,11 +108,20 @@ def test_pip_installs_a_clone_so_that_it_is_imported_from_everywhere(clone, tmp_
 
 
 INSTALLED_BY = re.compile(r"pip install (?P<words>[^`#\n]+)")
-SAYING = ("README.md", "ddpkit/**/*.py", "docs/**/*.md", "examples/**/*.py", "examples/**/*.md", "tests/**/*.py")
+SAYING = (
+    "README.md",
+    "ddpkit/**/*.py",
+    "docs/**/*.md",
+    "examples/**/*.py",
+    "examples/**/*.md",
+    "tests/**/*.py",
+)
 
 
 def test_what_is_said_of_pip_works_in_every_shell_and_without_an_index_that_has_ddpkit():
-    """It is on none, so that `ddpkit[...]` is found nowhere; and zsh takes brackets without quotes for file names."""
+    """It is on none, so that `ddpkit[...]` is found nowhere; and zsh takes brackets without quotes
+    for file names.
+    """
     wrong = [
         f"{path.relative_to(ROOT)}: pip install {words}"
         for pattern in SAYING

@@ -1,12 +1,15 @@
-"""Starts Python scripts in processes that have imported torch already: for tests of what a real process does.
+"""Starts Python scripts in processes that have imported torch already: for tests of what a real
+process does.
 
-Importing torch, and what its first optimizer imports, costs each process seconds; forking one that has done so costs
-milliseconds. What runs in the fork is a process of its own: its environment, its streams, its signals, the way it ends.
-What it shares with the others is what was set when Python started, such as the hash seed. So the tests of starting and
-ending itself start processes cold, and so does one test at least of each kind.
+Importing torch, and what its first optimizer imports, costs each process seconds; forking one that
+has done so costs milliseconds. What runs in the fork is a process of its own: its environment, its
+streams, its signals, the way it ends. What it shares with the others is what was set when Python
+started, such as the hash seed. So the tests of starting and ending itself start processes cold, and
+so does one test at least of each kind.
 
-To take torch's modules apart at its end costs a process 0.4 s, too: a forked one runs what was registered for its exit,
-and leaves its memory to the system. `make launch` sets WHOLE_EXIT; there each ends as Python does.
+To take torch's modules apart at its end costs a process 0.4 s, too: a forked one runs what was
+registered for its exit, and leaves its memory to the system. `make launch` sets WHOLE_EXIT; there
+each ends as Python does.
 
 Run as a script, this is the process that is forked.
 """
@@ -35,17 +38,27 @@ from pathlib import Path
 SERVER = "DDPKIT_TEST_WARM_SERVER"
 MARKER = "DDPKIT_TEST_RUN"
 WHOLE_EXIT = "DDPKIT_TEST_WHOLE_EXIT"
-# What tests fork processes with: the first optimizer imports the second, ranks would import the others one by one.
-PRELOADED = ["tests.rank_pool", "torch._dynamo", "pytest", "hypothesis", "ddpkit.brain", "ddpkit.epoch_loop"]
+# What tests fork processes with: the first optimizer imports the second, ranks would import the
+# others one by one.
+PRELOADED = [
+    "tests.rank_pool",
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+    "ddpkit.brain",
+    "ddpkit.epoch_loop",
+]
 NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
-START_SECONDS, POLL_SECONDS = 300.0, 0.02  # to import torch takes three; a loaded machine takes its time
+# to import torch takes three; a loaded machine takes its time
+START_SECONDS, POLL_SECONDS = 300.0, 0.02
 
 
 class WarmProcess:
     """A Python command in a forked process, with what is used of :class:`subprocess.Popen`."""
 
     def __init__(
-        self, args, *, env=None, cwd=None, stdin=None, stdout=None, stderr=None, start_new_session=False,
+        self, args, *, env=None, cwd=None, stdin=None, stdout=None, stderr=None,
+        start_new_session=False,
         preexec_fn=None,  # of the parent's death: the parent of a forked process is another
     ):  # fmt: skip
         if stdin not in (None, subprocess.DEVNULL):
@@ -54,12 +67,16 @@ class WarmProcess:
         path = os.environ.get(SERVER) or _server.path()
         self._connection = _connected(path)
         wanted = {
-            "words": list(args[1:] if args[0] == sys.executable else args),  # or a script that names its Python
+            # or a script that names its Python
+            "words": list(args[1:] if args[0] == sys.executable else args),
             "env": {**(os.environ if env is None else env), SERVER: path},
             "cwd": str(cwd or Path.cwd()),
             "session": start_new_session,
         }
-        streams = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+        streams = [
+            1 if stdout is None else stdout.fileno(),
+            2 if stderr is None else stderr.fileno(),
+        ]
         self._connection.sendall(len(text := json.dumps(wanted).encode()).to_bytes(4, "big"))
         socket.send_fds(self._connection, [text[:1]], streams)
         self._connection.sendall(text[1:])
@@ -116,7 +133,9 @@ def _connected(path):
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             if _server.has_ended() or time.monotonic() > limit:
-                raise RuntimeError("the process that is to be forked has not come up; its words stand above") from None
+                raise RuntimeError(
+                    "the process that is to be forked has not come up; its words stand above"
+                ) from None
             time.sleep(POLL_SECONDS)
 
 
@@ -130,10 +149,16 @@ class _Server:
         if self.process is None or self.process.poll() is not None:
             self.folder = tempfile.TemporaryDirectory(prefix="ddpkit-warm-")
             path = str(Path(self.folder.name) / "socket")
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", MARKER: NO_MARKER}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                MARKER: NO_MARKER,
+            }
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), path],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )  # fmt: skip
             atexit.register(self.close)
         return str(Path(self.folder.name) / "socket")
@@ -156,7 +181,7 @@ _server = _Server()
 prepare, close = _server.path, _server.close  # the first does not wait until it is ready
 
 
-# ------------------------------------------------------------------------------- the process that is forked
+# ----------------------------------------------------------------------- the process that is forked
 
 
 def _import_everything():
@@ -170,7 +195,8 @@ def _import_everything():
     import ddpkit.run_opts
     import ddpkit.train_logger  # noqa: F401 -- for the processes that are forked
 
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports two seconds' worth
+    # the first optimizer imports two seconds' worth
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         raise RuntimeError(f"{len(threads)} threads: a forked process would have one of them")
@@ -185,7 +211,9 @@ def _receive(connection):
 
 
 def _serve(path):
-    """Fork for each request; return, in the forked process, its command. Ends the process when its input ends."""
+    """Fork for each request; return, in the forked process, its command. Ends the process when its
+    input ends.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
@@ -292,14 +320,18 @@ def _run_as_main(words):
 
 
 def _start_warm_processes():
-    """Let what this process starts be started as it was itself: a launcher, and the ranks of torchrun and --nproc."""
+    """Let what this process starts be started as it was itself: a launcher, and the ranks of
+    torchrun and --nproc.
+    """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     cold = subprocess.Popen
 
     def popen(args, *more, **options):
         words = list(args) if isinstance(args, (list, tuple)) else []
-        piped = {subprocess.PIPE, subprocess.STDOUT} & {options.get(name) for name in ("stdin", "stdout", "stderr")}
+        piped = {subprocess.PIPE, subprocess.STDOUT} & {
+            options.get(name) for name in ("stdin", "stdout", "stderr")
+        }
         if more or piped or words[:1] != [sys.executable] or words[1:2] in (["-c"], ["-"]):
             return cold(args, *more, **options)
         options = {name: value for name, value in options.items() if value is not None}
@@ -353,7 +385,8 @@ if __name__ == "__main__":
                 raise
             _exit(end.code)
         sys.excepthook = lambda *_: None
-        if not is_quick or isinstance(error, KeyboardInterrupt):  # by which Python dies as by the signal
+        # by which Python dies as by the signal
+        if not is_quick or isinstance(error, KeyboardInterrupt):
             raise
         _exit(1)
     if is_quick:

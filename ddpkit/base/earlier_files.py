@@ -1,4 +1,6 @@
-"""Files of an earlier run, moved out of the way of a run that starts from scratch in the same folder."""
+"""Files of an earlier run, moved out of the way of a run that starts from scratch in the same
+folder.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ EARLIER = (
 
 
 def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
-    """Return the folder that takes what a run does not continue; it is made where it is not there yet.
+    """Return the folder that takes what a run does not continue; it is made where it is not there
+    yet.
 
-    It is ``earlier-<time>``. Where something of a name was moved there within the same second, it is
-    ``earlier-<time>-2``, ``-3`` and so on.
+    It is ``earlier-<time>``. Where something of a name was moved there within the same second, it
+    is ``earlier-<time>-2``, ``-3`` and so on.
 
     Args:
         parent: where the files are.

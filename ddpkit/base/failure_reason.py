@@ -14,12 +14,18 @@ from ddpkit.base.user_frames import line_of
 
 LONGEST_REASON = 4000
 LONGEST_TRACE = 20_000
-HOOK_LINE = "_ddpkit_hook_line"  # attribute of an exception: the line of the recipe that it is about
-WAITED = "_ddpkit_waited"  # attribute of an exception that names the ranks that a collective has waited for in vain
+# attribute of an exception: the line of the recipe that it is about
+HOOK_LINE = "_ddpkit_hook_line"
+# attribute of an exception that names the ranks that a collective has waited for in vain
+WAITED = "_ddpkit_waited"
 PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
 
 # How torch raises in a rank what was raised in a worker of its loader.
-OF_WORKER = re.compile(r"Caught \w+ in (?P<worker>\w+ worker process \d+)\.\nOriginal (?P<trace>.*)", re.DOTALL)
+OF_WORKER = re.compile(
+    r"Caught \w+ in (?P<worker>\w+ worker process \d+)\.\nOriginal "
+    r"(?P<trace>.*)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,14 @@ class Reason:
     Ranks: local.
 
     Example:
-        >>> Reason(1, "ValueError: boom", "node7", 4711, "in TRAIN of epoch 1 at step 9", "Traceback ...").summary()
+        >>> Reason(
+        ...     1,
+        ...     "ValueError: boom",
+        ...     "node7",
+        ...     4711,
+        ...     "in TRAIN of epoch 1 at step 9",
+        ...     "Traceback ...",
+        ... ).summary()
         'rank 1 (node7, pid 4711) failed first, in TRAIN of epoch 1 at step 9: ValueError: boom'
     """
 
@@ -67,11 +80,27 @@ class Reason:
         text, line = text_and_line(error)
         output = output_identity()
         words = str(error) if WAITED in vars(error) else ""
-        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line, output, words)
+        return cls(
+            rank,
+            text,
+            here.host,
+            here.pid,
+            place,
+            trace,
+            here.session,
+            is_final,
+            line,
+            output,
+            words,
+        )
 
     def who(self) -> str:
         """Return ``"rank 1 (node7, pid 4711)"``."""
-        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid})"
+            if self.host
+            else (f"rank {self.rank}")
+        )
 
     def summary(self) -> str:
         """Return one line."""
@@ -86,12 +115,15 @@ class Reason:
         return f"{self.who()} {how}{self.where() and f', {self.where()}'}: {self.text}"
 
     def where(self) -> str:
-        """Return ``"in TRAIN of epoch 3 at step 1204, at train.py:12 in compute_forward"``, or what is known of it."""
+        """Return ``"in TRAIN of epoch 3 at step 1204, at train.py:12 in compute_forward"``, or what
+        is known of it.
+        """
         return ", ".join(words for words in (self.place, self.line and f"at {self.line}") if words)
 
 
 def output_identity() -> str:
-    """Return what is equal for processes that write their errors to one terminal, pipe or file; empty if unknown.
+    """Return what is equal for processes that write their errors to one terminal, pipe or file;
+    empty if unknown.
 
     Ranks: local.
 
@@ -107,9 +139,11 @@ def output_identity() -> str:
 
 
 def text_and_line(error: BaseException) -> tuple[str, str]:
-    """Return the type and message of an exception, cut where very long, and the line of user code where it was raised.
+    """Return the type and message of an exception, cut where very long, and the line of user code
+    where it was raised.
 
-    The worker's traceback is left out of an exception from a loader's worker: the rank itself prints it.
+    The worker's traceback is left out of an exception from a loader's worker: the rank itself
+    prints it.
 
     Ranks: local.
 
@@ -127,7 +161,8 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the lines that lead to an exception, those of its cause last; or the one line that it is about.
+    """Return the lines that lead to an exception, those of its cause last; or the one line that it
+    is about.
 
     Ranks: local.
 
@@ -140,6 +175,9 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
     of_worker = OF_WORKER.search(str(error))
     if of_worker is not None:
         found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', of_worker["trace"])
-        return [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
+        return [
+            traceback.FrameSummary(file, int(line), name, lookup_line=False)
+            for file, line, name in found
+        ]
     causes = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
     return [frame for trace in causes for frame in traceback.extract_tb(trace)]

@@ -30,14 +30,15 @@ class FailureReport:
         world_size: number of processes.
 
     Attributes:
-        store_is_lost: whether the store has gone with the process that held it. It is not asked again: torch logs each
-            attempt to reach it at length.
+        store_is_lost: whether the store has gone with the process that held it. It is not asked
+            again: torch logs each attempt to reach it at length.
         lost_by: what torch then said, in a line.
         process: the rank's own; one that it forks inherits the report, and must not use it.
         awaited: the rank that this one waits for, outside of collectives; None: none.
-        find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little. Is
-            given the rank at its other end, or None where that is not known.
-        await_silence: waits briefly until other threads of this process have ended their calls of the store.
+        find_reason: looks for the rank behind a lost connection, if none has reported itself; may
+            wait a little. Is given the rank at its other end, or None where that is not known.
+        await_silence: waits briefly until other threads of this process have ended their calls of
+            the store.
         limits: of collectives: by milliseconds the option that has set it.
 
     Ranks: local; only :meth:`await_departures` waits for others.
@@ -45,7 +46,9 @@ class FailureReport:
     Example:
         >>> from torch.distributed import HashStore
         >>> store = HashStore()
-        >>> FailureReport(store, rank=1, world_size=2).tell(Reason.of(1, ValueError("boom"), is_final=True))
+        >>> FailureReport(store, rank=1, world_size=2).tell(
+        ...     Reason.of(1, ValueError("boom"), is_final=True)
+        ... )
         True
         >>> FailureReport(store, rank=0, world_size=2).first_failure()
         Reason(rank=1, text='ValueError: boom', ...)
@@ -69,9 +72,11 @@ class FailureReport:
         return self.process != os.getpid()
 
     def tell(self, reason: Reason) -> bool:
-        """Record a failure as the first, unless there is one already; return whether it was recorded.
+        """Record a failure as the first, unless there is one already; return whether it was
+        recorded.
 
-        A failure that is not final may be caught by the script: it counts only for ranks in the same call of ``fit``.
+        A failure that is not final may be caught by the script: it counts only for ranks in the
+        same call of ``fit``.
         """
         key = _reason_key(None if reason.is_final else reason.session)
 
@@ -84,12 +89,15 @@ class FailureReport:
         return self._asked(note, otherwise=False)
 
     def first_failure(self) -> Reason | None:
-        """Return the first failure of another rank, in this call of ``fit`` or ``evaluate`` or final; or None."""
+        """Return the first failure of another rank, in this call of ``fit`` or ``evaluate`` or
+        final; or None.
+        """
 
         def find(store: Store) -> Reason | None:
             for session in (None, POSITION.session):
                 key = _reason_key(session)
-                if session != 0 and store.check([key]):  # 0: outside of any, where a failure counts only for good
+                # 0: outside of any, where a failure counts only for good
+                if session != 0 and store.check([key]):
                     reason = Reason(**json.loads(store.get(key)))
                     if reason.rank != self.rank:
                         return reason
@@ -104,10 +112,14 @@ class FailureReport:
     def noted(self, name: str) -> str | None:
         """Return the text that a rank has kept under a name, or None where there is none yet."""
         key = f"ddpkit/note/{name}"
-        return self._asked(lambda store: store.get(key).decode() if store.check([key]) else None, otherwise=None)
+        return self._asked(
+            lambda store: store.get(key).decode() if store.check([key]) else None, otherwise=None
+        )
 
     def has_notes(self, names: Sequence[str]) -> bool:
-        """Say whether there is a text under each of some names; yes where the store is gone: no wait must go on."""
+        """Say whether there is a text under each of some names; yes where the store is gone: no
+        wait must go on.
+        """
         keys = [f"ddpkit/note/{name}" for name in names]
         return self._asked(lambda store: bool(store.check(keys)), otherwise=True)
 
@@ -127,12 +139,19 @@ class FailureReport:
     def departed(self) -> list[int]:
         """Return the other ranks from which nothing more will come."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return self._asked(lambda _: [rank for rank in others if self.has_departed(rank)], otherwise=[])
+        return self._asked(
+            lambda _: [rank for rank in others if self.has_departed(rank)], otherwise=[]
+        )
 
     def await_departures(self, seconds: float) -> None:
         """Wait, for so long at most, until every rank has departed."""
-        end, keys = time.monotonic() + seconds, [_departed_key(rank) for rank in range(self.world_size)]
-        while time.monotonic() < end and not self._asked(lambda store: store.check(keys), otherwise=True):
+        end, keys = (
+            time.monotonic() + seconds,
+            [_departed_key(rank) for rank in range(self.world_size)],
+        )
+        while time.monotonic() < end and not self._asked(
+            lambda store: store.check(keys), otherwise=True
+        ):
             time.sleep(NAP_SECONDS)
 
     def _asked(self, ask: Callable[[Store], T], *, otherwise: T) -> T:
@@ -157,8 +176,10 @@ class _Process:
     """What this process knows of its own end."""
 
     report: FailureReport | None = None  # of its process group
-    log: Callable[[BaseException], object] | None = None  # writes an uncaught exception into the experiment's log
-    note_end: Callable[[str], object] | None = None  # writes why another thread ends it into the run's log
+    # writes an uncaught exception into the experiment's log
+    log: Callable[[BaseException], object] | None = None
+    # writes why another thread ends it into the run's log
+    note_end: Callable[[str], object] | None = None
     failed: BaseException | None = None  # the uncaught exception that ends it
     left = False  # whether an exception has left its last call of fit or evaluate
 

@@ -25,7 +25,10 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
 
     Example:
         >>> stuck = RankStatus(2, "a", 7, "TRAIN", 1, 30, 31.0, "data.py:12 in __getitem__")
-        >>> waiting = [RankStatus(n, "a", n + 5, "TRAIN", 1, 30, 30.0, "train.py:3", True) for n in range(2)]
+        >>> waiting = [
+        ...     RankStatus(n, "a", n + 5, "TRAIN", 1, 30, 30.0, "train.py:3", True)
+        ...     for n in range(2)
+        ... ]
         >>> print(table([*waiting, stuck]))
         rank 2 (a, pid 7): in TRAIN of epoch 1 at step 30, for 31 s at data.py:12 in __getitem__
         rank 0-1: in TRAIN of epoch 1 at step 30, for 30 s waiting for other ranks at train.py:3
@@ -40,10 +43,14 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
         elif one.waits:
             waiting.setdefault((place, one.where), []).append(one)
         else:
-            guilty.append(f"{one.name()}: {place}, for {one.seconds:.0f} s{one.where and f' at {one.where}'}")
+            guilty.append(
+                f"{one.name()}: {place}, for {one.seconds:.0f} s{one.where and f' at {one.where}'}"
+            )
     for (place, where), members in waiting.items():
         seconds, numbers = max(one.seconds for one in members), spans(one.rank for one in members)
-        guilty.append(f"rank {numbers}: {place}, for {seconds:.0f} s waiting for other ranks at {where}")
+        guilty.append(
+            f"rank {numbers}: {place}, for {seconds:.0f} s waiting for other ranks at {where}"
+        )
     return "\n".join(guilty)
 
 
@@ -57,5 +64,8 @@ def spans(numbers: Iterable[int]) -> str:
         '0-3, 7'
     """
     pairs = enumerate(sorted(numbers))  # in a run of numbers each is as far from its place
-    runs = [[number for _, number in run] for _, run in itertools.groupby(pairs, lambda pair: pair[1] - pair[0])]
+    runs = [
+        [number for _, number in run]
+        for _, run in itertools.groupby(pairs, lambda pair: pair[1] - pair[0])
+    ]
     return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in runs)

@@ -1,7 +1,7 @@
 """Where each rank was at its last heartbeat: what the ranks post in the store of their group.
 
-The heartbeats are sent by :class:`ddpkit.control.watchdog.Heartbeat`. Here they are read by a rank that waits, or
-has waited, for others.
+The heartbeats are sent by :class:`ddpkit.control.watchdog.Heartbeat`. Here they are read by a rank
+that waits, or has waited, for others.
 """
 
 from __future__ import annotations

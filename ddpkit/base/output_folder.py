@@ -1,4 +1,6 @@
-"""Files and folders that a run writes to: whether that is possible, and the words where it is not."""
+"""Files and folders that a run writes to: whether that is possible, and the words where it is
+not.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,13 @@ def cannot_write(what: str, error: OSError) -> ConfigError:
     Ranks: local.
 
     Example:
-        >>> print(cannot_write("output_folder='/proc/x'", OSError(errno.EROFS, "Read-only file system")))
-        output_folder='/proc/x' cannot be written: Read-only file system. Give another folder, such as ...
+        >>> print(
+        ...     cannot_write(
+        ...         "output_folder='/proc/x'", OSError(errno.EROFS, "Read-only file system")
+        ...     )
+        ... )
+        output_folder='/proc/x' cannot be written: Read-only file system. Give another folder, such
+        as ...
     """
     reason = error.strerror or str(error)
     place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
@@ -58,7 +65,8 @@ def _example(what: str) -> str:
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Return a context in which an error of the file system says what cannot be written, and what to do.
+    """Return a context in which an error of the file system says what cannot be written, and what
+    to do.
 
     Args:
         what: the option and its value.
@@ -86,7 +94,8 @@ def require_writable(what: str, path: str | os.PathLike[str]) -> None:
         path: the file or folder, which need not exist, nor its parents.
 
     Raises:
-        ConfigError: it is read-only, another user's, on a full disk, or a file is in the place of a folder.
+        ConfigError: it is read-only, another user's, on a full disk, or a file is in the place of a
+            folder.
 
     Ranks: local.
 
@@ -112,7 +121,8 @@ def require_writable_file(what: str, path: str | os.PathLike[str]) -> None:
     Example:
         >>> require_writable_file("--output='.'", ".")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: --output='.' cannot be written: it is a folder. Give the name of a file in it.
+        ddpkit.errors.ConfigError: --output='.' cannot be written: it is a folder. Give the name of
+        a file in it.
     """
     if Path(path).is_dir():
         raise ConfigError(
@@ -139,7 +149,9 @@ def _require_writable(path: Path) -> None:
 
 
 def _file_in_the_way(path: Path) -> Path | None:
-    """Return the file that stands where a folder is needed: the path itself, or one of its parents."""
+    """Return the file that stands where a folder is needed: the path itself, or one of its
+    parents.
+    """
     for one in (path, *path.parents):
         if one.exists():
             return None if one.is_dir() else one

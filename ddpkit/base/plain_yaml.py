@@ -1,8 +1,8 @@
 """YAML that holds plain values and tensors, and that executes nothing when it is read.
 
-PyYAML keeps the tables that say what a tag does on its loader classes, and other code changes them: after
-``load_hyperpyyaml(..., loader=yaml.SafeLoader)`` any ``yaml.safe_load`` of the process executes what a file
-names. The loader and the dumper here have tables of their own.
+PyYAML keeps the tables that say what a tag does on its loader classes, and other code changes them:
+after ``load_hyperpyyaml(..., loader=yaml.SafeLoader)`` any ``yaml.safe_load`` of the process
+executes what a file names. The loader and the dumper here have tables of their own.
 
 Source: the registration of tags is described at https://pyyaml.org/wiki/PyYAMLDocumentation.
 """
@@ -29,7 +29,8 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from yaml import SafeDumper
 else:
-    SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # four times as fast, where libyaml is there
+    # four times as fast, where libyaml is there
+    SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 logger = get_logger(__name__)
 
@@ -55,8 +56,9 @@ def to_plain(value: Any) -> Any:
     """Turn a value into what :func:`dump_plain_yaml` can write and any later version can read.
 
     Args:
-        value: numbers, strings, containers; NumPy's become Python's, tensors stay tensors, tuples and sets
-            become lists, paths become strings. Anything else becomes its ``str``, with a warning.
+        value: numbers, strings, containers; NumPy's become Python's, tensors stay tensors, tuples
+            and sets become lists, paths become strings. Anything else becomes its ``str``, with a
+            warning.
 
     Returns:
         A copy made of plain types and tensors.
@@ -88,8 +90,12 @@ def _plain_scalar(value: np.generic) -> Any:
 
 
 _CONVERTERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-    (str, lambda value: str.encode(value, errors="backslashreplace").decode()),  # half characters, of file names
-    (torch.Tensor, lambda value: str(value) if value.is_complex() else value.detach().to("cpu", copy=True)),
+    # half characters, of file names
+    (str, lambda value: str.encode(value, errors="backslashreplace").decode()),
+    (
+        torch.Tensor,
+        lambda value: str(value) if value.is_complex() else value.detach().to("cpu", copy=True),
+    ),
     (np.generic, _plain_scalar),
     (np.ndarray, lambda value: to_plain(value.tolist())),
     (Mapping, lambda value: {_plain_key(key): to_plain(content) for key, content in value.items()}),
@@ -111,7 +117,11 @@ class _PlainDumper(SafeDumper):
 
 def _represent_tensor(dumper: _PlainDumper, value: torch.Tensor) -> yaml.Node:
     values = (value.double() if value.is_floating_point() else value).flatten().tolist()
-    content = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": values}
+    content = {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "values": values,
+    }
     return dumper.represent_mapping("!tensor", content, flow_style=True)
 
 
@@ -141,25 +151,36 @@ def dump_plain_yaml(value: Any) -> str:
         allow_unicode=True,
         width=1 << 30,
     )
-    return text.removesuffix("...\n") if text.endswith("\n...\n") else text  # a line that ends a lone value
+    # a line that ends a lone value
+    return text.removesuffix("...\n") if text.endswith("\n...\n") else text
 
 
 # What PyYAML's constructors raise over values that say one thing and hold another.
-_NOT_YAML = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_NOT_YAML = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def load_plain_yaml(text: str) -> Any:
-    """Read YAML without executing anything, whatever it says and whatever was done to ``yaml.SafeLoader``.
+    """Read YAML without executing anything, whatever it says and whatever was done to
+    ``yaml.SafeLoader``.
 
     Args:
-        text: YAML. Values that older libraries wrote with Python tags (tuples, NumPy numbers, paths) are
-            understood; other tagged values come back as :class:`UnreadableValue`.
+        text: YAML. Values that older libraries wrote with Python tags (tuples, NumPy numbers,
+            paths) are understood; other tagged values come back as :class:`UnreadableValue`.
 
     Returns:
         Plain containers, numbers, strings, dates and tensors.
 
     Raises:
-        CheckpointError: the text is not valid YAML; the message has line and reason. The caller adds the file.
+        CheckpointError: the text is not valid YAML; the message has line and reason. The caller
+            adds the file.
 
     Ranks: local.
 
@@ -174,7 +195,9 @@ def load_plain_yaml(text: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A loader with tables of its own: what is registered on ``yaml.SafeLoader`` does not reach it, nor the reverse."""
+    """A loader with tables of its own: what is registered on ``yaml.SafeLoader`` does not reach it,
+    nor the reverse.
+    """
 
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
         tag: function
@@ -191,11 +214,15 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 def _construct_tensor(loader: _PlainLoader, node: yaml.Node) -> torch.Tensor:
     content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
-    return torch.tensor(content["values"], dtype=_DTYPES[str(content["dtype"])]).reshape(content["shape"])
+    return torch.tensor(content["values"], dtype=_DTYPES[str(content["dtype"])]).reshape(
+        content["shape"]
+    )
 
 
 def _construct_dtype(loader: _PlainLoader, node: yaml.Node) -> Any:
-    """Read the dtype of a NumPy number: a kind and a size, such as ``f8``, never the name of an object."""
+    """Read the dtype of a NumPy number: a kind and a size, such as ``f8``, never the name of an
+    object.
+    """
     content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
     state = content.get("state", ["", ""])
     code, order = str(content.get("args", [""])[0]), str(state[1])

@@ -1,4 +1,6 @@
-"""The position of this process in a run: what its rank reports, read from the counters of the loop."""
+"""The position of this process in a run: what its rank reports, read from the counters of the
+loop.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-# Frames of a rank of an elastic agent that has finished and waits for the other ranks: inner and outer.
-_WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
+# Frames of a rank of an elastic agent that has finished and waits for the other ranks: inner and
+# outer.
+_WAITING_FOR_AGENT = (
+    "multiprocessing/synchronize.py",
+    "torch/distributed/elastic/multiprocessing/api.py",
+)
 
 
 @dataclass(eq=False)
@@ -29,13 +35,17 @@ class Position:
 
     Attributes:
         progress: of the Brain whose ``fit`` or ``evaluate`` is running; None outside.
-        sessions: calls of ``fit`` and ``evaluate`` since the process group was made: equal on all its ranks.
+        sessions: calls of ``fit`` and ``evaluate`` since the process group was made: equal on all
+            its ranks.
         session: number of the running call, the innermost if nested; 0 outside.
-        unlimited_calls: running calls without a time limit: work of the main process alone, and waiting for it.
-        moves_seen: number of times this rank, without steps of its own, saw progress on other ranks.
+        unlimited_calls: running calls without a time limit: work of the main process alone, and
+            waiting for it.
+        moves_seen: number of times this rank, without steps of its own, saw progress on other
+            ranks.
         call: the running call, such as ``"fit"``, until its first stage begins; then empty.
         part: what of it is done, where that has a name.
-        waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
+        waits_for_device: whether a rank that reads a number from its GPU may wait there for other
+            ranks: with NCCL.
         main_thread: whose stack is looked at.
 
     Ranks: local.
@@ -61,11 +71,14 @@ class Position:
         calls = (self.sessions, self.session, self.moves_seen)
         if progress is None:
             return calls
-        made = vars(progress).get("optimizer_step")  # not there while a step is open: only the main thread looks at it
+        # not there while a step is open: only the main thread looks at it
+        made = vars(progress).get("optimizer_step")
         return (*calls, id(progress), stage_of(progress), progress.epoch, progress.step, made)
 
     def has_no_limit(self) -> bool:
-        """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where :meth:`no_limit` says so."""
+        """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where
+        :meth:`no_limit` says so.
+        """
         return self.progress is None or bool(self.unlimited_calls)
 
     def join_group(self) -> None:
@@ -76,14 +89,18 @@ class Position:
         """Return a context that is a call of ``fit`` or ``evaluate``."""
         self.sessions += 1
         here = threading.get_ident()
-        return temporarily(self, progress=progress, session=self.sessions, main_thread=here, call=call, part="")
+        return temporarily(
+            self, progress=progress, session=self.sessions, main_thread=here, call=call, part=""
+        )
 
     def stage_begins(self) -> None:
         """Note that a stage says from now on where this process is."""
         self.call = ""
 
     def at(self, part: str) -> contextlib._GeneratorContextManager[None]:
-        """Return a context for a part of what comes before the first stage, such as ``"recovering a checkpoint"``."""
+        """Return a context for a part of what comes before the first stage, such as
+        ``"recovering a checkpoint"``.
+        """
         return temporarily(self, part=part)
 
     @contextlib.contextmanager
@@ -99,7 +116,9 @@ class Position:
         return sys._current_frames().get(self.main_thread)
 
     def has_returned(self) -> bool:
-        """Say whether the function that an elastic agent has started has returned: its process waits for the others."""
+        """Say whether the function that an elastic agent has started has returned: its process
+        waits for the others.
+        """
         frame = self._frame()
         while frame is not None and not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[1]):
             if not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[0]):
@@ -136,7 +155,11 @@ class Position:
             found.inside = True
             if self.call:
                 found.doing = f"{self.call}, before the first stage{self.part and f': {self.part}'}"
-            found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step
+            found.stage, found.epoch, found.step = (
+                stage_of(progress),
+                int(progress.epoch or 0),
+                progress.step,
+            )
         if look:
             found.where, found.waits = self._look()
         return found
@@ -146,7 +169,8 @@ POSITION = Position()
 
 
 def stage_of(progress: Any) -> str:
-    """Return the name of the stage that a :class:`~ddpkit.training.progress.Progress` is in, or nothing.
+    """Return the name of the stage that a :class:`~ddpkit.training.progress.Progress` is in, or
+    nothing.
 
     Ranks: local.
 

@@ -1,6 +1,7 @@
 """Processes of this machine: where a process number counts, and whether a process has ended.
 
-Source: fields and states of processes as in https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
+Source: fields and states of processes as in
+https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ def this_place() -> tuple[str, str, str]:
     """
     boot_id = namespace = ""
     with contextlib.suppress(OSError):
-        if Path("/proc/self").readlink() == Path(str(os.getpid())):  # else /proc shows another namespace
+        # else /proc shows another namespace
+        if Path("/proc/self").readlink() == Path(str(os.getpid())):
             boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             namespace = str(Path("/proc/self/ns/pid").readlink())
     return socket.gethostname(), boot_id, namespace
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
-    """Return a process's state, a letter, and its start in clock ticks since boot; ``("", 0)`` if unknown.
+    """Return a process's state, a letter, and its start in clock ticks since boot; ``("", 0)`` if
+    unknown.
 
     Args:
         pid: its number.

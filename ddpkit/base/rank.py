@@ -1,7 +1,8 @@
 """Which rank this process is: by torch's process group, else by the launcher's variables alone.
 
-That imports no torch and raises nothing, so messages can name the rank whatever is wrong. What the variables mean in
-full, and whether they contradict each other, is said by :mod:`ddpkit.launch.launchers`.
+That imports no torch and raises nothing, so messages can name the rank whatever is wrong. What the
+variables mean in full, and whether they contradict each other, is said by
+:mod:`ddpkit.launch.launchers`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
+# Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits
+# downward.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 
@@ -25,8 +27,8 @@ class MpiLauncher(NamedTuple):
         world_size: the variable with the number of processes.
         local_rank: the variables with the number of this process on its node.
         local_world_size: the variables with the number of processes on this node.
-        shared: variables that together are the same on all ranks of a run, and differ in another run; without any,
-            ``MASTER_PORT`` has to be given.
+        shared: variables that together are the same on all ranks of a run, and differ in another
+            run; without any, ``MASTER_PORT`` has to be given.
 
     Ranks: local.
     """
@@ -38,8 +40,8 @@ class MpiLauncher(NamedTuple):
     shared: tuple[str, ...]
 
 
-#: A new MPI launcher is one row here, if it tells each process how many run on its node. The order counts: jsrun sets
-#: what Open MPI sets.
+#: A new MPI launcher is one row here, if it tells each process how many run on its node. The order
+#: counts: jsrun sets what Open MPI sets.
 MPI_LAUNCHERS = {
     "jsm": MpiLauncher(
         "JSM_NAMESPACE_RANK",
@@ -79,7 +81,8 @@ def is_distributed_initialized() -> bool:
 
 
 def get_rank() -> int | None:
-    """Return this process's rank: from the process group, else from the launcher's environment, else None.
+    """Return this process's rank: from the process group, else from the launcher's environment,
+    else None.
 
     Ranks: local.
 
@@ -87,7 +90,11 @@ def get_rank() -> int | None:
         >>> get_rank() is None
         True
     """
-    return int(sys.modules["torch.distributed"].get_rank()) if is_distributed_initialized() else rank_if_known()
+    return (
+        int(sys.modules["torch.distributed"].get_rank())
+        if is_distributed_initialized()
+        else rank_if_known()
+    )
 
 
 def get_world_size() -> int:
@@ -99,7 +106,11 @@ def get_world_size() -> int:
         >>> get_world_size()
         1
     """
-    return int(sys.modules["torch.distributed"].get_world_size()) if is_distributed_initialized() else 1
+    return (
+        int(sys.modules["torch.distributed"].get_world_size())
+        if is_distributed_initialized()
+        else 1
+    )
 
 
 def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
@@ -137,7 +148,11 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """
     step = environ.get("SLURM_STEP_ID", "")
     is_step = step.isdecimal() and int(step) < _FIRST_SPECIAL_SLURM_STEP
-    return is_step and "SLURM_PROCID" in environ and size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") > 1
+    return (
+        is_step
+        and "SLURM_PROCID" in environ
+        and size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") > 1
+    )
 
 
 def size(environ: Mapping[str, str], *names: str) -> int:

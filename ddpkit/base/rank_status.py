@@ -24,7 +24,8 @@ class RankStatus:
         session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
         inside: whether it is in one now.
         beats: how many heartbeats it has sent.
-        doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
+        doing: what that call does before its first stage, such as
+            ``"fit, before the first stage"``; empty otherwise.
         machine: where its process number counts: one machine, or one container on it.
 
     Ranks: local.
@@ -61,14 +62,22 @@ class RankStatus:
 
     def name(self) -> str:
         """Return ``"rank 2 (host, pid 4711)"``."""
-        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid})"
+            if self.host
+            else (f"rank {self.rank}")
+        )
 
     def place(self) -> str:
-        """Return ``"in TRAIN of epoch 3 at step 1204"``, what comes before the first stage, or nothing outside."""
+        """Return ``"in TRAIN of epoch 3 at step 1204"``, what comes before the first stage, or
+        nothing outside.
+        """
         if self.doing:
             return f"in {self.doing}"
         if not self.stage:
             return ""
         epoch = f" of epoch {self.epoch}" if self.epoch else ""
         # Around an evaluation no step is the current one.
-        return f"in {self.stage}{epoch}" + (f" at step {self.step}" if self.step or self.stage == "TRAIN" else "")
+        return f"in {self.stage}{epoch}" + (
+            f" at step {self.step}" if self.step or self.stage == "TRAIN" else ""
+        )

@@ -17,8 +17,8 @@ def counters_of(progress: Any) -> dict[str, Any]:
         progress: a :class:`~ddpkit.training.progress.Progress`, or None.
 
     Returns:
-        ``stage``, ``epoch``, ``step`` (batches of the stage) and ``optimizer_step``; empty without a run. A step of
-        which the GPU has not told yet whether it was made is not counted.
+        ``stage``, ``epoch``, ``step`` (batches of the stage) and ``optimizer_step``; empty without
+        a run. A step of which the GPU has not told yet whether it was made is not counted.
 
     Ranks: local; in any thread.
 

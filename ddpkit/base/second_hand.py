@@ -1,8 +1,9 @@
 """Errors of this rank that only follow another rank's failure, turned into that failure.
 
-A rank that fails takes the others with it: their next collective ends in "Connection closed by peer", which says
-nothing. So the rank that fails says so in the store of the group, and the others turn the lost connection into a
-:class:`~ddpkit.errors.RankFailedError` that names the rank and the reason.
+A rank that fails takes the others with it: their next collective ends in "Connection closed by
+peer", which says nothing. So the rank that fails says so in the store of the group, and the others
+turn the lost connection into a :class:`~ddpkit.errors.RankFailedError` that names the rank and the
+reason.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 # How gloo, NCCL and torch's store say that the other side has gone.
 LOST_CONNECTION = re.compile(
-    "Connection (closed by|reset by|refused|timed out|was likely closed)|No route to host|is unreachable|Broken pipe|"
-    "Socket closed|remote process exiting|failed to recv"
+    "Connection (closed by|reset by|refused|timed out|was likely closed)|No route to host|is "
+    "unreachable|Broken pipe|Socket closed|remote process exiting|failed to recv"
 )
 
 
@@ -36,7 +37,10 @@ def is_second_hand(error: BaseException) -> bool:
         >>> is_second_hand(RuntimeError("shapes do not fit"))
         False
     """
-    is_lost = isinstance(error, (RuntimeError, ConnectionError)) and LOST_CONNECTION.search(str(error)) is not None
+    is_lost = (
+        isinstance(error, (RuntimeError, ConnectionError))
+        and LOST_CONNECTION.search(str(error)) is not None
+    )
     return (isinstance(error, RankFailedError) and WAITED not in vars(error)) or is_lost
 
 
@@ -64,15 +68,19 @@ def explained(error: BaseException, lost: int | None = None) -> BaseException:
     if known is not None:
         return known
     news = RankFailedError(
-        "the connection to another rank or to the store was lost, and no rank has left a reason: a process has ended "
-        "early, or was killed (out of memory? a signal?). Look at the output and the exit codes of the other processes."
+        "the connection to another rank or to the store was lost, and no rank has left a reason: "
+        "a process has ended early, or was killed (out of memory? a signal?). Look at the output "
+        "and the exit codes of the other processes."
     )
     news.__cause__ = error
     return news
 
 
-def failure_behind(report: FailureReport, find: Callable[[], Reason | None]) -> RankFailedError | None:
-    """Return the failure of another rank, or that it has come to its end; None where no rank is known to be the cause.
+def failure_behind(
+    report: FailureReport, find: Callable[[], Reason | None]
+) -> RankFailedError | None:
+    """Return the failure of another rank, or that it has come to its end; None where no rank is
+    known to be the cause.
 
     Args:
         report: of the process group.
@@ -98,6 +106,7 @@ def failure_behind(report: FailureReport, find: Callable[[], Reason | None]) -> 
     if not departed:
         return None
     return RankFailedError(
-        f"rank {', '.join(map(str, departed))} came to the end of its script or function, while this one still "
-        "waits for it: they took different paths. Do all ranks run the same epochs and collectives?"
+        f"rank {', '.join(map(str, departed))} came to the end of its script or function, while "
+        "this one still waits for it: they took different paths. Do all ranks run the same epochs "
+        "and collectives?"
     )

@@ -1,10 +1,11 @@
-"""What is saved of objects: the marks of their methods, the states of modules without their wrappers, complete files.
+"""What is saved of objects: the marks of their methods, the states of modules without their
+wrappers, complete files.
 
 Marks say which methods save and load an object; they fill the tables of hooks.
 
-States are plain containers of tensors, of which each rank may hold a part. Such tensors are torch's ``DTensor``, as
-``fully_shard`` makes them of parameters. They are known by what they can do: so a run without them does not load
-``torch.distributed.tensor``.
+States are plain containers of tensors, of which each rank may hold a part. Such tensors are torch's
+``DTensor``, as ``fully_shard`` makes them of parameters. They are known by what they can do: so a
+run without them does not load ``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ _FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that ne
 
 
 def mark_as_saver(method: FunctionT) -> FunctionT:
-    """Mark the method that saves an object: it is called with the path to write, ending in ``.ckpt``.
+    """Mark the method that saves an object: it is called with the path to write, ending in
+    ``.ckpt``.
 
     Args:
-        method: takes ``(self, path)``. A subclass that overrides it by name has its own method used.
+        method: takes ``(self, path)``. A subclass that overrides it by name has its own method
+            used.
 
     Returns:
         The method itself.
@@ -64,7 +67,8 @@ def mark_as_saver(method: FunctionT) -> FunctionT:
 
 
 def mark_as_loader(method: FunctionT) -> FunctionT:
-    """Mark the method that loads an object: it is called with the path and whether an epoch had ended.
+    """Mark the method that loads an object: it is called with the path and whether an epoch had
+    ended.
 
     Args:
         method: takes ``(self, path, end_of_epoch)``.
@@ -144,7 +148,9 @@ def register_checkpoint_hooks(cls: ClassT, save_on_main_only: bool = True) -> Cl
 
 
 @overload
-def register_checkpoint_hooks(cls: None = None, save_on_main_only: bool = True) -> Callable[[ClassT], ClassT]: ...
+def register_checkpoint_hooks(
+    cls: None = None, save_on_main_only: bool = True
+) -> Callable[[ClassT], ClassT]: ...
 
 
 def register_checkpoint_hooks(cls: Any = None, save_on_main_only: bool = True) -> Any:
@@ -152,8 +158,9 @@ def register_checkpoint_hooks(cls: Any = None, save_on_main_only: bool = True) -
 
     Args:
         cls: the class; may be left out when the decorator is given arguments.
-        save_on_main_only: with False the saver is called on every rank with the same path and decides itself
-            who writes what (for example into a folder made at that path, one file per rank).
+        save_on_main_only: with False the saver is called on every rank with the same path and
+            decides itself who writes what (for example into a folder made at that path, one file
+            per rank).
 
     Returns:
         The class itself, or a decorator.
@@ -187,9 +194,13 @@ def register_checkpoint_hooks(cls: Any = None, save_on_main_only: bool = True) -
 
 def _marked_method(cls: type, role: str) -> str | None:
     for base in cls.__mro__:
-        names = [name for name, value in vars(base).items() if getattr(value, f"_ddpkit_{role}", False)]
+        names = [
+            name for name, value in vars(base).items() if getattr(value, f"_ddpkit_{role}", False)
+        ]
         if len(names) > 1:
-            raise ConfigError(f"{base.__qualname__} has {len(names)} methods marked as {role}: {names}. Mark one.")
+            raise ConfigError(
+                f"{base.__qualname__} has {len(names)} methods marked as {role}: {names}. Mark one."
+            )
         if names:
             return names[0]
     return None
@@ -197,14 +208,15 @@ def _marked_method(cls: type, role: str) -> str | None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Return a context for writing a file so that its name stands for the old content or the new, never for a part.
+    """Return a context for writing a file so that its name stands for the old content or the new,
+    never for a part.
 
     Args:
         path: of the file.
 
     Yields:
-        The path to write to, beside it and with its suffix. At the end it takes the file's place; after an error it is
-        removed.
+        The path to write to, beside it and with its suffix. At the end it takes the file's place;
+        after an error it is removed.
 
     Ranks: local.
 
@@ -216,7 +228,8 @@ def replacing(path: Path) -> Iterator[Path]:
         >>> path.read_text(), len(list(path.parent.iterdir()))
         ('all of it', 1)
     """
-    unfinished = path.with_name(f"{path.stem}.{os.getpid()}.unfinished{path.suffix}")  # torch.save takes no leading dot
+    # torch.save takes no leading dot
+    unfinished = path.with_name(f"{path.stem}.{os.getpid()}.unfinished{path.suffix}")
     try:
         yield unfinished
         unfinished.replace(path)
@@ -265,7 +278,8 @@ def is_sharded(value: Any) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a sharded tensor, in the same memory; of another tensor, the tensor itself.
+    """Return this rank's rows of a sharded tensor, in the same memory; of another tensor, the
+    tensor itself.
 
     Ranks: local.
 
@@ -278,7 +292,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(value: Any, own: Any) -> Any:
-    """Divide a whole tensor as another one is divided; what is of another shape, or divided, stays as it is.
+    """Divide a whole tensor as another one is divided; what is of another shape, or divided, stays
+    as it is.
 
     Args:
         value: the same on all ranks, such as an entry of a checkpoint.
@@ -289,13 +304,19 @@ def sharded_like(value: Any, own: Any) -> Any:
 
     Ranks: local.
 
-    Source: the rows of a rank are those of ``torch.chunk``, as in ``Shard(0)`` of torch 2.13; a rank may have none.
+    Source: the rows of a rank are those of ``torch.chunk``, as in ``Shard(0)`` of torch 2.13; a
+    rank may have none.
 
     Example:
         >>> sharded_like(torch.ones(2), torch.zeros(2))
         tensor([1., 1.])
     """
-    if not is_sharded(own) or is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
+    if (
+        not is_sharded(own)
+        or is_sharded(value)
+        or not isinstance(value, torch.Tensor)
+        or value.shape != own.shape
+    ):
         return value
     from torch.distributed.tensor import DTensor  # is loaded: `own` is one
 
@@ -303,7 +324,9 @@ def sharded_like(value: Any, own: Any) -> Any:
     size = -(-own.shape[0] // mesh.size())
     start = min(mesh.get_local_rank() * size, own.shape[0])
     rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
-    return DTensor.from_local(rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
+    return DTensor.from_local(
+        rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+    )
 
 
 def gather_whole(tensor: Any, *, keep: bool) -> torch.Tensor:
@@ -326,7 +349,8 @@ def gather_whole(tensor: Any, *, keep: bool) -> torch.Tensor:
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """Return a module's direct submodules, past any forwarding of attributes; also those of two names.
+    """Return a module's direct submodules, past any forwarding of attributes; also those of two
+    names.
 
     Ranks: local.
     """
@@ -335,7 +359,8 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """Return the name under which a wrapper (DDP, DataParallel, ``torch.compile``) holds its module, or None.
+    """Return the name under which a wrapper (DDP, DataParallel, ``torch.compile``) holds its
+    module, or None.
 
     Ranks: local.
     """

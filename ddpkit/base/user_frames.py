@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_PACKAGE = PurePath(__file__).parents[1]  # a folder above it may have the same name: that of a clone
+# a folder above it may have the same name: that of a clone
+_PACKAGE = PurePath(__file__).parents[1]
 
 _NOT_THE_USERS = (f"{PurePath(os.__file__).parent}{os.sep}", f"{_PACKAGE}{os.sep}", "<")
 
@@ -59,7 +60,9 @@ def user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumma
     Ranks: local.
 
     Example:
-        >>> user_frame([traceback.FrameSummary("/home/me/train.py", 12, "forward", lookup_line=False)]).lineno
+        >>> user_frame(
+        ...     [traceback.FrameSummary("/home/me/train.py", 12, "forward", lookup_line=False)]
+        ... ).lineno
         12
     """
     return next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])

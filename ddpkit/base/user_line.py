@@ -15,8 +15,8 @@ from ddpkit.base.user_frames import is_library, user_frame
 def note_line_of(error: BaseException, function: Any) -> None:
     """Note in an exception the line of a function that returned something wrong.
 
-    It is the line of its ``return``, where there is one only; else the line of its ``def``. A function of a library
-    has none.
+    It is the line of its ``return``, where there is one only; else the line of its ``def``. A
+    function of a library has none.
 
     Args:
         error: the function itself is not in its traceback.
@@ -41,7 +41,9 @@ def note_line_of(error: BaseException, function: Any) -> None:
 
 
 def _returns(function: Any) -> list[ast.Return]:
-    """Return the statements with which a function returns, with their lines in its file; none without its source."""
+    """Return the statements with which a function returns, with their lines in its file; none
+    without its source.
+    """
     try:
         lines, first = inspect.getsourcelines(inspect.unwrap(function))
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -62,7 +64,8 @@ def _returns(function: Any) -> list[ast.Return]:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the text of the line of user code where an exception was raised; empty where it cannot be read.
+    """Return the text of the line of user code where an exception was raised; empty where it cannot
+    be read.
 
     Ranks: local.
 

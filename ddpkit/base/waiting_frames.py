@@ -12,9 +12,11 @@ from ddpkit.base.waiting_marks import is_marked_reading, is_marked_waiting
 if TYPE_CHECKING:
     from types import FrameType
 
-# Where torch waits for other ranks. Functions of this package that do are marked where they are written.
+# Where torch waits for other ranks. Functions of this package that do are marked where they are
+# written.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-# Where torch reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
+# Where torch reads a number from a GPU. With NCCL, whose collectives return at once, that is where
+# a rank waits.
 _DEVICE_READS = (
     "torch/nn/modules/_functions.py",
     "torch/amp/grad_scaler.py",
@@ -46,7 +48,8 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
         return "nowhere", False
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     depth = next((number for number, one in enumerate(stack) if not is_library(one.filename)), 0)
-    own, inner = line_of(stack[depth : depth + 1]), line_of(stack[:1])  # the innermost stands first here
+    # the innermost stands first here
+    own, inner = line_of(stack[depth : depth + 1]), line_of(stack[:1])
     where = f"{own}, which is in {inner}" if depth else inner
     if any(_LOADER_FILE in one.filename for one in stack[:12]):
         return f"{where}{AT_LOADER}", False
@@ -67,7 +70,9 @@ def reads_number(frame: FrameType) -> bool:
         False
     """
     file = frame.f_code.co_filename
-    return is_marked_reading(file, frame.f_lineno) or PurePath(file).as_posix().endswith(_DEVICE_READS)
+    return is_marked_reading(file, frame.f_lineno) or PurePath(file).as_posix().endswith(
+        _DEVICE_READS
+    )
 
 
 def _is_waiting(line: traceback.FrameSummary) -> bool:

@@ -1,8 +1,9 @@
-"""Marks of functions in which a process waits for other ranks. The report of a hang tells by them who waits.
+"""Marks of functions in which a process waits for other ranks. The report of a hang tells by them
+who waits.
 
-A mark stands at the function itself, so that a file may be moved or renamed. It is set once, when the function is
-defined, and notes which lines of which file it has: a call costs nothing more. What is defined inside of the function
-has the mark, too.
+A mark stands at the function itself, so that a file may be moved or renamed. It is set once, when
+the function is defined, and notes which lines of which file it has: a call costs nothing more. What
+is defined inside of the function has the mark, too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _READING = _Marks()
 
 
 def waits_for_ranks(function: FunctionT) -> FunctionT:
-    """Mark a function that stands still until other ranks have come, or until they have done something.
+    """Mark a function that stands still until other ranks have come, or until they have done
+    something.
 
     Args:
         function: written in Python; below other decorators.
@@ -64,7 +66,8 @@ def waits_for_ranks(function: FunctionT) -> FunctionT:
 def reads_device(function: FunctionT) -> FunctionT:
     """Mark a function that reads a number from a device, such as by ``.item()``.
 
-    NCCL's collectives return at once; where a number is read, a rank waits for what other ranks have to send.
+    NCCL's collectives return at once; where a number is read, a rank waits for what other ranks
+    have to send.
 
     Args:
         function: written in Python; below other decorators.

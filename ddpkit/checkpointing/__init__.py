@@ -1,4 +1,6 @@
-"""A checkpoint is complete or not there: the folder, its storage and lock, hooks, writing in the background."""
+"""A checkpoint is complete or not there: the folder, its storage and lock, hooks, writing in the
+background.
+"""
 
 from __future__ import annotations
 

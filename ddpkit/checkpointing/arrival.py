@@ -14,14 +14,15 @@ logger = get_logger(__name__)
 
 TELL_SECONDS = 10.0  # until a longer wait is told
 ALONE = (
-    "The main process waits for the other ranks to %s, too, %.0f s in all, and some have not come. It is called on "
-    "every rank: not under `if if_main_process():`."
+    "The main process waits for the other ranks to %s, too, %.0f s in all, and some have not "
+    "come. It is called on every rank: not under `if if_main_process():`."
 )
 
 
 @waits_for_ranks
 def all_ranks_come(what: str, seconds: float) -> bool:
-    """Find out whether every rank makes this call: the main process may be alone, and must not wait for ever.
+    """Find out whether every rank makes this call: the main process may be alone, and must not wait
+    for ever.
 
     Args:
         what: is about to be done; in the key in the store.

@@ -1,13 +1,17 @@
-"""A checkpoint that is written while training goes on: its states are copied in memory, and a thread writes the copy.
+"""A checkpoint that is written while training goes on: its states are copied in memory, and a
+thread writes the copy.
 
-Each storage is copied once, whole: tensors that share one, or are views of it, share its copy. The memory of the copies
-is kept for the next snapshot: its pages are there already then, and the copying costs no more than a ``memcpy``.
+Each storage is copied once, whole: tensors that share one, or are views of it, share its copy. The
+memory of the copies is kept for the next snapshot: its pages are there already then, and the
+copying costs no more than a ``memcpy``.
 
-The thread is not a daemon: a process that exits, also by an exception, first waits for it. A killed process loses
-only the save in progress. A forked process, such as a loader worker, has no writer thread.
+The thread is not a daemon: a process that exits, also by an exception, first waits for it. A killed
+process loses only the save in progress. A forked process, such as a loader worker, has no writer
+thread.
 
 Source: the files of ``/proc`` and of control groups are described at
-https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
+https://docs.kernel.org/admin-guide/cgroup-v2.html and
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
 from __future__ import annotations
@@ -28,19 +32,22 @@ from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
 
-HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
+# for training: a thread that has just begun keeps Python's lock for up to 5 ms
+HEAD_START_SECONDS = 0.001
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
-HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
+# control groups of version 1 write "no limit" as a number of pages that fills 63 bits
+HUGE = 1 << 60
 
 
-# ---------------------------------------------------------------------------------------- the thread
+# --------------------------------------------------------------------------------------- the thread
 
 
 class BackgroundSave:
     """Writes one checkpoint in a thread.
 
     Attributes:
-        threads: of this process: the one that writes in a folder, or was the last to do so, by the folder's real path.
+        threads: of this process: the one that writes in a folder, or was the last to do so, by the
+            folder's real path.
 
     Ranks: main only.
 
@@ -69,7 +76,9 @@ class BackgroundSave:
 
         Ranks: main only.
         """
-        self._thread = threading.Thread(target=self._run, args=(path, work), name=f"ddpkit saves {path.name}")
+        self._thread = threading.Thread(
+            target=self._run, args=(path, work), name=f"ddpkit saves {path.name}"
+        )
         self.threads[os.path.realpath(path.parent)] = self._thread
         self._thread.start()
 
@@ -111,7 +120,9 @@ class BackgroundSave:
         except CheckpointError as error:
             self._error = error
         except BaseException as error:  # noqa: BLE001 -- raised in `wait`
-            self._error = CheckpointError(f"saving {path} in the background: {type(error).__name__}: {error}")
+            self._error = CheckpointError(
+                f"saving {path} in the background: {type(error).__name__}: {error}"
+            )
             self._error.__cause__ = error
 
 
@@ -123,7 +134,8 @@ class SnapshotMemory:
 
     Ranks: local.
 
-    State: host memory of the size of the states, from the first snapshot until :meth:`clear`; pinned for a GPU's.
+    State: host memory of the size of the states, from the first snapshot until :meth:`clear`;
+    pinned for a GPU's.
 
     Example:
         >>> weight = torch.ones(2)
@@ -159,12 +171,16 @@ class SnapshotMemory:
         for key, storage in storages.items():
             copies[key] = self._copy(storage, copies.get(key))
             self._kept.append(copies[key])
-        for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
+        for device in {
+            storage.device for storage in storages.values() if storage.device.type == "cuda"
+        }:
             torch.cuda.current_stream(device).synchronize()
 
         def copied(value: Any) -> Any:
             if not _is_plain_tensor(value):
-                return value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+                return (
+                    value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+                )
             storage = copies[id(value.untyped_storage())]
             tensor = torch.empty(0, dtype=value.dtype, device="cpu")
             tensor.set_(storage, value.storage_offset(), value.size(), value.stride())
@@ -176,11 +192,15 @@ class SnapshotMemory:
         """Give the memory back, as soon as no snapshot is in it."""
         self._kept.clear()
 
-    def _copy(self, storage: torch.UntypedStorage, own: torch.UntypedStorage | None) -> torch.UntypedStorage:
+    def _copy(
+        self, storage: torch.UntypedStorage, own: torch.UntypedStorage | None
+    ) -> torch.UntypedStorage:
         on_gpu, size = storage.device.type == "cuda", storage.nbytes()
         if own is None:
             try:
-                own = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).untyped_storage()
+                own = torch.empty(
+                    size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu
+                ).untyped_storage()
             except RuntimeError as error:
                 raise MemoryError(f"{size} bytes are needed: {error}") from error
         return own.copy_(storage, non_blocking=on_gpu)
@@ -201,11 +221,15 @@ def state_bytes(states: Mapping[str, Any]) -> int:
         >>> state_bytes({"model": {"w": torch.zeros(4), "b": torch.zeros(2, dtype=torch.float64)}})
         32
     """
-    return sum(storage.nbytes() for state in states.values() for storage in _storages({"": state}).values())
+    return sum(
+        storage.nbytes() for state in states.values() for storage in _storages({"": state}).values()
+    )
 
 
 def _storages(states: Mapping[str, Any]) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of the tensors in some states, each once, by id: torch makes one object for a storage."""
+    """Return the storages of the tensors in some states, each once, by id: torch makes one object
+    for a storage.
+    """
     found: dict[int, torch.UntypedStorage] = {}
 
     def note(value: Any) -> None:
@@ -219,7 +243,9 @@ def _storages(states: Mapping[str, Any]) -> dict[int, torch.UntypedStorage]:
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Return whether a value is a plain dense tensor: no subclass, not quantized or nested, no lazy view."""
+    """Return whether a value is a plain dense tensor: no subclass, not quantized or nested, no lazy
+    view.
+    """
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -234,17 +260,22 @@ def _is_plain_tensor(value: Any) -> bool:
 def _require(size: int) -> None:
     free = available_bytes()
     if size and free is not None and size + SPARE_BYTES > free:
-        raise MemoryError(f"a copy takes {size} bytes of host memory, {SPARE_BYTES} more must stay free, of {free}")
+        raise MemoryError(
+            f"a copy takes {size} bytes of host memory, {SPARE_BYTES} more must stay free, of "
+            f"{free}"
+        )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much more memory this process may take: what the machine has, and what its control groups allow.
+    """Return how much more memory this process may take: what the machine has, and what its control
+    groups allow.
 
     Args:
         root: where ``proc`` and ``sys`` are.
 
     Returns:
-        The least of all that is said, in bytes; None where nothing is said (no Linux). Cached files count as free.
+        The least of all that is said, in bytes; None where nothing is said (no Linux). Cached files
+        count as free.
 
     Ranks: local.
 
@@ -266,7 +297,8 @@ def _control_groups(root: Path) -> Iterator[int]:
             continue
         top, names = (mounted / "memory", _VERSION_1) if kinds else (mounted, _VERSION_2)
         group = top / path.lstrip("/")
-        for each in (group, *group.parents):  # a limit may be set on any of them; in a container a path may not exist
+        # a limit may be set on any of them; in a container a path may not exist
+        for each in (group, *group.parents):
             if top in {each, *each.parents}:
                 yield from _one_group(each, *names)
 
@@ -283,7 +315,11 @@ def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -
 
 def _numbers(path: Path) -> dict[str, int]:
     words = [line.split() for line in _text(path).splitlines()]
-    return {parts[0].rstrip(":"): int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
+    return {
+        parts[0].rstrip(":"): int(parts[1])
+        for parts in words
+        if len(parts) > 1 and parts[1].isdigit()
+    }
 
 
 def _text(path: Path) -> str:

@@ -17,14 +17,16 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
     """Average the parameters of several states of one model.
 
     Args:
-        state_dicts: states with the same names and shapes; none is changed, and one at a time is held.
+        state_dicts: states with the same names and shapes; none is changed, and one at a time is
+            held.
 
     Returns:
-        A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
-        float32). All else (counters, masks) is taken from the first state.
+        A state whose floating-point and complex tensors are the means, in their own dtype (summed
+        in at least float32). All else (counters, masks) is taken from the first state.
 
     Raises:
-        ConfigError: no state is given, names or shapes differ, or a floating-point tensor has 8 bits or less.
+        ConfigError: no state is given, names or shapes differ, or a floating-point tensor has 8
+            bits or less.
 
     Ranks: local.
 
@@ -38,16 +40,25 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
     count = 0
     for count, state in enumerate(state_dicts, 1):
         if not isinstance(state, Mapping):
-            raise ConfigError(f"{kind_of(state)} cannot be averaged: states of modules are needed, by name.")
+            raise ConfigError(
+                f"{kind_of(state)} cannot be averaged: states of modules are needed, by name."
+            )
         own = {name: _shape_to_average(name, value) for name, value in state.items()}
         if count == 1:
-            first = {name: value.detach().clone() if _is_tensor(value) else value for name, value in state.items()}
-            sums = {name: _wide_copy(first[name]) for name, shape in own.items() if shape is not None}
+            first = {
+                name: value.detach().clone() if _is_tensor(value) else value
+                for name, value in state.items()
+            }
+            sums = {
+                name: _wide_copy(first[name]) for name, shape in own.items() if shape is not None
+            }
             shapes = own
             continue
         different = sorted({str(name) for name, _ in own.items() ^ shapes.items()})
         if different:
-            raise ConfigError(f"the states differ in names or shapes: {different}. They are of other models.")
+            raise ConfigError(
+                f"the states differ in names or shapes: {different}. They are of other models."
+            )
         for name, total in sums.items():
             total.add_(state[name].detach().to(total.device, total.dtype))
     if not count:
@@ -57,12 +68,20 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
 
 def _shape_to_average(name: str, value: Any) -> torch.Size | None:
     if is_code(value):
-        raise ConfigError(f"{name} has 8 bits: such codes have no mean without their scales. Quantize the average.")
-    return value.shape if _is_tensor(value) and (value.is_floating_point() or value.is_complex()) else None
+        raise ConfigError(
+            f"{name} has 8 bits: such codes have no mean without their scales. Quantize the "
+            "average."
+        )
+    return (
+        value.shape
+        if _is_tensor(value) and (value.is_floating_point() or value.is_complex())
+        else None
+    )
 
 
 def is_code(value: Any) -> bool:
-    """Say whether a tensor holds floating-point numbers of 8 bits or less, such as ``float8_e4m3fn``.
+    """Say whether a tensor holds floating-point numbers of 8 bits or less, such as
+    ``float8_e4m3fn``.
 
     Args:
         value: anything.
@@ -76,7 +95,9 @@ def is_code(value: Any) -> bool:
         >>> is_code(torch.ones(2)), is_code(torch.ones(2).to(torch.float8_e5m2))
         (False, True)
     """
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
+    )
 
 
 def _is_tensor(value: Any) -> bool:
@@ -126,7 +147,8 @@ def average_checkpoints(
             path = checkpoint.paramfiles.get(recoverable_name)
             if path is None:
                 raise CheckpointError(
-                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has {sorted(checkpoint.paramfiles)}."
+                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has "
+                    f"{sorted(checkpoint.paramfiles)}."
                 )
             yield parameter_loader(path, map_location="cpu")
 

@@ -1,4 +1,6 @@
-"""Loading on every rank: each reads the files of a checkpoint, or rank 0 sends the others copies."""
+"""Loading on every rank: each reads the files of a checkpoint, or rank 0 sends the others
+copies.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ LoadMode = Literal["all", "broadcast"]
 
 
 def load_recoverables(
-    hooks: Mapping[str, LoadHook], objects: Mapping[str, Any], checkpoint: Checkpoint, mode: LoadMode = "all"
+    hooks: Mapping[str, LoadHook],
+    objects: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    mode: LoadMode = "all",
 ) -> None:
     """Load objects from a checkpoint.
 
@@ -35,14 +40,15 @@ def load_recoverables(
         hooks: what loads each, by name.
         objects: by name.
         checkpoint: has a file for each of them.
-        mode: ``"all"``: every rank reads. ``"broadcast"``: rank 0 reads, and the others load copies of its files from a
-            temporary folder, one at a time: for folders that only rank 0 sees.
+        mode: ``"all"``: every rank reads. ``"broadcast"``: rank 0 reads, and the others load copies
+            of its files from a temporary folder, one at a time: for folders that only rank 0 sees.
 
     Raises:
-        CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank, whichever failed.
+        CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank,
+            whichever failed.
 
-    Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are not waited for: then
-        every rank reads. In main-only code the main process reads.
+    Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are
+        not waited for: then every rank reads. In main-only code the main process reads.
 
     State: the objects.
 
@@ -56,7 +62,9 @@ def load_recoverables(
     for name, hook in hooks.items():
         path = checkpoint.paramfiles[name]
         if together:
-            _load_on_all(name, path, functools.partial(_load_copy, hook, objects[name], path, end_of_epoch))
+            _load_on_all(
+                name, path, functools.partial(_load_copy, hook, objects[name], path, end_of_epoch)
+            )
         else:
             _load_one(name, path, functools.partial(hook, objects[name], path, end_of_epoch))
 
@@ -64,7 +72,8 @@ def load_recoverables(
 def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
     try:
         load()
-    except (CheckpointError, MemoryError):  # without memory for what is sent a rank must end: the others wait for it
+    except (CheckpointError, MemoryError):
+        # without memory for what is sent a rank must end: the others wait for it
         raise
     except Exception as error:
         raise CheckpointError(
@@ -77,8 +86,9 @@ def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
     own, failures = failures_of(lambda: _load_one(name, path, load), CheckpointError)
     if failures:
         raise CheckpointError(
-            f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy of this "
-            "one file, in TMPDIR: what saves a directory, or reads other files too, needs ckpt_load=all."
+            f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy "
+            "of this one file, in TMPDIR: what saves a directory, or reads other files too, needs "
+            "ckpt_load=all."
         ) from own
 
 
@@ -105,7 +115,8 @@ def _bytes_of_main(path: Path) -> torch.Tensor:
         return read[0].numel()
 
     size = checkpoint_work_on_main(read_file)
-    content = read[0] if read else torch.from_numpy(np.empty(size or 0, np.uint8))  # MemoryError, and not torch's
+    # MemoryError, and not torch's
+    content = read[0] if read else torch.from_numpy(np.empty(size or 0, np.uint8))
     for start in range(0, len(content), SENT_BYTES):
         dist.broadcast(content[start : start + SENT_BYTES], src=0, group=control_group())
     return content
@@ -116,6 +127,6 @@ def _require_alike(own: list[str]) -> None:
     for rank, other in enumerate(exchange(own)):
         if other != own:
             raise CheckpointError(
-                f"the ranks would load different recoverables: {own} here, {other} on rank {rank}. Add the same ones "
-                "in the same order on every rank, or load with 'all'."
+                f"the ranks would load different recoverables: {own} here, {other} on rank "
+                f"{rank}. Add the same ones in the same order on every rank, or load with 'all'."
             )

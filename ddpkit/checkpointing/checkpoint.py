@@ -19,14 +19,17 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         path: its directory.
-        meta: what ``CKPT.yaml`` holds: ``unixtime`` (seconds), ``end-of-epoch`` and what the caller added.
+        meta: what ``CKPT.yaml`` holds: ``unixtime`` (seconds), ``end-of-epoch`` and what the caller
+            added.
         paramfiles: the file of each recoverable, by name.
 
     Ranks: local.
 
     Example:
         >>> path = Path("CKPT+a")
-        >>> one, same, other = (Checkpoint(path, {"unixtime": time}, {}) for time in (1.0, 1.0, 2.0))
+        >>> one, same, other = (
+        ...     Checkpoint(path, {"unixtime": time}, {}) for time in (1.0, 1.0, 2.0)
+        ... )
         >>> one == same, one == other
         (True, False)
     """
@@ -48,7 +51,8 @@ class Checkpoint(NamedTuple):
 
 
 def ckpt_recency(ckpt: Checkpoint) -> float:
-    """Return when a checkpoint was saved, in seconds since 1970: the importance key for "the newest".
+    """Return when a checkpoint was saved, in seconds since 1970: the importance key for "the
+    newest".
 
     Args:
         ckpt: the checkpoint.
@@ -66,7 +70,8 @@ def ckpt_recency(ckpt: Checkpoint) -> float:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number.
+    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one
+    number.
 
     Args:
         value: of any type.
@@ -80,6 +85,10 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     try:
-        return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+        return (
+            float(value)
+            if isinstance(value, (bool, int, float)) and not math.isnan(value)
+            else None
+        )
     except OverflowError:  # a whole number beyond all measure
         return None

@@ -1,7 +1,7 @@
 """A folder of checkpoints, and what is done there: save, find, delete.
 
-Savers that run on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.finish`;
-:meth:`CheckpointFolder.commit` may run in a thread.
+Savers that run on every rank come between :meth:`CheckpointFolder.begin` and
+:meth:`CheckpointFolder.finish`; :meth:`CheckpointFolder.commit` may run in a thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ T = TypeVar("T")
 META_HEAD = "# yamllint disable\n"
 
 
-def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> dict[str, Any]:
+def run_savers(
+    hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path
+) -> dict[str, Any]:
     """Run save hooks, but take the states of what :func:`torch_save` is to save.
 
     Args:
@@ -69,7 +71,8 @@ def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], stagin
     Example:
         >>> run_savers({"a": lambda obj, path: 1 / 0}, {"a": None}, Path("save"))
         Traceback (most recent call last):
-        ddpkit.errors.CheckpointError: saving the recoverable 'a': ZeroDivisionError: division by zero
+        ddpkit.errors.CheckpointError: saving the recoverable 'a': ZeroDivisionError: division by
+        zero
     """
     states = {}
     for name, hook in hooks.items():
@@ -87,7 +90,9 @@ def _saving(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"saving the recoverable {name!r}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"saving the recoverable {name!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +106,8 @@ class CheckpointFolder:
         lock: of the folder, which it names; held while anything is saved or deleted.
         world_size: of the run that saves.
         background: writes what was copied.
-        copy: copies states, so that they may change; where memory is too short for that, a warning says so. None: a
-            save ends before training goes on.
+        copy: copies states, so that they may change; where memory is too short for that, a warning
+            says so. None: a save ends before training goes on.
         note_failure: called with an error that was only warned of.
 
     Ranks: main only.
@@ -130,7 +135,8 @@ class CheckpointFolder:
     # ------------------------------------------------------------------------------------ saving
 
     def begin(self, save: SaveRequest) -> tuple[Path, Path]:
-        """Make the directory in which a checkpoint is written, and choose the name that it will have.
+        """Make the directory in which a checkpoint is written, and choose the name that it will
+        have.
 
         The lock is acquired, and is to be released when the save is done, which may be in a thread.
 
@@ -154,8 +160,11 @@ class CheckpointFolder:
         """
         return self.finish(save, *self.begin(save))
 
-    def finish(self, save: SaveRequest, staging: Path, final: Path, failures: str = "") -> Checkpoint:
-        """Collect and commit what :meth:`begin` has begun, in the background if it can be copied; release the lock.
+    def finish(
+        self, save: SaveRequest, staging: Path, final: Path, failures: str = ""
+    ) -> Checkpoint:
+        """Collect and commit what :meth:`begin` has begun, in the background if it can be copied;
+        release the lock.
 
         Args:
             save: what to save.
@@ -186,29 +195,45 @@ class CheckpointFolder:
         finally:
             self.lock.release()
 
-    def _collect(self, save: SaveRequest, staging: Path, final: Path) -> tuple[Checkpoint, Mapping[str, Any], bool]:
-        """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the states of the rest.
+    def _collect(
+        self, save: SaveRequest, staging: Path, final: Path
+    ) -> tuple[Checkpoint, Mapping[str, Any], bool]:
+        """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the
+        states of the rest.
 
-        Returns the checkpoint as it will be, the states that are still to be written, by name, and whether they are
-        copies, so that training may go on.
+        Returns the checkpoint as it will be, the states that are still to be written, by name, and
+        whether they are copies, so that training may go on.
         """
         from ddpkit.base import dump_plain_yaml
 
         meta = save.all_meta(self.damage_log.latest)
         text = (META_HEAD + META_MARK + dump_plain_yaml(meta)).encode()
         if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
-            raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
+            raise CheckpointError(
+                f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files."
+            )
         write_file(staging / META_NAME, operator.methodcaller("write", text))
-        states: Mapping[str, Any] = run_savers(save.hooks_where(every_rank=False), save.objects, staging)
+        states: Mapping[str, Any] = run_savers(
+            save.hooks_where(every_rank=False), save.objects, staging
+        )
         is_copy = False
         if self.copy is not None:
             try:
                 states, is_copy = self.copy(states), True
             except MemoryError as error:
-                words = "Checkpoints are written while training waits, because the state cannot be copied first: %s"
+                words = (
+                    "Checkpoints are written while training waits, because the state cannot be "
+                    "copied first: %s"
+                )
                 logger.warning_once(words, error)
-        names = sorted({*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))})
-        return Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names}), states, is_copy
+        names = sorted(
+            {*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))}
+        )
+        return (
+            Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names}),
+            states,
+            is_copy,
+        )
 
     def commit(
         self,
@@ -225,11 +250,12 @@ class CheckpointFolder:
             staging: the directory from :meth:`begin`.
             checkpoint: as it will be.
             states: what is still to be written, by name.
-            stood_still: seconds that training waited, if it goes on already; None: it waits for this.
+            stood_still: seconds that training waited, if it goes on already; None: it waits for
+                this.
 
         Raises:
-            CheckpointError: it could not be saved, and nothing is left of it; or the retention could not be applied,
-                unless ``on_error`` is "warn".
+            CheckpointError: it could not be saved, and nothing is left of it; or the retention
+                could not be applied, unless ``on_error`` is "warn".
         """
         final, digests = checkpoint.path, {}
         with cleaned_on_error(staging, final, state_bytes(states)):
@@ -237,7 +263,9 @@ class CheckpointFolder:
                 path = staging / f"{name}{SUFFIX}"
                 with _saving(name):
                     digests[path] = write_state(state, path)
-            commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require)
+            commit_staging(
+                staging, final, digests, self.world_size, before_rename=self.lock.require
+            )
         self.damage_log.reasons.pop(final, None)
         self.damage_log.note_time(checkpoint)
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
@@ -252,13 +280,22 @@ class CheckpointFolder:
         return checkpoint
 
     @staticmethod
-    def _tell(save: SaveRequest, checkpoint: Checkpoint, stood_still: float | None, retained: Retained | None) -> None:
+    def _tell(
+        save: SaveRequest,
+        checkpoint: Checkpoint,
+        stood_still: float | None,
+        retained: Retained | None,
+    ) -> None:
         if save.tell is None:
             return
         is_waiting = stood_still is None
         seconds = time.monotonic() - save.begun if stood_still is None else stood_still
         size, meta = size_of_files(checkpoint.path), checkpoint.meta
-        save.tell(SaveReport(checkpoint.path, size, seconds, not is_waiting, save.end_of_epoch, meta, retained))
+        save.tell(
+            SaveReport(
+                checkpoint.path, size, seconds, not is_waiting, save.end_of_epoch, meta, retained
+            )
+        )
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
         """Run a part of a save; if ``on_error`` is "warn", warn of its error and return None."""
@@ -277,7 +314,9 @@ class CheckpointFolder:
         start = f"{DIRECTORY_PREFIX}+{time.strftime('%Y-%m-%d+%H-%M-%S')}"
         used = self.damage_log.used
         names = (f"{start}+{number:02d}" for number in itertools.count())
-        name = next(one for one in names if one not in used and not os.path.lexists(self.lock.folder / one))
+        name = next(
+            one for one in names if one not in used and not os.path.lexists(self.lock.folder / one)
+        )
         used.add(name)
         return self.lock.folder / name
 
@@ -294,13 +333,19 @@ class CheckpointFolder:
                 self.lock.clean()
         readable = self.damage_log.scan(self.lock.folder, self.verify_mode)
         order = ranked(readable, selection)
-        whole = (checkpoint for checkpoint in order if self.damage_log.is_whole(checkpoint, self.verify_mode))
+        whole = (
+            checkpoint
+            for checkpoint in order
+            if self.damage_log.is_whole(checkpoint, self.verify_mode)
+        )
         found = list(itertools.islice(whole, limit))
         if not found and limit != 0 and (order or (self.damage_log.reasons and not readable)):
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in sorted(self.damage_log.reasons.items()))
+            reasons = "; ".join(
+                f"{path.name}: {reason}" for path, reason in sorted(self.damage_log.reasons.items())
+            )
             raise CheckpointError(
-                f"no checkpoint in {self.lock.folder} is whole: {reasons}. Repair one, or move them away "
-                "to start from scratch."
+                f"no checkpoint in {self.lock.folder} is whole: {reasons}. Repair one, or move "
+                "them away to start from scratch."
             )
         return found
 
@@ -316,7 +361,9 @@ class CheckpointFolder:
             for checkpoint in moved:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
-        logger.warning("Checkpoints that this run does not continue were moved to %s.", shown_path(aside))
+        logger.warning(
+            "Checkpoints that this run does not continue were moved to %s.", shown_path(aside)
+        )
 
     def delete(self, retention: Retention, verbosity: int) -> Retained:
         """Delete what the retention does not keep. What is damaged neither counts nor is deleted.
@@ -329,18 +376,28 @@ class CheckpointFolder:
         """
         log = self.damage_log
         readable = log.scan(self.lock.folder, self.verify_mode)
-        counted = [each for each in readable if each.path not in log.reasons and log.is_whole(each, "size")]
+        counted = [
+            each for each in readable if each.path not in log.reasons and log.is_whole(each, "size")
+        ]
         gone = deletable(counted, retention)
         for checkpoint in gone:
             self.lock.require()
             log.used.add(checkpoint.path.name)
             remove_directory(checkpoint.path)
-            logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", shown_path(checkpoint.path))
+            logger.log(
+                min(verbosity, logging.DEBUG),
+                "Deleted checkpoint in %s",
+                shown_path(checkpoint.path),
+            )
         return _retained(counted, gone, retention)
 
 
-def _retained(counted: Iterable[Checkpoint], gone: Sequence[Checkpoint], retention: Retention) -> Retained:
-    """Say what a deletion has left in a folder, and what is the best of it by each key of the meta."""
+def _retained(
+    counted: Iterable[Checkpoint], gone: Sequence[Checkpoint], retention: Retention
+) -> Retained:
+    """Say what a deletion has left in a folder, and what is the best of it by each key of the
+    meta.
+    """
     left = sorted((one for one in counted if one not in gone), key=ckpt_recency)
     best = {}
     for selection, _ in retention.selections():
@@ -348,4 +405,6 @@ def _retained(counted: Iterable[Checkpoint], gone: Sequence[Checkpoint], retenti
         order = ranked(left, selection) if key is not None else []
         if key is not None and order:
             best[key] = order[0].path.name
-    return Retained(tuple(one.path.name for one in left), tuple(one.path.name for one in gone), best)
+    return Retained(
+        tuple(one.path.name for one in left), tuple(one.path.name for one in gone), best
+    )

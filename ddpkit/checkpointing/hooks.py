@@ -2,12 +2,13 @@
 
 A *hook* saves or loads one object: ``save(obj, path)``, ``load(obj, path, end_of_epoch)``,
 ``transfer(obj, path)``. The tables :data:`DEFAULT_SAVE_HOOKS`, :data:`DEFAULT_LOAD_HOOKS` and
-:data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them. How the hook of an object is found, says
-:mod:`ddpkit.checkpointing.hook_lookup`.
+:data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them. How the hook of an
+object is found, says :mod:`ddpkit.checkpointing.hook_lookup`.
 
 Source: https://pytorch.org/docs/stable/notes/serialization.html#weights-only says what
-``torch.load(weights_only=True)`` accepts; that the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes only
-calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.py`` and is tested.
+``torch.load(weights_only=True)`` accepts; that the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``
+changes only calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.py`` and
+is tested.
 """
 
 from __future__ import annotations
@@ -52,14 +53,22 @@ logger = get_logger(__name__)
 
 LEAST_MEAN_BYTES = 1 << 20  # of a storage, for threads to copy it sooner than torch reads it
 MOST_MISFITS = 6  # lines of torch's list of what does not fit
-START_ANEW = " Make it as it was when this was saved, or start anew: --resume=never, or another experiment folder."
-FROM_WEIGHTS = (
-    " Make it as it was when this was saved. Or begin anew from the weights alone: load them before fit by "
-    "ddpkit.parameter_transfer.Pretrainer, and give --resume=never, or another experiment folder."
+START_ANEW = (
+    " Make it as it was when this was saved, or start anew: --resume=never, or another experiment "
+    "folder."
 )
-OTHER_LAYERS = " Pretrainer loads what both have by name; a layer of another shape needs another name."
+FROM_WEIGHTS = (
+    " Make it as it was when this was saved. Or begin anew from the weights alone: load them "
+    "before fit by ddpkit.parameter_transfer.Pretrainer, and give --resume=never, or another "
+    "experiment folder."
+)
+OTHER_LAYERS = (
+    " Pretrainer loads what both have by name; a layer of another shape needs another name."
+)
 GROUPS = "The checkpoint has parameter groups of {} tensors, and the script makes groups of {}."
-LATER_GROUPS = " A group that the run has added later has to be there at its start: add it in init_optimizers."
+LATER_GROUPS = (
+    " A group that the run has added later has to be there at its start: add it in init_optimizers."
+)
 
 
 @main_process_only(hand_over=False)
@@ -67,12 +76,13 @@ def torch_save(obj: Any, path: Path) -> None:
     """Save the ``state_dict`` of an object; a module's without the names that wrappers put in.
 
     Args:
-        obj: a module, optimizer, scheduler, scaler, or anything else with ``state_dict``. NumPy numbers in
-            its state are stored as Python's.
+        obj: a module, optimizer, scheduler, scaler, or anything else with ``state_dict``. NumPy
+            numbers in its state are stored as Python's.
         path: the file to write.
 
     Raises:
-        CheckpointError: the state holds objects that could not be loaded again without running code.
+        CheckpointError: the state holds objects that could not be loaded again without running
+            code.
         OSError: the file cannot be written.
 
     Ranks: any; only the main process writes.
@@ -104,7 +114,9 @@ def saved_state(obj: Any) -> Any:
     """
     if isinstance(obj, nn.Module):
         return _unwrapped_state(obj)
-    return map_values(obj.state_dict(), lambda one: one.item() if isinstance(one, np.generic) else one)
+    return map_values(
+        obj.state_dict(), lambda one: one.item() if isinstance(one, np.generic) else one
+    )
 
 
 def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,8 +126,8 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
         objects: by name, as for :func:`torch_save`.
 
     Returns:
-        By name the states that were divided, with plain tensors on the CPU; on other ranks than rank 0 they are empty,
-        since each tensor is dropped as soon as it is gathered.
+        By name the states that were divided, with plain tensors on the CPU; on other ranks than
+        rank 0 they are empty, since each tensor is dropped as soon as it is gathered.
 
     Raises:
         LaunchError: in main-only code, if a state is divided.
@@ -131,7 +143,9 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
         state = saved_state(obj)
         if _has(state, is_sharded):
             require_all_ranks("whole_state_dict")
-            found[name] = map_values(state, lambda one: gather_whole(one, keep=keep) if is_sharded(one) else one)
+            found[name] = map_values(
+                state, lambda one: gather_whole(one, keep=keep) if is_sharded(one) else one
+            )
     return found
 
 
@@ -146,7 +160,8 @@ def _is_on_meta(value: Any) -> bool:
 
 
 def whole_state_dict(obj: Any) -> Any:
-    """Return the ``state_dict`` of a module or an optimizer, whole, also where each rank holds a part (``fsdp``).
+    """Return the ``state_dict`` of a module or an optimizer, whole, also where each rank holds a
+    part (``fsdp``).
 
     Args:
         obj: as for :func:`torch_save`.
@@ -155,7 +170,8 @@ def whole_state_dict(obj: Any) -> Any:
         On rank 0 the state, with plain tensors; None on the other ranks.
 
     Raises:
-        LaunchError: in main-only code, where each rank's part alone is there: call it before, on every rank.
+        LaunchError: in main-only code, where each rank's part alone is there: call it before, on
+            every rank.
 
     Ranks: collective.
 
@@ -178,8 +194,8 @@ def write_state(state: Any, path: Path) -> str:
         Its SHA-256, in hexadecimal digits.
 
     Raises:
-        CheckpointError: the state holds objects that could not be loaded again without running code, or tensors of
-            which each rank has a part, or without values.
+        CheckpointError: the state holds objects that could not be loaded again without running
+            code, or tensors of which each rank has a part, or without values.
         OSError: the file cannot be written.
 
     Ranks: main only.
@@ -195,16 +211,18 @@ def write_state(state: Any, path: Path) -> str:
         raise CheckpointError(ON_META.format("save"))
     if _has(state, is_sharded):
         raise CheckpointError(
-            "each rank has a part of its tensors (DTensor), and only the main process saves. Save it with the Brain's "
-            "checkpointer, on every rank; or save what ddpkit.checkpoints.whole_state_dict gives, called on every rank."
+            "each rank has a part of its tensors (DTensor), and only the main process saves. Save "
+            "it with the Brain's checkpointer, on every rank; or save what "
+            "ddpkit.checkpoints.whole_state_dict gives, called on every rank."
         )
     digest = write_file(path, functools.partial(torch.save, state))
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
+    # reads the pickle alone, not the tensors
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if refused:
         raise CheckpointError(
-            f"its state holds {', '.join(sorted(refused))}, which could not be loaded again without running code. Let "
-            "its state_dict return tensors, numbers, strings and plain containers, or allow the type with "
-            "torch.serialization.add_safe_globals."
+            f"its state holds {', '.join(sorted(refused))}, which could not be loaded again "
+            "without running code. Let its state_dict return tensors, numbers, strings and plain "
+            "containers, or allow the type with torch.serialization.add_safe_globals."
         )
     return digest
 
@@ -231,7 +249,11 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         >>> torch.equal(saved.weight, loaded.weight)
         True
     """
-    state = _load_to_keep(path) if isinstance(obj, Optimizer) else safe_load(path, mmap=_copies_what_it_loads(obj))
+    state = (
+        _load_to_keep(path)
+        if isinstance(obj, Optimizer)
+        else safe_load(path, mmap=_copies_what_it_loads(obj))
+    )
     try:
         if isinstance(obj, nn.Module):
             inner = unwrap(obj)
@@ -245,14 +267,16 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
 
 
 def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
-    """Load the parameters of a module that the file has; say which are missing and which are not used.
+    """Load the parameters of a module that the file has; say which are missing and which are not
+    used.
 
     Args:
         obj: the module.
         path: a file that holds a module's ``state_dict``.
 
     Raises:
-        CheckpointError: the file cannot be read or would run code, a shape differs, or it has none of the parameters.
+        CheckpointError: the file cannot be read or would run code, a shape differs, or it has none
+            of the parameters.
 
     Ranks: local.
 
@@ -271,8 +295,9 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
     name = type(inner).__name__
     if keys.missing_keys and len(keys.missing_keys) == len(inner.state_dict()):
         raise CheckpointError(
-            f"{path} has none of the parameters of this {name}, such as {keys.missing_keys[0]!r}; it has "
-            f"{', '.join(keys.unexpected_keys[:4]) or 'nothing'}. Save the state_dict of {with_article(name)} alone."
+            f"{path} has none of the parameters of this {name}, such as {keys.missing_keys[0]!r}; "
+            f"it has {', '.join(keys.unexpected_keys[:4]) or 'nothing'}. Save the state_dict of "
+            f"{with_article(name)} alone."
         )
     for key in keys.missing_keys:
         logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
@@ -283,12 +308,13 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
 def map_old_state_dict_weights(
     state_dict: MutableMapping[str, torch.Tensor], mapping: Mapping[str, str]
 ) -> MutableMapping[str, torch.Tensor]:
-    """Rename the entries of an old ``state_dict``: wherever a name has a text, put another one in its place.
+    """Rename the entries of an old ``state_dict``: wherever a name has a text, put another one in
+    its place.
 
     Args:
         state_dict: tensors by name; changed in place.
-        mapping: the new text for each old one, in the order in which they are applied. A text may stand anywhere in a
-            name, also inside of a word.
+        mapping: the new text for each old one, in the order in which they are applied. A text may
+            stand anywhere in a name, also inside of a word.
 
     Returns:
         ``state_dict``, in the same order.
@@ -308,7 +334,9 @@ def map_old_state_dict_weights(
         for before, after in mapping.items():
             new = new.replace(before, after)
         if new in renamed:
-            raise CheckpointError(f"two entries of a state_dict, {old!r} and one before it, would be named {new!r}.")
+            raise CheckpointError(
+                f"two entries of a state_dict, {old!r} and one before it, would be named {new!r}."
+            )
         renamed[new] = value
     state_dict.clear()
     state_dict.update(renamed)
@@ -316,11 +344,14 @@ def map_old_state_dict_weights(
 
 
 def _copies_what_it_loads(obj: Any) -> bool:
-    """Say whether ``load_state_dict`` copies every tensor that it is given, as torch's own modules do."""
+    """Say whether ``load_state_dict`` copies every tensor that it is given, as torch's own modules
+    do.
+    """
     return isinstance(obj, nn.Module) and not any(
         vars(one).get("_load_state_dict_pre_hooks", True)
         or any(not _is_torchs(getattr(one, name)) for name in _LOADING_METHODS)
-        or any(buffer.is_quantized for buffer in one.buffers(recurse=False))  # they keep the scales that are given
+        # they keep the scales that are given
+        or any(buffer.is_quantized for buffer in one.buffers(recurse=False))
         for one in unwrap(obj).modules()
     )
 
@@ -335,20 +366,23 @@ _LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state
 
 
 def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` without running any code from it, whatever the environment says.
+    """Load a file of ``torch.save`` without running any code from it, whatever the environment
+    says.
 
     Args:
         path: the file.
         map_location: where tensors go, as in ``torch.load``.
-        mmap: the tensors may be pages of the file, which costs no memory and a third of the time: for a caller that
-            copies them at once. A file that is not as ``torch.save`` writes it is read all the same.
+        mmap: the tensors may be pages of the file, which costs no memory and a third of the time:
+            for a caller that copies them at once. A file that is not as ``torch.save`` writes it is
+            read all the same.
 
     Returns:
-        What the file holds: tensors, numbers, strings, plain containers, and the types that were allowed with
-        ``torch.serialization.add_safe_globals``.
+        What the file holds: tensors, numbers, strings, plain containers, and the types that were
+        allowed with ``torch.serialization.add_safe_globals``.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else. It is not retried with unsafe pickling.
+        CheckpointError: the file cannot be read, or holds something else. It is not retried with
+            unsafe pickling.
 
     Ranks: local.
 
@@ -369,32 +403,44 @@ def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
             with contextlib.suppress(Exception):  # of a damaged file
                 if names := torch.serialization.get_unsafe_globals_in_checkpoint(path):
                     reason = (
-                        f"it names {', '.join(sorted(names))}, and loading those would run code. If you trust the "
-                        "file, allow them with torch.serialization.add_safe_globals"
+                        f"it names {', '.join(sorted(names))}, and loading those would run code. "
+                        "If you trust the file, allow them with "
+                        "torch.serialization.add_safe_globals"
                     )
         raise CheckpointError(f"cannot load {path}: {reason}.") from error
 
 
 def _load_to_keep(path: Path) -> Any:
-    """Load as :func:`safe_load` does; plain tensors, if they are large, by mapping the file and copying in threads."""
+    """Load as :func:`safe_load` does; plain tensors, if they are large, by mapping the file and
+    copying in threads.
+    """
     sizes: list[int] = []
-    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # of a damaged file safe_load tells
-        sizes = sorted(one.compress_size for one in archive.infolist() if "/data/" in one.filename and one.file_size)
+    # of a damaged file safe_load tells
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
+        sizes = sorted(
+            one.compress_size
+            for one in archive.infolist()
+            if "/data/" in one.filename and one.file_size
+        )
     state = None
     if sum(sizes) > len(sizes) * LEAST_MEAN_BYTES:
-        with contextlib.suppress(CheckpointError, RuntimeError):  # no thread, no memory, or a damaged file
+        # no thread, no memory, or a damaged file
+        with contextlib.suppress(CheckpointError, RuntimeError):
             state = _load_in_threads(path, sizes)
     return safe_load(path) if state is None else state
 
 
 def _load_in_threads(path: Path, sizes: list[int]) -> Any:
-    """Return the state with memory of its own, shared as before; None unless its storages are plain, of these sizes."""
+    """Return the state with memory of its own, shared as before; None unless its storages are
+    plain, of these sizes.
+    """
     state = safe_load(path, mmap=True)
     tensors = _plain_tensors(state) or []
     storages = [tensor.untyped_storage() for tensor in tensors]
     places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
     different = dict(zip(places, storages, strict=True))
-    if sorted(size for _, size in different if size) != sizes:  # a mapping does not look whether they fit the file
+    # a mapping does not look whether they fit the file
+    if sorted(size for _, size in different if size) != sizes:
         return None
     with ThreadPoolExecutor(FILE_THREADS) as pool:
         own = dict(zip(different, pool.map(_copy, different.values()), strict=True))
@@ -411,7 +457,9 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _plain_tensors(state: object) -> list[torch.Tensor] | None:
-    """Return the tensors of a state, or None if something in it may share the memory of a tensor unseen."""
+    """Return the tensors of a state, or None if something in it may share the memory of a tensor
+    unseen.
+    """
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     todo: list[Any] = [state]
@@ -439,7 +487,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _can_be_mapped(path: Path) -> bool:
     """Say whether a file is as ``torch.save`` writes it, and its file system can map it.
 
-    It is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
+    It is read into the page cache, where a disk that fails raises; a page of a mapping would end
+    the process.
     """
     if torch.serialization.get_default_mmap_options() != mmap.MAP_PRIVATE:
         return False  # torch would write into the file, to swap the bytes of another machine's
@@ -447,7 +496,10 @@ def _can_be_mapped(path: Path) -> bool:
     with Path(path).open("rb", buffering=0) as file:
         while file.readinto(block):
             pass
-        with contextlib.suppress(OSError, UnicodeError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        with (
+            contextlib.suppress(OSError, UnicodeError, zipfile.BadZipFile),
+            zipfile.ZipFile(path) as archive,
+        ):
             str(path).encode()  # torch maps no file of another name
             mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
             return all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
@@ -455,13 +507,16 @@ def _can_be_mapped(path: Path) -> bool:
 
 
 ON_META = (
-    "it is on the meta device, without values. The Brain gives it values when it is made, with --strategy=fsdp when "
-    "fit begins: {} it after that, in on_fit_start after super().on_fit_start()."
+    "it is on the meta device, without values. The Brain gives it values when it is made, with "
+    "--strategy=fsdp when fit begins: {} it after that, in on_fit_start after "
+    "super().on_fit_start()."
 )
 
 
 def _way_out(obj: Any, state: Any) -> str:
-    """Say how to go on where the state of a checkpoint does not fit an object: also with another head or optimizer."""
+    """Say how to go on where the state of a checkpoint does not fit an object: also with another
+    head or optimizer.
+    """
     if isinstance(obj, nn.Module):
         return FROM_WEIGHTS + OTHER_LAYERS
     if not isinstance(obj, Optimizer):
@@ -483,7 +538,8 @@ def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> Checkpo
     if len(lines) > MOST_MISFITS:
         lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]
     text, kind = "\n".join(lines).rstrip(". "), CheckpointError
-    if type(error) not in (RuntimeError, ValueError, CheckpointError):  # a fault of the recipe, or no memory
+    # a fault of the recipe, or no memory
+    if type(error) not in (RuntimeError, ValueError, CheckpointError):
         text, advice = f"{type(error).__name__}: {text}", ""
     elif isinstance(obj, (nn.Module, Optimizer)):
         kind = CheckpointUsageError
@@ -537,7 +593,9 @@ def _unwrapped_state(module: nn.Module) -> Any:
 
 
 def _for_module(inner: nn.Module, state: Any) -> Any:
-    """Give the entries of a file's state the names that ``inner`` has for them; divide them where it is divided."""
+    """Give the entries of a file's state the names that ``inner`` has for them; divide them where
+    it is divided.
+    """
     own = inner.state_dict()
     if _has(own, _is_on_meta):
         raise ValueError(ON_META.format("load"))  # torch would load nothing
@@ -554,15 +612,19 @@ def _for_module(inner: nn.Module, state: Any) -> Any:
         return plain.get(name, alike[0] if len(alike) == 1 and alike[0] not in state else name)
 
     renamed = _renamed(state, own_name)
-    for known in (getattr(state, "_metadata", None) or {}).values():  # torch notes there whether a caller once asked
-        known.pop("assign_to_params_buffers", None)  # for new parameters, which no optimizer would have
+    # torch notes there whether a caller once asked
+    for known in (getattr(state, "_metadata", None) or {}).values():
+        # for new parameters, which no optimizer would have
+        known.pop("assign_to_params_buffers", None)
     for name, value in renamed.items():
         renamed[name] = sharded_like(value, own.get(name))
     return renamed
 
 
 def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
-    """Divide what the state has of each parameter as the parameter is divided; which kernel steps is this run's own."""
+    """Divide what the state has of each parameter as the parameter is divided; which kernel steps
+    is this run's own.
+    """
     known, saved = optimizer.param_groups, state["param_groups"]
     if len(known) == len(saved) and "fused" in optimizer.defaults:
         kernels = [{**old, "fused": new["fused"]} for old, new in zip(saved, known, strict=True)]

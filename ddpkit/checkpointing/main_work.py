@@ -30,4 +30,6 @@ def checkpoint_work_on_main(function: Callable[..., T], *arguments: Any) -> T:
     try:
         return cast("T", run_on_main(function, args=arguments))
     except MainProcessError as error:  # the main process shows its own traceback
-        raise MainCheckpointError(str(error).partition("\n--- traceback of rank 0 ---")[0]) from None
+        raise MainCheckpointError(
+            str(error).partition("\n--- traceback of rank 0 ---")[0]
+        ) from None

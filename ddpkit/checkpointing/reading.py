@@ -1,4 +1,6 @@
-"""What a folder holds: its checkpoints are read, and damaged ones are passed over and reported once."""
+"""What a folder holds: its checkpoints are read, and damaged ones are passed over and reported
+once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import math
 import os
 from pathlib import Path
 
-from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, SUFFIX, Checkpoint, as_number, ckpt_recency
+from ddpkit.checkpointing.checkpoint import (
+    DIRECTORY_PREFIX,
+    SUFFIX,
+    Checkpoint,
+    as_number,
+    ckpt_recency,
+)
 from ddpkit.checkpointing.storage import MANIFEST_NAME, META_NAME, VerifyMode, read_text, verify
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -39,13 +47,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     try:
         meta = load_plain_yaml(read_text(path / META_NAME))
-        files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
+        files = {
+            file.name.removesuffix(SUFFIX): file
+            for file in sorted(path.iterdir())
+            if file.suffix == SUFFIX
+        }
     except CheckpointError as error:
         raise CheckpointError(f"{META_NAME}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
     if not isinstance(meta, dict) or as_number(meta.get("unixtime")) is None:
-        raise CheckpointError(f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)")
+        raise CheckpointError(
+            f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)"
+        )
     for file in files.values():
         if not (file.is_file() or file.is_dir()):  # opening a pipe or a device may never end
             raise CheckpointError(f"{file.name} is neither a file nor a directory")
@@ -67,7 +81,8 @@ def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
 
 
 class DamageLog:
-    """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
+    """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported
+    once.
 
     Attributes:
         reasons: for each damaged checkpoint, by path: what is damaged.
@@ -104,18 +119,23 @@ class DamageLog:
 
         Args:
             folder: where they are.
-            mode: how closely to look at ``CKPT.yaml``, by which they are ranked; see :func:`verify`.
+            mode: how closely to look at ``CKPT.yaml``, by which they are ranked; see
+                :func:`verify`.
 
         Raises:
             CheckpointError: the folder itself cannot be read.
         """
         found = []
         try:
-            paths = sorted(path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX))
+            paths = sorted(
+                path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX)
+            )
         except FileNotFoundError:
             paths = []
         except OSError as error:
-            raise CheckpointError(f"the checkpoint folder {folder} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint folder {folder} cannot be read: {error}"
+            ) from error
         self.reasons = {path: reason for path, reason in self.reasons.items() if path in paths}
         for path in paths:
             try:
@@ -130,7 +150,9 @@ class DamageLog:
         return found
 
     def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
-        """Verify a checkpoint; report one that is damaged, forget what was reported of one that is whole."""
+        """Verify a checkpoint; report one that is damaged, forget what was reported of one that is
+        whole.
+        """
         faults = verify(checkpoint.path, mode)
         if faults:
             self.report(checkpoint.path, "; ".join(faults))

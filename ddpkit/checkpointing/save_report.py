@@ -42,7 +42,8 @@ class SaveReport:
         asynchronous: whether the files were written while training went on.
         end_of_epoch: whether an epoch had ended.
         meta: what ``CKPT.yaml`` holds.
-        retained: what is left in the folder; None where the save has deleted nothing and was not asked to.
+        retained: what is left in the folder; None where the save has deleted nothing and was not
+            asked to.
 
     Ranks: main only.
 
@@ -78,7 +79,8 @@ class SaveListener(Protocol):
 
 
 def size_of_files(folder: Path) -> int:
-    """Return how much the files in a folder take, in bytes; those that are gone meanwhile count nothing.
+    """Return how much the files in a folder take, in bytes; those that are gone meanwhile count
+    nothing.
 
     Args:
         folder: whose files, and those of its subfolders.

@@ -34,13 +34,14 @@ def check_file_name(name: Any, what: str) -> None:
     Example:
         >>> check_file_name("../model", "the name of a recoverable,")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name: give a text ...
+        ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name:
+        give a text ...
     """
     is_name = isinstance(name, str) and not any(part in name for part in ("/", "\\", "\0", ".."))
     if not is_name or not 0 < len(os.fsencode(name)) <= LONGEST_NAME:
         raise ConfigError(
-            f"{what} {str(name)[:40]!r} cannot become a file name: give a text of 1 to {LONGEST_NAME} bytes without a "
-            "slash, a backslash and '..'."
+            f"{what} {str(name)[:40]!r} cannot become a file name: give a text of 1 to "
+            f"{LONGEST_NAME} bytes without a slash, a backslash and '..'."
         )
 
 
@@ -58,7 +59,8 @@ class SaveRequest:
         retention: what to delete afterwards, or None.
         epoch: for the line that tells of it; None where it is not known.
         begun: when it was asked for, by ``time.monotonic``: training stands still from then on.
-        tell: called with a :class:`SaveReport` once the checkpoint is complete, perhaps in a thread; or None.
+        tell: called with a :class:`SaveReport` once the checkpoint is complete, perhaps in a
+            thread; or None.
 
     Ranks: local.
 
@@ -81,14 +83,24 @@ class SaveRequest:
 
     def hooks_where(self, *, every_rank: bool) -> dict[str, SaveHook]:
         """Return the hooks that run on every rank, or on the main process alone."""
-        return {name: hook for name, hook in self.hooks.items() if saves_on_every_rank(hook) == every_rank}
+        return {
+            name: hook
+            for name, hook in self.hooks.items()
+            if saves_on_every_rank(hook) == every_rank
+        }
 
     def all_meta(self, after: float = 0.0) -> dict[str, Any]:
-        """Return what ``CKPT.yaml`` says; a clock that was set back makes it no older than ``after``."""
+        """Return what ``CKPT.yaml`` says; a clock that was set back makes it no older than
+        ``after``.
+        """
         from ddpkit.base import to_plain
 
         now = max(time.time(), math.nextafter(after, math.inf))
-        meta: dict[str, Any] = to_plain({"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta})
+        meta: dict[str, Any] = to_plain(
+            {"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta}
+        )
         if as_number(meta["unixtime"]) is None:
-            raise CheckpointError(f"meta has unixtime={meta['unixtime']!r}, which must be a number of seconds.")
+            raise CheckpointError(
+                f"meta has unixtime={meta['unixtime']!r}, which must be a number of seconds."
+            )
         return meta

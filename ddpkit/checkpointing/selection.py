@@ -19,12 +19,15 @@ Predicate = Callable[[Checkpoint], bool]
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Which checkpoints count, and what makes one better than another; by default the newest is best.
+    """Which checkpoints count, and what makes one better than another; by default the newest is
+    best.
 
     Attributes:
         importance_key: gives a checkpoint's importance; the greatest is best.
-        max_key: a key of the meta whose greatest value is best. Checkpoints without it do not count.
-        min_key: a key of the meta whose smallest value is best. Checkpoints without it do not count.
+        max_key: a key of the meta whose greatest value is best. Checkpoints without it do not
+            count.
+        min_key: a key of the meta whose smallest value is best. Checkpoints without it do not
+            count.
         ckpt_predicate: says whether a checkpoint counts.
 
     Raises:
@@ -47,12 +50,17 @@ class Selection:
         keys = ("importance_key", "max_key", "min_key")
         given = [name for name in keys if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are given, but only one can decide which checkpoint is best.")
+            raise ConfigError(
+                f"{' and '.join(given)} are given, but only one can decide which checkpoint is "
+                "best."
+            )
 
     def counts(self, checkpoint: Checkpoint) -> bool:
         """Say whether a checkpoint has the key and passes the predicate."""
         keys = {self.max_key, self.min_key} - {None}
-        return keys <= checkpoint.meta.keys() and (self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint)))
+        return keys <= checkpoint.meta.keys() and (
+            self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint))
+        )
 
     def importance(self, checkpoint: Checkpoint) -> Any:
         """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
@@ -63,13 +71,20 @@ class Selection:
             return None if value is None else -value
         importance = (self.importance_key or ckpt_recency)(checkpoint)
         if isinstance(importance, (tuple, list)):
-            return None if any(isinstance(part, float) and math.isnan(part) for part in importance) else importance
-        return as_number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
+            return (
+                None
+                if any(isinstance(part, float) and math.isnan(part) for part in importance)
+                else importance
+            )
+        return (
+            as_number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Retention:
-    """What a deletion leaves: the best few by each key, the newest, and whatever the predicate excludes.
+    """What a deletion leaves: the best few by each key, the newest, and whatever the predicate
+    excludes.
 
     Attributes:
         num_to_keep: how many to keep for each key; 0 keeps none.
@@ -77,9 +92,10 @@ class Retention:
         max_keys: keys of the meta whose greatest values are best.
         min_keys: keys of the meta whose smallest values are best.
         ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
-        keep_recent: True keeps the newest ``num_to_keep`` as well; a number greater than 0 keeps so many of the newest,
-            whatever ``num_to_keep`` is and also where ``importance_keys`` name :func:`ckpt_recency`. With False or 0
-            the newest are kept only if ``importance_keys`` say so.
+        keep_recent: True keeps the newest ``num_to_keep`` as well; a number greater than 0 keeps so
+            many of the newest, whatever ``num_to_keep`` is and also where ``importance_keys`` name
+            :func:`ckpt_recency`. With False or 0 the newest are kept only if ``importance_keys``
+            say so.
 
     Raises:
         ConfigError: ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
@@ -101,12 +117,20 @@ class Retention:
 
     def __post_init__(self) -> None:
         _check_count("num_to_keep", self.num_to_keep, "0 keeps none")
-        _check_count("keep_recent", self.keep_recent, "True keeps the newest num_to_keep, a number so many, False none")
+        _check_count(
+            "keep_recent",
+            self.keep_recent,
+            "True keeps the newest num_to_keep, a number so many, False none",
+        )
 
     def selections(self) -> list[tuple[Selection, int]]:
         """Return one selection per key, and how many of the best it keeps."""
         newest = self.num_to_keep if self.keep_recent is True else self.keep_recent
-        importance_keys = [key for key in self.importance_keys or () if not (self.keep_recent and key is ckpt_recency)]
+        importance_keys = [
+            key
+            for key in self.importance_keys or ()
+            if not (self.keep_recent and key is ckpt_recency)
+        ]
         found = [
             *((Selection(importance_key=key), self.num_to_keep) for key in importance_keys),
             *((Selection(max_key=key), self.num_to_keep) for key in self.max_keys or ()),

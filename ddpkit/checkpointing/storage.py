@@ -1,28 +1,30 @@
 """Directories that are complete or not there, and the lock of the folder that they are in.
 
-Every file operation of a save stands behind :data:`FILES`, so that a crash test can stop or break each.
-The order of :func:`make_staging` and :func:`commit_staging` is what makes a save atomic::
+Every file operation of a save stands behind :data:`FILES`, so that a crash test can stop or break
+each. The order of :func:`make_staging` and :func:`commit_staging` is what makes a save atomic::
 
     make .tmp-x -> write every file, fsync each -> manifest.json, fsync -> fsync .tmp-x
                 -> rename .tmp-x to its name -> fsync the parent
 
-Whatever has its final name is therefore complete, and :func:`verify` tells whether it still is
-what was written. The manifest guards against damage, not against forgery. A file of :func:`write_file` is hashed while
-it is written, by the thread that writes it: ``hashlib`` releases the interpreter lock. Only what others have made is
-read again for the manifest. SHA-256 is slower than the load of a file that is in memory, and one sum needs one core.
-So a large file is hashed in pieces, which several cores do when it is verified; its digest is that of theirs.
+Whatever has its final name is therefore complete, and :func:`verify` tells whether it still is what
+was written. The manifest guards against damage, not against forgery. A file of :func:`write_file`
+is hashed while it is written, by the thread that writes it: ``hashlib`` releases the interpreter
+lock. Only what others have made is read again for the manifest. SHA-256 is slower than the load of
+a file that is in memory, and one sum needs one core. So a large file is hashed in pieces, which
+several cores do when it is verified; its digest is that of theirs.
 
-One run at a time saves into a folder. Its lock is a file there, locked with ``flock``, which says what process it is.
-The kernel frees it when the process ends, however it ends, and not before its last write is done. Where a file system
-cannot lock, or locks for each host by itself (NFS with ``nolock`` or ``local_lock``), the run that starts last has the
-folder: the other one finds another record in the file before its next rename or deletion
-(:meth:`FolderLock.require`), and stops.
+One run at a time saves into a folder. Its lock is a file there, locked with ``flock``, which says
+what process it is. The kernel frees it when the process ends, however it ends, and not before its
+last write is done. Where a file system cannot lock, or locks for each host by itself (NFS with
+``nolock`` or ``local_lock``), the run that starts last has the folder: the other one finds another
+record in the file before its next rename or deletion (:meth:`FolderLock.require`), and stops.
 
-Source: flock(2), https://man7.org/linux/man-pages/man2/flock.2.html: a lock belongs to the open file, is shared with
-forked children, and over NFS is one of the server, for which the file must be open for writing. The order of a save
-follows Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
-(https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
-keeps the error of a full disk only in ``__context__`` was measured with torch 2.13.
+Source: flock(2), https://man7.org/linux/man-pages/man2/flock.2.html: a lock belongs to the open
+file, is shared with forked children, and over NFS is one of the server, for which the file must be
+open for writing. The order of a save follows Pillai et al., "All File Systems Are Not Created
+Equal", OSDI 2014 (https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai);
+that ``torch.save`` keeps the error of a full disk only in ``__context__`` was measured with torch
+2.13.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ class FileOperations:
             os.close(handle)
 
     def sync_directory(self, path: Path) -> None:
-        """Wait until a directory's entries are on the disk (where the file system can promise it)."""
+        """Wait until a directory's entries are on the disk (where the file system can promise
+        it).
+        """
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -137,7 +141,7 @@ class FileOperations:
 FILES = FileOperations()
 
 
-# ---------------------------------------------------------------------------------------- committing
+# --------------------------------------------------------------------------------------- committing
 
 
 class _HashingFile:
@@ -163,11 +167,13 @@ class _HashingFile:
 
 
 def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
-    """Write one file of a save through a Python handle, which keeps the reason when the disk is full.
+    """Write one file of a save through a Python handle, which keeps the reason when the disk is
+    full.
 
     Args:
         path: the file; one that exists is overwritten.
-        writer: called with the open binary handle, on which only ``write`` and ``flush`` may be called.
+        writer: called with the open binary handle, on which only ``write`` and ``flush`` may be
+            called.
 
     Returns:
         The digest of what was written, as :func:`file_sha256` gives it.
@@ -180,7 +186,9 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "weights.ckpt"
-        >>> write_file(path, lambda handle: torch.save({"w": torch.ones(2)}, handle)) == file_sha256(path)
+        >>> write_file(
+        ...     path, lambda handle: torch.save({"w": torch.ones(2)}, handle)
+        ... ) == file_sha256(path)
         True
     """
     pieces: list[Any] = []
@@ -195,7 +203,8 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
 
 
 def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) -> str:
-    """Return the SHA-256 of a file, or of the digests of its pieces if it has several, in hexadecimal digits.
+    """Return the SHA-256 of a file, or of the digests of its pieces if it has several, in
+    hexadecimal digits.
 
     Args:
         path: the file.
@@ -215,7 +224,10 @@ def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) ->
         >>> file_sha256(path, 1) == hashlib.sha256(one + two).hexdigest()
         True
     """
-    starts, digest_at = range(0, path.stat().st_size, piece_bytes), functools.partial(_piece_digest, path, piece_bytes)
+    starts, digest_at = (
+        range(0, path.stat().st_size, piece_bytes),
+        functools.partial(_piece_digest, path, piece_bytes),
+    )
     if threads == 1 or len(starts) == 1:
         return _digest_of(list(map(digest_at, starts)))
     with ThreadPoolExecutor(threads) as pool:
@@ -274,7 +286,8 @@ def cleaned_on_error(staging: Path, final: Path, bytes_needed: int = 0) -> Itera
         bytes_needed: how much the block has to write, about, for the message of a full disk.
 
     Raises:
-        CheckpointError: the block raised an ``Exception``; what means "stop now" comes out as it is.
+        CheckpointError: the block raised an ``Exception``; what means "stop now" comes out as it
+            is.
 
     Ranks: main only (any one process).
 
@@ -293,7 +306,8 @@ def cleaned_on_error(staging: Path, final: Path, bytes_needed: int = 0) -> Itera
     except BaseException as error:
         with contextlib.suppress(OSError):  # the next save removes what resists
             FILES.remove_tree(staging)
-        if not isinstance(error, Exception) or isinstance(error, FolderInUseError):  # that says it all
+        # that says it all
+        if not isinstance(error, Exception) or isinstance(error, FolderInUseError):
             raise
         raise save_error(final, error, bytes_needed) from (_os_error(error) or error)
 
@@ -311,7 +325,8 @@ def commit_staging(
     Args:
         staging: the directory; every file in it must be complete.
         final: its name from now on. A directory of that name is replaced.
-        digests: the SHA-256 of files in it, by path, as :func:`write_file` returns them; the others are read.
+        digests: the SHA-256 of files in it, by path, as :func:`write_file` returns them; the others
+            are read.
         world_size: number of processes of the run; goes into the manifest.
         before_rename: called when all files are on the disk; an exception prevents the commit.
 
@@ -342,7 +357,10 @@ def _seal(staging: Path, world_size: int, digests: Mapping[Path, str]) -> None:
             continue
         FILES.sync_file(path)
         digest = digests.get(path) or file_sha256(path)
-        files[path.relative_to(staging).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
+        files[path.relative_to(staging).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": digest,
+        }
     manifest: dict[str, Any] = {
         "format": MANIFEST_FORMAT,
         "ddpkit": __version__,
@@ -382,7 +400,8 @@ def remove_directory(path: Path) -> None:
         path: the directory; it may be gone already.
 
     Raises:
-        CheckpointError: it cannot be moved out of the way. What cannot be deleted then is left for the next save.
+        CheckpointError: it cannot be moved out of the way. What cannot be deleted then is left for
+            the next save.
 
     Ranks: main only (any one process).
 
@@ -402,7 +421,8 @@ def remove_directory(path: Path) -> None:
         return
     except OSError as error:
         raise CheckpointError(
-            f"cannot remove {path}: {error.strerror or error}. The folder {path.parent} must be writable."
+            f"cannot remove {path}: {error.strerror or error}. The folder {path.parent} must be "
+            "writable."
         ) from error
     with contextlib.suppress(OSError):  # a network file system keeps files that are still open
         FILES.remove_tree(trash)
@@ -411,7 +431,9 @@ def remove_directory(path: Path) -> None:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def save_error(final: Path, error: BaseException, bytes_needed: int = 0, what: str = "") -> CheckpointError:
+def save_error(
+    final: Path, error: BaseException, bytes_needed: int = 0, what: str = ""
+) -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
     Args:
@@ -435,13 +457,16 @@ def save_error(final: Path, error: BaseException, bytes_needed: int = 0, what: s
     if cause is not None and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
         needed = f"about {bytes_needed} bytes needed, " if bytes_needed else ""
         text = (
-            f"{cause.strerror}: no space left ({needed}{shutil.disk_usage(final.parent).free} bytes free). Free some "
-            "space, or keep fewer checkpoints: a new one is written before an old one is deleted."
+            f"{cause.strerror}: no space left ({needed}{shutil.disk_usage(final.parent).free} "
+            "bytes free). Free some space, or keep fewer checkpoints: a new one is written before "
+            "an old one is deleted."
         )
     elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
         text = f"{text}, because of {type(cause).__name__}: {cause}."
     text = text.removesuffix(".")
-    return CheckpointError(f"{what or f'cannot save {final}'}: {text}. Existing checkpoints are unchanged.")
+    return CheckpointError(
+        f"{what or f'cannot save {final}'}: {text}. Existing checkpoints are unchanged."
+    )
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -461,14 +486,16 @@ def verify(directory: Path, mode: VerifyMode = "full", *, only: str | None = Non
     """Say why a checkpoint is not what was saved.
 
     Args:
-        directory: of the checkpoint. One without a manifest is damaged if its ``CKPT.yaml`` is ddpkit's. Else it was
-            made by SpeechBrain, and is checked as far as its files allow: torch's files carry checksums of their own.
-        mode: ``"full"`` reads every byte, ``"size"`` looks at names and sizes, ``"off"`` looks at nothing.
+        directory: of the checkpoint. One without a manifest is damaged if its ``CKPT.yaml`` is
+            ddpkit's. Else it was made by SpeechBrain, and is checked as far as its files allow:
+            torch's files carry checksums of their own.
+        mode: ``"full"`` reads every byte, ``"size"`` looks at names and sizes, ``"off"`` looks at
+            nothing.
         only: look at this file alone.
 
     Returns:
-        One reason per fault, each naming the file; empty when all is well. Files that were added later are no
-        fault.
+        One reason per fault, each naming the file; empty when all is well. Files that were added
+        later are no fault.
 
     Raises:
         ConfigError: an unknown ``mode``.
@@ -504,7 +531,9 @@ def verify(directory: Path, mode: VerifyMode = "full", *, only: str | None = Non
     return [fault for fault in faults if fault is not None]
 
 
-def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMode, piece_bytes: int) -> str | None:
+def _fault(
+    directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMode, piece_bytes: int
+) -> str | None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         return f"{MANIFEST_NAME} names a file outside the directory: {name!r}"
     path = directory / name
@@ -522,7 +551,9 @@ def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMod
 
 
 def _regular(path: Path) -> os.stat_result:
-    """Return the status of a regular file, following links; opening a pipe or a device might block forever."""
+    """Return the status of a regular file, following links; opening a pipe or a device might block
+    forever.
+    """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
@@ -540,8 +571,12 @@ def _fault_without_manifest(path: Path, mode: VerifyMode) -> str | None:
             if handle.read(2) != b"PK":  # not a file of torch.save, or one from before torch 1.6
                 return None
         with zipfile.ZipFile(path) as archive:
-            if sum(member.file_size for member in archive.infolist()) > size:  # torch.save compresses nothing
-                return f"{path.name} was not written by torch.save: it would unpack to more than it holds"
+            # torch.save compresses nothing
+            if sum(member.file_size for member in archive.infolist()) > size:
+                return (
+                    f"{path.name} was not written by torch.save: it would unpack to more than it "
+                    "holds"
+                )
             broken = archive.testzip() if mode == "full" else None
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         return f"{path.name} cannot be read: {error}"
@@ -578,16 +613,22 @@ def read_text(path: Path, limit: int = MOST_TEXT) -> str:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return what a manifest says of each file, and the size of the pieces in which files were hashed."""
+    """Return what a manifest says of each file, and the size of the pieces in which files were
+    hashed.
+    """
     try:
         manifest = json.loads(read_text(path))
         stated = manifest.pop("digest")
         piece_bytes = PIECE_BYTES_OF_FORMAT.get(manifest["format"])
         if piece_bytes is None:
             known = " and ".join(map(str, PIECE_BYTES_OF_FORMAT))
-            raise CheckpointError(f"{path.name} has format {manifest['format']!r}, this ddpkit reads {known}")
+            raise CheckpointError(
+                f"{path.name} has format {manifest['format']!r}, this ddpkit reads {known}"
+            )
         files: dict[str, Any] = dict(manifest["files"])
-        complete = all(isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values())
+        complete = all(
+            isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values()
+        )
         if stated != _manifest_digest(manifest) or not complete:
             raise CheckpointError(f"{path.name} fails its checksum")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -617,13 +658,14 @@ class _Hold:
             is_own = self.path.read_bytes() == self.record
         if not is_own:
             raise FolderInUseError(
-                f"The folder {self.path.parent} is no longer locked by this run: the lock file is missing or belongs "
-                f"to {_owner(self.path)}. Nothing more is saved or deleted there. End this run, or give it a folder of "
-                "its own."
+                f"The folder {self.path.parent} is no longer locked by this run: the lock file is "
+                f"missing or belongs to {_owner(self.path)}. Nothing more is saved or deleted "
+                "there. End this run, or give it a folder of its own."
             )
 
     def give_back(self) -> None:
-        with contextlib.suppress(OSError, FolderInUseError):  # where it is lost, the file is another run's
+        # where it is lost, the file is another run's
+        with contextlib.suppress(OSError, FolderInUseError):
             self.require()
             FILES.remove_tree(self.path)
         os.close(self.handle)
@@ -634,8 +676,8 @@ def _take(path: Path) -> _Hold:
     while (handle := _locked(path)) is None:
         if time.monotonic() > end:
             raise FolderInUseError(
-                f"the folder {path.parent} is in use by another run: {_owner(path)}. Wait for it, end it, or give this "
-                "run a folder of its own."
+                f"the folder {path.parent} is in use by another run: {_owner(path)}. Wait for it, "
+                "end it, or give this run a folder of its own."
             )
         time.sleep(NAP_SECONDS)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
@@ -657,7 +699,8 @@ def _locked(path: Path) -> int | None:
     handle, is_own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_own = os.path.samestat(os.fstat(handle), path.stat())  # else its owner has just removed it
+        # else its owner has just removed it
+        is_own = os.path.samestat(os.fstat(handle), path.stat())
     except (BlockingIOError, FileNotFoundError):
         pass
     except OSError as error:
@@ -684,8 +727,12 @@ _MUTEX = threading.RLock()
 
 @functools.cache
 def _close_in_children() -> None:
-    """Have forked children close what this process holds: a loader worker that outlives its rank keeps no folder."""
-    os.register_at_fork(before=_MUTEX.acquire, after_in_parent=_MUTEX.release, after_in_child=_forget)
+    """Have forked children close what this process holds: a loader worker that outlives its rank
+    keeps no folder.
+    """
+    os.register_at_fork(
+        before=_MUTEX.acquire, after_in_parent=_MUTEX.release, after_in_child=_forget
+    )
 
 
 def _forget() -> None:
@@ -698,8 +745,9 @@ def _forget() -> None:
 class FolderLock:
     """The right to save into a folder, for one process at a time.
 
-    Within a process several locks of one folder share it, and it is given back with the last. A forked child holds
-    nothing. ``kill -9`` frees it at once. See the module for where a second run is not stopped.
+    Within a process several locks of one folder share it, and it is given back with the last. A
+    forked child holds nothing. ``kill -9`` frees it at once. See the module for where a second run
+    is not stopped.
 
     Args:
         folder: to be locked; must exist when the lock is taken.
@@ -735,14 +783,15 @@ class FolderLock:
         return bool(self._holds) and self._holds[-1] in _HELD.values()
 
     def acquire(self) -> None:
-        """Take the lock, or share it if this process has it already; then other runs cannot save in the folder.
+        """Take the lock, or share it if this process has it already; then other runs cannot save in
+        the folder.
 
         Waits two seconds for a run that is about to end.
 
         Raises:
             FolderInUseError: another run has it, or this one has lost it.
-            CheckpointError: the folder is not there, full or read-only: a run that could not save says so before it
-                trains.
+            CheckpointError: the folder is not there, full or read-only: a run that could not save
+                says so before it trains.
 
         Ranks: main only.
         """
@@ -752,16 +801,22 @@ class FolderLock:
             try:
                 hold = _HELD.get(path) or _take(path)
             except OSError as error:
-                what = f"cannot save or delete a checkpoint in {self.folder}, because its lock {path} cannot be taken"
+                what = (
+                    f"cannot save or delete a checkpoint in {self.folder}, because its lock "
+                    f"{path} cannot be taken"
+                )
                 reason = save_error(path, error, what=what)
-                raise CheckpointUsageError(f"{reason} Or give another folder, {OUTPUT_EXAMPLE}.") from error
+                raise CheckpointUsageError(
+                    f"{reason} Or give another folder, {OUTPUT_EXAMPLE}."
+                ) from error
             _HELD[path] = hold
             hold.require()
             hold.count += 1
             self._holds.append(hold)
 
     def release(self) -> None:
-        """Undo one :meth:`acquire`; the last one in this process gives the folder back. Without one, does nothing.
+        """Undo one :meth:`acquire`; the last one in this process gives the folder back. Without
+        one, does nothing.
 
         Ranks: main only.
         """
@@ -790,7 +845,8 @@ class FolderLock:
             self.release()
 
     def require(self) -> None:
-        """Make sure that the folder is still this run's, right before something in it is renamed or deleted.
+        """Make sure that the folder is still this run's, right before something in it is renamed or
+        deleted.
 
         Costs one small read; may be called from any thread.
 
@@ -804,7 +860,8 @@ class FolderLock:
         self._holds[-1].require()
 
     def clean(self) -> None:
-        """Remove what interrupted saves have left, and restore the name of what one of them was about to replace.
+        """Remove what interrupted saves have left, and restore the name of what one of them was
+        about to replace.
 
         Raises:
             CheckpointError: as :meth:`require`; what cannot be removed is left without a word.
@@ -818,6 +875,11 @@ class FolderLock:
             with contextlib.suppress(CheckpointError, OSError):
                 if name.startswith(REPLACED_PREFIX) and not os.path.lexists(final):
                     FILES.rename(self.folder / name, final)
-                    logger.warning("%s is back: the save that was to replace it did not end.", final)
-                elif name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and (self.folder / name).is_dir():
+                    logger.warning(
+                        "%s is back: the save that was to replace it did not end.", final
+                    )
+                elif (
+                    name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+                    and (self.folder / name).is_dir()
+                ):
                     remove_directory(self.folder / name)

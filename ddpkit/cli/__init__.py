@@ -1,8 +1,8 @@
 """The command line of the package itself: ``python -m ddpkit``.
 
-A recipe has its own command line (see :func:`ddpkit.run_opts.parse_arguments`). This one is for what
-concerns no single recipe. Each command is a module of this package with ``run(words)``, which is imported when
-the command is used: the help of ``python -m ddpkit`` loads nothing heavy.
+A recipe has its own command line (see :func:`ddpkit.run_opts.parse_arguments`). This one is for
+what concerns no single recipe. Each command is a module of this package with ``run(words)``, which
+is imported when the command is used: the help of ``python -m ddpkit`` loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ PROGRAM = "python -m ddpkit"
 #: The commands: what each is for.
 COMMANDS = {
     "ckpt": "look at checkpoints: list, show, verify, average and export them",
-    "doctor": "look at this machine, or at all of a launch: what is wrong for training, and what to do",
+    "doctor": (
+        "look at this machine, or at all of a launch: what is wrong for training, and what to do"
+    ),
     "port": "show what changes in a SpeechBrain recipe that moves to ddpkit, or change it",
-    "report": "write one page about a run, or several against each other: curves, speed, goodput, settings",
+    "report": (
+        "write one page about a run, or several against each other: curves, speed, goodput, "
+        "settings"
+    ),
     "scale": "measure a recipe on one process and on several: how fast, and what holds it back",
     "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
@@ -43,24 +48,25 @@ To train, run a recipe:
   torchrun --standalone --nproc_per_node=2 train.py hparams.yaml           two processes on this machine
   python train.py --help                                                   the options of a recipe
   python -m ddpkit.speechbrain train.py hparams.yaml                       a SpeechBrain recipe as it is
-"""
+"""  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m ddpkit`` and return its exit status.
 
-    Without arguments it prints its help. ``--version``, ``--help`` and a wrong argument leave through
-    :class:`SystemExit`, as :mod:`argparse` does.
+    Without arguments it prints its help. ``--version``, ``--help`` and a wrong argument leave
+    through :class:`SystemExit`, as :mod:`argparse` does.
 
     Args:
         arguments: The words after ``python -m ddpkit``; ``None`` takes them from ``sys.argv``.
 
     Returns:
-        The exit status: 0 if all is well, 1 if a command has found something wrong and said what, 130 after
-        Ctrl-C.
+        The exit status: 0 if all is well, 1 if a command has found something wrong and said what,
+        130 after Ctrl-C.
 
     Raises:
-        SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for arguments that are wrong.
+        SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for arguments that are
+            wrong.
 
     Ranks: local.
 
@@ -72,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        return _guarded(lambda: int(importlib.import_module(f"{__name__}.{words[0]}").run(words[1:])))
+        return _guarded(
+            lambda: int(importlib.import_module(f"{__name__}.{words[0]}").run(words[1:]))
+        )
     purposes = "\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())
     description = "ddpkit: a data-parallel training loop for PyTorch."
     parser = command_parser(PROGRAM, description, _EPILOG.format(commands=purposes))
@@ -84,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    r"""Make the parser of a command: its help keeps the lines of these texts, and options are written out.
+    r"""Make the parser of a command: its help keeps the lines of these texts, and options are
+    written out.
 
     Args:
         program: the words that start the command.
@@ -97,11 +106,15 @@ def command_parser(program: str, description: str, epilog: str) -> argparse.Argu
     Ranks: local.
 
     Example:
-        >>> command_parser("python -m ddpkit port", "Show what changes.", "examples: ...").format_usage()
+        >>> command_parser(
+        ...     "python -m ddpkit port", "Show what changes.", "examples: ..."
+        ... ).format_usage()
         'usage: python -m ddpkit port [-h]\n'
     """
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(program, None, description, epilog, formatter_class=layout, allow_abbrev=False)
+    return argparse.ArgumentParser(
+        program, None, description, epilog, formatter_class=layout, allow_abbrev=False
+    )
 
 
 def say(text: str = "", end: str = "\n", stream: TextIO | None = None) -> None:
@@ -148,7 +161,9 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
 
 def _guarded(run: Callable[[], int | None]) -> int:
-    """Run a command and return its exit code; a user sees no traceback for what is not ddpkit's fault."""
+    """Run a command and return its exit code; a user sees no traceback for what is not ddpkit's
+    fault.
+    """
     try:
         status = run() or 0
         sys.stdout.flush()

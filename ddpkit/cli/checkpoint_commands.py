@@ -1,7 +1,8 @@
-"""The commands of ``python -m ddpkit ckpt``. This module loads torch; :mod:`ddpkit.cli.ckpt` does not.
+"""The commands of ``python -m ddpkit ckpt``. This module loads torch; :mod:`ddpkit.cli.ckpt` does
+not.
 
-Looking changes nothing: it takes no lock, writes nothing, and runs no code of a checkpoint. A file may come from
-anywhere: only regular files are opened, and text is shown without control characters.
+Looking changes nothing: it takes no lock, writes nothing, and runs no code of a checkpoint. A file
+may come from anywhere: only regular files are opened, and text is shown without control characters.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ UNKNOWN = "?"
 
 def printable(text: Any) -> str:
     """Return a text as one line, without anything that a terminal would act upon."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
+    )
 
 
 def size_text(size: int) -> str:
@@ -71,8 +74,16 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 400
 
 
 def value_text(value: Any, limit: int = 120) -> str:
-    """Return a value of any origin in at most ``limit`` characters of one line; a deep or endless one in part."""
-    text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else _REPR.repr(value)
+    """Return a value of any origin in at most ``limit`` characters of one line; a deep or endless
+    one in part.
+    """
+    text = (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else _REPR.repr(value)
+    )
     text = printable(text)
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
@@ -86,7 +97,10 @@ def tensor_text(value: torch.Tensor) -> str:
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lay out rows in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 # ---------------------------------------------------------------------------------------- looking
@@ -119,7 +133,9 @@ class Entry:
     @property
     def checkpoint(self) -> Checkpoint:
         own = [name for name in self.files if name.endswith(SUFFIX) and "/" not in name]
-        return Checkpoint(self.path, self.meta, {name.removesuffix(SUFFIX): self.path / name for name in own})
+        return Checkpoint(
+            self.path, self.meta, {name.removesuffix(SUFFIX): self.path / name for name in own}
+        )
 
     @property
     def saved(self) -> float:
@@ -131,7 +147,9 @@ class Entry:
 
     @property
     def epoch_text(self) -> str:
-        """The epoch that the meta names, or the Brain, and the batch where it was saved in the middle."""
+        """The epoch that the meta names, or the Brain, and the batch where it was saved in the
+        middle.
+        """
         epoch = value_text(self.meta.get("epoch", self.brain.get("epoch", UNKNOWN)), 20)
         if self.meta.get("end-of-epoch", True):
             return f"end of {epoch}" if self.meta else UNKNOWN
@@ -141,7 +159,11 @@ class Entry:
     def time_text(self) -> str:
         """When it was saved, in local time."""
         try:
-            return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved)) if self.meta else UNKNOWN
+            return (
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
+                if self.meta
+                else UNKNOWN
+            )
         except (OverflowError, ValueError, OSError):
             return UNKNOWN
 
@@ -158,10 +180,14 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
         CheckpointError: there is none, or the path cannot be read.
     """
     try:
-        named = (one for one in path.iterdir() if one.name.startswith(DIRECTORY_PREFIX) and one.is_dir())
+        named = (
+            one for one in path.iterdir() if one.name.startswith(DIRECTORY_PREFIX) and one.is_dir()
+        )
         paths = [path] if is_checkpoint(path) else list(named)
     except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read as a folder: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as a folder: {error.strerror}."
+        ) from error
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}.")
     found = [look_at(each, mode) for each in paths]
@@ -184,14 +210,19 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     brain: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):  # verifying says why
         manifest = json.loads(read_text(path / MANIFEST_NAME))
-    with contextlib.suppress(OSError, ValueError, CheckpointError):  # what follows `data:` may be long
-        brain = load_plain_yaml(read_text(path / f"brain{SUFFIX}", MAX_BRAIN_BYTES).partition("\ndata:")[0])
+    # what follows `data:` may be long
+    with contextlib.suppress(OSError, ValueError, CheckpointError):
+        brain = load_plain_yaml(
+            read_text(path / f"brain{SUFFIX}", MAX_BRAIN_BYTES).partition("\ndata:")[0]
+        )
     made_by = manifest if isinstance(manifest, dict) else {}
-    made_by = {name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}}
+    made_by = {
+        name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}
+    }
     return Entry(path, meta, files, made_by, brain if isinstance(brain, dict) else {}, reasons)
 
 
-# ---------------------------------------------------------------------------------------- ls, show, verify
+# --------------------------------------------------------------------------------- ls, show, verify
 
 
 def command_ls(options: argparse.Namespace) -> int:
@@ -199,7 +230,10 @@ def command_ls(options: argparse.Namespace) -> int:
     found = find(options.path)
     for line in _listing(found):
         say(line)
-    damaged, size = sum(bool(one.reasons) for one in found), size_text(sum(one.size for one in found))
+    damaged, size = (
+        sum(bool(one.reasons) for one in found),
+        size_text(sum(one.size for one in found)),
+    )
     say(f"\n{len(found)} checkpoint(s) in {printable(options.path)}, {size}, {damaged} damaged.")
     say(f"Sizes were compared; ckpt verify {printable(options.path)} reads every byte.")
     return 0
@@ -209,7 +243,9 @@ def _listing(found: Sequence[Entry]) -> list[str]:
     rows: list[tuple[str, ...]] = [("name", "saved", "epoch", "step", "size", "ranks", "files", "")]
     for one in found:
         state = "damaged" if one.reasons else "ok"
-        metrics = "  ".join(f"{printable(name)}={value_text(value, 40)}" for name, value in one.metrics.items())
+        metrics = "  ".join(
+            f"{printable(name)}={value_text(value, 40)}" for name, value in one.metrics.items()
+        )
         step = value_text(one.brain.get("optimizer_step", UNKNOWN), 20)
         ranks = value_text(one.manifest.get("world_size", UNKNOWN), 20)
         name, size = printable(one.path.name), size_text(one.size)
@@ -217,15 +253,22 @@ def _listing(found: Sequence[Entry]) -> list[str]:
     known = [column for column in zip(*rows, strict=True) if set(column[1:]) != {UNKNOWN}]
     lines = table(list(zip(*known, strict=True)))
     reasons = [[f"    damaged: {printable(reason)}" for reason in one.reasons] for one in found]
-    return [lines[0], *(text for line, below in zip(lines[1:], reasons, strict=True) for text in (line, *below))]
+    return [
+        lines[0],
+        *(text for line, below in zip(lines[1:], reasons, strict=True) for text in (line, *below)),
+    ]
 
 
 def command_show(options: argparse.Namespace) -> int:
-    """Show what is in one checkpoint, or in the newest of a folder that is whole; return 1 if it is damaged."""
+    """Show what is in one checkpoint, or in the newest of a folder that is whole; return 1 if it is
+    damaged.
+    """
     found = find(options.path)
     one = next((one for one in found if not one.reasons), found[0])
     state = "damaged" if one.reasons else "sizes are right"
-    made = ", ".join(f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items())
+    made = ", ".join(
+        f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items()
+    )
     say(printable(one.path.name))
     say(f"  folder    {printable(one.path.parent.absolute())}")
     say(f"  saved     {one.time_text}, {one.epoch_text}")
@@ -255,7 +298,9 @@ def describe(path: Path, *, tensors: bool = False, limit: int = 20) -> list[str]
             rows = [(printable(name), tensor_text(tensor)) for name, tensor in found]
         else:
             whole = read_text(path).splitlines()
-            lines = [printable(f"{one[:MAX_LINE]} ..." if len(one) > MAX_LINE else one) for one in whole]
+            lines = [
+                printable(f"{one[:MAX_LINE]} ..." if len(one) > MAX_LINE else one) for one in whole
+            ]
     except UnicodeDecodeError:
         return ["neither text nor a file of torch.save: not looked into"]
     except (OSError, CheckpointError) as error:
@@ -292,13 +337,15 @@ def command_verify(options: argparse.Namespace) -> int:
     found = [one for path in options.paths for one in find(path, "full")]
     for one in found:
         about = f"{len(one.files)} file(s), {size_text(one.size)}"
-        whole = f"whole{'' if one.manifest else ' as far as can be told without a manifest'} ({about})"
+        whole = (
+            f"whole{'' if one.manifest else ' as far as can be told without a manifest'} ({about})"
+        )
         broken = f"damaged: {printable('; '.join(one.reasons))}"
         say(f"{printable(one.path.name)}: {broken if one.reasons else whole}")
     return 1 if any(one.reasons for one in found) else 0
 
 
-# ---------------------------------------------------------------------------------------- average, export
+# ---------------------------------------------------------------------------------- average, export
 
 
 def command_export(options: argparse.Namespace) -> int:
@@ -311,10 +358,16 @@ def command_average(options: argparse.Namespace) -> int:
     """Average a module over checkpoints into one file."""
     path: Path = options.output
     if os.path.lexists(path) and not options.force:
-        raise CheckpointError(f"{str(path)!r} is there already. Give --force to replace it, or another name.")
+        raise CheckpointError(
+            f"{str(path)!r} is there already. Give --force to replace it, or another name."
+        )
     if any(is_checkpoint(parent) for parent in path.resolve().parents):
-        raise CheckpointError(f"{str(path)!r} is inside a checkpoint, which must stay as it was saved.")
-    chosen = choose(options.paths, Selection(max_key=options.max_key, min_key=options.min_key), options.num)
+        raise CheckpointError(
+            f"{str(path)!r} is inside a checkpoint, which must stay as it was saved."
+        )
+    chosen = choose(
+        options.paths, Selection(max_key=options.max_key, min_key=options.min_key), options.num
+    )
     state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
     _write(state, path, options.format)
     say(f"from {', '.join(printable(one.path.name) for one in chosen)}")
@@ -331,7 +384,10 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
     found = [one.checkpoint for path in paths for one in find(path, "off") if one.meta]
     chosen = ranked(dict.fromkeys(found), selection)[:limit]
     if not chosen:
-        where, key = ", ".join(repr(str(path)) for path in paths), selection.max_key or selection.min_key
+        where, key = (
+            ", ".join(repr(str(path)) for path in paths),
+            selection.max_key or selection.min_key,
+        )
         keys = sorted({printable(name) for one in found for name in one.meta})
         has = f" that has {key!r} in its meta; there are: {', '.join(keys)}" if key else ""
         raise CheckpointError(f"there is no checkpoint in {where}{has}.")
@@ -344,13 +400,19 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
 
 
 def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, torch.Tensor]:
-    """Load a module's state; entries that are not tensors (an extra state) are left out and named."""
+    """Load a module's state; entries that are not tensors (an extra state) are left out and
+    named.
+    """
     state = safe_load(path, map_location)
     tensors = {}
     if isinstance(state, Mapping):
-        tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)
+        }
     if not tensors:
-        raise CheckpointError(f"{printable(path)} does not hold a module's state. Give --recoverable the name of one.")
+        raise CheckpointError(
+            f"{printable(path)} does not hold a module's state. Give --recoverable the name of one."
+        )
     others = [printable(name) for name in state if name not in tensors]
     if others:
         text = f"left out, because they are not tensors: {', '.join(others[:8])}"
@@ -365,14 +427,18 @@ def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
             if form == "safetensors":
                 from safetensors.torch import save
 
-                separate = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
+                separate = {
+                    name: tensor.detach().contiguous().clone() for name, tensor in state.items()
+                }
                 handle.write(save(separate, metadata={"format": "pt"}))
             else:
                 torch.save(dict(state), handle)
             handle.flush()
             os.fsync(handle.fileno())
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{error}: run `pip install safetensors`, or give --format=pt.") from error
+        raise MissingExtraError(
+            f"{error}: run `pip install safetensors`, or give --format=pt."
+        ) from error
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {str(path)!r} as {form}: {reason}.") from error

@@ -1,8 +1,8 @@
 """``python -m ddpkit ckpt``: look at checkpoints without Python.
 
-``ls``, ``show`` and ``verify`` only read: they lock nothing, change nothing, and work on a read-only folder and
-beside a run that is saving. ``average`` and ``export`` write the one file they are told to. Directories made by
-SpeechBrain are understood. No code of a checkpoint ever runs.
+``ls``, ``show`` and ``verify`` only read: they lock nothing, change nothing, and work on a
+read-only folder and beside a run that is saving. ``average`` and ``export`` write the one file they
+are told to. Directories made by SpeechBrain are understood. No code of a checkpoint ever runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIXES = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt", ".bin": "p
 
 _DESCRIPTION = """\
 Look at checkpoints. A CKPT is a checkpoint's directory; a DIR is the folder that holds them, such as
-results/1234/save. ls, show and verify change nothing."""
+results/1234/save. ls, show and verify change nothing."""  # noqa: E501
 
 _EPILOG = """\
 examples:
@@ -32,7 +32,7 @@ examples:
   python -m ddpkit ckpt verify results/1234/save
   python -m ddpkit ckpt average results/1234/save --recoverable model --min-key loss --num 5 --output mean.pt
   python -m ddpkit ckpt export results/1234/save/CKPT+best --recoverable model --output model.safetensors
-"""
+"""  # noqa: E501
 
 
 def run(words: Sequence[str]) -> int:
@@ -62,7 +62,9 @@ def run(words: Sequence[str]) -> int:
         options.format = SUFFIXES.get(options.output.suffix)
         if options.format is None:
             known = ", ".join(SUFFIXES)
-            options.parser.error(f"--output {options.output}: the suffix is none of {known}; give --format.")
+            options.parser.error(
+                f"--output {options.output}: the suffix is none of {known}; give --format."
+            )
     from ddpkit.cli import checkpoint_commands  # loads torch, which --help does without
 
     return int(getattr(checkpoint_commands, options.command)(options))
@@ -76,43 +78,82 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     ls = _command(commands, "ls", "list the checkpoints of a folder, newest first")
-    ls.add_argument("path", metavar="DIR", type=Path, nargs="?", default=Path(), help="default: the current folder")
+    ls.add_argument(
+        "path",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        help="default: the current folder",
+    )
 
     show = _command(commands, "show", "show what is in one checkpoint")
-    show.add_argument("path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest")
-    show.add_argument("--tensors", action="store_true", help="name, shape and dtype of every tensor")
-    show.add_argument("--lines", type=whole_number(1), default=20, metavar="N", help="lines per file (default: 20)")
+    show.add_argument(
+        "path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest"
+    )
+    show.add_argument(
+        "--tensors", action="store_true", help="name, shape and dtype of every tensor"
+    )
+    show.add_argument(
+        "--lines",
+        type=whole_number(1),
+        default=20,
+        metavar="N",
+        help="lines per file (default: 20)",
+    )
 
     verify = _command(commands, "verify", "read every byte and compare it with what was saved")
-    verify.add_argument("paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints")
+    verify.add_argument(
+        "paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints"
+    )
 
     average = _command(commands, "average", "average the weights of several checkpoints")
-    average.add_argument("paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints")
+    average.add_argument(
+        "paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints"
+    )
     _add_best(average)
-    average.add_argument("--num", type=whole_number(1), metavar="N", help="the N best, or newest (default: all)")
+    average.add_argument(
+        "--num", type=whole_number(1), metavar="N", help="the N best, or newest (default: all)"
+    )
     _add_output(average)
 
-    export = _command(commands, "export", "write the weights of one checkpoint to a file of their own")
-    export.add_argument("path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest or best")
+    export = _command(
+        commands, "export", "write the weights of one checkpoint to a file of their own"
+    )
+    export.add_argument(
+        "path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest or best"
+    )
     _add_best(export)
     _add_output(export)
     return parser
 
 
 def _command(commands: Any, name: str, purpose: str) -> Any:
-    parser = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False)
+    parser = commands.add_parser(
+        name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False
+    )
     parser.set_defaults(command=f"command_{name}", parser=parser)
     return parser
 
 
 def _add_best(parser: argparse.ArgumentParser) -> None:
     best = parser.add_mutually_exclusive_group()
-    best.add_argument("--min-key", metavar="KEY", help="best is the smallest value of this key of the meta")
-    best.add_argument("--max-key", metavar="KEY", help="best is the greatest value of this key of the meta")
+    best.add_argument(
+        "--min-key", metavar="KEY", help="best is the smallest value of this key of the meta"
+    )
+    best.add_argument(
+        "--max-key", metavar="KEY", help="best is the greatest value of this key of the meta"
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recoverable", metavar="NAME", required=True, help="which file: NAME.ckpt, such as model")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
-    parser.add_argument("--format", choices=("safetensors", "pt"), help="default: by the suffix of FILE")
+    parser.add_argument(
+        "--recoverable", metavar="NAME", required=True, help="which file: NAME.ckpt, such as model"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, required=True, help="the file to write"
+    )
+    parser.add_argument(
+        "--format", choices=("safetensors", "pt"), help="default: by the suffix of FILE"
+    )
     parser.add_argument("--force", action="store_true", help="replace a file that is there")

@@ -25,7 +25,7 @@ examples:
   torchrun --nproc_per_node=4 -m ddpkit doctor                   as the launcher starts a run
   srun python -m ddpkit doctor --output_folder /scratch/results  on all nodes of a job of Slurm
   python -m ddpkit doctor --recipe train.py hparams.yaml -- --batch_size=8    with the data of a recipe
-"""
+"""  # noqa: E501
 
 
 def run(words: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """``python -m ddpkit port``: what changes when a recipe of SpeechBrain moves to ddpkit for good.
 
-It shows a diff, name by name: ddpkit's own names are renamed, all others stay SpeechBrain's. Then it lists what behaves
-differently in this recipe, with lines and links. Files are changed with ``--write`` alone, and copied before.
+It shows a diff, name by name: ddpkit's own names are renamed, all others stay SpeechBrain's. Then
+it lists what behaves differently in this recipe, with lines and links. Files are changed with
+``--write`` alone, and copied before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PROGRAM = "python -m ddpkit port"
 
 _DESCRIPTION = """\
 Show what changes in a recipe that moves from SpeechBrain to ddpkit: a diff, then what behaves differently.
-Python and YAML files are looked at. What ddpkit lacks stays SpeechBrain's, which has to be installed then."""
+Python and YAML files are looked at. What ddpkit lacks stays SpeechBrain's, which has to be installed then."""  # noqa: E501
 
 _EPILOG = """\
 examples:
@@ -30,7 +31,7 @@ examples:
   python -m ddpkit port recipes/digits > digits.patch  for `patch -p1` in the folder
 
 Pages that it names (docs/...) are in ddpkit's repository. To try: python -m ddpkit.speechbrain train.py hparams.yaml
-"""
+"""  # noqa: E501
 
 
 def run(words: Sequence[str]) -> int:
@@ -70,7 +71,10 @@ def run(words: Sequence[str]) -> int:
 
 def _told(recipe: PortedRecipe) -> Iterator[str]:
     """What is left and why, then what behaves differently."""
-    for title, kind in (("Left as it is", "left"), ("What behaves differently in this recipe", "notes")):
+    for title, kind in (
+        ("Left as it is", "left"),
+        ("What behaves differently in this recipe", "notes"),
+    ):
         told = [(one.name, note) for one in recipe.files for note in getattr(one, kind)]
         yield f"\n{title}:\n\n" if told else ""
         for name, note in told:
@@ -80,7 +84,10 @@ def _told(recipe: PortedRecipe) -> Iterator[str]:
 
 def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
     if not recipe.changed:
-        return "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has"
+        return (
+            "nothing to change: no Python or YAML file here names anything of SpeechBrain that "
+            "ddpkit has"
+        )
     if backup is None:
         return f"\n{len(recipe.changed)} file(s) would change; nothing was written (--write does)"
     return (
@@ -91,6 +98,12 @@ def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(PROGRAM, _DESCRIPTION, _EPILOG)
-    parser.add_argument("recipe", type=Path, help="the folder of a recipe, or one .py or .yaml file")
-    parser.add_argument("--write", action="store_true", help="change the files; copies of them are kept in the folder")
+    parser.add_argument(
+        "recipe", type=Path, help="the folder of a recipe, or one .py or .yaml file"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="change the files; copies of them are kept in the folder",
+    )
     return parser

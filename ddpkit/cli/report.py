@@ -1,8 +1,8 @@
 """``python -m ddpkit report``: one page about a run, or about several against each other.
 
-The page is a single file without scripts, fonts or pictures from elsewhere, so that it can be sent and opened
-anywhere. The run may be going on: nothing is locked, and nothing is written into its folder unless it is
-the current one.
+The page is a single file without scripts, fonts or pictures from elsewhere, so that it can be sent
+and opened anywhere. The run may be going on: nothing is locked, and nothing is written into its
+folder unless it is the current one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROGRAM = "python -m ddpkit report"
 _DESCRIPTION = """\
 Write one page about a run: curves, speed, memory, restarts and what they cost, checkpoints, settings, log. Of
 several runs, the page draws the curves over each other and lists what differs. A RUN is the folder of
-an experiment, such as results/1234, or its metrics.jsonl. It may be going on, or have crashed."""
+an experiment, such as results/1234, or its metrics.jsonl. It may be going on, or have crashed."""  # noqa: E501
 
 _EPILOG = """\
 examples:

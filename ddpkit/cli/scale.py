@@ -20,7 +20,7 @@ PROGRAM = "python -m ddpkit scale"
 DESCRIPTION = """\
 Measure short slices of a recipe on one process and on several, in turns: samples per second, speed-up,
 where the time of a step goes, and what holds it back. Nothing of a run is written or disturbed: no
-output folder, checkpoint or log."""
+output folder, checkpoint or log."""  # noqa: E501
 
 EPILOG = """\
 All other words go to the recipe: its YAML, run options, overrides. A recipe's option with the name of
@@ -34,7 +34,7 @@ examples:
 several nodes: one result file for each size, then all of them in one table
   torchrun --nnodes=2 --nproc_per_node=4 ... -m ddpkit scale train.py hparams.yaml --json 8.json
   python -m ddpkit scale --join 1.json 4.json 8.json --plot scale.svg
-"""
+"""  # noqa: E501
 
 _SWITCHES = ("-h", "--help", "--strong", "--weak")
 _WITH_VALUE = ("--nproc", "--ways", "--rounds", "--seconds", "--plot", "--json")

@@ -1,7 +1,9 @@
-"""``python -m ddpkit slurm``: write the batch script that trains on several nodes of a Slurm cluster.
+"""``python -m ddpkit slurm``: write the batch script that trains on several nodes of a Slurm
+cluster.
 
-The script is ``slurm.sbatch`` beside this file, with the few things filled in that vary. Its comments say why it is as
-it is. It is ordinary ``bash``, to be read, changed and kept beside the recipe. Nothing is submitted.
+The script is ``slurm.sbatch`` beside this file, with the few things filled in that vary. Its
+comments say why it is as it is. It is ordinary ``bash``, to be read, changed and kept beside the
+recipe. Nothing is submitted.
 
 Source: https://slurm.schedmd.com/sbatch.html , https://slurm.schedmd.com/srun.html and
 https://docs.pytorch.org/docs/stable/elastic/run.html .
@@ -38,7 +40,7 @@ C10D = (  # restarts need the agents' elastic rendezvous
 
 DESCRIPTION = """\
 Write a commented sbatch script that trains a recipe on several nodes: one task per node, in each of them
-torchrun. The signal before the time limit, requeueing and the rendezvous are in it."""
+torchrun. The signal before the time limit, requeueing and the rendezvous are in it."""  # noqa: E501
 
 EPILOG = """\
 What stands after -- goes to the recipe.
@@ -51,7 +53,7 @@ examples:
       --account speech --sbatch=--constraint=a100 --setup "module load cuda" -- --lr=0.01 --precision=bf16
 
   python -m ddpkit slurm train.py hparams.yaml --nodes 2 --gpus-per-node 0 --nproc-per-node 16 --time 4:00:00
-"""
+"""  # noqa: E501
 
 
 class _Template(string.Template):
@@ -107,7 +109,10 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     torchrun = [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
     own_signals = _passes_signals_on()
     if own_signals:
-        torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={grace}"]
+        torchrun += [
+            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            f"--shutdown-timeout={grace}",
+        ]
     return _Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         vars(options),
         processes=processes,
@@ -115,7 +120,9 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
         threads=1 if gpus else max(1, cpus // processes),
         notice=notice,
         grace=grace,
-        job_name=re.sub(r"[^\w.+@-]", "_", options.job_name or Path(options.script).stem, flags=re.ASCII),
+        job_name=re.sub(
+            r"[^\w.+@-]", "_", options.job_name or Path(options.script).stem, flags=re.ASCII
+        ),
         more="\n".join(f"#SBATCH {value}" for value in [*more, *options.sbatch]),
         requeue="requeue" if options.requeue else "no-requeue",
         requeues=int(options.requeue),
@@ -151,10 +158,13 @@ def seconds_of(time: str) -> int:
     units = (3600, 60, 1) if dash or len(numbers) == len("HMS") else (60, 1)
     total = 0
     if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
-        total = 86_400 * int(days or 0) + sum(unit * int(one) for unit, one in zip(units, numbers, strict=False))
+        total = 86_400 * int(days or 0) + sum(
+            unit * int(one) for unit, one in zip(units, numbers, strict=False)
+        )
     if total <= 0:
         raise ConfigError(
-            f"--time={time!r} is not a time limit. Give 20:00:00 for hours, 90 for minutes, 2-00 for days."
+            f"--time={time!r} is not a time limit. Give 20:00:00 for hours, 90 for minutes, 2-00 "
+            "for days."
         )
     return total
 
@@ -164,44 +174,108 @@ def _notice(options: argparse.Namespace) -> int:
     limit = seconds_of(options.time)
     notice: int = options.signal_before or min(USUAL_NOTICE, limit // 4)
     if notice >= limit:
-        raise ConfigError(f"--signal-before={notice} and --time={options.time}: it would come before the start.")
+        raise ConfigError(
+            f"--signal-before={notice} and --time={options.time}: it would come before the start."
+        )
     return notice
 
 
 def _check(options: argparse.Namespace) -> None:
     for file in (options.script, options.hparams):
         if file is not None and not Path(file).is_file():
-            raise ConfigError(f"there is no file {file!r}. Call this in the folder in which you will call sbatch.")
+            raise ConfigError(
+                f"there is no file {file!r}. Call this in the folder in which you will call sbatch."
+            )
     if not options.gpus_per_node and options.nproc_per_node is None:
         raise ConfigError("--gpus-per-node=0: how many processes on a node? Give --nproc-per-node.")
 
 
 def _passes_signals_on() -> bool:
-    """Say whether this torch's torchrun can be told which signals to pass on; torch itself is not loaded for that."""
+    """Say whether this torch's torchrun can be told which signals to pass on; torch itself is not
+    loaded for that.
+    """
     found = find_spec("torch")
-    sources = [Path(folder, "distributed", "run.py") for folder in (found and found.submodule_search_locations) or ()]
-    return any("--signals-to-handle" in source.read_text(encoding="utf-8") for source in sources if source.is_file())
+    sources = [
+        Path(folder, "distributed", "run.py")
+        for folder in (found and found.submodule_search_locations) or ()
+    ]
+    return any(
+        "--signals-to-handle" in source.read_text(encoding="utf-8")
+        for source in sources
+        if source.is_file()
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(PROGRAM, DESCRIPTION, EPILOG)
-    parser.usage = "%(prog)s SCRIPT HPARAMS --nodes N --gpus-per-node N --time LIMIT [options] [-- recipe options]"
+    parser.usage = (
+        "%(prog)s SCRIPT HPARAMS --nodes N --gpus-per-node N --time LIMIT [options] [-- recipe "
+        "options]"
+    )
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="the recipe, such as train.py")
     add("hparams", metavar="HPARAMS", nargs="?", help="its YAML file")
     positive, natural = whole_number(1), whole_number(0)
     add("--nodes", type=positive, metavar="N", required=True, help="number of nodes")
     add("--gpus-per-node", type=natural, metavar="N", required=True, help="0 on nodes without GPUs")
-    add("--time", metavar="LIMIT", required=True, help="of one attempt: 20:00:00, 2-00:00:00, or minutes")
-    add("--nproc-per-node", type=positive, metavar="N", help="processes on a node (default: one per GPU)")
-    add("--cpus-per-task", type=positive, metavar="N", help="CPUs of a node (default: 4 per GPU, 1 per process else)")
+    add(
+        "--time",
+        metavar="LIMIT",
+        required=True,
+        help="of one attempt: 20:00:00, 2-00:00:00, or minutes",
+    )
+    add(
+        "--nproc-per-node",
+        type=positive,
+        metavar="N",
+        help="processes on a node (default: one per GPU)",
+    )
+    add(
+        "--cpus-per-task",
+        type=positive,
+        metavar="N",
+        help="CPUs of a node (default: 4 per GPU, 1 per process else)",
+    )
     add("--job-name", metavar="NAME", help="default: the name of the recipe")
     add("--partition", metavar="NAME", help="default: the cluster's")
     add("--account", metavar="NAME", help="default: yours")
-    add("--max-restarts", type=natural, default=0, metavar="N", help="restarts by torchrun, within a job (default: 0)")
-    add("--signal-before", type=positive, metavar="S", help="seconds before the limit (default: 300, or a quarter)")
-    add("--no-requeue", dest="requeue", action="store_false", help="do not queue the job again at the limit")
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch; may be repeated")
-    add("--setup", action="append", default=[], metavar="LINE", help="a line of shell to run first; may be repeated")
-    add("--python", default=sys.executable, metavar="PATH", help="on the nodes (default: the one that runs this)")
+    add(
+        "--max-restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="restarts by torchrun, within a job (default: 0)",
+    )
+    add(
+        "--signal-before",
+        type=positive,
+        metavar="S",
+        help="seconds before the limit (default: 300, or a quarter)",
+    )
+    add(
+        "--no-requeue",
+        dest="requeue",
+        action="store_false",
+        help="do not queue the job again at the limit",
+    )
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more option of sbatch; may be repeated",
+    )
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a line of shell to run first; may be repeated",
+    )
+    add(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="on the nodes (default: the one that runs this)",
+    )
     return parser

@@ -1,4 +1,6 @@
-"""The ranks talk: process group, mailbox over the store, ordered sums, checks that all run the same training."""
+"""The ranks talk: process group, mailbox over the store, ordered sums, checks that all run the same
+training.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""What must be the same on all ranks before they can work together, and how a difference is reported.
+"""What must be the same on all ranks before they can work together, and how a difference is
+reported.
 
-Ranks that run different code take different paths through a script, until one waits forever for a call that another
-does not make. So software, script and backend are compared over the launcher's store right after the rendezvous,
-before the ranks join a process group: each rank writes its facts under its rank, rank 0 compares them, and every rank
-raises the result. Model, options, optimizers and data are compared over the store before training starts.
+Ranks that run different code take different paths through a script, until one waits forever for a
+call that another does not make. So software, script and backend are compared over the launcher's
+store right after the rendezvous, before the ranks join a process group: each rank writes its facts
+under its rank, rank 0 compares them, and every rank raises the result. Model, options, optimizers
+and data are compared over the store before training starts.
 """
 
 from __future__ import annotations
@@ -45,25 +47,41 @@ SHORTEST_NAP, LONGEST_NAP = 0.001, 0.1
 
 # A path, or what only the main process shows: a rank may have its own.
 OWN_OF_EACH_RANK = frozenset(
-    {"device", "local_rank", "param_file", "log_config", "noprogressbar", "tqdm_colored_bar", "tqdm_barcolor"}
+    {
+        "device",
+        "local_rank",
+        "param_file",
+        "log_config",
+        "noprogressbar",
+        "tqdm_colored_bar",
+        "tqdm_barcolor",
+    }
 )
 SCRIPT, YAML_FILE, MODULE = "script", "hyperparameter file", "module "
 SELECTED = "samples that "
 SOFTWARE = ("Python", "torch", "numpy", "ddpkit")
-_UNKNOWN_TO_SOME = (SCRIPT, YAML_FILE, MODULE)  # a rank that does not know such a fact has no other one
+# a rank that does not know such a fact has no other one
+_UNKNOWN_TO_SOME = (SCRIPT, YAML_FILE, MODULE)
 _DEFAULT_ADVICE = "Start every rank with the same script, the same command line and the same data."
 _ADVICE = {
-    SOFTWARE: "Install the same versions on every machine, best as one environment that all of them see.",
+    SOFTWARE: (
+        "Install the same versions on every machine, best as one environment that all of them see."
+    ),
     (SCRIPT, MODULE, "Brain"): "Give every machine the same files of code.",
-    (YAML_FILE,): "Give every rank the same YAML; what differs between machines, such as a folder, belongs on the "
-    "command line: --name=value.",
-    (SELECTED,): "A split of the data must be the same on all ranks. Seed it: give random_split a generator, KFold or "
-    "train_test_split a random_state; or call seed_everything first. If each rank shall keep a part of its own, give a "
-    "DataLoader of it with `loader.is_sharded = True`.",
+    (YAML_FILE,): (
+        "Give every rank the same YAML; what differs between machines, such as a folder, belongs "
+        "on the command line: --name=value."
+    ),
+    (SELECTED,): (
+        "A split of the data must be the same on all ranks. Seed it: give random_split a "
+        "generator, KFold or train_test_split a random_state; or call seed_everything first. If "
+        "each rank shall keep a part of its own, give a DataLoader of it with `loader.is_sharded "
+        "= True`."
+    ),
 }
 
 
-# ------------------------------------------------------------------------------------------------ facts
+# -------------------------------------------------------------------------------------------- facts
 
 
 def software_facts() -> dict[str, str]:
@@ -87,10 +105,12 @@ def software_facts() -> dict[str, str]:
 
 
 def code_facts() -> dict[str, str]:
-    """Give a digest of each file of the user's own code that runs: the script, and what has been imported so far.
+    """Give a digest of each file of the user's own code that runs: the script, and what has been
+    imported so far.
 
     Returns:
-        One entry per file. In a notebook and under ``python -c`` there is no script; what cannot be read has no entry.
+        One entry per file. In a notebook and under ``python -c`` there is no script; what cannot be
+        read has no entry.
 
     Ranks: local.
 
@@ -99,12 +119,20 @@ def code_facts() -> dict[str, str]:
         False
     """
     files = {  # from their __dict__: getattr may run a lazy module's code
-        SCRIPT if name == "__main__" else f"{MODULE}{name}": str(getattr(module, "__dict__", {}).get("__file__"))
+        SCRIPT if name == "__main__" else f"{MODULE}{name}": str(
+            getattr(module, "__dict__", {}).get("__file__")
+        )
         for name, module in list(sys.modules.items())
     }
-    own = sorted(name for name, file in files.items() if file.endswith(".py") and not is_library(file))
+    own = sorted(
+        name for name, file in files.items() if file.endswith(".py") and not is_library(file)
+    )
     digests = {name: file_digest(files[name]) for name in own[-MOST_FILES:]}
-    return {name: f"{Path(files[name]).name} (code {digest})" for name, digest in digests.items() if digest}
+    return {
+        name: f"{Path(files[name]).name} (code {digest})"
+        for name, digest in digests.items()
+        if digest
+    }
 
 
 def recipe_facts(brain_class: type, param_file: str = "") -> dict[str, str]:
@@ -126,7 +154,9 @@ def recipe_facts(brain_class: type, param_file: str = "") -> dict[str, str]:
         'Mine'
     """
     digest = file_digest(param_file) if param_file else ""
-    recipe = {"Brain": brain_class.__qualname__} | ({YAML_FILE: f"content {digest}"} if digest else {})
+    recipe = {"Brain": brain_class.__qualname__} | (
+        {YAML_FILE: f"content {digest}"} if digest else {}
+    )
     return recipe | code_facts()
 
 
@@ -171,7 +201,9 @@ def model_facts(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, s
     for entry, module in modules.items():
         for name, parameter in module.named_parameters():
             kind = "trained" if parameter.requires_grad else "frozen"
-            facts[f"parameter {entry}.{name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
+            facts[f"parameter {entry}.{name}"] = (
+                f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
+            )
         for name, buffer in module.named_buffers():
             facts[f"buffer {entry}.{name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     facts["the order of the parameters"] = _digest(dict.fromkeys(facts, ""))
@@ -254,16 +286,21 @@ def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) ->
     if sharded:
         facts[f"{name} batches"] = str(batches)
     sampler = getattr(loader, "batch_sampler", None)
-    for attribute, words in (("batch_size", "batch size"), ("seed", "shuffling seed"), ("shuffle", "shuffling")):
+    for attribute, words in (
+        ("batch_size", "batch size"),
+        ("seed", "shuffling seed"),
+        ("shuffle", "shuffling"),
+    ):
         if hasattr(sampler, attribute) and hasattr(sampler, "count"):
             facts[f"{name} {words}"] = str(getattr(sampler, attribute))
     dataset = getattr(loader, "dataset", None)
-    if hasattr(sampler, "count") and isinstance(dataset, Sized):  # else a recipe may give each rank a set of its own
+    # else a recipe may give each rank a set of its own
+    if hasattr(sampler, "count") and isinstance(dataset, Sized):
         facts[f"{name} samples"] = str(len(dataset))
     return facts
 
 
-# ------------------------------------------------------------------------------------------- differences
+# -------------------------------------------------------------------------------------- differences
 
 
 def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequence[str]) -> str:
@@ -273,7 +310,8 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
 
     Args:
         everybody: the facts of every rank.
-        places: where each rank is, such as ``"gpu07 (pid 4711)"``; shown for the first of those with one value.
+        places: where each rank is, such as ``"gpu07 (pid 4711)"``; shown for the first of those
+            with one value.
 
     Returns:
         A message with one line per fact that differs; empty if none does.
@@ -281,7 +319,11 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
     Ranks: local.
 
     Example:
-        >>> print(describe_differences([{"train batches": "12"}, {"train batches": "11"}], ["a (pid 7)", "b (pid 8)"]))
+        >>> print(
+        ...     describe_differences(
+        ...         [{"train batches": "12"}, {"train batches": "11"}], ["a (pid 7)", "b (pid 8)"]
+        ...     )
+        ... )
         The ranks are not about to run the same training:
           train batches: 12 on rank 0; 11 on rank 1
           rank 0 is on a (pid 7); rank 1 is on b (pid 8)
@@ -293,9 +335,13 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
         return ""
     lines = [f"  {name}: {_values(groups)}" for name, groups in found.items()]
     more = [f"  and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
-    firsts = sorted({ranks[0] for groups in found.values() for ranks in groups.values()})[:MOST_SHOWN]
+    firsts = sorted({ranks[0] for groups in found.values() for ranks in groups.values()})[
+        :MOST_SHOWN
+    ]
     where = "; ".join(f"rank {rank} is on {places[rank]}" for rank in firsts)
-    advice = [words for names, words in _ADVICE.items() if any(name.startswith(names) for name in found)]
+    advice = [
+        words for names, words in _ADVICE.items() if any(name.startswith(names) for name in found)
+    ]
     title = "The ranks are not about to run the same training:"
     return "\n".join([title, *lines[:MOST_SHOWN], *more, f"  {where}", *advice, _DEFAULT_ADVICE])
 
@@ -330,10 +376,12 @@ def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list
     return groups
 
 
-# --------------------------------------------------------------------------------------- over the store
+# ----------------------------------------------------------------------------------- over the store
 
 
-def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
+def compare_over_store(
+    store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float
+) -> None:
     """Compare facts between processes that have met at a store, before there is a process group.
 
     Args:
@@ -356,7 +404,10 @@ def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[
     end = time.monotonic() + seconds
     store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), own_place()]))
     if rank == 0:
-        found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
+        found = [
+            json.loads(_get(store, f"ddpkit/start/{other}", end, other))
+            for other in range(world_size)
+        ]
         everybody, places = zip(*found, strict=True)
         message = describe_differences(everybody, places)
         store.set("ddpkit/start/verdict", message)
@@ -397,11 +448,12 @@ def poll_until(end: float) -> Iterator[None]:
         nap = min(nap * 1.5, LONGEST_NAP)
 
 
-# --------------------------------------------------------------------------------- what all ranks do together
+# ----------------------------------------------------------------------- what all ranks do together
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do something on every rank; if it fails on one, fail on all, naming the rank, before anybody waits for it.
+    """Do something on every rank; if it fails on one, fail on all, naming the rank, before anybody
+    waits for it.
 
     Args:
         work: done by every rank by itself.
@@ -428,7 +480,9 @@ def together(work: Callable[[], T]) -> T:
     return values[0]
 
 
-def failures_of(work: Callable[[], object], kind: type[Exception] = Exception) -> tuple[Exception | None, str]:
+def failures_of(
+    work: Callable[[], object], kind: type[Exception] = Exception
+) -> tuple[Exception | None, str]:
     """Do something on every rank, and tell every rank who failed.
 
     Args:
@@ -454,17 +508,22 @@ def failures_of(work: Callable[[], object], kind: type[Exception] = Exception) -
         if isinstance(error, CheckpointError):
             words = str(error) or words  # they name the recoverable
     # One line for both outcomes: the line is part of the exchange's key.
-    return own, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(exchange(words)) if text)
+    return own, "; ".join(
+        f"rank {rank}: {text}" for rank, text in enumerate(exchange(words)) if text
+    )
 
 
 @POSITION.at("comparing the ranks")
-def require_agreement(facts: Mapping[str, str], *, about: Any = None, site: str | None = None) -> list[Any]:
+def require_agreement(
+    facts: Mapping[str, str], *, about: Any = None, site: str | None = None
+) -> list[Any]:
     """Compare the facts of all ranks; raise if any differs.
 
     Args:
         facts: what must be the same everywhere, in words.
         about: what this rank tells of itself besides; it may differ.
-        site: names the call where the ranks may come from different lines of a script; None: from the same one.
+        site: names the call where the ranks may come from different lines of a script; None: from
+            the same one.
 
     Returns:
         ``about`` of every rank.
@@ -482,8 +541,12 @@ def require_agreement(facts: Mapping[str, str], *, about: Any = None, site: str 
         return [about]
     values = exchange((_digest(facts), about), site)
     if len({digest for digest, _ in values}) > 1:
-        everybody = exchange((dict(facts), own_place()), None if site is None else f"{site}, in detail")
-        message = describe_differences([own for own, _ in everybody], [place for _, place in everybody])
+        everybody = exchange(
+            (dict(facts), own_place()), None if site is None else (f"{site}, in detail")
+        )
+        message = describe_differences(
+            [own for own, _ in everybody], [place for _, place in everybody]
+        )
         if message:
             raise RankMismatchError(message)
     return [one for _, one in values]

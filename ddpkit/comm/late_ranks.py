@@ -1,7 +1,7 @@
 """Wait in a collective for ranks that come late, as after work that the main process does alone.
 
-A collective has a limit of time, and past it torch's error blames the rank that has waited. Here the
-wait has no limit while the other ranks are there: a rank that ends or is killed breaks the
+A collective has a limit of time, and past it torch's error blames the rank that has waited. Here
+the wait has no limit while the other ranks are there: a rank that ends or is killed breaks the
 connection, and one that has departed is asked for. After half a minute the first rank that waits
 says where all ranks are, so that the late one is named.
 
@@ -36,7 +36,8 @@ SHORTEST_NAP_SECONDS = 0.00005
 LONGEST_NAP_SECONDS = 0.02
 
 LATE = (
-    "rank %d has waited %.0f s in %s, at %s, for ranks that have not come. Where the ranks are:\n%s\n"
+    "rank %d has waited %.0f s in %s, at %s, for ranks that have not come. Where the ranks "
+    "are:\n%s\n"
     "There is no time limit while they live. What the main process does alone belongs into "
     "run_on_main(func), for which the others wait by themselves."
 )

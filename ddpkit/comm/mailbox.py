@@ -1,20 +1,21 @@
 """Values and errors handed from one rank to the others through the process group's store.
 
-A collective is positional: the n-th call of one rank meets the n-th call of the others, so a call that only
-the main process makes leaves it waiting forever. Here a value is *posted* under a key that names the call, and
-ranks that make the same call read it. The poster never waits, so a call that only one rank makes is legal. A
-reader waits as long as the poster is alive, however long its work takes. A wait on the store does not notice a process
-that has ended on another machine; so a reader also asks once a second for its own connection to the poster.
+A collective is positional: the n-th call of one rank meets the n-th call of the others, so a call
+that only the main process makes leaves it waiting forever. Here a value is *posted* under a key
+that names the call, and ranks that make the same call read it. The poster never waits, so a call
+that only one rank makes is legal. A reader waits as long as the poster is alive, however long its
+work takes. A wait on the store does not notice a process that has ended on another machine; so a
+reader also asks once a second for its own connection to the poster.
 
-The key of a call is the path of code lines that led to it (the *call site*) and how often this rank has taken
-that path. A helper that is called both under ``if if_main_process():`` and by all ranks therefore has two
-call sites, and their counts cannot be mixed up.
+The key of a call is the path of code lines that led to it (the *call site*) and how often this rank
+has taken that path. A helper that is called both under ``if if_main_process():`` and by all ranks
+therefore has two call sites, and their counts cannot be mixed up.
 
-Source: torch's libuv ``TCPStore`` backend limits a payload to 8 MiB (measured with torch 2.13: 7 MiB pass, 9 MiB
-break the connection); larger values are cut into pieces.
+Source: torch's libuv ``TCPStore`` backend limits a payload to 8 MiB (measured with torch 2.13: 7
+MiB pass, 9 MiB break the connection); larger values are cut into pieces.
 
-Mailbox, store and watchdog of a process group are kept by its :class:`Runtime`, made on first use. The watchdog
-comes from ``ddpkit.control``, which asking for a rank does not import.
+Mailbox, store and watchdog of a process group are kept by its :class:`Runtime`, made on first use.
+The watchdog comes from ``ddpkit.control``, which asking for a rank does not import.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Outcome:
 def call_site(frame: FrameType | None) -> str:
     """Name the code path that leads to ``frame``, the same on every rank that takes the same path.
 
-    The path ends at the first module-level frame (the recipe script itself), so that a debugger or a profiler
-    that runs the script on one rank only does not change it.
+    The path ends at the first module-level frame (the recipe script itself), so that a debugger or
+    a profiler that runs the script on one rank only does not change it.
 
     Args:
         frame: the innermost frame that counts.
@@ -106,7 +107,8 @@ def call_site(frame: FrameType | None) -> str:
 
 
 def call_path(frame: FrameType | None) -> str:
-    """Name the code path that leads to ``frame``, whole and for a person: what :func:`call_site` is a digest of.
+    """Name the code path that leads to ``frame``, whole and for a person: what :func:`call_site` is
+    a digest of.
 
     Args:
         frame: the innermost frame that counts.
@@ -164,7 +166,8 @@ class Mailbox:
 
     Args:
         report: of the process group; the store is the same.
-        check_connection: raises a RuntimeError if the connection to a rank, by its number, is lost; never waits.
+        check_connection: raises a RuntimeError if the connection to a rank, by its number, is lost;
+            never waits.
 
     Ranks: local; each method says which ranks take part.
 
@@ -177,7 +180,9 @@ class Mailbox:
         3
     """
 
-    def __init__(self, report: FailureReport, check_connection: Callable[[int], object] = lambda _: None) -> None:
+    def __init__(
+        self, report: FailureReport, check_connection: Callable[[int], object] = lambda _: None
+    ) -> None:
         self.report, self.store, self.check_connection = report, report.store, check_connection
         self.rank, self.world_size = report.rank, report.world_size
         self._counts: dict[str, int] = {}
@@ -185,7 +190,9 @@ class Mailbox:
         self._posted: list[list[str]] = []
 
     def next_count(self, site: str) -> str:
-        """Number this rank's visits to ``site`` since the last collective, which all ranks have passed alike."""
+        """Number this rank's visits to ``site`` since the last collective, which all ranks have
+        passed alike.
+        """
         self._counts[site] = self._counts.get(site, 0) + 1
         return f"{self._collectives}.{self._counts[site]}"
 
@@ -206,11 +213,12 @@ class Mailbox:
 
     @waits_for_ranks
     def read(self, site: str, count: str, *, poster: int, readers: int) -> Outcome:
-        """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
+        """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its
+        outcome.
 
         Raises:
-            RankFailedError: the poster has come to its end without making this call, or the connection to it is lost,
-                or it has been silent for too long.
+            RankFailedError: the poster has come to its end without making this call, or the
+                connection to it is lost, or it has been silent for too long.
         """
         key = _key(site, count)
         try:
@@ -229,10 +237,12 @@ class Mailbox:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Start afresh after a collective: delete unread values, and number the visits from 1 again.
+        """Start afresh after a collective: delete unread values, and number the visits from 1
+        again.
 
-        A rank that takes part in the collective has made every earlier call, so nobody reads older values any more; and
-        an earlier call by one rank alone cannot shift the numbers of later calls.
+        A rank that takes part in the collective has made every earlier call, so nobody reads older
+        values any more; and an earlier call by one rank alone cannot shift the numbers of later
+        calls.
         """
         posted, self._posted = self._posted, []
         yield
@@ -248,7 +258,10 @@ class Mailbox:
             return pickle.dumps(outcome)
         except Exception as error:  # noqa: BLE001 -- the value's own code may raise anything, and others wait for an answer
             kind = type(outcome.value).__name__
-            text = "%s: the value of this main-only call, a %s, cannot be handed to others (%s); they get None."
+            text = (
+                "%s: the value of this main-only call, a %s, cannot be handed to others (%s); "
+                "they get None."
+            )
             logger.warning(text, place(site), kind, error)
             return pickle.dumps(Outcome())
 
@@ -256,7 +269,10 @@ class Mailbox:
         try:
             outcome: Outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
         except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
-            text = "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which gets None."
+            text = (
+                "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which "
+                "gets None."
+            )
             logger.warning(text, place(site), self.rank, type(error).__name__, error)
             return Outcome()
         return outcome
@@ -296,7 +312,9 @@ class Mailbox:
         return f"(rank {self.rank} was waiting at {place(site)} for rank {poster})"
 
     @waits_for_ranks
-    def _raise_lost(self, error: RuntimeError, site: str, poster: int, lost: int | None = None) -> NoReturn:
+    def _raise_lost(
+        self, error: RuntimeError, site: str, poster: int, lost: int | None = None
+    ) -> NoReturn:
         """Say which rank was lost with a connection, if that becomes known soon."""
         news = explained(error, lost)
         cause = error if news is error else news.__cause__
@@ -307,14 +325,15 @@ class Mailbox:
         if reason is not None:
             return f"{reason.summary()}\n{self._waiting(site, poster)}"
         return (
-            f"rank {self.rank} waits at {place(site)} for rank {poster}, which has come to its end without making this "
-            "call. Look for the reason in its output, or for a path through the script that it did not take."
+            f"rank {self.rank} waits at {place(site)} for rank {poster}, which has come to its "
+            "end without making this call. Look for the reason in its output, or for a path "
+            "through the script that it did not take."
         )
 
     def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:
         text = (
-            "rank %d has waited %.0f s at %s for rank %d. If that is not working on this call, the ranks have taken "
-            "different paths through the script."
+            "rank %d has waited %.0f s at %s for rank %d. If that is not working on this call, "
+            "the ranks have taken different paths through the script."
         )
         logger.warning(text, self.rank, seconds, place(site), poster)
 
@@ -337,7 +356,8 @@ def raise_as_reader(reason: Reason, site: str, poster: int) -> None:
         >>> from ddpkit.base import Reason
         >>> raise_as_reader(Reason(0, "ValueError: no", trace="..."), "train.py:3 in prepare", 0)
         Traceback (most recent call last):
-        ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare: ValueError: no
+        ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare:
+        ValueError: no
         --- traceback of rank 0 ---
         ...
     """
@@ -357,7 +377,7 @@ def _names(key: str, pieces: int) -> list[str]:
     return [key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))]
 
 
-# ---------------------------------------------------------------------- the runtime of a process group
+# ------------------------------------------------------------------- the runtime of a process group
 
 
 class Runtime:
@@ -376,9 +396,10 @@ class Runtime:
         watchdog: sees to it that nothing hangs; None: there is none.
         timeout: how long the group's collectives wait at its start; None: it does not say.
         control_group: gives the gloo group for small CPU tensors, if it is still there.
-        statistics_groups: give by backend the groups for the statistics of batch norm, if they are still there.
-        machine: number of this process's machine, and the ranks on it; None unless they had to tell each other, for
-            want of a launcher.
+        statistics_groups: give by backend the groups for the statistics of batch norm, if they are
+            still there.
+        machine: number of this process's machine, and the ranks on it; None unless they had to tell
+            each other, for want of a launcher.
         is_guarded: whether the group's end and its failures are told to the other ranks.
         hosts_store: whether this process keeps the store.
         is_over: whether another group has taken its place.
@@ -388,13 +409,16 @@ class Runtime:
     """
 
     def __init__(self, report: FailureReport | None = None) -> None:
-        from ddpkit.compat import default_store, timeout_of  # reaches into torch: not for those who ask for a rank
+        # reaches into torch: not for those who ask for a rank
+        from ddpkit.compat import default_store, timeout_of
 
-        self.report = report or FailureReport(default_store(), dist.get_rank(), dist.get_world_size())
+        self.report = report or FailureReport(
+            default_store(), dist.get_rank(), dist.get_world_size()
+        )
         self.store: dist.Store = self.report.store
         self.mailbox = Mailbox(self.report, self.check_connection)
-        # A weak reference: torch owns the groups. A strong one would keep a destroyed group's threads running, and the
-        # process would abort at exit.
+        # A weak reference: torch owns the groups. A strong one would keep a destroyed group's
+        # threads running, and the process would abort at exit.
         self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.statistics_groups: dict[str | None, Callable[[], Any]] = {}
@@ -404,10 +428,11 @@ class Runtime:
         self.watchdog: Watchdog | None = None
 
     def check_connection(self, rank: int) -> None:
-        """Raise if the control group's connection to a rank is lost, as it is once the process has ended; never wait.
+        """Raise if the control group's connection to a rank is lost, as it is once the process has
+        ended; never wait.
 
-        A byte is offered that the rank never asks for: gloo refuses at once where the connection has broken, and sends
-        only the offer otherwise.
+        A byte is offered that the rank never asks for: gloo refuses at once where the connection
+        has broken, and sends only the offer otherwise.
 
         Args:
             rank: another one than this.
@@ -452,7 +477,8 @@ def get_runtime(report: FailureReport | None = None) -> Runtime:
     Example:
         >>> get_runtime()
         Traceback (most recent call last):
-        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+        ValueError: Default process group has not been initialized, please make sure to call
+        init_process_group.
     """
     global _runtime  # noqa: PLW0603 -- shadows torch's own global, the default process group
     if _runtime is None or dist.group.WORLD is None or _runtime.group() is not dist.group.WORLD:
@@ -467,8 +493,9 @@ def get_runtime(report: FailureReport | None = None) -> Runtime:
 def control_group() -> dist.ProcessGroup | None:
     """Return the gloo group for small CPU tensors, separate from the group for gradients.
 
-    Its timeout is the initial timeout of the default group: ``distributed_timeout_minutes``, or the value given by
-    the code that started the group. Shortening the default group's timeout later does not change it.
+    Its timeout is the initial timeout of the default group: ``distributed_timeout_minutes``, or the
+    value given by the code that started the group. Shortening the default group's timeout later
+    does not change it.
 
     Returns:
         The group, or None where no process group is initialised.

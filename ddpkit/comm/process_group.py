@@ -1,14 +1,16 @@
-"""The default process group: how its processes find each other, how it is made, and its end when they exit.
+"""The default process group: how its processes find each other, how it is made, and its end when
+they exit.
 
-One store, and a name in it that no other attempt has used. Where the launcher keeps a store (torchrun, ddpkit itself),
-all connect to it; otherwise rank 0 hosts it at ``MASTER_ADDR`` and ``MASTER_PORT``. Slurm and Open MPI tell all ranks
-the same id of the run, from which a port is made where none was given. Another run may have that port: the store names
-the run that it belongs to.
+One store, and a name in it that no other attempt has used. Where the launcher keeps a store
+(torchrun, ddpkit itself), all connect to it; otherwise rank 0 hosts it at ``MASTER_ADDR`` and
+``MASTER_PORT``. Slurm and Open MPI tell all ranks the same id of the run, from which a port is made
+where none was given. Another run may have that port: the store names the run that it belongs to.
 
-Then every process says that it is there (:func:`join_attempt`). That finds ranks that are missing or there twice, and
-gives the attempt a name of its own: torchrun reuses its store after a restart, and with the same names in it the new
-processes would read the addresses of the dead ones. See https://github.com/pytorch/pytorch/issues/135712. The name is
-not made from torchrun's count of restarts, which differs between nodes and stands still when nodes come and go.
+Then every process says that it is there (:func:`join_attempt`). That finds ranks that are missing
+or there twice, and gives the attempt a name of its own: torchrun reuses its store after a restart,
+and with the same names in it the new processes would read the addresses of the dead ones. See
+https://github.com/pytorch/pytorch/issues/135712. The name is not made from torchrun's count of
+restarts, which differs between nodes and stands still when nodes come and go.
 """
 
 from __future__ import annotations
@@ -44,10 +46,23 @@ from ddpkit.base import (
 from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
 from ddpkit.comm.mailbox import Runtime, control_group, get_runtime
 from ddpkit.compat import all_groups
-from ddpkit.control import FINAL_REPORT_SECONDS, Watchdog, at_exit, kill_workers, usage_errors, watch_uncaught
+from ddpkit.control import (
+    FINAL_REPORT_SECONDS,
+    Watchdog,
+    at_exit,
+    kill_workers,
+    usage_errors,
+    watch_uncaught,
+)
 from ddpkit.device import default_backend, physical_device, resolve_device, sees_own_alone
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.launch import LOOPBACK, find_launch, mark_rank_process, refuse_child_of_rank, refuse_lonely_node
+from ddpkit.launch import (
+    LOOPBACK,
+    find_launch,
+    mark_rank_process,
+    refuse_child_of_rank,
+    refuse_lonely_node,
+)
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -100,7 +115,9 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
     device = resolve_device(run_opts.get("device"), info)
     backend = check_backend(run_opts.get("distributed_backend"), device)
     hang_timeout = float(run_opts.get("hang_timeout") or 0.0)
-    timeout = timedelta(seconds=longest_wait(run_opts.get("distributed_timeout_minutes"), hang_timeout))
+    timeout = timedelta(
+        seconds=longest_wait(run_opts.get("distributed_timeout_minutes"), hang_timeout)
+    )
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
     store, hosts = open_store(info, timeout)
@@ -111,14 +128,19 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
             if info.world_size > 1:
                 facts = {"number of processes": str(info.world_size), "backend": backend}
                 facts |= {**software_facts(), **code_facts()}
-                compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
+                compare_over_store(
+                    store, info.rank, info.world_size, facts, timeout.total_seconds()
+                )
             claim_device(store, info, device)
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)
             runtime.timeout, runtime.watchdog = timeout, watchdog
-            report.limits = limits_by_option(run_opts.get("distributed_timeout_minutes"), hang_timeout)
+            report.limits = limits_by_option(
+                run_opts.get("distributed_timeout_minutes"), hang_timeout
+            )
             _guard_group(hosts_store=hosts, destroy=True)
-            dist.barrier(group=control_group())  # a rank that ended now would fail those still connecting to it
+            # a rank that ended now would fail those still connecting to it
+            dist.barrier(group=control_group())
             watchdog.heartbeat.is_starting = False
     except BaseException as error:  # told here: nobody can go on, whatever becomes of the exception
         reason = _tell_or_ask(report, error)
@@ -132,7 +154,9 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
 
 
 def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
-    """Report this rank's error to the others; if it is only a lost connection, look up the failure behind it."""
+    """Report this rank's error to the others; if it is only a lost connection, look up the failure
+    behind it.
+    """
     if is_second_hand(error):
         return report.find_reason(None)
     report.tell(Reason.of(report.rank, error, is_final=True))
@@ -140,7 +164,8 @@ def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
 
 
 def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
-    """Take the accelerator of this process, where each is shown its own alone: two of a machine may have come to one.
+    """Take the accelerator of this process, where each is shown its own alone: two of a machine may
+    have come to one.
 
     Args:
         store: of this attempt.
@@ -163,41 +188,54 @@ def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
     holder = int(store.compare_set(key, "", str(info.rank)).decode()) if number else info.rank
     if holder != info.rank:
         raise LaunchError(
-            f"Not enough GPUs: rank {holder} and rank {info.rank} on {host_name()} see one GPU each, and it is the "
-            f"same ({number}). Give each process another one (CUDA_VISIBLE_DEVICES), launch with "
-            "--nproc_per_node=1, or run on the CPU with --device=cpu --distributed_backend=gloo."
+            f"Not enough GPUs: rank {holder} and rank {info.rank} on {host_name()} see one GPU "
+            f"each, and it is the same ({number}). Give each process another one "
+            "(CUDA_VISIBLE_DEVICES), launch with --nproc_per_node=1, or run on the CPU with "
+            "--device=cpu --distributed_backend=gloo."
         )
 
 
 def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float) -> Watchdog:
-    """Watch over this process from now on: a rank may fail before it has joined the group that the others wait in."""
+    """Watch over this process from now on: a rank may fail before it has joined the group that the
+    others wait in.
+    """
     near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
     parent = os.getppid() if info.launcher == "torchrun" else None
     watchdog = Watchdog(report, near, parent, f"{info.address}:{info.port}")
     watchdog.hang_timeout = hang_timeout
-    watchdog.heartbeat.is_starting = info.rank == 0  # without connections yet only silence shows that a rank is lost
+    # without connections yet only silence shows that a rank is lost
+    watchdog.heartbeat.is_starting = info.rank == 0
     watchdog.start()
     return watchdog
 
 
-def _join(report: FailureReport, info: LaunchInfo, backend: str, device: str, timeout: timedelta) -> None:
+def _join(
+    report: FailureReport, info: LaunchInfo, backend: str, device: str, timeout: timedelta
+) -> None:
     own, size = torch.device(device) if device.startswith("cuda") else None, info.world_size
     try:
         dist.init_process_group(
-            backend, rank=info.rank, world_size=size, store=report.store, timeout=timeout, device_id=own
+            backend,
+            rank=info.rank,
+            world_size=size,
+            store=report.store,
+            timeout=timeout,
+            device_id=own,
         )
     except RuntimeError as error:  # torch.distributed.DistError derives from it
         raise LaunchError(
             f"rank {info.rank} of {info.world_size} could not join the process group "
-            f"(backend={backend!r}, device={device!r}, met at {info.address}:{info.port}): {error}. Check the network "
-            "that the backend takes between the machines (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With NCCL each "
-            "process needs a GPU of its own, no slice (MIG) of one, and sees all GPUs of its machine (srun "
-            "--gpu-bind=none); --distributed_backend=gloo works on shared ones."
+            f"(backend={backend!r}, device={device!r}, met at {info.address}:{info.port}): "
+            f"{error}. Check the network that the backend takes between the machines "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With NCCL each process needs a GPU of its "
+            "own, no slice (MIG) of one, and sees all GPUs of its machine (srun --gpu-bind=none); "
+            "--distributed_backend=gloo works on shared ones."
         ) from error
 
 
 def longest_wait(minutes: float | None, hang_timeout: float) -> float:
-    """Return how long collectives wait: longer than the watchdog, which says why, unless the user wants something else.
+    """Return how long collectives wait: longer than the watchdog, which says why, unless the user
+    wants something else.
 
     Args:
         minutes: the option ``distributed_timeout_minutes``; None: its default.
@@ -237,7 +275,9 @@ def limits_by_option(minutes: float | None, hang_timeout: float) -> dict[int, st
     found = {}
     if hang_timeout:
         seconds = hang_timeout + AFTER_WATCH_SECONDS
-        found[round(1000 * seconds)] = f"{AFTER_WATCH_SECONDS:g} s more than --hang_timeout={hang_timeout:g}"
+        found[round(1000 * seconds)] = (
+            f"{AFTER_WATCH_SECONDS:g} s more than --hang_timeout={hang_timeout:g}"
+        )
     longest = longest_wait(minutes, hang_timeout)
     found.setdefault(round(1000 * longest), f"--distributed_timeout_minutes={longest / 60:g}")
     return found
@@ -247,7 +287,8 @@ def check_backend(backend: str | None, device: str) -> str:
     """Check that a process-group backend is known, built in, and fits the device.
 
     Args:
-        backend: such as ``"nccl"``, ``"gloo"``, ``"mpi"`` or ``"cpu:gloo,cuda:nccl"``; None chooses by the device.
+        backend: such as ``"nccl"``, ``"gloo"``, ``"mpi"`` or ``"cpu:gloo,cuda:nccl"``; None chooses
+            by the device.
         device: such as ``"cpu"`` or ``"cuda:1"``.
 
     Returns:
@@ -268,8 +309,9 @@ def check_backend(backend: str | None, device: str) -> str:
         name = part.split(":")[-1].strip().lower()
         if not dist.is_backend_available(name):
             raise ConfigError(
-                f"distributed_backend={backend!r}: this torch ({torch.__version__}) has no backend {name!r}. "
-                "Run with --distributed_backend=gloo, or install a torch with it."
+                f"distributed_backend={backend!r}: this torch ({torch.__version__}) has no "
+                f"backend {name!r}. Run with --distributed_backend=gloo, or install a torch with "
+                "it."
             )
     if backend == "nccl" and not device.startswith("cuda"):
         raise ConfigError(
@@ -282,8 +324,9 @@ def check_backend(backend: str | None, device: str) -> str:
 def shorten_timeout(seconds: float) -> None:
     """Set how long the collectives of the default process group wait from now on.
 
-    Startup may be slow (compiling, reading data). After the first step a missing rank should be detected quickly.
-    Nothing happens without a process group, nor where this torch or the backend cannot do it (``mpi``).
+    Startup may be slow (compiling, reading data). After the first step a missing rank should be
+    detected quickly. Nothing happens without a process group, nor where this torch or the backend
+    cannot do it (``mpi``).
 
     Args:
         seconds: the new limit.
@@ -299,7 +342,10 @@ def shorten_timeout(seconds: float) -> None:
         >>> shorten_timeout(60.0)  # no process group: nothing happens
     """
     if not seconds > 0:
-        raise ConfigError(f"a timeout of {seconds!r} seconds would end every collective at once. Give one above 0.")
+        raise ConfigError(
+            f"a timeout of {seconds!r} seconds would end every collective at once. Give one above "
+            "0."
+        )
     if not is_distributed_initialized():
         return
     set_timeout = getattr(dist.group.WORLD, "set_timeout", None)
@@ -322,13 +368,15 @@ def _guard_group(*, hosts_store: bool, destroy: bool) -> None:
     watch_uncaught(runtime.report)
     mark_rank_process()
     POSITION.waits_for_device = "nccl" in dist.get_backend()
-    # Groups before the current one are over: their connections close, but for a store that others may still ask.
+    # Groups before the current one are over: their connections close, but for a store that others
+    # may still ask.
     kept: Callable[[], Runtime | None] = (lambda: runtime) if hosts_store else weakref.ref(runtime)
     at_exit(functools.partial(_leave, kept, destroy=destroy))
 
 
 def _leave(kept: Callable[[], Runtime | None], *, destroy: bool) -> None:
-    """Announce a normal exit, even if the script destroyed the group; otherwise others report this rank as lost.
+    """Announce a normal exit, even if the script destroyed the group; otherwise others report this
+    rank as lost.
 
     Args:
         kept: returns the group's runtime, if that is still there.
@@ -346,27 +394,37 @@ def _leave(kept: Callable[[], Runtime | None], *, destroy: bool) -> None:
 def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
     report, failed = runtime.report, PROCESS.failed
     # what ends a process of multiprocessing reaches no excepthook
-    has_failed = failed is not None or (PROCESS.left and multiprocessing.parent_process() is not None)
+    has_failed = failed is not None or (
+        PROCESS.left and multiprocessing.parent_process() is not None
+    )
     kill_workers()
     report.depart()
     if has_failed and destroy:
-        for group in all_groups():  # the others wait; a module may hold a group that has been destroyed
-            with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
+        # the others wait; a module may hold a group that has been destroyed
+        for group in all_groups():
+            # a backend, or a torch, that cannot
+            with contextlib.suppress(RuntimeError, AttributeError):
                 group.abort()
     if destroy:
         _destroy_groups(failed=has_failed)
     if runtime.hosts_store:  # the others may still look something up: who failed, or who has left
         report.await_departures(FINAL_REPORT_SECONDS if has_failed else DEPARTURE_SECONDS)
-    if failed is not None and is_second_hand(failed) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if (
+        failed is not None
+        and is_second_hand(failed)
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
         _let_launcher_see(report.first_failure())
     if runtime.watchdog is not None:
         runtime.watchdog.stop()
 
 
 def _let_launcher_see(reason: Reason | None) -> None:
-    """Wait until torchrun has seen the end of the process behind this one's failure: it blames who ends first.
+    """Wait until torchrun has seen the end of the process behind this one's failure: it blames who
+    ends first.
 
-    Ranks that are in a collective with this one wait too: gloo closes no connection before the process ends.
+    Ranks that are in a collective with this one wait too: gloo closes no connection before the
+    process ends.
 
     Args:
         reason: the failed process; if it is unknown or on another machine, wait a fixed time.
@@ -379,16 +437,19 @@ def _let_launcher_see(reason: Reason | None) -> None:
 
 
 def _destroy_groups(*, failed: bool) -> None:
-    """Destroy all groups of this process; after a failure not NCCL groups, which would wait for others' kernels."""
+    """Destroy all groups of this process; after a failure not NCCL groups, which would wait for
+    others' kernels.
+    """
     if not (failed and "nccl" in dist.get_backend()):
         dist.destroy_process_group()
         return
     for group in all_groups():
-        if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
+        # the process would abort at exit: it has threads of its own
+        if "nccl" not in dist.get_backend(group):
             dist.destroy_process_group(group)
 
 
-# ---------------------------------------------------------------------------------------- the rendezvous
+# ----------------------------------------------------------------------------------- the rendezvous
 
 
 def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -402,22 +463,26 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         The store, and whether this process hosts it.
 
     Raises:
-        LaunchError: the rendezvous address is missing, the port is taken, or other ranks do not come.
+        LaunchError: the rendezvous address is missing, the port is taken, or other ranks do not
+            come.
 
     Ranks: collective.
 
     Example:
         >>> from ddpkit.launch import LaunchInfo, derived_port
-        >>> alone = LaunchInfo("slurm", address="127.0.0.1", port=derived_port("doctest"), run_id="doctest")
+        >>> alone = LaunchInfo(
+        ...     "slurm", address="127.0.0.1", port=derived_port("doctest"), run_id="doctest"
+        ... )
         >>> store, hosts = open_store(alone, timedelta(seconds=10))
         >>> store.set("key", "value"); hosts
         True
     """
     if not info.address or not info.port:
         raise LaunchError(
-            f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but MASTER_ADDR and MASTER_PORT are not "
-            "both set: the processes cannot find each other. Give every rank MASTER_ADDR, the host name of rank 0, and "
-            "MASTER_PORT, a free port there (mpirun -x, mpiexec -genv, jsrun -E), or launch with torchrun."
+            f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but MASTER_ADDR "
+            "and MASTER_PORT are not both set: the processes cannot find each other. Give every "
+            "rank MASTER_ADDR, the host name of rank 0, and MASTER_PORT, a free port there "
+            "(mpirun -x, mpiexec -genv, jsrun -E), or launch with torchrun."
         )
     hosts = info.rank == 0 and not info.agent_hosts_store
     end = time.monotonic() + timeout.total_seconds()
@@ -426,33 +491,46 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         name = join_attempt(store, info, end, once=not info.agent_hosts_store)
     except (dist.DistNetworkError, FutureTimeoutError) as error:
         raise LaunchError(
-            f"rank {info.rank} has lost the store at {info.address}:{info.port} (see the output of rank 0), or what "
-            "has that port does not answer as torch's store does: give every process another MASTER_PORT."
+            f"rank {info.rank} has lost the store at {info.address}:{info.port} (see the output "
+            "of rank 0), or what has that port does not answer as torch's store does: give every "
+            "process another MASTER_PORT."
         ) from error
     return dist.PrefixStore(name, store), hosts
 
 
-# -------------------------------------------------------------------------------------------- the store
+# ---------------------------------------------------------------------------------------- the store
 
 
 def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
     """Host the store at the port where the others look for it."""
     port = info.port
     try:
-        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            multi_tenant=True,
+        )
     except RuntimeError as error:  # torch.distributed.DistError derives from it
         if "EADDRINUSE" not in str(error):
             raise
-        origin = f"made from the id of this run ({info.run_id})" if info.run_id else "of MASTER_PORT"
+        origin = (
+            f"made from the id of this run ({info.run_id})" if info.run_id else ("of MASTER_PORT")
+        )
         raise LaunchError(
-            f"port {port} {origin} is taken on this machine, where rank 0 was to be met ({info.address}:{port}): by "
-            "another run, or by what an earlier run has left behind. Give MASTER_PORT another number, the same to "
-            f"every process; `ss -ltnp | grep :{port}` shows who has it."
+            f"port {port} {origin} is taken on this machine, where rank 0 was to be met "
+            f"({info.address}:{port}): by another run, or by what an earlier run has left behind. "
+            "Give MASTER_PORT another number, the same to every process; `ss -ltnp | grep "
+            f":{port}` shows who has it."
         ) from error
 
 
 def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
-    """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
+    """Connect to the store; not to that of an earlier command of the same job step, which has the
+    same port.
+    """
     for _ in poll_until(end):
         store = _connect(info.address, info.port, end, timeout)
         if not info.run_id or _is_ours(store, info):
@@ -475,17 +553,24 @@ def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.St
 
     def connect() -> None:
         try:
-            made.set_result(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            made.set_result(
+                dist.TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=timeout
+                )
+            )
         except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
             made.set_exception(error)
 
-    # What is not a store of torch's may take the connection and never answer; torch then waits without a limit.
+    # What is not a store of torch's may take the connection and never answer; torch then waits
+    # without a limit.
     threading.Thread(target=connect, name="ddpkit-connect", daemon=True).start()
     return made.result(CONNECT_SECONDS)
 
 
 def _await_listener(address: str, port: int, end: float) -> None:
-    """Wait until the port accepts connections; torch would wait too, but print a stack for each attempt."""
+    """Wait until the port accepts connections; torch would wait too, but print a stack for each
+    attempt.
+    """
     began, last = time.monotonic(), ""
     for _ in poll_until(end):
         try:
@@ -494,29 +579,33 @@ def _await_listener(address: str, port: int, end: float) -> None:
         except OSError as error:
             last = str(error)
             # a name that has not been found for so long will not be
-            if isinstance(error, socket.gaierror) and time.monotonic() - began > UNKNOWN_HOST_SECONDS:
+            if (
+                isinstance(error, socket.gaierror)
+                and time.monotonic() - began > UNKNOWN_HOST_SECONDS
+            ):
                 break
     raise LaunchError(
-        f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s ({last}). Was rank 0 "
-        f"started, and does this machine know the machine of rank 0 as {address!r}? The address is MASTER_ADDR and "
-        "MASTER_PORT."
+        f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s "
+        f"({last}). Was rank 0 started, and does this machine know the machine of rank 0 as "
+        f"{address!r}? The address is MASTER_ADDR and MASTER_PORT."
     )
 
 
-# ---------------------------------------------------------------------------------------------- rendezvous
+# --------------------------------------------------------------------------------------- rendezvous
 
 
 def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
     """Wait until every rank is there, and agree on a name for this attempt.
 
-    Each rank leaves a token of this attempt, and rank 0 answers to it with the name; tokens of dead processes of an
-    earlier attempt are answered too, but the answers are not read.
+    Each rank leaves a token of this attempt, and rank 0 answers to it with the name; tokens of dead
+    processes of an earlier attempt are answered too, but the answers are not read.
 
     Args:
         store: the same on all ranks; it may hold what earlier attempts have left.
         info: the place of this process.
         end: when to give up, as ``time.monotonic()`` counts.
-        once: whether the store serves one attempt only, so that a rank can be found to be there twice.
+        once: whether the store serves one attempt only, so that a rank can be found to be there
+            twice.
 
     Returns:
         A prefix for all that this attempt keeps in the store.
@@ -528,7 +617,9 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
 
     Example:
         >>> from ddpkit.launch.launchers import LaunchInfo
-        >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith("ddpkit/")
+        >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith(
+        ...     "ddpkit/"
+        ... )
         True
     """
     token = os.urandom(8).hex()
@@ -546,8 +637,9 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
             store.set(f"ddpkit/rendezvous/joined/{name}/{info.rank}", "1")
             return f"ddpkit/{name}"
     raise LaunchError(
-        f"rank {info.rank} of {info.world_size} has waited at {info.address}:{info.port} for rank 0, which did not "
-        "come. Was it started? --distributed_timeout_minutes says how long to wait."
+        f"rank {info.rank} of {info.world_size} has waited at {info.address}:{info.port} for rank "
+        "0, which did not come. Was it started? --distributed_timeout_minutes says how long to "
+        "wait."
     )
 
 
@@ -567,26 +659,29 @@ def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> No
             warned += 2 * WARNING_SECONDS
             logger.warning("Rank 0 waits for %s of %d processes.", _named(missing), info.world_size)
     raise LaunchError(
-        f"{_named(missing)} of {info.world_size} processes did not come to rank 0 at {info.address}:{info.port} in "
-        "time. Were they started, and can their machines reach this one? --distributed_timeout_minutes says how long "
-        "to wait."
+        f"{_named(missing)} of {info.world_size} processes did not come to rank 0 at "
+        f"{info.address}:{info.port} in time. Were they started, and can their machines reach "
+        "this one? --distributed_timeout_minutes says how long to wait."
     )
 
 
 def _take_rank_slot(store: dist.Store, info: LaunchInfo) -> None:
-    """Take this rank's place in the store, if it is the store of this run, and the place is free."""
+    """Take this rank's place in the store, if it is the store of this run, and the place is
+    free.
+    """
     owner = store.compare_set("ddpkit/run", "", info.run_id).decode() if info.run_id else ""
     if owner != info.run_id:
         raise LaunchError(
-            f"the store at {info.address}:{info.port} is another run's ({owner}; this one is {info.run_id}): both have "
-            "made the same port from their ids. Give MASTER_PORT another number, the same to every process."
+            f"the store at {info.address}:{info.port} is another run's ({owner}; this one is "
+            f"{info.run_id}): both have made the same port from their ids. Give MASTER_PORT "
+            "another number, the same to every process."
         )
     holder = store.compare_set(f"ddpkit/here/{info.rank}", "", _me()).decode()
     if holder != _me():
         raise LaunchError(
-            f"two processes are rank {info.rank} of the run at {info.address}:{info.port}: {holder} came first, then "
-            f"{_me()}. Either two runs use the same MASTER_ADDR and MASTER_PORT (give one another port), or two "
-            "processes were given the same RANK."
+            f"two processes are rank {info.rank} of the run at {info.address}:{info.port}: "
+            f"{holder} came first, then {_me()}. Either two runs use the same MASTER_ADDR and "
+            "MASTER_PORT (give one another port), or two processes were given the same RANK."
         )
 
 

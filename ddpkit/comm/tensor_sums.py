@@ -1,6 +1,8 @@
-"""Sums of tensors over ranks, and exchanges between two: started, and waited for where they are needed.
+"""Sums of tensors over ranks, and exchanges between two: started, and waited for where they are
+needed.
 
-Between two ranks on CPUs a small tensor is exchanged, which takes less than half the time of gloo's sum.
+Between two ranks on CPUs a small tensor is exchanged, which takes less than half the time of gloo's
+sum.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-EXCHANGED_BYTES = 2**19  # of 4 MiB on both ways take the same time, and an exchange needs the memory
+# of 4 MiB on both ways take the same time, and an exchange needs the memory
+EXCHANGED_BYTES = 2**19
 
 # See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
@@ -26,10 +29,11 @@ _lately_used: deque[torch.Tensor] = deque(maxlen=64)
 def is_exchanged(tensors: Iterable[torch.Tensor], group: Any = None) -> bool:
     """Say whether tensors are exchanged: few bytes, on the CPU, of two ranks over gloo.
 
-    gloo adds up and gathers in several rounds, with a change of threads in each: about 0.5 ms for a few kilobytes
-    between two processes of one machine, where one exchange takes 0.2 ms. Between two ranks both ways send the same
-    number of bytes, and a sum of two numbers has the same bits in either order. With more ranks the order of a sum
-    would change. Of megabytes gloo's own way takes no longer, and needs no memory beside the tensor.
+    gloo adds up and gathers in several rounds, with a change of threads in each: about 0.5 ms for a
+    few kilobytes between two processes of one machine, where one exchange takes 0.2 ms. Between two
+    ranks both ways send the same number of bytes, and a sum of two numbers has the same bits in
+    either order. With more ranks the order of a sum would change. Of megabytes gloo's own way takes
+    no longer, and needs no memory beside the tensor.
 
     Args:
         tensors: which are sent together.
@@ -49,9 +53,10 @@ def is_exchanged(tensors: Iterable[torch.Tensor], group: Any = None) -> bool:
 def keep_alive(tensor: torch.Tensor) -> torch.Tensor:
     """Keep a small tensor for a while that goes into a collective, and return it.
 
-    A collective's thread lets go of its tensor a moment after the caller has been answered. If that is the last to hold
-    it, the thread enters Python to delete it; and a process that is forked in this moment, such as a loader's worker,
-    inherits a lock of the interpreter that nobody will ever release.
+    A collective's thread lets go of its tensor a moment after the caller has been answered. If that
+    is the last to hold it, the thread enters Python to delete it; and a process that is forked in
+    this moment, such as a loader's worker, inherits a lock of the interpreter that nobody will ever
+    release.
 
     Args:
         tensor: on the CPU, of any shape and dtype.
@@ -73,8 +78,8 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
     """Start to exchange a tensor with the other rank of a pair.
 
     Args:
-        own: contiguous, shape ``(N,)``; on both ranks of the same dtype and size. Not to be written into before the
-            other's is there.
+        own: contiguous, shape ``(N,)``; on both ranks of the same dtype and size. Not to be written
+            into before the other's is there.
         group: of two ranks.
 
     Returns:
@@ -83,12 +88,16 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
     Ranks: collective.
 
     Example:
-        >>> exchange_tensor(torch.ones(2))()  # on rank 0; rank 1 gives torch.zeros(2)  # doctest: +SKIP
+        >>> exchange_tensor(
+        ...     torch.ones(2)
+        ... )()  # on rank 0; rank 1 gives torch.zeros(2)  # doctest: +SKIP
         tensor([0., 0.])
     """
     received, sizes = keep_alive(torch.empty_like(own)), [0, 0]
     sizes[1 - dist.get_rank(group)] = len(own)
-    work: Any = dist.all_to_all_single(received, keep_alive(own), sizes, sizes, group=group, async_op=True)
+    work: Any = dist.all_to_all_single(
+        received, keep_alive(own), sizes, sizes, group=group, async_op=True
+    )
 
     def wait() -> torch.Tensor:
         watch = WAITS.watch

@@ -1,11 +1,13 @@
-"""Sums over numbered parts whose additions follow one binary tree, whichever ranks hold which of the parts.
+"""Sums over numbered parts whose additions follow one binary tree, whichever ranks hold which of
+the parts.
 
-Floating-point addition is not associative, so that a sum has the same bits only if the same pairs are added. Here part
-``2i`` is always added to part ``2i + 1``, the sum of both to that of the next two, and so on, like a binary counter
-that counts up. A rank adds up what it has by itself: consecutive parts come to a few *subtrees*, a single one where
-their number is a power of two. The subtrees of all ranks are cut into one chunk for each rank, which adds it up in the
-order of the tree: with one subtree per rank, as many bytes travel as in a ring all-reduce. Small subtrees go to all
-ranks whole, in one message instead of several rounds.
+Floating-point addition is not associative, so that a sum has the same bits only if the same pairs
+are added. Here part ``2i`` is always added to part ``2i + 1``, the sum of both to that of the next
+two, and so on, like a binary counter that counts up. A rank adds up what it has by itself:
+consecutive parts come to a few *subtrees*, a single one where their number is a power of two. The
+subtrees of all ranks are cut into one chunk for each rank, which adds it up in the order of the
+tree: with one subtree per rank, as many bytes travel as in a ring all-reduce. Small subtrees go to
+all ranks whole, in one message instead of several rounds.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class TreeSum:
         return total
 
 
-def add_tensors(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def add_tensors(
+    left: list[torch.Tensor | None], right: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Add tensors in pairs, in place; None counts as zeros.
 
     Args:
@@ -93,14 +97,19 @@ def add_tensors(left: list[torch.Tensor | None], right: list[torch.Tensor | None
         >>> add_tensors([torch.ones(1), None, None], [torch.ones(1), torch.ones(1), None])
         [tensor([2.]), tensor([1.]), None]
     """
-    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    pairs = [
+        (one, other)
+        for one, other in zip(left, right, strict=True)
+        if one is not None and other is not None
+    ]
     if pairs:
         add_all([one for one, _ in pairs], [other for _, other in pairs])
     total = list(left)
     for place, (one, other) in enumerate(zip(left, right, strict=True)):
         if one is None or other is None:
             alone = one if other is None else other
-            total[place] = alone if alone is None else alone.add_(0.0)  # as if zeros were added: -0.0 becomes 0.0
+            # as if zeros were added: -0.0 becomes 0.0
+            total[place] = alone if alone is None else alone.add_(0.0)
     return total
 
 
@@ -109,10 +118,11 @@ class OrderedSum:
 
     Args:
         like: the shapes, dtypes and devices of a part's tensors.
-        parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W`` has the parts from
-            ``r * parts / W`` on.
+        parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W``
+            has the parts from ``r * parts / W`` on.
         bucket_bytes: how much of a subtree is sent at once; changes no bit of the sums.
-        whole_bytes: up to how much of all subtrees goes to every rank, in host memory; changes no bit either.
+        whole_bytes: up to how much of all subtrees goes to every rank, in host memory; changes no
+            bit either.
 
     Ranks: local; :meth:`over_ranks` is collective.
 
@@ -130,9 +140,13 @@ class OrderedSum:
         bucket_bytes: int = BUCKET_BYTES,
         whole_bytes: int = WHOLE_BYTES,
     ) -> None:
-        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self.world_size = (
+            dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        )
         self._like, self._bucket_bytes, each = like, bucket_bytes, parts // self.world_size
-        self._subtrees = [_subtrees_of(range(rank * each, (rank + 1) * each)) for rank in range(self.world_size)]
+        self._subtrees = [
+            _subtrees_of(range(rank * each, (rank + 1) * each)) for rank in range(self.world_size)
+        ]
         self._known: dict[tuple[int, ...], list[_Bucket]] = {}  # by which tensors are there
         numbers = torch.zeros(len(like), dtype=torch.int64)  # how many subtrees have each tensor
         every = [*like, numbers]
@@ -157,11 +171,16 @@ class OrderedSum:
         if self._is_sent_whole:
             return self._add_whole(own)
         is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
-        present = torch.tensor(is_there, dtype=torch.uint8)  # in host memory: a GPU would be waited for
+        # in host memory: a GPU would be waited for
+        present = torch.tensor(is_there, dtype=torch.uint8)
         with waiting():
-            dist.all_reduce(present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group())
+            dist.all_reduce(
+                present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group()
+            )
         for bucket in self._buckets(tuple(present.tolist())):
-            for place, added in bucket.tensors(self._add([bucket.row(total) for total in own], bucket)):
+            for place, added in bucket.tensors(
+                self._add([bucket.row(total) for total in own], bucket)
+            ):
                 sums[place] = added.view(self._like[place].shape)
         return sums
 
@@ -175,16 +194,26 @@ class OrderedSum:
         counts = [len(subtrees) * row_bytes for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
         with waiting():
-            dist.all_to_all_single(received, sent, counts, [len(totals) * row_bytes] * self.world_size)
+            dist.all_to_all_single(
+                received, sent, counts, [len(totals) * row_bytes] * self.world_size
+            )
         tree, subtrees = TreeSum(add_tensors), itertools.chain.from_iterable(self._subtrees)
-        for (level, place), row in zip(subtrees, received.view(-1, row_bytes).unbind(), strict=True):
-            parts = zip(torch.split(row, [bucket.row_bytes for bucket in self._whole]), self._whole, strict=True)
+        for (level, place), row in zip(
+            subtrees, received.view(-1, row_bytes).unbind(), strict=True
+        ):
+            parts = zip(
+                torch.split(row, [bucket.row_bytes for bucket in self._whole]),
+                self._whole,
+                strict=True,
+            )
             tree.push(place, [part.view(bucket.dtype) for part, bucket in parts], level)
         sums = zip(self._whole, tree.total(), strict=True)
         added = dict(itertools.chain.from_iterable(bucket.tensors(row) for bucket, row in sums))
         numbers = added.pop(len(self._like))
         found = (added[place].view(one.shape) for place, one in enumerate(self._like))
-        return [one if number else None for one, number in zip(found, numbers.tolist(), strict=True)]
+        return [
+            one if number else None for one, number in zip(found, numbers.tolist(), strict=True)
+        ]
 
     def _buckets(self, present: tuple[int, ...]) -> list[_Bucket]:
         if present not in self._known:
@@ -196,9 +225,15 @@ class OrderedSum:
         return self._known[present]
 
     def _add(self, rows: list[torch.Tensor], bucket: _Bucket) -> torch.Tensor:
-        """Send the chunks of every rank's subtrees to the rank that adds them up, and the sums back."""
+        """Send the chunks of every rank's subtrees to the rank that adds them up, and the sums
+        back.
+        """
         number, world_size, chunk = len(rows), self.world_size, bucket.chunk
-        sent = rows[0] if number == 1 else torch.cat([row.view(world_size, chunk) for row in rows], 1).view(-1)
+        sent = (
+            rows[0]
+            if number == 1
+            else torch.cat([row.view(world_size, chunk) for row in rows], 1).view(-1)
+        )
         counts = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
         item = sent.element_size()  # bytes travel: not every backend knows every dtype
@@ -216,12 +251,16 @@ class OrderedSum:
         joined = sent.new_empty(world_size * chunk)
         own_sum = tree.total().contiguous()
         with waiting():
-            dist.all_gather(list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8))
+            dist.all_gather(
+                list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8)
+            )
         return joined
 
 
 class _Bucket:
-    """Tensors of one dtype that are sent together in a row, each from where a tensor of its own could begin."""
+    """Tensors of one dtype that are sent together in a row, each from where a tensor of its own
+    could begin.
+    """
 
     def __init__(self, like: list[torch.Tensor], places: list[int], world_size: int) -> None:
         self.places, self.sizes, self._first = places, [one.numel() for one in like], like[0]
@@ -241,7 +280,9 @@ class _Bucket:
 
     def tensors(self, row: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the place and the numbers of each tensor in a row."""
-        for place, size, padded in zip(self.places, self.sizes, torch.split(row, self.padded), strict=False):
+        for place, size, padded in zip(
+            self.places, self.sizes, torch.split(row, self.padded), strict=False
+        ):
             yield place, padded[:size]
 
 
@@ -253,7 +294,9 @@ def _subtrees_of(parts: range) -> list[tuple[int, int]]:
 
 
 def _divided(like: Sequence[torch.Tensor], places: list[int], most: int) -> Iterator[list[int]]:
-    """Yield the places of tensors that are sent together: of one dtype, and not many bytes but for a large tensor."""
+    """Yield the places of tensors that are sent together: of one dtype, and not many bytes but for
+    a large tensor.
+    """
     open_buckets: dict[Any, tuple[int, list[int]]] = defaultdict(lambda: (0, []))
     for place in places:
         key = like[place].dtype, like[place].device

@@ -1,7 +1,7 @@
 """The few places where ddpkit looks into what other packages keep to themselves.
 
-Each is a function with its reason. It looks only where the inside is as expected, has a way through the public API that
-is taken otherwise, and is tested both ways.
+Each is a function with its reason. It looks only where the inside is as expected, has a way through
+the public API that is taken otherwise, and is tested both ways.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """The moment at which this rank's gradients are there, and the wait for the others begins.
 
-torch's engine calls functions that were queued during a backward pass when the pass is over, in the order in which
-they were queued. DDP and FSDP2 wait for the other ranks in such a function. One that is queued before theirs is called
-when this rank has computed all that it can by itself, and before it waits.
+torch's engine calls functions that were queued during a backward pass when the pass is over, in the
+order in which they were queued. DDP and FSDP2 wait for the other ranks in such a function. One that
+is queued before theirs is called when this rank has computed all that it can by itself, and before
+it waits.
 
-Source: ``Engine::queue_callback`` and ``GraphTask::exec_post_processing`` in torch 2.13's ``engine.cpp``;
-``Reducer::all_reduce_bucket`` and ``Reducer::mark_variable_ready`` in its ``reducer.cpp``. The name is private to
-torch, which uses it itself in ``torch/nn/parallel/distributed.py``.
+Source: ``Engine::queue_callback`` and ``GraphTask::exec_post_processing`` in torch 2.13's
+``engine.cpp``; ``Reducer::all_reduce_bucket`` and ``Reducer::mark_variable_ready`` in its
+``reducer.cpp``. The name is private to torch, which uses it itself in
+``torch/nn/parallel/distributed.py``.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ if TYPE_CHECKING:
 
 
 def call_at_arrival(loss: torch.Tensor, note: Callable[[], object]) -> Any:
-    """Have a function called when the coming backward pass from a loss has made this rank's gradients.
+    """Have a function called when the coming backward pass from a loss has made this rank's
+    gradients.
 
-    Otherwise, where torch's engine is another, nothing is called: the wait for the others then cannot be told from the
-    backward pass.
+    Otherwise, where torch's engine is another, nothing is called: the wait for the others then
+    cannot be told from the backward pass.
 
     Args:
         loss: requires a gradient.
         note: called before the pass waits for other ranks.
 
     Returns:
-        A handle whose ``remove()`` is to be called after the pass; None: the function is not called.
+        A handle whose ``remove()`` is to be called after the pass; None: the function is not
+        called.
 
     Ranks: local.
 
@@ -55,7 +59,9 @@ def call_at_arrival(loss: torch.Tensor, note: Callable[[], object]) -> Any:
 
 @functools.cache
 def _queue() -> Callable[[Callable[[], object]], object] | None:
-    """Return torch's function that queues a call, tried on one number; None if it is not there or not as expected."""
+    """Return torch's function that queues a call, tried on one number; None if it is not there or
+    not as expected.
+    """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     queue: Any = getattr(engine, "queue_callback", None)
     if queue is None:

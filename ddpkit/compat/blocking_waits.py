@@ -1,11 +1,12 @@
 """Waits for other ranks that torch makes by itself in the middle of a pass, on a CPU.
 
-FSDP2 gathers the weights of a block before it is used, and sends gradients after; DDP sends buffers before a forward
-pass. A rank that is late makes these wait on the others, in their own forward or backward pass, as far as can be seen
-from outside.
+FSDP2 gathers the weights of a block before it is used, and sends gradients after; DDP sends buffers
+before a forward pass. A rank that is late makes these wait on the others, in their own forward or
+backward pass, as far as can be seen from outside.
 
-Source: ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` in torch 2.13, which set what is read
-and set here, as torch offers no way to ask for what is there; ``DistributedDataParallel._sync_buffers``.
+Source: ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` in torch 2.13, which
+set what is read and set here, as torch offers no way to ask for what is there;
+``DistributedDataParallel._sync_buffers``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Told:
 
 
 def tell_waits_of_fsdp(block: Any) -> int:
-    """Have a block tell when it waits for other ranks; otherwise, where torch's FSDP is another, nothing.
+    """Have a block tell when it waits for other ranks; otherwise, where torch's FSDP is another,
+    nothing.
 
     Args:
         block: divided by ``fully_shard``, on a CPU.

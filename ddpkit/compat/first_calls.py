@@ -1,8 +1,8 @@
 """When a module is called, without a change to what is compiled of it.
 
-A hook on a compiled module is a part of what is compiled: torch may compile the module anew for it, or not call it.
-What the call of a module that was compiled in place goes through is an attribute of the module, which is private to
-torch.
+A hook on a compiled module is a part of what is compiled: torch may compile the module anew for it,
+or not call it. What the call of a module that was compiled in place goes through is an attribute of
+the module, which is private to torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class CallNotice:
 
 
 class _Hook:
-    """Calls a function. A copy of the module, or one that is saved, has a hook that does nothing."""
+    """Calls a function. A copy of the module, or one that is saved, has a hook that does
+    nothing.
+    """
 
     def __init__(self, note: Callable[[], object]) -> None:
         self._note = note

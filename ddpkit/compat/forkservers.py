@@ -1,8 +1,10 @@
-"""A loader's workers: a forkserver for them alone, so that it can hand down blocked signals; and how they are ended.
+"""A loader's workers: a forkserver for them alone, so that it can hand down blocked signals; and
+how they are ended.
 
-Reason: a process of a forkserver inherits what the server has blocked, not what its parent has. A worker takes seconds
-to start and must not die of a launcher's SIGTERM meanwhile; a script's own processes, from the same server, must.
-torch ends a worker that does not answer with SIGTERM, which workers ignore, and then waits for it without end.
+Reason: a process of a forkserver inherits what the server has blocked, not what its parent has. A
+worker takes seconds to start and must not die of a launcher's SIGTERM meanwhile; a script's own
+processes, from the same server, must. torch ends a worker that does not answer with SIGTERM, which
+workers ignore, and then waits for it without end.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _SERVERS: dict[int, Any] = {}  # by process: a forked one has none
 
 @contextlib.contextmanager
 def own_forkserver() -> Iterator[None]:
-    """Start processes from a forkserver separate from the script's; if that is impossible, from the script's own.
+    """Start processes from a forkserver separate from the script's; if that is impossible, from the
+    script's own.
 
     Ranks: local.
 
@@ -44,7 +47,8 @@ def own_forkserver() -> Iterator[None]:
 
 
 def kill_when_terminated(worker: Any) -> None:
-    """Have ``terminate`` of a worker kill it; otherwise it ends with the process that has started it.
+    """Have ``terminate`` of a worker kill it; otherwise it ends with the process that has started
+    it.
 
     Args:
         worker: a process of multiprocessing, that of a loader.

@@ -1,9 +1,10 @@
 """Torch's record of who has allocated what on a GPU, for a picture of its memory when it is full.
 
-Reason: ``torch.cuda.memory`` writes such a record, and a public page draws it, but the functions have
-names that begin with an underscore. They are looked for on the device's module, which is public, so
-that other accelerators with the same functions have it, too. Where they are missing, or take other
-arguments, nothing is recorded: a summary in numbers, from public functions, is all there is then.
+Reason: ``torch.cuda.memory`` writes such a record, and a public page draws it, but the functions
+have names that begin with an underscore. They are looked for on the device's module, which is
+public, so that other accelerators with the same functions have it, too. Where they are missing, or
+take other arguments, nothing is recorded: a summary in numbers, from public functions, is all there
+is then.
 
 Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
@@ -76,7 +77,9 @@ def write_memory_history(device: str, path: Path) -> None:
 
 
 def _functions(device: str) -> tuple[Any, Any]:
-    """Return torch's functions that record and write; None in the place of one that is not there."""
+    """Return torch's functions that record and write; None in the place of one that is not
+    there.
+    """
     kind = torch.device(device).type
     module: Any = getattr(torch, kind, None)
     memory = getattr(module, "memory", None)

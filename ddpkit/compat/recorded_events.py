@@ -1,10 +1,10 @@
 """What a torch profiler has recorded, event by event.
 
-Reason: the public ``events()`` and ``key_averages()`` read the name of each Python function, too, and torch
-2.13 may keep such a name of a type that is gone by then: the names of some traces are no text, and
-the call fails with UnicodeDecodeError, in the middle of a training. The events that they are made of
-tell which of them are Python functions. They are read from where torch keeps them; where they are not
-there, the public ``events()`` are taken.
+Reason: the public ``events()`` and ``key_averages()`` read the name of each Python function, too,
+and torch 2.13 may keep such a name of a type that is gone by then: the names of some traces are no
+text, and the call fails with UnicodeDecodeError, in the middle of a training. The events that they
+are made of tell which of them are Python functions. They are read from where torch keeps them;
+where they are not there, the public ``events()`` are taken.
 """
 
 from __future__ import annotations

@@ -1,28 +1,33 @@
-"""What torch keeps to itself: groups, operations on many tensors, backward passes, recurrent and compiled layers, DDP.
+"""What torch keeps to itself: groups, operations on many tensors, backward passes, recurrent and
+compiled layers, DDP.
 
-Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
-channel to the other ranks that needs no collective, and every group must be closed before the process ends.
+Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit;
+its store is the one channel to the other ranks that needs no collective, and every group must be
+closed before the process ends.
 
-Operations over many tensors, as torch's own optimizers use them: a kernel for each gradient would be launched in every
-step whose gradients are weighed, or added up in order; and torch's public ``get_total_norm`` makes 60 calls of Python
-in every step around the two that compute.
+Operations over many tensors, as torch's own optimizers use them: a kernel for each gradient would
+be launched in every step whose gradients are weighed, or added up in order; and torch's public
+``get_total_norm`` makes 60 calls of Python in every step around the two that compute.
 
-Backward passes: the checks that ``loss.backward`` makes in Python before it starts the engine take a tenth of the time
-of a small model's pass, and for a loss of one number their results are known.
+Backward passes: the checks that ``loss.backward`` makes in Python before it starts the engine take
+a tenth of the time of a small model's pass, and for a loss of one number their results are known.
 
-Recurrent layers hold weak references to their weights, and a tensor that has such cannot be swapped for another.
+Recurrent layers hold weak references to their weights, and a tensor that has such cannot be swapped
+for another.
 
 Compiled modules: ``module.compile()`` leaves no public trace, and a module is not compiled twice.
 
 The order in which DDP adds gradients up, which a resumed run takes over from the one before:
 
-DDP puts gradients into buckets, and after the first backward pass puts them anew, in the order in which they became
-ready. From three ranks on, the order in which a number is added up over the ranks depends on its place in the bucket,
-so that the last bit of a gradient does. The run that was never stopped has had its first backward pass long ago. A
-resumed one must not add up its first gradients in another order: so the order is saved, and shown to DDP before.
+DDP puts gradients into buckets, and after the first backward pass puts them anew, in the order in
+which they became ready. From three ranks on, the order in which a number is added up over the ranks
+depends on its place in the bucket, so that the last bit of a gradient does. The run that was never
+stopped has had its first backward pass long ago. A resumed one must not add up its first gradients
+in another order: so the order is saved, and shown to DDP before.
 
-Source: ``Reducer::rebuild_buckets`` and ``Reducer::push_rebuilt_params`` in torch 2.13's ``reducer.cpp``. That the
-order of this module is taken over is tested. Otherwise DDP finds its own order: the last bits may then be others.
+Source: ``Reducer::rebuild_buckets`` and ``Reducer::push_rebuilt_params`` in torch 2.13's
+``reducer.cpp``. That the order of this module is taken over is tested. Otherwise DDP finds its own
+order: the last bits may then be others.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ if TYPE_CHECKING:
 
 
 def default_store() -> Any:
-    """Return the store of the default process group; otherwise asked of the group itself, which newer torch tells.
+    """Return the store of the default process group; otherwise asked of the group itself, which
+    newer torch tells.
 
     Raises:
         ValueError: there is no process group (torch's own error).
@@ -52,7 +58,8 @@ def default_store() -> Any:
     Example:
         >>> default_store()
         Traceback (most recent call last):
-        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+        ValueError: Default process group has not been initialized, please make sure to call
+        init_process_group.
     """
     ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     if ask is not None:
@@ -78,7 +85,8 @@ def all_groups() -> list[Any]:
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return how long a group's collectives wait; None if its backend does not say (``mpi``), or torch is another.
+    """Return how long a group's collectives wait; None if its backend does not say (``mpi``), or
+    torch is another.
 
     Args:
         group: a process group, or None.
@@ -98,7 +106,7 @@ def timeout_of(group: Any) -> timedelta | None:
     return None
 
 
-# ---------------------------------------------------------------------- operations over many tensors
+# --------------------------------------------------------------------- operations over many tensors
 
 
 def add_all(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
@@ -137,19 +145,24 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
         >>> multiply_all(ones, 3.0); ones
         [tensor([3.]), tensor([3., 3.])]
     """
-    at_once: Any = getattr(torch, "_foreach_mul_", lambda ones, number: [one.mul_(number) for one in ones])
+    at_once: Any = getattr(
+        torch, "_foreach_mul_", lambda ones, number: [one.mul_(number) for one in ones]
+    )
     if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
-        factor = factor.to(torch.float32)  # else one kernel each; not half precision, which cannot say a small factor
+        # else one kernel each; not half precision, which cannot say a small factor
+        factor = factor.to(torch.float32)
     for device in {tensor.device for tensor in tensors}:
         own = [tensor for tensor in tensors if tensor.device == device]
         there = factor
-        if isinstance(factor, torch.Tensor) and factor.device != device:  # a copy from the CPU would wait for the GPU
+        # a copy from the CPU would wait for the GPU
+        if isinstance(factor, torch.Tensor) and factor.device != device:
             there = factor.item() if factor.is_cpu else factor.to(device)
         at_once(own, there)
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all tensors as of one vector: the bits of ``torch.nn.utils.get_total_norm``.
+    """Return the norm of all tensors as of one vector: the bits of
+    ``torch.nn.utils.get_total_norm``.
 
     Args:
         tensors: on any devices.
@@ -181,7 +194,8 @@ _is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transfo
 
 
 def back_propagate(loss: torch.Tensor, weight: torch.Tensor, *, retain_graph: bool = False) -> None:
-    """Do what ``loss.backward(weight)`` does, in fewer calls; call that itself where it may have been replaced.
+    """Do what ``loss.backward(weight)`` does, in fewer calls; call that itself where it may have
+    been replaced.
 
     Args:
         loss: one real number.
@@ -197,26 +211,45 @@ def back_propagate(loss: torch.Tensor, weight: torch.Tensor, *, retain_graph: bo
     """
     special = torch.compiler.is_compiling() or has_torch_function_unary(loss) or _is_transforming()
     special = special or loss.__class__ is not torch.Tensor or "backward" in loss.__dict__
-    if special or (torch.Tensor.backward, torch.autograd.backward) != _PUBLIC or not (engine := _engine()):
+    if (
+        special
+        or (torch.Tensor.backward, torch.autograd.backward) != _PUBLIC
+        or not (engine := _engine())
+    ):
         loss.backward(weight, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:
-        engine((loss,), (weight,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True)
+        engine(
+            (loss,),
+            (weight,),
+            bool(retain_graph),
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 @functools.cache
 def _engine() -> Callable[..., object] | None:
-    """Return torch's function that starts its engine, tried on one number; None if it is not there or not as expected.
+    """Return torch's function that starts its engine, tried on one number; None if it is not there
+    or not as expected.
 
-    None also where something else stood in the place of torch's public functions when this module was loaded.
+    None also where something else stood in the place of torch's public functions when this module
+    was loaded.
     """
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    with torch.inference_mode(mode=False), torch.enable_grad(), contextlib.suppress(Exception):  # of another torch
+    # of another torch
+    with torch.inference_mode(mode=False), torch.enable_grad(), contextlib.suppress(Exception):
         number: Any = torch.ones(1, device="cpu", requires_grad=True)
         loss = number.sum()
         weight = torch.full_like(loss, 0.5)
         engine((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         homes = {public.__globals__["__name__"] for public in _PUBLIC}
-        return engine if homes == {"torch._tensor", "torch.autograd"} and number.grad.item() == weight else None
+        return (
+            engine
+            if homes == {"torch._tensor", "torch.autograd"} and number.grad.item() == weight
+            else None
+        )
     return None
 
 
@@ -225,7 +258,8 @@ def _engine() -> Callable[..., object] | None:
 
 @contextlib.contextmanager
 def without_weak_references(module: torch.nn.Module) -> Iterator[None]:
-    """Drop a recurrent layer's weak references to its weights inside the block, as torch's own ``_apply`` does.
+    """Drop a recurrent layer's weak references to its weights inside the block, as torch's own
+    ``_apply`` does.
 
     Of a layer without such, nothing is changed: torch's own error tells what cannot be swapped.
 
@@ -248,7 +282,8 @@ def without_weak_references(module: torch.nn.Module) -> Iterator[None]:
 
 
 def watches_all_steps() -> bool:
-    """Return whether hooks are registered for the steps of all optimizers; otherwise, or if unknown, False.
+    """Return whether hooks are registered for the steps of all optimizers; otherwise, or if
+    unknown, False.
 
     Ranks: local.
 
@@ -264,7 +299,8 @@ def watches_all_steps() -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is compiled, by ``torch.compile`` or in place; otherwise False: it is compiled anew.
+    """Return whether a module is compiled, by ``torch.compile`` or in place; otherwise False: it is
+    compiled anew.
 
     Ranks: local.
 
@@ -278,7 +314,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def has_compiled_code() -> bool:
-    """Return whether ``torch.compile`` has compiled anything in this process; otherwise, if unknown, True.
+    """Return whether ``torch.compile`` has compiled anything in this process; otherwise, if
+    unknown, True.
 
     Ranks: local.
 
@@ -293,7 +330,8 @@ def has_compiled_code() -> bool:
 
 
 def forget_compiled(module: torch.nn.Module) -> None:
-    """Take off a copy of a module what ``compile`` has bound to the module; otherwise nothing, as there is nothing.
+    """Take off a copy of a module what ``compile`` has bound to the module; otherwise nothing, as
+    there is nothing.
 
     Ranks: local.
 
@@ -317,12 +355,15 @@ def trained_in(module: torch.nn.Module) -> list[torch.nn.Parameter]:
         >>> [one.shape[0] for one in trained_in(torch.nn.Linear(2, 3))]
         [3, 3]
     """
-    unique = dict.fromkeys(parameter for parameter in module.parameters() if parameter.requires_grad)
+    unique = dict.fromkeys(
+        parameter for parameter in module.parameters() if parameter.requires_grad
+    )
     return list(unique)
 
 
 class GradientOrder:
-    """Notes in which order the gradients of a module become ready in the first backward pass that averages them.
+    """Notes in which order the gradients of a module become ready in the first backward pass that
+    averages them.
 
     Args:
         module: wrapped in DDP, which has made no backward pass yet.
@@ -386,7 +427,8 @@ def show_order(module: Any, order: list[int]) -> bool:
         order: numbers of its parameters, as :attr:`GradientOrder.order` has them.
 
     Returns:
-        Whether it was done; False if the order belongs to another module, or DDP is not as expected.
+        Whether it was done; False if the order belongs to another module, or DDP is not as
+        expected.
 
     Ranks: collective.
 
@@ -399,7 +441,8 @@ def show_order(module: Any, order: list[int]) -> bool:
     parameters = trained_in(module)
     if sorted(order) != list(range(len(parameters))) or not _shows_order(module):
         return False
-    if module.static_graph:  # its first backward pass only looks at what is used; the second makes the order
+    # its first backward pass only looks at what is used; the second makes the order
+    if module.static_graph:
         module.reducer.prepare_for_forward()
         _go_backwards(module, parameters, order)
         module.reducer._delay_all_reduce()  # noqa: SLF001 -- what DDP calls at the end of that pass
@@ -417,7 +460,9 @@ def _shows_order(module: Any) -> bool:
     if getattr(module, "static_graph", False):
         own.append("_static_graph_delay_allreduce_enqueued")
         calls += ["prepare_for_forward", "_delay_all_reduce"]
-    return all(hasattr(module, name) for name in own) and all(hasattr(module.reducer, name) for name in calls)
+    return all(hasattr(module, name) for name in own) and all(
+        hasattr(module.reducer, name) for name in calls
+    )
 
 
 def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list[int]) -> None:
@@ -429,7 +474,8 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
 
 
 def expect_backward_pass(module: Any, output: torch.Tensor) -> None:
-    """Tell DDP, where it looks for what a backward pass will reach, from which tensor the coming one starts.
+    """Tell DDP, where it looks for what a backward pass will reach, from which tensor the coming
+    one starts.
 
     Otherwise, without DDP's reducer or where DDP does not look, nothing.
 
@@ -448,7 +494,8 @@ def expect_backward_pass(module: Any, output: torch.Tensor) -> None:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether functions of the recipe are called with a tensor's gradient (``register_hook``); otherwise False.
+    """Return whether functions of the recipe are called with a tensor's gradient
+    (``register_hook``); otherwise False.
 
     Ranks: local.
 
@@ -462,7 +509,8 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor | None) -> int:
-    """Return how often a tensor has been written to: each backward pass that reaches a gradient does.
+    """Return how often a tensor has been written to: each backward pass that reaches a gradient
+    does.
 
     Args:
         tensor: of any shape and dtype; None: -1.
@@ -477,10 +525,11 @@ def version_of(tensor: torch.Tensor | None) -> int:
 
 
 def waits_for_gradients(module: Any) -> bool:
-    """Return whether DDP still waits for a gradient, so that the gradients present are not averaged yet.
+    """Return whether DDP still waits for a gradient, so that the gradients present are not averaged
+    yet.
 
-    DDP says so by itself in its next forward pass, after an optimizer step with such gradients: so it goes where it
-    cannot be asked.
+    DDP says so by itself in its next forward pass, after an optimizer step with such gradients: so
+    it goes where it cannot be asked.
 
     Args:
         module: wrapped in DDP, after a backward pass that averages.
@@ -489,7 +538,9 @@ def waits_for_gradients(module: Any) -> bool:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> waits_for_gradients(SimpleNamespace(reducer=SimpleNamespace(_check_reducer_finalized=lambda: None)))
+        >>> waits_for_gradients(
+        ...     SimpleNamespace(reducer=SimpleNamespace(_check_reducer_finalized=lambda: None))
+        ... )
         False
     """
     ask = getattr(getattr(module, "reducer", None), "_check_reducer_finalized", bool)

@@ -1,12 +1,14 @@
 """What a process does when it fails: it says why, where the launcher and the other ranks will look.
 
-The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which torchrun
-makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.failure_report`). Its traceback is
-printed once, by the rank that failed first; a rank that fails after it, in the same way, is named beside it
-(:mod:`ddpkit.control.failure_order`). torchrun's summary then has the reason alone.
+The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from
+which torchrun makes its closing summary, and in the report of the process group
+(:mod:`ddpkit.base.failure_report`). Its traceback is printed once, by the rank that failed first; a
+rank that fails after it, in the same way, is named beside it (:mod:`ddpkit.control.failure_order`).
+torchrun's summary then has the reason alone.
 
-Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines the file's format;
-torchrun takes the failure with the lowest timestamp, in whole seconds, for the root cause.
+Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines
+the file's format; torchrun takes the failure with the lowest timestamp, in whole seconds, for the
+root cause.
 """
 
 from __future__ import annotations
@@ -42,17 +44,28 @@ from ddpkit.base import (
 )
 from ddpkit.control.failure_order import OTHER, SAME, SAME_LINE, FailureOrder
 from ddpkit.control.time_outs import explained_time_out, is_time_out
-from ddpkit.errors import BatchError, ConfigError, DataError, FolderInUseError, LaunchError, RankFailedError, RunStopped
+from ddpkit.errors import (
+    BatchError,
+    ConfigError,
+    DataError,
+    FolderInUseError,
+    LaunchError,
+    RankFailedError,
+    RunStopped,
+)
 from ddpkit.logger import get_logger, log_file_of, shown_path, without_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-AFTER = "_ddpkit_after"  # attribute of an exception: the rank that failed before this one in the same call of fit
+# attribute of an exception: the rank that failed before this one in the same call of fit
+AFTER = "_ddpkit_after"
 LAUNCHER_SECONDS = 2.0  # for the launcher to end what has failed as the first rank did
-PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message alone, and exit with this code
-SHOWN_WITH_CODE = (BatchError, DataError)  # usage errors, of what a hook has returned or a dataset has given
+# attribute of an exception: print its message alone, and exit with this code
+PLAIN = "_ddpkit_plain"
+# usage errors, of what a hook has returned or a dataset has given
+SHOWN_WITH_CODE = (BatchError, DataError)
 USAGE_CODE = 2  # as argparse
 IN_BATCH = re.compile(r" at step [1-9]")  # in the words for a place
 FIRST_WORD_SECONDS = 2.0  # for the first rank of a machine to say what all of them are about to say
@@ -85,10 +98,12 @@ def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None
 
 
 def is_shown_without_traceback(error: BaseException) -> bool:
-    """Say whether an exception is a usage error, or marked by :func:`show_without_traceback`, in a script.
+    """Say whether an exception is a usage error, or marked by :func:`show_without_traceback`, in a
+    script.
 
-    A :class:`BatchError` or a :class:`DataError` is one wherever it comes from; its line of the recipe is shown.
-    A :class:`ConfigError` of a batch has its traceback: it comes from the recipe's code, perhaps on one rank alone.
+    A :class:`BatchError` or a :class:`DataError` is one wherever it comes from; its line of the
+    recipe is shown. A :class:`ConfigError` of a batch has its traceback: it comes from the recipe's
+    code, perhaps on one rank alone.
 
     Ranks: local.
 
@@ -107,7 +122,8 @@ def _is_of_batch(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Report errors about options and launcher variables as command-line errors: one sentence, exit code 2.
+    """Report errors about options and launcher variables as command-line errors: one sentence, exit
+    code 2.
 
     A caller may still catch them. If uncaught, the process prints ``train.py: error: ...``.
 
@@ -133,8 +149,8 @@ def usage_errors() -> Iterator[None]:
 def _end_plainly(error: BaseException) -> NoReturn:
     """Print the message, unless another rank prints it; then exit.
 
-    That is the first rank of this machine; for an error of a batch, which may be of one rank alone, the first that
-    failed.
+    That is the first rank of this machine; for an error of a batch, which may be of one rank alone,
+    the first that failed.
     """
     PROCESS.failed = error
     report, reason = PROCESS.report, None
@@ -159,12 +175,15 @@ def _end_plainly(error: BaseException) -> NoReturn:
 
 
 def _sentence(error: BaseException, own: Reason) -> str:
-    """Return what is wrong and where; below that the line of the recipe, if an error of data or of a batch has one."""
+    """Return what is wrong and where; below that the line of the recipe, if an error of data or of
+    a batch has one.
+    """
     if PLAIN in vars(error):  # what the command line says is in no line of code
         return str(error)
     if not isinstance(error, SHOWN_WITH_CODE):
         return f"{error} ({own.where()})"
-    message = own.text.partition(": ")[2] or str(error)  # a worker of a loader gives its whole traceback as a message
+    # a worker of a loader gives its whole traceback as a message
+    message = own.text.partition(": ")[2] or str(error)
     code = code_of(error)
     return f"{message} ({own.where()})" + (code and f"\n    {code}")
 
@@ -172,15 +191,19 @@ def _sentence(error: BaseException, own: Reason) -> str:
 def _launcher_reads() -> bool:
     """Say whether torchrun reads this process's error file.
 
-    torchrun starts each rank in a session of its own; nobody reads what others write who inherit its variables.
+    torchrun starts each rank in a session of its own; nobody reads what others write who inherit
+    its variables.
     """
     return "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
 
 
 def _await_first(report: FailureReport | None, launcher_reads: bool) -> None:
-    """Wait briefly for SIGTERM or another rank's report, so that the same error is not printed by every rank."""
+    """Wait briefly for SIGTERM or another rank's report, so that the same error is not printed by
+    every rank.
+    """
     end = time.monotonic() + FIRST_WORD_SECONDS
-    if launcher_reads:  # what ends with another code than 0 it lists as a failure of its own, without a reason
+    # what ends with another code than 0 it lists as a failure of its own, without a reason
+    if launcher_reads:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     while time.monotonic() < end and (report is None or report.first_failure() is None):
         time.sleep(NAP_SECONDS)
@@ -189,8 +212,9 @@ def _await_first(report: FailureReport | None, launcher_reads: bool) -> None:
 def record_for_launcher(error: BaseException) -> None:
     """Write an exception into torchrun's error file, so that its closing summary shows the reason.
 
-    Without torchrun nothing happens. A later failure of the same process takes the place of an earlier one. What is
-    only second-hand is dated a second later, so that torchrun calls the failure behind it the root cause.
+    Without torchrun nothing happens. A later failure of the same process takes the place of an
+    earlier one. What is only second-hand is dated a second later, so that torchrun calls the
+    failure behind it the root cause.
 
     Args:
         error: the exception that ends this process, with its traceback.
@@ -204,9 +228,13 @@ def record_for_launcher(error: BaseException) -> None:
         words = error.words or f"Stopped by {error.cause}."
         _write_error_file(words, words, time.time())
         return
-    rank, lines = os.environ.get("RANK", "?"), "".join(traceback.format_exception(error)).rstrip().splitlines()
+    rank, lines = (
+        os.environ.get("RANK", "?"),
+        "".join(traceback.format_exception(error)).rstrip().splitlines(),
+    )
     if rank.isdecimal() and not is_second_hand(error):
-        lines += Reason.of(int(rank), error, is_final=True).summary().splitlines()  # what one sees last of all
+        # what one sees last of all
+        lines += Reason.of(int(rank), error, is_final=True).summary().splitlines()
     trace = "\n".join(f"[rank{rank}]: {line}" for line in lines)
     _write_error_file(text_and_line(error)[0], trace, time.time() + is_second_hand(error))
 
@@ -234,7 +262,8 @@ def _write_error_file(message: str, trace: str, timestamp: float, **more: str) -
 
 @contextlib.contextmanager
 def failure_notice() -> Iterator[None]:
-    """Tell the other ranks of an exception that passes through; let it go on, or say which rank is behind it.
+    """Tell the other ranks of an exception that passes through; let it go on, or say which rank is
+    behind it.
 
     The script may catch it. A process that a rank has forked tells nothing.
 
@@ -256,7 +285,8 @@ def failure_notice() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         news, PROCESS.left = _explained(error), not isinstance(error, RunStopped)
-        ends = isinstance(error, SystemExit) and error.code not in {None, 0}  # sys.excepthook is not called for it
+        # sys.excepthook is not called for it
+        ends = isinstance(error, SystemExit) and error.code not in {None, 0}
         if ends:
             record_for_launcher(error)
         if PROCESS.left:
@@ -286,7 +316,8 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
     first = None if PROCESS.report.tell(reason) else PROCESS.report.first_failure()
     if first is not None:
         vars(error)[AFTER] = first.rank
-    if multiprocessing.parent_process() is not None:  # whose end reaches no excepthook, so that it is said here
+    # whose end reaches no excepthook, so that it is said here
+    if multiprocessing.parent_process() is not None:
         words = reason.summary() if first is None else reason.told(f"failed after {first.who()}")
         logger.error("%s", words, main_process_only=False)
 
@@ -294,7 +325,8 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
 def _behind(error: BaseException) -> BaseException:
     """Return what is behind an exception that ends this process, as it is to be shown."""
     PROCESS.failed = news = _explained(error)
-    if isinstance(news, KeyboardInterrupt):  # Ctrl-C ends all ranks at once, and each would print a long traceback
+    # Ctrl-C ends all ranks at once, and each would print a long traceback
+    if isinstance(news, KeyboardInterrupt):
         news = KeyboardInterrupt(f"at {line_of(traceback.extract_tb(news.__traceback__))}")
     elif isinstance(news, FolderInUseError) or (is_second_hand(news) and news.__cause__ is None):
         news.__suppress_context__, news.__traceback__ = True, None
@@ -302,7 +334,9 @@ def _behind(error: BaseException) -> BaseException:
 
 
 def _log(error: BaseException, *, is_shown: bool = True) -> None:
-    """Write an exception into the experiment's log; say on the console that it comes, if it does."""
+    """Write an exception into the experiment's log; say on the console that it comes, if it
+    does.
+    """
     if PROCESS.log is not None and is_shown:
         PROCESS.log(error)
     elif PROCESS.log is not None:
@@ -310,10 +344,13 @@ def _log(error: BaseException, *, is_shown: bool = True) -> None:
             PROCESS.log(error)
 
 
-def _record_printed(error: BaseException, words: str, *, is_first: bool = True, is_known: bool = False) -> None:
+def _record_printed(
+    error: BaseException, words: str, *, is_first: bool = True, is_known: bool = False
+) -> None:
     """Write the launcher's error file for an exception whose traceback is read elsewhere.
 
-    torchrun's summary has the reason alone, unless nobody sees what its processes write: it has put that into files.
+    torchrun's summary has the reason alone, unless nobody sees what its processes write: it has put
+    that into files.
 
     Args:
         error: the exception.
@@ -332,7 +369,9 @@ def _record_printed(error: BaseException, words: str, *, is_first: bool = True, 
 
 
 def _show(error: BaseException, previous: Callable[..., object]) -> None:
-    """Print an exception that ends this process, and its reason last; a line where the first rank shows the same."""
+    """Print an exception that ends this process, and its reason last; a line where the first rank
+    shows the same.
+    """
     report = PROCESS.report
     own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
     if report is None:
@@ -349,13 +388,20 @@ def _show(error: BaseException, previous: Callable[..., object]) -> None:
         _show_after(order, order.first, error, previous)
 
 
-def _show_as_first(order: FailureOrder, error: BaseException, previous: Callable[..., object]) -> None:
+def _show_as_first(
+    order: FailureOrder, error: BaseException, previous: Callable[..., object]
+) -> None:
     _log(error)
     _record_printed(error, order.summary())
     previous(type(error), error, error.__traceback__)
     ranks = order.await_others()
     if ranks:
-        logger.error("The same on rank%s %s.", "s" if len(ranks) > 1 else "", spans(ranks), main_process_only=False)
+        logger.error(
+            "The same on rank%s %s.",
+            "s" if len(ranks) > 1 else "",
+            spans(ranks),
+            main_process_only=False,
+        )
     logger.error("%s", order.summary(), main_process_only=False)  # below the long traceback
     order.note_shown(ranks)
 
@@ -363,7 +409,9 @@ def _show_as_first(order: FailureOrder, error: BaseException, previous: Callable
 _LIKENESS = {SAME: "the same traceback", SAME_LINE: "the same traceback and another message"}
 
 
-def _show_after(order: FailureOrder, first: Reason, error: BaseException, previous: Callable[..., object]) -> None:
+def _show_after(
+    order: FailureOrder, first: Reason, error: BaseException, previous: Callable[..., object]
+) -> None:
     _log(error, is_shown=False)
     likeness = order.likeness()
     place = _written_traceback()
@@ -388,7 +436,9 @@ def _written_traceback() -> str:
 
 
 def _leave_to_launcher() -> None:
-    """Wait briefly for torchrun to end this process: what ends by itself it lists as one more failure."""
+    """Wait briefly for torchrun to end this process: what ends by itself it lists as one more
+    failure.
+    """
     if not _launcher_reads():
         return
     asked: list[int] = []
@@ -419,7 +469,9 @@ class UncaughtHook:
         self.previous = previous
         self.process = os.getpid()
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Note the exception, and print it, or the failure behind it."""
         if os.getpid() != self.process or PROCESS.failed is not None:
             self.previous(kind, error, trace)
@@ -432,7 +484,8 @@ class UncaughtHook:
             _log(error)
             record_for_launcher(news)
             _tell(news, is_final=True)
-            if PROCESS.report is not None:  # torch writes at length that a store is gone, and the reason comes last
+            # torch writes at length that a store is gone, and the reason comes last
+            if PROCESS.report is not None:
                 PROCESS.report.await_silence()
             self.previous(type(news), news, news.__traceback__)
         else:
@@ -440,7 +493,8 @@ class UncaughtHook:
 
 
 def watch_uncaught(report: FailureReport | None = None) -> None:
-    """Record the exception that ends this process: for torchrun's summary, for the other ranks, and in the log.
+    """Record the exception that ends this process: for torchrun's summary, for the other ranks, and
+    in the log.
 
     Args:
         report: read by the other ranks; None without a process group.

@@ -1,10 +1,12 @@
 """Which of the ranks that fail together is the first, and which of the others fail in the same way.
 
-An exception that ends one rank often ends all: the same wrong line runs on each. Its traceback is to be read once. So
-the ranks agree over the store which of them is first. That rank prints its traceback, and names those with the same.
+An exception that ends one rank often ends all: the same wrong line runs on each. Its traceback is
+to be read once. So the ranks agree over the store which of them is first. That rank prints its
+traceback, and names those with the same.
 
-Nothing is lost by that. A failure that differs from the first is told by its own rank. So is an equal one, if that rank
-writes to another terminal or file than the first, or comes too late to be named.
+Nothing is lost by that. A failure that differs from the first is told by its own rank. So is an
+equal one, if that rank writes to another terminal or file than the first, or comes too late to be
+named.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class FailureOrder:
         >>> from torch.distributed import HashStore
         >>> store, error = HashStore(), ValueError("boom")
         >>> reports = [FailureReport(store, rank, 2) for rank in range(2)]
-        >>> orders = [FailureOrder(one, Reason.of(one.rank, error, is_final=True)) for one in reports]
+        >>> orders = [
+        ...     FailureOrder(one, Reason.of(one.rank, error, is_final=True)) for one in reports
+        ... ]
         >>> for order in orders:
         ...     order.take_turn(None)
         >>> orders[0].first is None, orders[1].first.rank, orders[1].likeness()
@@ -65,8 +69,8 @@ class FailureOrder:
         """Come first, or learn who did.
 
         Args:
-            after: the rank that failed before this one in the same call of ``fit``; None: no rank did. That rank is let
-                pass, so that all ranks name the same one.
+            after: the rank that failed before this one in the same call of ``fit``; None: no rank
+                did. That rank is let pass, so that all ranks name the same one.
         """
         if after is not None:
             self._await_first(TURN_SECONDS)
@@ -90,8 +94,8 @@ class FailureOrder:
         """Say how this failure is like the first.
 
         Returns:
-            ``"same"``: the same traceback and message; ``"same line"``: the same traceback with another message;
-            ``"other"``: else.
+            ``"same"``: the same traceback and message; ``"same line"``: the same traceback with
+            another message; ``"other"``: else.
         """
         theirs = "" if self.first is None else self.first.trace
         if not theirs:  # that rank was lost, and shows nothing
@@ -108,7 +112,9 @@ class FailureOrder:
     # ------------------------------------------------------------------ of the first
 
     def await_others(self) -> list[int]:
-        """Wait briefly for other ranks that fail; return those that leave it to this one to tell of them."""
+        """Wait briefly for other ranks that fail; return those that leave it to this one to tell of
+        them.
+        """
         others = [rank for rank in range(self.report.world_size) if rank != self.own.rank]
         if not others:
             return []
@@ -127,7 +133,8 @@ class FailureOrder:
     # ------------------------------------------------------------------ of the others
 
     def come_after(self, *, is_silent: bool) -> bool:
-        """Tell the first rank of this failure, and wait briefly until the first has printed its own.
+        """Tell the first rank of this failure, and wait briefly until the first has printed its
+        own.
 
         Args:
             is_silent: whether to leave it to the first to tell of this rank.

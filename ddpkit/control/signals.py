@@ -1,17 +1,21 @@
-"""Signals: what a rank hears, what all ranks do about it, and what the workers of its loaders ignore.
+"""Signals: what a rank hears, what all ranks do about it, and what the workers of its loaders
+ignore.
 
-A handler only sets a number. What follows of it is decided at the next sync, on all ranks alike, whichever of them were
-signalled. What the ranks must agree on is agreed on about once a second, not once a step: every ``k`` steps, with ``k``
-itself agreed on at the previous sync, the ranks add up a few numbers in one small all-reduce on a group of their own
-(gloo, on the CPU). All of them act on the same sums at the same step.
+A handler only sets a number. What follows of it is decided at the next sync, on all ranks alike,
+whichever of them were signalled. What the ranks must agree on is agreed on about once a second, not
+once a step: every ``k`` steps, with ``k`` itself agreed on at the previous sync, the ranks add up a
+few numbers in one small all-reduce on a group of their own (gloo, on the CPU). All of them act on
+the same sums at the same step.
 
-A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM loses batches that
-its rank needs to finish a step; so it ignores the signals that its rank handles. It inherits them blocked from the
-thread that starts it, and then its ``worker_init_fn`` installs handlers that do nothing: unlike a blocked signal, a
-handler is not inherited by the programs that a worker starts.
+A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM loses
+batches that its rank needs to finish a step; so it ignores the signals that its rank handles. It
+inherits them blocked from the thread that starts it, and then its ``worker_init_fn`` installs
+handlers that do nothing: unlike a blocked signal, a handler is not inherited by the programs that a
+worker starts.
 
-Python's garbage collector leaves alone what a worker has inherited: going through all of it would copy the rank's
-memory page by page, and could destroy objects that wait for threads which a forked process does not have.
+Python's garbage collector leaves alone what a worker has inherited: going through all of it would
+copy the rank's memory page by page, and could destroy objects that wait for threads which a forked
+process does not have.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-FINAL_REPORT_SECONDS = 2.0  # for a process that has lost another rank to say so, once it is asked to end
+# for a process that has lost another rank to say so, once it is asked to end
+FINAL_REPORT_SECONDS = 2.0
 REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
 _ENDING = ("SIGINT", "SIGTERM")
 
@@ -48,7 +53,8 @@ TIME_LIMIT = "time limit"
 #: What can ask a run to stop; if several do at once, the first of these counts on all ranks.
 CAUSES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", TIME_LIMIT)
 INTERVAL_SECONDS = 1.0
-MOST_SHORTER = 4  # times: the distance of syncs that an epoch may begin with, against that of the epoch before
+# times: the distance of syncs that an epoch may begin with, against that of the epoch before
+MOST_SHORTER = 4
 
 DUMP_SECONDS = 0.1  # for a worker to write where it is
 MOST_SHOWN = 8
@@ -60,7 +66,8 @@ FIRST_AT_EXIT = 100  # priority of a multiprocessing exit hook; its own have at 
 class _Listeners:
     """Who hears signals in this process, and what looks after its second one."""
 
-    pipe = -1  # where Python writes the number of each signal that arrives; its other end is read by a thread
+    # where Python writes the number of each signal that arrives; its other end is read by a thread
+    pipe = -1
     asked_at = 0.0  # when a signal has asked for the end; 0: none has
     was_stopped = False  # whether a call has ended by a stop; who hears in it stays active
     before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours is
@@ -83,7 +90,8 @@ def _put_back(handlers: dict[signal.Signals, Any]) -> None:
 
 
 def _watch_second_signal() -> None:
-    """Have a thread learn of signals: a main thread that is busy in C, as in a collective, runs no handlers.
+    """Have a thread learn of signals: a main thread that is busy in C, as in a collective, runs no
+    handlers.
 
     It learns of none where the script has their arrival written elsewhere, as asyncio does.
     """
@@ -91,7 +99,9 @@ def _watch_second_signal() -> None:
         reader, _Listeners.pipe = os.pipe()
         os.set_blocking(_Listeners.pipe, False)
         os.register_at_fork(after_in_child=_forget)
-        threading.Thread(target=_end_at_second, args=(reader,), name="ddpkit-signals", daemon=True).start()
+        threading.Thread(
+            target=_end_at_second, args=(reader,), name="ddpkit-signals", daemon=True
+        ).start()
     before = signal.set_wakeup_fd(_Listeners.pipe, warn_on_full_buffer=False)
     if before not in {-1, _Listeners.pipe}:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
@@ -107,8 +117,12 @@ def _end_at_second(reader: int) -> None:
 
 
 def _is_second(number: int) -> bool:
-    """Return whether this is a second stop signal: handled by ddpkit, more than REPEAT_SECONDS after the first."""
-    is_heard = number in _Listeners.before and any(number in one.stopping for one in _Listeners.active)
+    """Return whether this is a second stop signal: handled by ddpkit, more than REPEAT_SECONDS
+    after the first.
+    """
+    is_heard = number in _Listeners.before and any(
+        number in one.stopping for one in _Listeners.active
+    )
     if not is_heard or signal.Signals(number).name not in _ENDING:
         return False
     now = time.monotonic()
@@ -132,7 +146,10 @@ def signal_named(name: str) -> signal.Signals:
     full = full if full.startswith("SIG") else f"SIG{full}"
     found = getattr(signal, full, None)
     if not isinstance(found, signal.Signals) or full in {"SIGKILL", "SIGSTOP", "SIGCHLD"}:
-        raise ConfigError(f"{name!r} is not a signal that a process can handle. Give names such as SIGTERM or SIGUSR1.")
+        raise ConfigError(
+            f"{name!r} is not a signal that a process can handle. Give names such as SIGTERM or "
+            "SIGUSR1."
+        )
     return found
 
 
@@ -161,38 +178,48 @@ class SignalListener:
     """
 
     def __init__(
-        self, stopping: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"), saving: Iterable[str] = ("SIGUSR2",)
+        self,
+        stopping: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"),
+        saving: Iterable[str] = ("SIGUSR2",),
     ) -> None:
         self.stopping = [signal_named(name) for name in stopping]
         self.saving = [signal_named(name) for name in saving]
         both = set(self.stopping) & set(self.saving)
         if both:
             raise ConfigError(
-                f"stop_signals and save_signals both name {', '.join(sorted(one.name for one in both))}: a signal "
-                "either ends the run or only saves. Name it in one of them."
+                "stop_signals and save_signals both name "
+                f"{', '.join(sorted(one.name for one in both))}: a signal either ends the run or "
+                "only saves. Name it in one of them."
             )
         unlike = [one.name for one in self.stopping if one.name not in CAUSES]
         if unlike:
             possible = ", ".join(CAUSES[:-1])
-            raise ConfigError(f"stop_signals names {unlike}. A run can be stopped by {possible}; choose from these.")
+            raise ConfigError(
+                f"stop_signals names {unlike}. A run can be stopped by {possible}; choose from "
+                "these."
+            )
         self.stop_signal = 0
         self.save_wanted = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Return a context in which the signals are heard, unless the script has its own use for one.
+        """Return a context in which the signals are heard, unless the script has its own use for
+        one.
 
-        Ranks: local; outside of the main thread, where Python allows no handlers, and in a notebook it does nothing.
+        Ranks: local; outside of the main thread, where Python allows no handlers, and in a notebook
+        it does nothing.
 
-        State: the handlers, restored at the end. After a stop they stay until the process exits, because launchers then
-        send signals to the remaining processes. An unhandled signal is raised again at the end. Enclosing contexts
-        receive the signals too. ``signal.set_wakeup_fd``, and the thread that reads there, stay: see
+        State: the handlers, restored at the end. After a stop they stay until the process exits,
+        because launchers then send signals to the remaining processes. An unhandled signal is
+        raised again at the end. Enclosing contexts receive the signals too.
+        ``signal.set_wakeup_fd``, and the thread that reads there, stay: see
         ``_watch_second_signal``.
         """
         if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1"):
             yield
             return
-        if not _Listeners.active or _Listeners.was_stopped:  # else this call is inside of another one
+        # else this call is inside of another one
+        if not _Listeners.active or _Listeners.was_stopped:
             _Listeners.asked_at, _Listeners.was_stopped = 0.0, False
         _Listeners.active.append(self)  # before the handlers: what none in it hears is lost
         _watch_second_signal()
@@ -203,16 +230,20 @@ class SignalListener:
         except RunStopped:
             stopped = _Listeners.was_stopped = True
             raise
-        except RankFailedError:  # launchers end the other processes at once: first this one says which rank it was
+        except RankFailedError:
+            # launchers end the other processes at once: first this one says which rank it was
             added |= dict.fromkeys({signal.SIGTERM} & added.keys(), _end_soon)
             raise
         finally:
             if not stopped:
                 _put_back(added)
                 _Listeners.active = [one for one in _Listeners.active if one is not self]
-                _Listeners.before = {number: one for number, one in _Listeners.before.items() if number not in added}
+                _Listeners.before = {
+                    number: one for number, one in _Listeners.before.items() if number not in added
+                }
             came = self.stop_signal
-            if _Listeners.active and self not in _Listeners.active:  # the outer ones have heard what this has not used
+            # the outer ones have heard what this has not used
+            if _Listeners.active and self not in _Listeners.active:
                 self.stop_signal, self.save_wanted = 0, False
         if came in added:
             self.stop_signal = 0
@@ -251,13 +282,15 @@ def _end_soon(number: int, _frame: Any) -> None:
 
 
 def _say(line: str) -> None:
-    """Write a line on stderr, from the main process only; nothing else is safe to use inside of a handler."""
+    """Write a line on stderr, from the main process only; nothing else is safe to use inside of a
+    handler.
+    """
     if not rank_if_known():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
 
 
-# ------------------------------------------------------------------------------------------ the sync
+# ----------------------------------------------------------------------------------------- the sync
 
 
 @dataclass(frozen=True)
@@ -267,8 +300,10 @@ class SyncReport:
     Attributes:
         step: the step of the sync, within the epoch.
         loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
-        samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
-        main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
+        samples: samples seen by all ranks since the epoch began, with those whose loss was not
+            finite.
+        main_seconds: the main process's answer to how long ago it last saved an intra-epoch
+            checkpoint.
         save_wanted: whether some rank has been asked for a checkpoint, by a signal.
         stop: what has asked some rank to stop, one of :data:`CAUSES`; empty: nothing has.
 
@@ -291,7 +326,8 @@ class Requests(NamedTuple):
     """What a rank sends at a sync besides its losses.
 
     Attributes:
-        main_seconds: seconds since the last intra-epoch checkpoint; only the main process's value counts.
+        main_seconds: seconds since the last intra-epoch checkpoint; only the main process's value
+            counts.
         save: whether a checkpoint was requested on this rank.
         stop: the cause of a stop request, one of :data:`CAUSES`; empty: none.
 
@@ -311,12 +347,14 @@ class PeriodicSync:
     """Decides at which steps the ranks sync, and syncs them.
 
     Args:
-        add_up: sums a list of floats over the ranks, such as :func:`ddpkit.distributed.sum_over_ranks`.
+        add_up: sums a list of floats over the ranks, such as
+            :func:`ddpkit.distributed.sum_over_ranks`.
         world_size: number of ranks.
         is_main: whether this is the main process.
         interval: seconds between syncs, about.
 
-    Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed on.
+    Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed
+    on.
 
     Example:
         >>> sync = PeriodicSync(add_up=list, world_size=1, is_main=True)
@@ -347,8 +385,8 @@ class PeriodicSync:
     def start(self, step: int) -> None:
         """Begin an epoch, or go on with one, after ``step`` steps.
 
-        The first step also waits for the loader, and a few come before the next sync. Only where they were quick are
-        the syncs soon as far apart as in the epoch before.
+        The first step also waits for the loader, and a few come before the next sync. Only where
+        they were quick are the syncs soon as far apart as in the epoch before.
         """
         self._last_step, self._last_time = step, time.monotonic()
         self.due = step + 1
@@ -383,16 +421,19 @@ class PeriodicSync:
         )
         stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
-        known = 0 if self._steps_apart == 1 else self._known // MOST_SHORTER  # one step tells little
+        # one step tells little
+        known = 0 if self._steps_apart == 1 else self._known // MOST_SHORTER
         self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, known)))
         self.steps_per_interval = max(1, wanted)
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
-        return SyncReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)
+        return SyncReport(
+            step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop
+        )
 
 
-# -------------------------------------------------------------------------------------------- the workers of a loader
+# -------------------------------------------------------------------------- the workers of a loader
 
 
 class _Here:
@@ -418,15 +459,16 @@ def ignored_signals() -> set[signal.Signals]:
 def at_exit(call: Callable[[], object]) -> None:
     """Register a function to run at exit, before ``multiprocessing`` waits for its children.
 
-    A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned waits for its
-    children before that.
+    A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned
+    waits for its children before that.
 
     Args:
         call: must be idempotent; it may be called twice.
 
     Ranks: local.
 
-    Source: ``multiprocessing.process.BaseProcess._bootstrap`` and ``multiprocessing.util._exit_function``.
+    Source: ``multiprocessing.process.BaseProcess._bootstrap`` and
+    ``multiprocessing.util._exit_function``.
 
     Example:
         >>> at_exit(kill_workers)
@@ -437,10 +479,12 @@ def at_exit(call: Callable[[], object]) -> None:
 
 
 def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
-    """Begin to iterate a loader. Its workers, if it starts any, ignore signals and end with this process.
+    """Begin to iterate a loader. Its workers, if it starts any, ignore signals and end with this
+    process.
 
     Args:
-        loader: a ``DataLoader``; or any iterable, whose workers, and programs that they start, ignore signals.
+        loader: a ``DataLoader``; or any iterable, whose workers, and programs that they start,
+            ignore signals.
         begin: what to call instead of ``iter(loader)``.
 
     Returns:
@@ -458,7 +502,8 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
         return begin()
     if _Here.process != os.getpid():
         _Here.process = os.getpid()
-        at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear, and waits for ever
+        # before multiprocessing sends them a SIGTERM, which they do not hear, and waits for ever
+        at_exit(kill_workers)
     with _ignoring_signals(getattr(loader, "multiprocessing_context", None)):
         others = set(multiprocessing.active_children())
         if workers is not None:
@@ -475,10 +520,11 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
 
 @contextlib.contextmanager
 def _ignoring_signals(context: Any) -> Iterator[None]:
-    """Block the signals in this thread while workers are started; another thread handles them, or this one later.
+    """Block the signals in this thread while workers are started; another thread handles them, or
+    this one later.
 
-    The nap lets C++ threads (of a process group, of autograd) finish that are about to enter Python: a fork at that
-    moment would leave the worker a lock that is never released.
+    The nap lets C++ threads (of a process group, of autograd) finish that are about to enter
+    Python: a fork at that moment would leave the worker a lock that is never released.
     """
     methods = multiprocessing.get_all_start_methods()
     method = (context or multiprocessing).get_start_method(allow_none=True) or methods[0]
@@ -511,7 +557,9 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
 
 
 def _end_with(rank: Any, parent: int) -> None:
-    """End this worker when its rank has ended. A forkserver stays as long as its processes; a fork shares pipes."""
+    """End this worker when its rank has ended. A forkserver stays as long as its processes; a fork
+    shares pipes.
+    """
     while rank.is_alive() and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)
@@ -544,7 +592,8 @@ def show_workers() -> None:
     """
     for number in _dump_signal():
         for worker in _own_workers()[:MOST_SHOWN]:
-            with contextlib.suppress(OSError):  # stderr may be closed, or the worker have ended meanwhile
+            # stderr may be closed, or the worker have ended meanwhile
+            with contextlib.suppress(OSError):
                 os.write(2, f"\nA worker of the loader (pid {worker.pid}) is here:\n".encode())
                 os.kill(worker.pid, number)
             time.sleep(DUMP_SECONDS)
@@ -560,6 +609,7 @@ def kill_workers() -> None:
     """
     workers = [child for child in _own_workers() if child.daemon]
     if workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
+        # torch's handler would raise: a worker has died
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in workers:
         worker.kill()

@@ -1,8 +1,9 @@
 """A collective that runs into its limit of time: which rank has not come, and where that rank is.
 
-The error of torch is raised by the ranks that have waited, and says nothing of the rank that has not come. So the
-first rank that has waited looks at where the others are. It waits for one more heartbeat of each: a rank that sends
-none may have died, and then that is the reason. Nothing here runs before such an error.
+The error of torch is raised by the ranks that have waited, and says nothing of the rank that has
+not come. So the first rank that has waited looks at where the others are. It waits for one more
+heartbeat of each: a rank that sends none may have died, and then that is the reason. Nothing here
+runs before such an error.
 
 Source: the words of gloo (``unbound_buffer.cc``), NCCL and torch's ``Work::wait`` (torch 2.13).
 """
@@ -29,7 +30,6 @@ from ddpkit.base import (
 from ddpkit.errors import RankFailedError
 
 if TYPE_CHECKING:
-
     from ddpkit.base import FailureReport, Reason
 
 FRESH_SECONDS = 3.0  # for one more heartbeat of each rank that lives
@@ -37,16 +37,17 @@ NAP_SECONDS = 0.05
 SHOWN_RANKS = 4
 
 TIME_OUT = re.compile(
-    r"Timed out waiting (?P<gloo>\d+)ms for|Timeout\(ms\)=(?P<nccl>\d+)\)|Application timeout caused pair closure|"
-    r"Operation timed out!"
+    r"Timed out waiting (?P<gloo>\d+)ms for|Timeout\(ms\)=(?P<nccl>\d+)\)|Application timeout "
+    r"caused pair closure|Operation timed out!"
 )
 ADVICE = (
-    "What one process does alone belongs into run_on_main(func), for which the others wait without this limit. For "
-    "work of all ranks that takes longer, give --distributed_timeout_minutes=M a larger M."
+    "What one process does alone belongs into run_on_main(func), for which the others wait "
+    "without this limit. For work of all ranks that takes longer, give "
+    "--distributed_timeout_minutes=M a larger M."
 )
 NOBODY_LATE = (
-    "All ranks wait for others: they are in different calls, or the network is too slow. Do all ranks run the same "
-    "epochs and collectives?"
+    "All ranks wait for others: they are in different calls, or the network is too slow. Do all "
+    "ranks run the same epochs and collectives?"
 )
 
 
@@ -67,22 +68,25 @@ def is_time_out(error: BaseException) -> bool:
 
 @waits_for_ranks
 def explained_time_out(error: BaseException, report: FailureReport) -> RankFailedError:
-    """Turn the time-out of a collective into what is behind it: a rank that failed, or one that has not come.
+    """Turn the time-out of a collective into what is behind it: a rank that failed, or one that has
+    not come.
 
     Args:
         error: of the collective.
         report: of the process group.
 
     Returns:
-        The failure of another rank where there is one. Else what names the ranks that have not come, with ``error``
-        as its cause; to the other ranks it counts as this one's own failure.
+        The failure of another rank where there is one. Else what names the ranks that have not
+        come, with ``error`` as its cause; to the other ranks it counts as this one's own failure.
 
     Ranks: local; asks the process group's store, and waits a little for the others' heartbeats.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> error = RuntimeError("Timed out waiting 3000ms for send operation to complete")
-        >>> print(explained_time_out(error, FailureReport(HashStore(), rank=1, world_size=2)))  # doctest: +SKIP
+        >>> print(
+        ...     explained_time_out(error, FailureReport(HashStore(), rank=1, world_size=2))
+        ... )  # doctest: +SKIP
         rank 1 waited 3 s for rank 0, which has not said where it is. What one process does ...
     """
     statuses: list[RankStatus] = []
@@ -103,7 +107,9 @@ def explained_time_out(error: BaseException, report: FailureReport) -> RankFaile
 
 
 def _statuses(report: FailureReport) -> list[RankStatus]:
-    """Return where the ranks were last; where the store has gone, which is looked into later, nothing is known."""
+    """Return where the ranks were last; where the store has gone, which is looked into later,
+    nothing is known.
+    """
     if not report.store_is_lost:
         with contextlib.suppress(RuntimeError):
             return latest_statuses(report)
@@ -132,13 +138,16 @@ def _await_fresh(report: FailureReport, before: list[RankStatus]) -> tuple[list[
 
 
 def _at_time_out(then: RankStatus, now: RankStatus) -> RankStatus:
-    """Choose what says best where a rank was: later it may have come; before, nobody had looked at its lines."""
+    """Choose what says best where a rank was: later it may have come; before, nobody had looked at
+    its lines.
+    """
     return then if then.waits or (then.where and now.waits) else now
 
 
 def _words(error: BaseException, report: FailureReport, statuses: list[RankStatus]) -> str:
     own, others = statuses[report.rank], [one for one in statuses if one.rank != report.rank]
-    # The error of a call of fit has lines from there on; those before it are still to be returned to.
+    # The error of a call of fit has lines from there on; those before it are still to be returned
+    # to.
     place, line = own.place(), line_of([*traceback.extract_stack(), *frames_of(error)])
     here = f" {place}{line and ','}" if place else ""
     here += f" at {line}," if line else ""

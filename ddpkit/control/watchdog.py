@@ -1,11 +1,14 @@
-"""The watchdog of a process: it reports where this rank is, reads failures of other ranks, and ends a run that hangs.
+"""The watchdog of a process: it reports where this rank is, reads failures of other ranks, and ends
+a run that hangs.
 
-It has two threads and uses the launcher's store. The heartbeat thread calls the store about once a second, and may
-block there if the network is cut. The watchdog thread never blocks: it checks the clock, the parent process, and the
-results of the heartbeat thread. Collectives are not used, because after a failure they may never end.
+It has two threads and uses the launcher's store. The heartbeat thread calls the store about once a
+second, and may block there if the network is cut. The watchdog thread never blocks: it checks the
+clock, the parent process, and the results of the heartbeat thread. Collectives are not used,
+because after a failure they may never end.
 
-A heartbeat is one short text in the store, written before anything that may fail. An error in the rest (reading the
-other heartbeats, drawing conclusions from them) is logged once, and the next heartbeat tries again.
+A heartbeat is one short text in the store, written before anything that may fail. An error in the
+rest (reading the other heartbeats, drawing conclusions from them) is logged once, and the next
+heartbeat tries again.
 """
 
 from __future__ import annotations
@@ -57,11 +60,14 @@ JOIN_SECONDS = 2.0
 NOTE_SECONDS = 1.0  # for the run's log to take in why this process ends
 QUIET_SECONDS = 0.5  # for a call of the store to end, before the reason is said
 BEAT_SECONDS = 1.0  # between two calls of the store
-TOLD_SECONDS = 1.0  # without a step, before a heartbeat tells the line, too: for those that may wait for this rank
+# without a step, before a heartbeat tells the line, too: for those that may wait for this rank
+TOLD_SECONDS = 1.0
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
-SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once, unless it keeps the interpreter lock
-START_SECONDS = 30.0  # without a beat, while the group is made: nothing then keeps the interpreter lock for long
+# in which every rank that lives beats at least once, unless it keeps the interpreter lock
+SEARCH_SECONDS = 2.2
+# without a beat, while the group is made: nothing then keeps the interpreter lock for long
+START_SECONDS = 30.0
 
 
 class ExitDelay:
@@ -96,7 +102,8 @@ class _StoreGoneError(RuntimeError):
 
 
 class Heartbeat:
-    """Reports this rank's position to the other ranks, and reads which ranks failed, disappeared or fell silent.
+    """Reports this rank's position to the other ranks, and reads which ranks failed, disappeared or
+    fell silent.
 
     Args:
         watch: the watchdog of this process.
@@ -104,12 +111,15 @@ class Heartbeat:
 
     Attributes:
         latest: the last heartbeat that was read of each rank, and this rank's own.
-        silence: seconds since a rank's last new heartbeat, as far as it was asked. Time in which the store did not
-            answer, or this process was stopped, is not counted.
-        neighbours: the other ranks of this machine, as the launcher counts; not those that are known to have ended.
+        silence: seconds since a rank's last new heartbeat, as far as it was asked. Time in which
+            the store did not answer, or this process was stopped, is not counted.
+        neighbours: the other ranks of this machine, as the launcher counts; not those that are
+            known to have ended.
         failure: the failed rank, if this rank must react.
-        is_searching: whether silent ranks are looked for on all machines, because a connection was lost.
-        is_starting: whether this rank looks for ranks that fall silent, or never beat, while the group is made.
+        is_searching: whether silent ranks are looked for on all machines, because a connection was
+            lost.
+        is_starting: whether this rank looks for ranks that fall silent, or never beat, while the
+            group is made.
         store_lost: why the store cannot be used any more; None: it can.
         answered: when the store last answered, on the monotonic clock.
 
@@ -152,24 +162,31 @@ class Heartbeat:
             pause = BEAT_SECONDS / FIRST_BEATS if is_quick else BEAT_SECONDS
             with self._asking:
                 try:
-                    # A process that has failed says no more: of a store that is gone torch logs at length.
+                    # A process that has failed says no more: of a store that is gone torch logs at
+                    # length.
                     if PROCESS.failed is None and not self.report.store_is_lost:
                         store = self._own_connection() if store is None else store
                         self.beat(store)
                 except Exception as error:  # noqa: BLE001 -- of the store, which is the end; or of what is tried again
                     if isinstance(error, _StoreGoneError) or not self._answers(store):
-                        self.store_lost = None if over.is_set() else (str(error).splitlines() or [""])[0][:200]
+                        self.store_lost = (
+                            None if over.is_set() else (str(error).splitlines() or [""])[0][:200]
+                        )
                         return
                     self.log_once("exchanging heartbeats", error)
             self.answered = time.monotonic()
 
     def await_silence(self) -> None:
-        """Wait briefly until no call of the store is under way: torch may be writing, at length, that it is gone."""
+        """Wait briefly until no call of the store is under way: torch may be writing, at length,
+        that it is gone.
+        """
         if self._asking.acquire(timeout=QUIET_SECONDS):
             self._asking.release()
 
     def _own_connection(self) -> Store:
-        """Return a connection of its own to the store: a wait on the shared one blocks all other calls."""
+        """Return a connection of its own to the store: a wait on the shared one blocks all other
+        calls.
+        """
         clone = getattr(self.report.store, "clone", None)
         return self.report.store if clone is None else clone()
 
@@ -203,7 +220,11 @@ class Heartbeat:
 
     def silent(self) -> dict[int, float]:
         """Return, by rank, the seconds since the last heartbeat, for the ranks that are overdue."""
-        return {rank: gap for rank, gap in list(self.silence.items()) if gap > SILENT_SECONDS and rank in self.latest}
+        return {
+            rank: gap
+            for rank, gap in list(self.silence.items())
+            if gap > SILENT_SECONDS and rank in self.latest
+        }
 
     def is_lowest_alive(self) -> bool:
         """Return whether this is the lowest rank that still sends heartbeats."""
@@ -255,7 +276,11 @@ class Heartbeat:
             if rank not in self.latest:
                 self._read(store, rank)
             known = self.latest.get(rank)
-            if known is not None and known.machine == self.machine and has_ended(known.pid, known.started):
+            if (
+                known is not None
+                and known.machine == self.machine
+                and has_ended(known.pid, known.started)
+            ):
                 self._read(store, rank)  # where it was last
                 if not report.has_departed(rank):
                     how = "was killed, or has crashed, or has ended itself at --hang_timeout"
@@ -263,7 +288,9 @@ class Heartbeat:
                 self.neighbours.remove(rank)
 
     def _report_gone(self, report: FailureReport, rank: int, how: str) -> None:
-        """Report that a rank has disappeared: as the first failure, unless there is one, and as departed."""
+        """Report that a rank has disappeared: as the first failure, unless there is one, and as
+        departed.
+        """
         report.tell(self.gone(rank, how))
         report.depart(rank)
 
@@ -285,29 +312,52 @@ class Heartbeat:
             self._read(store, rank)
 
     def _search(self, store: Store) -> None:
-        """Report silent ranks; only the first rank that asks looks for them, and reports to the others."""
+        """Report silent ranks; only the first rank that asks looks for them, and reports to the
+        others.
+        """
         report = FailureReport(store, self.rank, self.world_size)
-        others = [rank for rank in range(self.world_size) if rank != self.rank and not report.has_departed(rank)]
+        others = [
+            rank
+            for rank in range(self.world_size)
+            if rank != self.rank and not report.has_departed(rank)
+        ]
         for rank in others:
             self._read(store, rank)
         if self.is_starting:
             silent = [rank for rank in others if self.silence[rank] >= START_SECONDS]
         else:  # one that is seen to run may keep the interpreter lock: another one is lost
-            quiet = [rank for rank in others if rank in self.latest and self.silence[rank] >= SEARCH_SECONDS]
+            quiet = [
+                rank
+                for rank in others
+                if rank in self.latest and self.silence[rank] >= SEARCH_SECONDS
+            ]
             silent = [rank for rank in quiet if not self._is_at_work(rank)]
         if silent:
             first, *more = silent
             likewise = f" (nor did rank {spans(more)})" if more else ""
-            how = f"sent no heartbeat for {self.silence[first]:.0f} s{likewise}: it was killed, or its machine is down"
+            how = (
+                f"sent no heartbeat for {self.silence[first]:.0f} s{likewise}: it was killed, or "
+                "its machine is down"
+            )
             self._report_gone(report, first, f"{how}, or the network to it is cut")
 
     def _miss(self, store: Store, rank: int) -> None:
-        """Report an awaited rank as gone once it has been silent for the limit, unless its process is seen to run."""
+        """Report an awaited rank as gone once it has been silent for the limit, unless its process
+        is seen to run.
+        """
         limit, silence = self.watch.hang_timeout, self.silence[rank]
         if 0 < limit <= silence and not self._is_at_work(rank):
-            how = f"sent no heartbeat for {silence:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or"
-            cause = "its machine is down, or the network to it is cut, or a call of its code keeps the interpreter lock"
-            self._report_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
+            how = (
+                f"sent no heartbeat for {silence:.0f} s (--hang_timeout={limit:.0f}): it was "
+                "killed or stopped, or"
+            )
+            cause = (
+                "its machine is down, or the network to it is cut, or a call of its code keeps "
+                "the interpreter lock"
+            )
+            self._report_gone(
+                FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}"
+            )
 
     def _is_at_work(self, rank: int) -> bool:
         """Return whether a rank's process is on this machine and running, not stopped."""
@@ -319,7 +369,9 @@ class Heartbeat:
 
     def _read(self, store: Store, rank: int) -> None:
         key = beat_key(rank)
-        self._store_status(RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank))
+        self._store_status(
+            RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank)
+        )
 
     def _store_status(self, one: RankStatus) -> None:
         """Store a rank's status; without beats it has sent none yet."""
@@ -333,7 +385,8 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Watches this process and the ranks of its group, from the start of the group until this rank departs.
+    """Watches this process and the ranks of its group, from the start of the group until this rank
+    departs.
 
     Args:
         report: of the process group.
@@ -377,7 +430,10 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        self.report.find_reason, self.report.await_silence = self.await_reason, self.heartbeat.await_silence
+        self.report.find_reason, self.report.await_silence = (
+            self.await_reason,
+            self.heartbeat.await_silence,
+        )
         beat = functools.partial(self.heartbeat.beat_until, self._over)
         for work, name in ((beat, "ddpkit-heartbeat"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
@@ -401,11 +457,15 @@ class Watchdog:
         return temporarily(self, hang_warning=warning, hang_timeout=timeout)
 
     def seconds_here(self) -> float:
-        """Return the seconds since this rank's last step, or since ``fit`` or ``evaluate`` ended."""
+        """Return the seconds since this rank's last step, or since ``fit`` or ``evaluate``
+        ended.
+        """
         return time.monotonic() - self._changed
 
     def is_in_trouble(self) -> bool:
-        """Return whether to read the heartbeats of all ranks: without a step for so long that a limit is near."""
+        """Return whether to read the heartbeats of all ranks: without a step for so long that a
+        limit is near.
+        """
         limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
         begins = [min(limit / 2, limit - SILENT_SECONDS - 2 * BEAT_SECONDS) for limit in limits]
         return bool(limits) and time.monotonic() - self._moved >= min(begins)
@@ -414,7 +474,8 @@ class Watchdog:
         """Wait briefly for a report of which rank failed or disappeared.
 
         Args:
-            lost: the rank at the other end of a lost connection, which is taken to have disappeared if none reports.
+            lost: the rank at the other end of a lost connection, which is taken to have disappeared
+                if none reports.
         """
         heartbeat, end = self.heartbeat, time.monotonic() + REASON_SECONDS
         heartbeat.is_searching = self.report.is_first_to(f"search/{self.position.sessions}")
@@ -429,8 +490,13 @@ class Watchdog:
                 time.sleep(0.05)
         heartbeat.is_searching = False
         if reason is None and lost is not None:
-            how = "closed its connections and left no reason: it was killed (out of memory? a signal?)"
-            reason = heartbeat.gone(lost, f"{how}, or its machine is down, or the network to it is cut")
+            how = (
+                "closed its connections and left no reason: it was killed (out of memory? a "
+                "signal?)"
+            )
+            reason = heartbeat.gone(
+                lost, f"{how}, or its machine is down, or the network to it is cut"
+            )
         return reason
 
     # ------------------------------------------------------------------ the thread that looks
@@ -446,9 +512,13 @@ class Watchdog:
     def look(self) -> None:
         """Look at everything once."""
         if self.parent is not None and os.getppid() != self.parent:
-            self._end(f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the process ends.")
+            self._end(
+                f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the "
+                "process ends."
+            )
         self._check_failure()
-        self._notice_steps()  # after a while in which this process was stopped, before the clocks are looked at
+        # after a while in which this process was stopped, before the clocks are looked at
+        self._notice_steps()
         self._check_store()
         self._check_clock()
 
@@ -491,11 +561,16 @@ class Watchdog:
         # While this rank works alone, the others wait at the store.
         works_alone = bool(self.position.unlimited_calls) and not self.position.is_waiting()
         if inside and 0 < self.hang_timeout < silent and not works_alone:
-            keeper = "the launcher" if _launcher_keeps_store() else self.heartbeat.latest.get(0, RankStatus()).name()
+            keeper = (
+                "the launcher"
+                if _launcher_keeps_store()
+                else self.heartbeat.latest.get(0, RankStatus()).name()
+            )
             self._dump_stacks()
             self._end(
-                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {self.store_place}: "
-                f"{keeper}, which keeps it, is silent, or the network to it is cut."
+                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store "
+                f"on {self.store_place}: {keeper}, which keeps it, is silent, or the network to "
+                "it is cut."
             )
 
     def _lost_store_reason(self, how: str) -> Reason:
@@ -503,21 +578,34 @@ class Watchdog:
         if _launcher_keeps_store():
             text = f"the store on {self.store_place} is gone with the process that held it, {cut}."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
-        return self.heartbeat.gone(0, f"was lost with the store on {self.store_place}, which it held, {cut}")
+        return self.heartbeat.gone(
+            0, f"was lost with the store on {self.store_place}, which it held, {cut}"
+        )
 
     def _check_clock(self) -> None:
         still, failure = time.monotonic() - self._moved, self.heartbeat.failure
-        if self.position.progress is None or PROCESS.failed is not None or (failure is not None and failure.is_final):
+        if (
+            self.position.progress is None
+            or PROCESS.failed is not None
+            or (failure is not None and failure.is_final)
+        ):
             return
         if 0 < self.hang_timeout <= still:
             limit = f"(--hang_timeout={self.hang_timeout:.0f})"
-            text = f"rank {self.rank} has made no step for {still:.0f} s {limit}. Where it is:\n{self._table()}"
+            text = (
+                f"rank {self.rank} has made no step for {still:.0f} s {limit}. Where it "
+                f"is:\n{self._table()}"
+            )
             self._dump_stacks()
             self._end(text)
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
             if self.heartbeat.is_lowest_alive():
-                end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
+                end = (
+                    f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)."
+                    if self.hang_timeout
+                    else ""
+                )
                 words = "No step for %.0f s.%s Where the ranks are:\n%s"
                 logger.warning(words, still, end, self._table(), main_process_only=False)
             self._show_workers()
@@ -539,7 +627,9 @@ class Watchdog:
             show_workers()
 
     def _end(self, text: str | None) -> None:
-        """End the process, whatever its main thread is doing; say why last, if there is something to say."""
+        """End the process, whatever its main thread is doing; say why last, if there is something
+        to say.
+        """
         if text is not None:
             _note_end(text)
             record_for_launcher(RankFailedError(text))
@@ -551,10 +641,14 @@ class Watchdog:
 
 
 def _note_end(text: str) -> None:
-    """Write why this process ends into the run's log, and do not wait long: its disk may be why nothing moves."""
+    """Write why this process ends into the run's log, and do not wait long: its disk may be why
+    nothing moves.
+    """
     if PROCESS.note_end is None:
         return
-    noting = threading.Thread(target=PROCESS.note_end, args=(text,), name="ddpkit notes the end", daemon=True)
+    noting = threading.Thread(
+        target=PROCESS.note_end, args=(text,), name="ddpkit notes the end", daemon=True
+    )
     noting.start()
     noting.join(NOTE_SECONDS)
 

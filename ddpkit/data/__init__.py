@@ -1,4 +1,6 @@
-"""Which rank sees which sample: the plan of an epoch, batch samplers, streams and their positions."""
+"""Which rank sees which sample: the plan of an epoch, batch samplers, streams and their
+positions.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Do all ranks read the same data? The first items of a stream tell, or a few of a dataset, as far as they can.
+"""Do all ranks read the same data? The first items of a stream tell, or a few of a dataset, as far
+as they can.
 
-What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
-silence. So the ranks compare summaries of the first items. Numbers, texts and shapes must be equal. Noise from a
-generator that nobody has seeded is harmless: each rank reads its items twice, and what differs between the two is not
-compared. In a stream, which is not read again, floats may differ where something else tells the items apart, and is the
-same on all ranks. Both are warned of.
+What is dealt out to the ranks must be the same on all of them: else samples are lost, and others
+come twice, in silence. So the ranks compare summaries of the first items. Numbers, texts and shapes
+must be equal. Noise from a generator that nobody has seeded is harmless: each rank reads its items
+twice, and what differs between the two is not compared. In a stream, which is not read again,
+floats may differ where something else tells the items apart, and is the same on all ranks. Both are
+warned of.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-FEW_ITEMS = 4  # of a dataset, spread over it: with one alone, splits that share sample 0 look the same
+# of a dataset, spread over it: with one alone, splits that share sample 0 look the same
+FEW_ITEMS = 4
 MOST_ITEMS = 8  # that are looked at
 _MOST_LEAVES, _MOST_ENTRIES, _MOST_DEPTH = 64, 8, 6  # of an item
 _MOST_VALUES = 16  # of an array of floats
@@ -36,7 +39,8 @@ _LONGEST_SHOWN = 60
 _CLOSE = 1e-3  # of the mean size of an array: other processors round in other ways
 
 Summary = dict[str, Any]
-#: Where items are: as epoch and block of a stream, as indices of a dataset. Ranks elsewhere do not compare.
+#: Where items are: as epoch and block of a stream, as indices of a dataset. Ranks elsewhere do not
+#: compare.
 FirstItems = tuple[tuple[int, ...], list[Summary]]
 
 
@@ -44,8 +48,8 @@ def summarize(item: Any) -> Summary:
     """Describe an item by what can be compared of it between processes.
 
     Args:
-        item: anything. Numbers, texts, tensors and arrays are looked at, in sequences, mappings and attributes too;
-            what cannot be compared, such as a file or a function, is left out.
+        item: anything. Numbers, texts, tensors and arrays are looked at, in sequences, mappings and
+            attributes too; what cannot be compared, such as a file or a function, is left out.
 
     Returns:
         By place: a list of floats; or a text that must be equal.
@@ -62,13 +66,20 @@ def summarize(item: Any) -> Summary:
 def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (str, PurePath, Integral)):
         yield path, str(value).rpartition("/")[2]  # folders may differ
-    elif isinstance(value, (torch.Tensor, bytes, float)) or hasattr(value, "__array_interface__"):  # numpy's, PIL's
+    elif isinstance(value, (torch.Tensor, bytes, float)) or hasattr(value, "__array_interface__"):
+        # numpy's, PIL's
         yield from _of_array(value, path)
     elif depth < _MOST_DEPTH:
         if isinstance(value, (list, tuple)):
             named: Any = dict(enumerate(value[:_MOST_ENTRIES]))
         else:
-            named = value if isinstance(value, Mapping) else {} if callable(value) else getattr(value, "__dict__", {})
+            named = (
+                value
+                if isinstance(value, Mapping)
+                else {}
+                if callable(value)
+                else getattr(value, "__dict__", {})
+            )
         inner = {str(name): one for name, one in named.items() if isinstance(name, (str, int))}
         for name in sorted(inner):
             yield from _leaves(inner[name], f"{path}.{name}" if path else name, depth + 1)
@@ -80,7 +91,8 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         value = value.detach().double() if value.is_floating_point() else value
     try:
         flat = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)
-    except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantised, on no device: the shape must do
+    except (RuntimeError, TypeError, NotImplementedError):
+        # sparse, quantised, on no device: the shape must do
         return
     if flat.dtype.kind == "f":
         chosen = flat[np.linspace(0, flat.size - 1, min(flat.size, _MOST_VALUES)).astype(int)]
@@ -89,15 +101,18 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, "digest " + hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------- what they say
+# ------------------------------------------------------------------------------------ what they say
 
 
-def compare_summaries(ranks: Sequence[Sequence[Summary]], noise: AbstractSet[str] | None = None) -> tuple[str, bool]:
+def compare_summaries(
+    ranks: Sequence[Sequence[Summary]], noise: AbstractSet[str] | None = None
+) -> tuple[str, bool]:
     """Say whether the ranks read the same.
 
     Args:
         ranks: the first items of each rank.
-        noise: places that differ each time they are read; None: the items were read once, and floats may be noise.
+        noise: places that differ each time they are read; None: the items were read once, and
+            floats may be noise.
 
     Returns:
         What differs, empty if nothing does; and whether that is more than noise.
@@ -109,7 +124,10 @@ def compare_summaries(ranks: Sequence[Sequence[Summary]], noise: AbstractSet[str
         ('an item: 1 on rank 0, 2 on rank 1', True)
     """
     if len({len(items) for items in ranks}) > 1:
-        return f"of {MOST_ITEMS} first items the ranks have {', '.join(str(len(items)) for items in ranks)}", True
+        return (
+            f"of {MOST_ITEMS} first items the ranks have "
+            f"{', '.join(str(len(items)) for items in ranks)}"
+        ), True
     found: dict[str, str] = {}
     exact: list[str] = []
     for rank, items in enumerate(ranks):
@@ -117,9 +135,14 @@ def compare_summaries(ranks: Sequence[Sequence[Summary]], noise: AbstractSet[str
             for place in {**mine, **other}:
                 one, two = mine.get(place), other.get(place)
                 if not _alike(one, two):
-                    shown = f"{str(one)[:_LONGEST_SHOWN]} on rank 0, {str(two)[:_LONGEST_SHOWN]} on rank {rank}"
+                    shown = (
+                        f"{str(one)[:_LONGEST_SHOWN]} on rank 0, {str(two)[:_LONGEST_SHOWN]} on "
+                        f"rank {rank}"
+                    )
                     found.setdefault(place, f"{place or 'an item'}: {shown}")
-                    is_exact = noise is not None or not (isinstance(one, list) and isinstance(two, list))
+                    is_exact = noise is not None or not (
+                        isinstance(one, list) and isinstance(two, list)
+                    )
                     exact += [place] if is_exact and place not in (noise or ()) else []
     same = {place for item in ranks[0] for place in item} - {*found}
     tells_apart = any(len({repr(item.get(place)) for item in ranks[0]}) > 1 for place in same)
@@ -136,33 +159,47 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(np.allclose(values[0], values[1], rtol=0.0, atol=close, equal_nan=True))
 
 
-def require_alike(first: FirstItems | None, read: Callable[[], list[Summary] | None], words: str, site: str) -> None:
+def require_alike(
+    first: FirstItems | None, read: Callable[[], list[Summary] | None], words: str, site: str
+) -> None:
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
     Args:
         first: this rank's first items; None if unknown.
-        read: returns the items that decide, read twice, one reading after the other; None if they cannot be read.
-            Called only if the first differ.
+        read: returns the items that decide, read twice, one reading after the other; None if they
+            cannot be read. Called only if the first differ.
         words: what differs, and what to do, for the message.
         site: names the comparison.
 
     Raises:
-        RankMismatchError: the ranks read different data; raised on every rank. If it may be noise, only a warning.
+        RankMismatchError: the ranks read different data; raised on every rank. If it may be noise,
+            only a warning.
 
     Ranks: collective (over the store).
 
     Example:
-        >>> require_alike(((1, 0), [summarize(3)]), lambda: [summarize(3)] * 2, "the data", "example")
+        >>> require_alike(
+        ...     ((1, 0), [summarize(3)]), lambda: [summarize(3)] * 2, "the data", "example"
+        ... )
     """
-    digest = None if first is None else hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()
+    digest = (
+        None if first is None else hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()
+    )
     digests = exchange(digest, site)
     if None in digests or len(set(digests)) == 1 or first is None:
         return
     both = read()
     own, again = ([], []) if both is None else (both[: len(both) // 2], both[len(both) // 2 :])
     pairs = zip(own, again, strict=True)
-    noise = {place for one, two in pairs for place in {**one, **two} if not _alike(one.get(place), two.get(place))}
-    places, firsts, more, noises = zip(*exchange((*first, both and own, noise), f"{site}, in detail"), strict=True)
+    noise = {
+        place
+        for one, two in pairs
+        for place in {**one, **two}
+        if not _alike(one.get(place), two.get(place))
+    }
+    places, firsts, more, noises = zip(
+        *exchange((*first, both and own, noise), f"{site}, in detail"), strict=True
+    )
     if len(set(places)) > 1:
         return
     compared = (firsts,) if None in more else (more, set().union(*noises))

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
-    """Return ddpkit's batch sampler of a loader, which divides its batches over the ranks; None if it has none.
+    """Return ddpkit's batch sampler of a loader, which divides its batches over the ranks; None if
+    it has none.
 
     Ranks: local.
 

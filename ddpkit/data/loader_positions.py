@@ -1,4 +1,6 @@
-"""Where a loader stands, for a checkpoint: at a step, at the begin or end of a pass, after a call of ``fit``."""
+"""Where a loader stands, for a checkpoint: at a step, at the begin or end of a pass, after a call
+of ``fit``.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ def state_at(loader: Any, step: int) -> Any:
         step: batches done, not read.
 
     Returns:
-        Plain containers and what the stream's own state holds; None where the number says it all, or where the data
-        cannot tell and has to be read again.
+        Plain containers and what the stream's own state holds; None where the number says it all,
+        or where the data cannot tell and has to be read again.
 
     Ranks: local.
 
@@ -40,7 +42,8 @@ def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) 
         loader: any.
         step: batches done.
         state: what :func:`state_at` returned for it.
-        same_batches: whether a batch is the same part of an optimizer step as it was when the state was taken.
+        same_batches: whether a batch is the same part of an optimizer step as it was when the state
+            was taken.
 
     Returns:
         How many batches of that iteration are to be read and left out.
@@ -61,7 +64,10 @@ def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) 
     if marks is None or state is None or not step:
         return step
     size = batch_unit(loader)
-    same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (step, size)
+    same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (
+        step,
+        size,
+    )
     number, place = state["again"] if same_batches else (step, state["next"])
     if place is None:
         return step
@@ -70,7 +76,8 @@ def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) 
 
 
 def keep_states(loader: Any) -> None:
-    """Have a loader remember what :func:`state_at` will ask for, which costs a look at its data's state per batch.
+    """Have a loader remember what :func:`state_at` will ask for, which costs a look at its data's
+    state per batch.
 
     Args:
         loader: any.
@@ -86,7 +93,8 @@ def keep_states(loader: Any) -> None:
 
 
 def state_at_begin(loader: Any) -> Any:
-    """Return what a loader needs to begin an epoch again, while its first batch is worked on; or None.
+    """Return what a loader needs to begin an epoch again, while its first batch is worked on; or
+    None.
 
     It is for :func:`resume_after_end`, and for :func:`resume_at` with a step of 0.
 
@@ -141,7 +149,8 @@ def resume_after_end(loader: Any, state: Any) -> None:
 
 
 def stream_state(loader: Any) -> Any:
-    """Return where the stream of a loader is now, for another loader of it; None where it cannot say that.
+    """Return where the stream of a loader is now, for another loader of it; None where it cannot
+    say that.
 
     Args:
         loader: any.

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class _NominalEpochs:
-    """The batches of a looped loader, to which ``iter()`` does nothing; after the end of an epoch comes the next."""
+    """The batches of a looped loader, to which ``iter()`` does nothing; after the end of an epoch
+    comes the next.
+    """
 
     def __init__(self, loader: LoopedLoader) -> None:
         self._loader = loader
@@ -38,13 +40,14 @@ class _NominalEpochs:
 class LoopedLoader:
     """Cuts an endless stream or a long loader into epochs of a fixed number of batches.
 
-    An iterator of it ends with each nominal epoch, and ``next()`` after that end begins the next one.
+    An iterator of it ends with each nominal epoch, and ``next()`` after that end begins the next
+    one.
 
     Args:
         loader: started again whenever it ends.
         epoch_length: batches per nominal epoch.
-        batchsize_fn: gives the number of samples of a batch; by default its ``batchsize``, or the length of its first
-            tensor.
+        batchsize_fn: gives the number of samples of a batch; by default its ``batchsize``, or the
+            length of its first tensor.
 
     Raises:
         DataError: when iterated, if the loader yields nothing.
@@ -57,7 +60,9 @@ class LoopedLoader:
         ([[1], [2]], [[3], [1]])
     """
 
-    def __init__(self, loader: Any, epoch_length: int, batchsize_fn: Callable[[Any], int] | None = None) -> None:
+    def __init__(
+        self, loader: Any, epoch_length: int, batchsize_fn: Callable[[Any], int] | None = None
+    ) -> None:
         self.loader = loader
         self.epoch_length = epoch_length
         self.batchsize_fn = batchsize_fn or guess_batch_size
@@ -97,7 +102,9 @@ class LoopedLoader:
         return isinstance(plan_of(self.loader), PlannedBatchSampler)
 
     def count(self, batch: int) -> int:
-        """Return this rank's number of samples in a batch of the nominal epoch; 0 where it repeats one to keep step."""
+        """Return this rank's number of samples in a batch of the nominal epoch; 0 where it repeats
+        one to keep step.
+        """
         return self._plan().count(self._place(batch))
 
     def total(self, batch: int) -> int:
@@ -105,7 +112,9 @@ class LoopedLoader:
         return self._plan().total(self._place(batch))
 
     def part(self, batch: int) -> float:
-        """Return this rank's part of a batch of the nominal epoch, where every batch counts the same."""
+        """Return this rank's part of a batch of the nominal epoch, where every batch counts the
+        same.
+        """
         return self._plan().part(self._place(batch))
 
     def parts(self, batch: int) -> float:
@@ -113,7 +122,8 @@ class LoopedLoader:
         return self._plan().parts(self._place(batch))
 
     def _plan(self) -> PlannedBatchSampler:
-        return cast("PlannedBatchSampler", plan_of(self.loader))  # asked for where `has_counts` says so
+        # asked for where `has_counts` says so
+        return cast("PlannedBatchSampler", plan_of(self.loader))
 
     def _place(self, batch: int) -> int:
         """Say which batch of its pass a batch of the nominal epoch is."""
@@ -144,10 +154,12 @@ class LoopedLoader:
         raise DataError(f"LoopedLoader: {type(self.loader).__name__} yields no batch at all.")
 
     def state_in_pass(self, undone: int = 0) -> dict[str, Any]:
-        """Return which pass over the data this rank is in, how far, and what the data says of where that is.
+        """Return which pass over the data this rank is in, how far, and what the data says of where
+        that is.
 
         Args:
-            undone: how many batches were drawn of this pass and are not done: 1 while the last one is worked on.
+            undone: how many batches were drawn of this pass and are not done: 1 while the last one
+                is worked on.
         """
         marks, done = stream_marks(self.loader), self._in_pass - undone
         return {
@@ -159,10 +171,11 @@ class LoopedLoader:
         }
 
     def resume_in_pass(self, state: dict[str, Any] | None) -> None:
-        """Continue at a saved position, instead of by the counters alone; without a state nothing is changed.
+        """Continue at a saved position, instead of by the counters alone; without a state nothing
+        is changed.
 
-        If the batch size has changed, the position is counted in samples, and a partly trained batch is repeated
-        whole.
+        If the batch size has changed, the position is counted in samples, and a partly trained
+        batch is repeated whole.
 
         Args:
             state: what :meth:`state_in_pass` returned.
@@ -191,7 +204,8 @@ class LoopedLoader:
             state: what :meth:`state_in_pass` returned when the checkpoint was made, or None.
         """
         if self._recovered and step != self.step:
-            is_next = not step and self.step == self.epoch_length  # the nominal epoch after a whole one
+            # the nominal epoch after a whole one
+            is_next = not step and self.step == self.epoch_length
             if self.step and not is_next and (state is None or not state["has_begun"]):
                 self._go_to(self.total_steps * step // self.step)
             self.step = step
@@ -200,14 +214,17 @@ class LoopedLoader:
     @mark_as_saver
     def save(self, path: Path) -> None:
         """Write step, total steps and total samples, one number a line."""
-        path.write_text(f"{self.step}\n{self.total_steps}\n{self.total_samples}\n", encoding="utf-8")
+        path.write_text(
+            f"{self.step}\n{self.total_steps}\n{self.total_samples}\n", encoding="utf-8"
+        )
 
     @mark_as_loader
     def load(self, path: Path, end_of_epoch: bool = True) -> None:
-        """Take the numbers over; a save at the very end of an epoch makes the next iteration stop at once.
+        """Take the numbers over; a save at the very end of an epoch makes the next iteration stop
+        at once.
 
-        The data goes on where it was: by position if the length of a pass is known, else by reading it again, unless
-        the Brain knows more of it (:meth:`resume_in_pass`).
+        The data goes on where it was: by position if the length of a pass is known, else by reading
+        it again, unless the Brain knows more of it (:meth:`resume_in_pass`).
         """
         numbers = [int(line) for line in path.read_text(encoding="utf-8").split()]
         self.step, total_steps, self.total_samples = numbers
@@ -217,7 +234,9 @@ class LoopedLoader:
     def _go_to(self, total_steps: int) -> None:
         """Go on after so many batches of all epochs."""
         self.total_steps, self._inner = total_steps, None
-        if isinstance(getattr(self.loader, "dataset", None), IterableDataset) or not hasattr(self.loader, "__len__"):
+        if isinstance(getattr(self.loader, "dataset", None), IterableDataset) or not hasattr(
+            self.loader, "__len__"
+        ):
             self._passes, self._again = 0, self.total_steps
         else:
             self._passes, self._skip = divmod(self.total_steps, max(len(self.loader), 1))

@@ -21,11 +21,16 @@ def stream_marks(loader: Any) -> StreamPosition | None:
 
 
 def batch_unit(loader: Any) -> list[Any] | None:
-    """Return in what the batches of a loader are counted over all ranks, and how many one has; None if unknown.
+    """Return in what the batches of a loader are counted over all ranks, and how many one has; None
+    if unknown.
 
     Ranks: local.
     """
-    plan, dataset, own = plan_of(loader), getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    plan, dataset, own = (
+        plan_of(loader),
+        getattr(loader, "dataset", None),
+        getattr(loader, "batch_size", None),
+    )
     if isinstance(plan, DealtBatchSampler):
         return ["batches", plan.world_size]
     if isinstance(plan, PlannedBatchSampler):
@@ -36,7 +41,8 @@ def batch_unit(loader: Any) -> list[Any] | None:
 
 
 def done_in(loader: Any, batches: int) -> list[Any] | None:
-    """Return how far a pass is after so many batches, in a unit that does not depend on the batch size.
+    """Return how far a pass is after so many batches, in a unit that does not depend on the batch
+    size.
 
     Ranks: local.
     """
@@ -59,7 +65,8 @@ def batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
 
 
 def batches_from(loader: Any, done: list[Any] | None, batches: int, mark: int) -> tuple[int, int]:
-    """Convert a saved mark to the current batch size: the batch after it, and the batches to the resume position.
+    """Convert a saved mark to the current batch size: the batch after it, and the batches to the
+    resume position.
 
     Args:
         loader: a stream, or a source of batches.

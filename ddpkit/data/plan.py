@@ -1,17 +1,19 @@
 """The sampling plan: which sample stands at which position of an epoch, and which rank takes it.
 
-An epoch's order is a function of ``(seed, epoch, position)`` and of nothing else. Global batch ``b`` is the positions
-``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes; every rank takes a contiguous share of it,
-as even as it can be. So the order, the batches and their number do not depend on the number of processes, no sample is
-repeated, and none is left out.
+An epoch's order is a function of ``(seed, epoch, position)`` and of nothing else. Global batch
+``b`` is the positions ``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes;
+every rank takes a contiguous share of it, as even as it can be. So the order, the batches and their
+number do not depend on the number of processes, no sample is repeated, and none is left out.
 
-The order is a keyed bijection from positions to sample indices, computed where it is asked for: position ``k`` costs
-the same for every ``k`` and every size, so that a billion samples start as fast as ten.
+The order is a keyed bijection from positions to sample indices, computed where it is asked for:
+position ``k`` costs the same for every ``k`` and every size, so that a billion samples start as
+fast as ten.
 
-Source: large sets are shuffled by a Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", CT-RSA 2002). One half is a number of bits, the other a number below ``ceil(N / 2**bits)``, so that the
-network's domain is larger than N by less than one part in a hundred, and hardly ever walks. The mixing function is
-SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+Source: large sets are shuffled by a Feistel network with cycle walking (Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", CT-RSA 2002). One half is a number of bits, the other a number below
+``ceil(N / 2**bits)``, so that the network's domain is larger than N by less than one part in a
+hundred, and hardly ever walks. The mixing function is SplitMix64 (Steele, Lea and Flood, "Fast
+Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _round_function(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Hash one half with a round's key: multiply, fold, multiply, and take the upper bits, which depend on all."""
+    """Hash one half with a round's key: multiply, fold, multiply, and take the upper bits, which
+    depend on all.
+    """
     hashed: NDArray[np.uint64] = half + key
     hashed *= _MULTIPLIER
     hashed ^= hashed >> np.uint64(32)
@@ -65,7 +69,8 @@ def _round_function(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint
 
 
 class Order:
-    """The order of one epoch: position in, sample index out; a keyed bijection on ``[0, num_samples)``.
+    """The order of one epoch: position in, sample index out; a keyed bijection on
+    ``[0, num_samples)``.
 
     Args:
         num_samples: how many samples there are.
@@ -121,7 +126,9 @@ class Order:
         for number, key in enumerate(self._keys):
             if number % 2:
                 low ^= _round_function(high, key) & self._low_mask
-            else:  # add modulo the size: the hash is scaled down to it, and what is too large wraps around
+            else:
+                # add modulo the size: the hash is scaled down to it, and what is too large wraps
+                # around
                 hashed = _round_function(low, key)
                 hashed *= self._high_size
                 hashed >>= _HALF
@@ -134,21 +141,27 @@ class Order:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How an epoch's positions are divided into global batches, these into micro-batches, and those over the ranks.
+    """How an epoch's positions are divided into global batches, these into micro-batches, and those
+    over the ranks.
 
-    Every division is as even as it can be. A *batch* is what the ranks work on at once: a micro-batch, which is the
-    whole global batch unless ``micro_batches`` says otherwise. Batches are numbered through the epoch.
+    Every division is as even as it can be. A *batch* is what the ranks work on at once: a
+    micro-batch, which is the whole global batch unless ``micro_batches`` says otherwise. Batches
+    are numbered through the epoch.
 
     Args:
         num_samples: samples of the epoch.
-        batch_size: samples per rank and batch. With ``global_batch_size``, what the largest share comes to.
+        batch_size: samples per rank and batch. With ``global_batch_size``, what the largest share
+            comes to.
         world_size: number of ranks.
         drop_last: leave out an incomplete last global batch.
-        global_batch_size: samples per global batch; by default all ranks' ``batch_size``, in every micro-batch.
-        micro_batches: batches that a global batch is divided into; the last, smaller one into no more than it needs.
+        global_batch_size: samples per global batch; by default all ranks' ``batch_size``, in every
+            micro-batch.
+        micro_batches: batches that a global batch is divided into; the last, smaller one into no
+            more than it needs.
 
     Raises:
-        ConfigError: a size is not a positive whole number, or there are more micro-batches than samples.
+        ConfigError: a size is not a positive whole number, or there are more micro-batches than
+            samples.
 
     Ranks: local; every rank computes every rank's share, so nothing has to be asked.
 
@@ -178,21 +191,26 @@ class SamplingPlan:
         require_positive("global_batch_size", given, reason)
         if self.micro_batches > given:
             raise ConfigError(
-                f"global_batch_size={given} cannot be divided into {self.micro_batches} batches: some "
-                "would be empty. Use a smaller grad_accumulation_factor, or a larger global_batch_size."
+                f"global_batch_size={given} cannot be divided into {self.micro_batches} batches: "
+                "some would be empty. Use a smaller grad_accumulation_factor, or a larger "
+                "global_batch_size."
             )
         object.__setattr__(self, "batch_size", -(-given // parts))
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch: the same on every rank."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
-        return full * self.micro_batches + (self._pieces(rest) if rest and not self.drop_last else 0)
+        return full * self.micro_batches + (
+            self._pieces(rest) if rest and not self.drop_last else 0
+        )
 
     @property
     def used_samples(self) -> int:
         """Samples of an epoch: all, or with ``drop_last`` the samples in full global batches."""
         return (
-            self.num_samples // self.global_batch_size * self.global_batch_size if self.drop_last else self.num_samples
+            self.num_samples // self.global_batch_size * self.global_batch_size
+            if self.drop_last
+            else self.num_samples
         )
 
     @property
@@ -212,11 +230,15 @@ class SamplingPlan:
         return start + own_start, start + own_stop
 
     def done_before(self, batch: int) -> int:
-        """Return how many samples of the epoch come before a batch, over all ranks; all of them at the end."""
+        """Return how many samples of the epoch come before a batch, over all ranks; all of them at
+        the end.
+        """
         return self._span(batch)[0] if batch < len(self) else self.used_samples
 
     def batch_after(self, samples: int) -> int:
-        """Return the batch that comes next when so many samples are done; it may have some of them once more."""
+        """Return the batch that comes next when so many samples are done; it may have some of them
+        once more.
+        """
         length = len(self)
         batch = min(samples // self.global_batch_size * self.micro_batches, length)
         while batch < length and self.done_before(batch + 1) <= samples:
@@ -254,11 +276,14 @@ def require_positive(name: str, value: Any, reason: str) -> None:
         >>> require_positive("num_buckets", 3, "at least one bucket is needed")
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not a positive whole number: {reason}. Set {name} to 1 or more.")
+        raise ConfigError(
+            f"{name}={value!r} is not a positive whole number: {reason}. Set {name} to 1 or more."
+        )
 
 
 def part(size: int, parts: int, number: int) -> tuple[int, int]:
-    """Divide ``size`` things into parts that differ by one at most, the larger first; return one part's bounds.
+    """Divide ``size`` things into parts that differ by one at most, the larger first; return one
+    part's bounds.
 
     Ranks: local.
 
@@ -275,7 +300,8 @@ class RankBatchSampler(Sampler[list[Any]]):
     """What a batch sampler of one rank's batches knows of its place and its epoch; a base class.
 
     Attributes:
-        source: what is divided: a number of samples, or what a user's sampler or batch sampler yields.
+        source: what is divided: a number of samples, or what a user's sampler or batch sampler
+            yields.
         epoch: whose batches the next iteration yields.
         skip: batches that the next iteration leaves out.
 
@@ -298,18 +324,23 @@ class RankBatchSampler(Sampler[list[Any]]):
         set_epoch_inside(self.source, epoch)
 
     def drawn_words(self) -> dict[str, str]:
-        """Describe what the source has yielded for this epoch, for a comparison with the other ranks."""
+        """Describe what the source has yielded for this epoch, for a comparison with the other
+        ranks.
+        """
         if isinstance(self.source, int):
             return {}
         name = (
-            f"draw of {type(self.source).__name__} for epoch {self.epoch} (its randomness must follow from a seed that "
-            "all ranks share; one that draws for its own rank alone says is_sharded = True)"
+            f"draw of {type(self.source).__name__} for epoch {self.epoch} (its randomness must "
+            "follow from a seed that all ranks share; one that draws for its own rank alone says "
+            "is_sharded = True)"
         )
         shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self._draw()))
         return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
 
     def _draw(self) -> list[Any]:
-        """Return what the source yields in this epoch, drawn once per epoch and alike on every rank."""
+        """Return what the source yields in this epoch, drawn once per epoch and alike on every
+        rank.
+        """
         if self._drawn is None:
             self._drawn = _draw_alike(self.source, self.seed, self.epoch)
         return self._drawn
@@ -326,12 +357,13 @@ class PlannedBatchSampler(RankBatchSampler):
         shuffle: reorder every epoch (with a number of samples only).
         seed: of the experiment.
         drop_last: leave out an incomplete last global batch.
-        keep_step: what a rank does that has no sample in a batch: True repeats one sample, which counts nothing, so
-            that it can take part in the collectives; False yields nothing.
+        keep_step: what a rank does that has no sample in a batch: True repeats one sample, which
+            counts nothing, so that it can take part in the collectives; False yields nothing.
         global_batch_size: as in :class:`SamplingPlan`; takes the place of ``batch_size``.
         micro_batches: likewise.
-        shards: parts of every batch that each rank takes, and yields one after another as batches of their own. The
-            plan is then that of ``world_size * shards`` ranks, and ``batch_size`` the samples of such a part.
+        shards: parts of every batch that each rank takes, and yields one after another as batches
+            of their own. The plan is then that of ``world_size * shards`` ranks, and ``batch_size``
+            the samples of such a part.
 
     Ranks: local. All ranks must give the same arguments but ``rank``.
 
@@ -363,7 +395,9 @@ class PlannedBatchSampler(RankBatchSampler):
         self.shards, self.shuffle, self.seed = shards, shuffle, seed
         self.drop_last, self.keep_step = drop_last, keep_step
         size, whole = source if isinstance(source, int) else 0, cast("int", global_batch_size)
-        self._plan = SamplingPlan(size, batch_size, world_size * shards, drop_last, whole, micro_batches)
+        self._plan = SamplingPlan(
+            size, batch_size, world_size * shards, drop_last, whole, micro_batches
+        )
         self.divide(micro_batches)
 
     def divide(self, micro_batches: int) -> None:
@@ -379,9 +413,12 @@ class PlannedBatchSampler(RankBatchSampler):
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
         self._in_full = micro_batches * shards  # batches of a full global one
         shares = [self._share(full, batch) for batch in range(self._in_full)]
-        self._own_counts = [stop - start for start, stop in shares]  # of every batch of a full global one
+        # of every batch of a full global one
+        self._own_counts = [stop - start for start, stop in shares]
         totals = [full.total(batch) for batch in range(micro_batches)]
-        self._totals = [0 if batch % shards else totals[batch // shards] for batch in range(self._in_full)]
+        self._totals = [
+            0 if batch % shards else totals[batch // shards] for batch in range(self._in_full)
+        ]
         filler = (full.num_samples - 1, full.num_samples)
         own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
         ends = np.cumsum([positions.size for positions in own]).tolist()
@@ -407,28 +444,38 @@ class PlannedBatchSampler(RankBatchSampler):
         self._full_batches = 0  # until the new epoch's length is known
 
     def count(self, batch: int) -> int:
-        """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
-        if batch < self._full_batches:  # asked at every step: all but the last global batch are alike
+        """Return the number of samples this rank has in a batch; 0 where it repeats one to keep
+        step.
+        """
+        # asked at every step: all but the last global batch are alike
+        if batch < self._full_batches:
             return self._own_counts[batch % self._in_full]
         start, stop = self._share(self.plan, batch)
         return stop - start
 
     def total(self, batch: int) -> int:
-        """Return the number of samples of a batch over all ranks; of several shards, with the first of them."""
+        """Return the number of samples of a batch over all ranks; of several shards, with the first
+        of them.
+        """
         if batch < self._full_batches:
             return self._totals[batch % self._in_full]
         return 0 if batch % self.shards else self.plan.total(batch // self.shards)
 
     def part(self, batch: int) -> float:
-        """Return this rank's part of a batch, where every batch of all ranks together counts one."""
+        """Return this rank's part of a batch, where every batch of all ranks together counts
+        one.
+        """
         return self.count(batch) / self.plan.total(batch // self.shards)
 
     def parts(self, batch: int) -> int:
-        """Return what all ranks' parts of a batch come to: one; of several shards, with the first of them."""
+        """Return what all ranks' parts of a batch come to: one; of several shards, with the first
+        of them.
+        """
         return int(batch % self.shards == 0)
 
     def repeats(self, batch: int) -> list[int] | None:
-        """Return how often each of this rank's samples of a batch came before in the epoch, on any rank.
+        """Return how often each of this rank's samples of a batch came before in the epoch, on any
+        rank.
 
         None where no sample comes twice.
         """
@@ -459,10 +506,13 @@ class PlannedBatchSampler(RankBatchSampler):
                 for indices in [row] if whole else [row[cut] for cut in cuts]:
                     yield indices if drawn is None else [drawn[index] for index in indices]
 
-    def _positions(self, plan: SamplingPlan, first: int) -> Iterator[tuple[NDArray[np.int64], list[slice]]]:
+    def _positions(
+        self, plan: SamplingPlan, first: int
+    ) -> Iterator[tuple[NDArray[np.int64], list[slice]]]:
         """Yield this rank's positions from a batch on, and where to cut them into batches.
 
-        A row is what the rank has of one global batch; there are a few thousand positions at a time.
+        A row is what the rank has of one global batch; there are a few thousand positions at a
+        time.
         """
         own, cuts = self._own, self._cuts
         in_full = plan.full_batches * self.shards
@@ -475,14 +525,16 @@ class PlannedBatchSampler(RankBatchSampler):
         for start in range(number, full, at_a_time):
             numbers = np.arange(start, min(start + at_a_time, full))
             yield (numbers * plan.global_batch_size)[:, None] + own, cuts
-        for batch in range(max(first, in_full), len(plan) * self.shards):  # the last global batch, if it is not full
+        # the last global batch, if it is not full
+        for batch in range(max(first, in_full), len(plan) * self.shards):
             last = np.arange(*self._share(plan, batch))
             if last.size or self.keep_step:
                 yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
 
 
 class DealtBatchSampler(RankBatchSampler):
-    """Deals a user's batches out to the ranks: batch ``b * world_size + r`` is rank ``r``'s ``b``-th.
+    """Deals a user's batches out to the ranks: batch ``b * world_size + r`` is rank ``r``'s
+    ``b``-th.
 
     Args:
         batch_sampler: yields lists of indices; drawn alike on every rank.
@@ -491,7 +543,8 @@ class DealtBatchSampler(RankBatchSampler):
         seed: of the experiment.
         drop_last: leave out a last round that has no batch for every rank.
         keep_step: as in :class:`PlannedBatchSampler`.
-        shards: batches of a round that each rank takes one after another; a round has one for each shard of each rank.
+        shards: batches of a round that each rank takes one after another; a round has one for each
+            shard of each rank.
 
     Ranks: local. All ranks must give equal batch samplers.
 
@@ -518,15 +571,21 @@ class DealtBatchSampler(RankBatchSampler):
         self.drop_last, self.keep_step = drop_last, keep_step
 
     def count(self, batch: int) -> int:
-        """Return the number of samples in this rank's batch; 0 where it repeats one to keep step."""
+        """Return the number of samples in this rank's batch; 0 where it repeats one to keep
+        step.
+        """
         return len(self._own(self._draw(), batch))
 
     def total(self, batch: int) -> int:
-        """Return the number of samples of a round over all ranks; of several shards, with the first of them."""
+        """Return the number of samples of a round over all ranks; of several shards, with the first
+        of them.
+        """
         return 0 if batch % self.shards else sum(len(one) for one in self._round(batch))
 
     def part(self, batch: int) -> float:
-        """Return 1 if this rank has a batch in a round, else 0: every batch of the user counts the same."""
+        """Return 1 if this rank has a batch in a round, else 0: every batch of the user counts the
+        same.
+        """
         return 1.0 if self.count(batch) else 0.0
 
     def parts(self, batch: int) -> int:
@@ -534,7 +593,9 @@ class DealtBatchSampler(RankBatchSampler):
         return 0 if batch % self.shards else len(self._round(batch))
 
     def repeats(self, batch: int) -> list[int]:
-        """Return how often each sample of this rank's batch came before in the epoch, on any rank."""
+        """Return how often each sample of this rank's batch came before in the epoch, on any
+        rank.
+        """
         if self._repeats is None:
             seen: dict[int, int] = {}
             self._repeats = [count_repeats(one, seen) for one in self._draw()]
@@ -546,7 +607,11 @@ class DealtBatchSampler(RankBatchSampler):
         whole = rounds * self.shards
         if not rest or self.drop_last:
             return whole
-        return whole + (self.shards if self.keep_step else min(max(rest - self.rank * self.shards, 0), self.shards))
+        return whole + (
+            self.shards
+            if self.keep_step
+            else min(max(rest - self.rank * self.shards, 0), self.shards)
+        )
 
     def __iter__(self) -> Iterator[list[Any]]:
         skip, self.skip = self.skip, 0
@@ -556,7 +621,9 @@ class DealtBatchSampler(RankBatchSampler):
             yield own if len(own) else batches[-1][:1]
 
     def _own(self, batches: list[Any], batch: int) -> list[Any]:
-        """Return this rank's batch of that number, of facts about all batches; empty if it has none."""
+        """Return this rank's batch of that number, of facts about all batches; empty if it has
+        none.
+        """
         number, shard = divmod(batch, self.shards)
         position = (number * self.world_size + self.rank) * self.shards + shard
         own: list[Any] = batches[position] if position < len(batches) else []
@@ -572,7 +639,10 @@ class DealtBatchSampler(RankBatchSampler):
             batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in drawn]
             if not all(map(len, batches)):
                 name = type(self.source).__name__
-                raise DataError(f"{name} yields a batch without any index in epoch {self.epoch}: leave empty ones out.")
+                raise DataError(
+                    f"{name} yields a batch without any index in epoch {self.epoch}: leave empty "
+                    "ones out."
+                )
             self._drawn = batches
         return self._drawn
 
@@ -581,7 +651,8 @@ def layers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler or a loader, the sampler inside it, and so on.
 
     Args:
-        sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``, or a list of them as ``samplers``.
+        sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``, or a list of them
+            as ``samplers``.
 
     Ranks: local.
 
@@ -598,7 +669,8 @@ def layers(sampler: Any) -> Iterator[Any]:
             continue
         seen.add(id(sampler))
         yield sampler
-        inner = getattr(sampler, "batch_sampler", None)  # first: a DataLoader has both, and this one decides
+        # first: a DataLoader has both, and this one decides
+        inner = getattr(sampler, "batch_sampler", None)
         waiting.append(getattr(sampler, "sampler", None) if inner is None else inner)
         several = getattr(sampler, "samplers", None)
         waiting += reversed(several) if isinstance(several, (list, tuple)) else []
@@ -625,7 +697,8 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
 
 
 def count_repeats(indices: Iterable[Any], seen: dict[int, int]) -> list[int]:
-    """Return how often each index came before: in ``seen``, which is brought up to date, or in the same list.
+    """Return how often each index came before: in ``seen``, which is brought up to date, or in the
+    same list.
 
     Args:
         indices: of samples.
@@ -662,11 +735,15 @@ def index_number(index: Any) -> int:
     try:
         return operator.index(index)
     except TypeError:
-        return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little"
+        )
 
 
 def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
+    """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it
+    was.
+    """
     key = mix_key(seed, epoch, 0xDEA1)
     generators = [getattr(one, "generator", None) for one in layers(sampler)]
     with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
@@ -677,12 +754,13 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     name = type(sampler).__name__
     if len(drawn) > most:
         raise DataError(
-            f"{name} seems to have no end: it has yielded {len(drawn):,} times. A sampler is drawn whole at the start "
-            "of an epoch, to be divided. Let it end, or give it a len() if it is so long."
+            f"{name} seems to have no end: it has yielded {len(drawn):,} times. A sampler is "
+            "drawn whole at the start of an epoch, to be divided. Let it end, or give it a len() "
+            "if it is so long."
         )
     if not drawn:
         raise DataError(
-            f"{name} yields nothing in epoch {epoch}: there is no data to train on. A generator can be iterated only "
-            "once; pass an object whose `__iter__` starts again."
+            f"{name} yields nothing in epoch {epoch}: there is no data to train on. A generator "
+            "can be iterated only once; pass an object whose `__iter__` starts again."
         )
     return drawn

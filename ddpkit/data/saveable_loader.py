@@ -27,13 +27,15 @@ logger = get_logger(__name__)
 
 @register_checkpoint_hooks
 class SaveableDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after them.
+    """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after
+    them.
 
-    Random augmentation is keyed on (seed, epoch, sample), by :mod:`ddpkit.augmentation`: it is the same on any number
-    of workers and ranks, and after a recovery.
+    Random augmentation is keyed on (seed, epoch, sample), by :mod:`ddpkit.augmentation`: it is the
+    same on any number of workers and ranks, and after a recovery.
 
-    The batches skipped after a recovery are not loaded if the sampler is ours, as it is in every loader that this
-    module makes: the sampler leaves them out. Of another one they are loaded and dropped.
+    The batches skipped after a recovery are not loaded if the sampler is ours, as it is in every
+    loader that this module makes: the sampler leaves them out. Of another one they are loaded and
+    dropped.
 
     Args:
         args: as for ``torch.utils.data.DataLoader``.
@@ -42,7 +44,8 @@ class SaveableDataLoader(DataLoader[Any]):
     Attributes:
         yielded: batches handed out in this iteration, with those skipped; None before the first.
         worker_copies: what persistent workers know of the dataset.
-        passed_through: what the batches pass through before they are handed out, which may read ahead; or None.
+        passed_through: what the batches pass through before they are handed out, which may read
+            ahead; or None.
 
     Ranks: local.
 
@@ -87,7 +90,9 @@ class SaveableDataLoader(DataLoader[Any]):
         return self._counted(inner if self.passed_through is None else self.passed_through(inner))
 
     def _begin(self) -> Iterator[Any]:
-        """Start torch's iterator, of a loader like this one whose randomness is keyed (but for a stream)."""
+        """Start torch's iterator, of a loader like this one whose randomness is keyed (but for a
+        stream).
+        """
         if self.persistent_workers:
             self.worker_copies.compare(self.dataset)
         if isinstance(self.dataset, IterableDataset):
@@ -95,13 +100,16 @@ class SaveableDataLoader(DataLoader[Any]):
         if self._keyed is None or not self.persistent_workers:
             plan, batched = plan_of(self), self.batch_sampler is not None
             place = self._place if plan is None else plan
-            batches = KeyedSampler(cast("Any", self.batch_sampler if batched else self.sampler), place, batched=batched)
+            batches = KeyedSampler(
+                cast("Any", self.batch_sampler if batched else self.sampler), place, batched=batched
+            )
             options = {"generator": self.generator, "batched": batched, "epoch": place.epoch}
             self._keyed = keyed_loader(self, batches, **options)
         return start_loading(self._keyed)
 
     def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
-        own = self.__dict__  # what DataLoader does with a written attribute costs more than to count
+        # what DataLoader does with a written attribute costs more than to count
+        own = self.__dict__
         for number, batch in enumerate(inner, (self.yielded or 0) + 1):
             own["yielded"] = number
             yield batch
@@ -113,12 +121,16 @@ class SaveableDataLoader(DataLoader[Any]):
 
     @mark_as_loader
     def load(self, path: Path, end_of_epoch: bool) -> None:
-        """Continue after the saved number of batches; start afresh after an end-of-epoch checkpoint.
+        """Continue after the saved number of batches; start afresh after an end-of-epoch
+        checkpoint.
 
-        Once the loader has been iterated nothing is loaded: the checkpoint is then wanted for its weights.
+        Once the loader has been iterated nothing is loaded: the checkpoint is then wanted for its
+        weights.
         """
         if self.yielded is not None:
-            logger.debug("The loader has been iterated before: its place in the checkpoint is ignored.")
+            logger.debug(
+                "The loader has been iterated before: its place in the checkpoint is ignored."
+            )
             return
         text = path.read_text(encoding="utf-8").strip()
         if not end_of_epoch and text not in {"", "None"}:

@@ -1,7 +1,9 @@
-"""Which samples a dataset selects, in a digest: the ranks compare it, and no sample is loaded for that.
+"""Which samples a dataset selects, in a digest: the ranks compare it, and no sample is loaded for
+that.
 
-A split that nobody has seeded is another one on each rank. Its first sample may be the same on all ranks, as with
-``KFold(shuffle=True)``, whose indices are sorted. So the whole selection is compared.
+A split that nobody has seeded is another one on each rank. Its first sample may be the same on all
+ranks, as with ``KFold(shuffle=True)``, whose indices are sorted. So the whole selection is
+compared.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 MOST_DIGESTED = 5_000_000  # of a longer selection so many are looked at, spread over it
 _MOST_DEPTH = 6
 _HOLDERS = ("dataset", "data_source")  # names under which a dataset holds another one of any class
-#: Names under which datasets and samplers keep what they select: torch's, SpeechBrain's, and usual ones of recipes.
+#: Names under which datasets and samplers keep what they select: torch's, SpeechBrain's, and usual
+#: ones of recipes.
 NAMES = (
     "indices",
     "data_ids",
@@ -38,7 +41,8 @@ NAMES = (
 
 
 def selection_facts(name: str, source: Any) -> dict[str, str]:
-    """Describe what a dataset or a sampler selects, and what is selected in the datasets inside of it.
+    """Describe what a dataset or a sampler selects, and what is selected in the datasets inside of
+    it.
 
     Args:
         name: such as ``"train"``.

@@ -33,12 +33,13 @@ class Sharding:
         world_size: number of ranks that divide the data; 1 gives everything to everybody.
         keep_step: whether every rank must yield the same number of batches, as training must.
         seed: of the shuffling.
-        global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
+        global_batch_size: samples of an optimizer step over all ranks; takes the place of
+            ``batch_size``.
         micro_batches: batches that those are worked on in, one after the other.
-        virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes as many of their
-            parts as it stands for, one after another. None: the ranks themselves.
-        may_drop: whether ``drop_last`` counts. In an evaluation it does not: what it leaves out follows from the number
-            of ranks.
+        virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes
+            as many of their parts as it stands for, one after another. None: the ranks themselves.
+        may_drop: whether ``drop_last`` counts. In an evaluation it does not: what it leaves out
+            follows from the number of ranks.
 
     Ranks: local.
 
@@ -63,18 +64,23 @@ class Sharding:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
+        """Whether a stream is divided over virtual ranks: in training, not where it is only
+        evaluated.
+        """
         return self.virtual_ranks is not None and self.keep_step
 
     @property
     def shards_of_stream(self) -> range:
-        """The parts of a stream's blocks that this rank takes: its own one, but of virtual ranks."""
+        """The parts of a stream's blocks that this rank takes: its own one, but of virtual
+        ranks.
+        """
         each = self.shards if self.is_virtual else 1
         return range(self.rank * each, (self.rank + 1) * each)
 
     @classmethod
     def of_this_rank(cls, **given: Any) -> Sharding:
-        """Return the part of this rank among all ranks of its process group, shuffled by the experiment's seed.
+        """Return the part of this rank among all ranks of its process group, shuffled by the
+        experiment's seed.
 
         Args:
             given: the other attributes by name; or other values for these three.
@@ -83,4 +89,11 @@ class Sharding:
             >>> Sharding.of_this_rank(global_batch_size=32).world_size
             1
         """
-        return cls(**{"rank": get_rank() or 0, "world_size": get_world_size(), "seed": default_seed(), **given})
+        return cls(
+            **{
+                "rank": get_rank() or 0,
+                "world_size": get_world_size(),
+                "seed": default_seed(),
+                **given,
+            }
+        )

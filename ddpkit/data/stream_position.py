@@ -1,7 +1,8 @@
-"""Stream position: read a stream with its own random numbers, and remember where each recent batch began.
+"""Stream position: read a stream with its own random numbers, and remember where each recent batch
+began.
 
-A loader reads a stream ahead of training. So the current position of the stream is not the position to resume from,
-and its random numbers must not depend on other draws of the process.
+A loader reads a stream ahead of training. So the current position of the stream is not the position
+to resume from, and its random numbers must not depend on other draws of the process.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def is_stateful(data: Any) -> bool:
         data: a dataset or a loader.
 
     Returns:
-        True if it has ``state_dict`` and ``load_state_dict``, and no shuffle buffer of ``datasets``, which is in
-        neither: then it is read again from the beginning of the epoch, which gives the same items.
+        True if it has ``state_dict`` and ``load_state_dict``, and no shuffle buffer of
+        ``datasets``, which is in neither: then it is read again from the beginning of the epoch,
+        which gives the same items.
 
     Ranks: local.
 
@@ -48,7 +50,9 @@ def is_stateful(data: Any) -> bool:
         >>> is_stateful([1, 2])
         False
     """
-    has_both = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+    has_both = callable(getattr(data, "state_dict", None)) and callable(
+        getattr(data, "load_state_dict", None)
+    )
     return has_both and not loses_items(data)
 
 
@@ -100,7 +104,8 @@ class Reading:
 
     def __init__(self, key: int) -> None:
         self._shown: Any = None  # the loader's worker, which the stream does not see
-        self._kept: Any = None  # what the process has in store: numpy draws normal numbers two at a time
+        # what the process has in store: numpy draws normal numbers two at a time
+        self._kept: Any = None
         self._python: Any = random.Random(key).getstate()
         self._numpy: Any = np.random.MT19937(key)
         self._torch = torch.Generator().manual_seed(key >> 1).get_state()
@@ -149,8 +154,14 @@ class Reading:
         self._torch = state["torch"]
 
     def _swap(self) -> None:
-        """Swap the process's random states with the stored ones; numpy loses its cached normal number."""
-        python, legacy, generator = random.getstate(), cast("Any", np.random), torch.default_generator
+        """Swap the process's random states with the stored ones; numpy loses its cached normal
+        number.
+        """
+        python, legacy, generator = (
+            random.getstate(),
+            cast("Any", np.random),
+            torch.default_generator,
+        )
         numbers, state = legacy.get_bit_generator(), generator.get_state()
         random.setstate(self._python)
         legacy.set_bit_generator(self._numpy)
@@ -159,7 +170,8 @@ class Reading:
 
 
 class Source:
-    """A stream or a loader that is read with random numbers of its own, from its beginning or from a state.
+    """A stream or a loader that is read with random numbers of its own, from its beginning or from
+    a state.
 
     Args:
         whole: the user's own stream or loader.
@@ -172,14 +184,17 @@ class Source:
 
     def __init__(self, whole: Any) -> None:
         self.whole = whole
-        self._part = whole  # what is being read: the whole, or what a stream has cut off for this process
+        # what is being read: the whole, or what a stream has cut off for this process
+        self._part = whole
         self._reading: Reading
         self._block = 0
         self._given: dict[str, Any] | None = None
         self.may_be_used_up = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the reading is, between two items or batches: the stream's own state, and random streams."""
+        """Return where the reading is, between two items or batches: the stream's own state, and
+        random streams.
+        """
         return {
             "stream": copy.deepcopy(self._part.state_dict()) if is_stateful(self._part) else None,
             "block": self._block,
@@ -191,7 +206,9 @@ class Source:
         self._given = state
 
     def _open(self, part: Any, reading: Reading) -> dict[str, Any]:
-        """Put a stream where it was; return the state that it goes on from, empty at the beginning."""
+        """Put a stream where it was; return the state that it goes on from, empty at the
+        beginning.
+        """
         self._part, self._reading = part, reading
         state, self._given = self._given or {}, None
         if state.get("stream") is not None:
@@ -243,9 +260,11 @@ class ReadApart(Source):
 
 
 class StreamPosition:
-    """Remembers where a stream was before each of the last few batches, so that a run can go on there.
+    """Remembers where a stream was before each of the last few batches, so that a run can go on
+    there.
 
-    Batches are read ahead of the one that is worked on, so that where the stream is now is further on.
+    Batches are read ahead of the one that is worked on, so that where the stream is now is further
+    on.
 
     Args:
         source: None where it cannot say where it is.
@@ -275,7 +294,8 @@ class StreamPosition:
         return None if self._source is None else self._source.whole
 
     def marked(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate, and remember where every batch began; from the place of :meth:`go_on`, if there is one.
+        """Iterate, and remember where every batch began; from the place of :meth:`go_on`, if there
+        is one.
 
         Args:
             begin: starts the iteration.
@@ -308,20 +328,24 @@ class StreamPosition:
     def around(self, number: int) -> dict[str, Any] | None:
         """Return where batch ``number`` of this epoch begins, and the one before it.
 
-        Who goes on reads the one before again: it may have to be repeated, and what comes after it may be the end,
-        which no stream's state tells.
+        Who goes on reads the one before again: it may have to be repeated, and what comes after it
+        may be the end, which no stream's state tells.
 
         Args:
             number: from 0.
 
         Returns:
-            ``"again"``: a number less than the given (or 0, if that is given), and the state there; ``"next"``: the
-            state at the given one, or None if nothing was read there. Or None if neither is known.
+            ``"again"``: a number less than the given (or 0, if that is given), and the state there;
+            ``"next"``: the state at the given one, or None if nothing was read there. Or None if
+            neither is known.
         """
         before = [mark for mark in self._kept if mark[0] < max(number, 1)]
         if self._source is None or not before:
             return None
-        return {"again": list(before[-1]), "next": next((mark[1] for mark in self._kept if mark[0] == number), None)}
+        return {
+            "again": list(before[-1]),
+            "next": next((mark[1] for mark in self._kept if mark[0] == number), None),
+        }
 
     def want(self) -> None:
         """Remember from now on, if what the stream says of itself can be stored."""
@@ -330,8 +354,9 @@ class StreamPosition:
         refused = _not_storable(self._source.whole.state_dict())
         if refused:
             logger.warning(
-                "The state_dict of %s holds %s, which no checkpoint may hold. After a restart it is read again from "
-                "the beginning of the epoch. Let it return numbers, strings, tensors and plain containers.",
+                "The state_dict of %s holds %s, which no checkpoint may hold. After a restart it "
+                "is read again from the beginning of the epoch. Let it return numbers, strings, "
+                "tensors and plain containers.",
                 type(self._source.whole).__name__,
                 refused,
             )
@@ -340,7 +365,9 @@ class StreamPosition:
             self.are_wanted = True
 
     def at_begin(self) -> Any:
-        """Return the state that the stream had before the first batch of this epoch was read, or None."""
+        """Return the state that the stream had before the first batch of this epoch was read, or
+        None.
+        """
         states = [state for number, state in self._kept if not number]
         return states[0].get("begin") if states else None
 
@@ -358,7 +385,8 @@ class StreamPosition:
         if "begin" in state:
             self.resume_after_end(state["begin"])
         elif self._source is not None:
-            self._source.load_state_dict({**state, "block": number})  # which other ranks may have counted otherwise
+            # which other ranks may have counted otherwise
+            self._source.load_state_dict({**state, "block": number})
             self.first, self._given = number, state
 
     def resume_after_end(self, state: Any) -> None:
@@ -382,7 +410,9 @@ class StreamPosition:
 
 
 def _not_storable(state: Any) -> str:
-    """Name the parts of a state that cannot be loaded without running code; empty if there are none."""
+    """Name the parts of a state that cannot be loaded without running code; empty if there are
+    none.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)

@@ -1,4 +1,6 @@
-"""What is no dataset, though it looks like one: said before the first batch, with what to give instead."""
+"""What is no dataset, though it looks like one: said before the first batch, with what to give
+instead.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from ddpkit.errors import DataError
 
 SHOWN_KEYS = 5
 READ_ONCE = (
-    "which can be read once only: give a list, a dataset, or an IterableDataset whose __iter__ starts anew in each "
-    "epoch."
+    "which can be read once only: give a list, a dataset, or an IterableDataset whose __iter__ "
+    "starts anew in each epoch."
 )
 
 
@@ -27,7 +29,8 @@ def require_dataset(data: Any, *, is_read_again: bool, has_own_indices: bool = F
         has_own_indices: whether a sampler of the recipe gives the indices, or keys.
 
     Raises:
-        DataError: it is a path, a class, a mapping by names, a list of loaders, a generator, or the like.
+        DataError: it is a path, a class, a mapping by names, a list of loaders, a generator, or the
+            like.
 
     Ranks: local; alike on every rank.
 
@@ -46,7 +49,10 @@ def require_dataset(data: Any, *, is_read_again: bool, has_own_indices: bool = F
 def _problem(data: Any, *, is_read_again: bool) -> str | None:
     kind = type(data).__name__
     if isinstance(data, (str, bytes, os.PathLike)):
-        return f"the {kind} {data!r:.80}, and no file is read here: read it, and give a dataset of its samples."
+        return (
+            f"the {kind} {data!r:.80}, and no file is read here: read it, and give a dataset of "
+            "its samples."
+        )
     if isinstance(data, type):
         return f"the class {data.__name__}: give an instance of it, {data.__name__}(...)."
     if isinstance(data, Mapping):
@@ -54,7 +60,10 @@ def _problem(data: Any, *, is_read_again: bool) -> str | None:
     if isinstance(data, (set, frozenset)):
         return f"{kind_of(data)}, which has no order: give a list."
     if hasattr(data, "iloc") and hasattr(data, "columns"):
-        return f"{kind_of(data)}, whose indices are columns: give its rows, as {kind}.to_dict('records')."
+        return (
+            f"{kind_of(data)}, whose indices are columns: give its rows, as "
+            f"{kind}.to_dict('records')."
+        )
     if isinstance(data, (list, tuple)):
         return _list_problem(data)
     # A class of one's own may start anew in __iter__; an iterator of Python cannot.
@@ -72,8 +81,8 @@ def _mapping_problem(data: Mapping[Any, Any]) -> str | None:
     if isinstance(first, (DataLoader, Dataset)):
         return f"{kind} of {_kinds(first)} with the keys {shown}: {_one_of_several(first)}"
     return (
-        f"{kind} with the keys {shown}, and the loop asks for samples 0, 1, 2 and so on: give one of its values, or "
-        "a list with a dict for each sample."
+        f"{kind} with the keys {shown}, and the loop asks for samples 0, 1, 2 and so on: give one "
+        "of its values, or a list with a dict for each sample."
     )
 
 
@@ -91,7 +100,8 @@ def _kinds(first: DataLoader[Any] | Dataset[Any]) -> str:
 def _one_of_several(first: DataLoader[Any] | Dataset[Any]) -> str:
     if isinstance(first, DataLoader):
         return (
-            "give one loader. To draw from several in turn, give an IterableDataset that yields their batches, with "
-            "train_loader_kwargs={'batch_size': None}; for several tests call evaluate once for each."
+            "give one loader. To draw from several in turn, give an IterableDataset that yields "
+            "their batches, with train_loader_kwargs={'batch_size': None}; for several tests call "
+            "evaluate once for each."
         )
     return "give one dataset, such as torch.utils.data.ConcatDataset of them."

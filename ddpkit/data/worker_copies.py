@@ -1,4 +1,6 @@
-"""What the persistent workers of a loader know of its dataset: the values from when they were started."""
+"""What the persistent workers of a loader know of its dataset: the values from when they were
+started.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,18 @@ PLAIN = (bool, int, float, complex, type(None), enum.Enum, np.number)
 MOST_DATASETS = 64  # inside of each other, or joined
 LONGEST_TEXT = 200
 STALE = (
-    "persistent_workers=True: the workers have copies of the dataset from when they were started. Since then %s, and "
-    "the workers keep the old value. Give the loader's dataset a method set_epoch(epoch), which is called in the "
-    "workers, too; or leave persistent_workers out."
+    "persistent_workers=True: the workers have copies of the dataset from when they were started. "
+    "Since then %s, and the workers keep the old value. Give the loader's dataset a method "
+    "set_epoch(epoch), which is called in the workers, too; or leave persistent_workers out."
 )
 
 
 class WorkerCopies:
-    """Remembers the plain attributes of a dataset as persistent workers have them, and warns once of others.
+    """Remembers the plain attributes of a dataset as persistent workers have them, and warns once
+    of others.
 
-    Private attributes are left out: they change for reasons of the dataset's own, as a stored length does.
+    Private attributes are left out: they change for reasons of the dataset's own, as a stored
+    length does.
 
     Ranks: local; warns on the main process.
 
@@ -51,7 +55,8 @@ class WorkerCopies:
         self._has_told = False
 
     def compare(self, dataset: Any) -> list[str]:
-        """Note what the workers get that are now started; of workers that run already, warn of what they lack.
+        """Note what the workers get that are now started; of workers that run already, warn of what
+        they lack.
 
         Args:
             dataset: of the loader, in this process.
@@ -80,7 +85,9 @@ class WorkerCopies:
 
     @contextlib.contextmanager
     def telling(self, dataset: Any) -> Iterator[None]:
-        """Return a context for a change that the workers will make, too: what it changes is known to them."""
+        """Return a context for a change that the workers will make, too: what it changes is known
+        to them.
+        """
         if self._known is None:
             yield
             return
@@ -115,7 +122,9 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _datasets(dataset: Any) -> list[Any]:
-    """Return a dataset, and those that it is made of, as ``Subset`` and ``ConcatDataset`` have them."""
+    """Return a dataset, and those that it is made of, as ``Subset`` and ``ConcatDataset`` have
+    them.
+    """
     found = [dataset]
     for one in found:
         attributes = getattr(one, "__dict__", {})

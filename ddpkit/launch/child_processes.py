@@ -1,9 +1,11 @@
-"""Programs that a rank starts, such as ``subprocess.run([python, "evaluate.py"])``: they inherit the rank's variables.
+"""Programs that a rank starts, such as ``subprocess.run([python, "evaluate.py"])``: they inherit
+the rank's variables.
 
-To such a program its environment says that it is rank 0 of several, though a living process is that already. It would
-wait for ranks that never come. So a rank leaves a mark in its environment once it has joined its process group, and a
-process that finds another one's mark, beside the same variables of the launcher, is refused. A launcher that is started
-inside a rank sets other variables, and its ranks are not.
+To such a program its environment says that it is rank 0 of several, though a living process is that
+already. It would wait for ranks that never come. So a rank leaves a mark in its environment once it
+has joined its process group, and a process that finds another one's mark, beside the same variables
+of the launcher, is refused. A launcher that is started inside a rank sets other variables, and its
+ranks are not.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ _TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # 
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Copy an environment without what a launcher (torchrun, ``--nproc``, Slurm, MPI) says about ranks.
+    """Copy an environment without what a launcher (torchrun, ``--nproc``, Slurm, MPI) says about
+    ranks.
 
     Args:
         environ: the environment.
@@ -64,7 +67,9 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     Ranks: local.
 
     Example:
-        >>> without_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "HOME": "/root"})
+        >>> without_launch(
+        ...     {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "HOME": "/root"}
+        ... )
         {'HOME': '/root'}
     """
     return {name: value for name, value in environ.items() if not _is_of_launch(name)}
@@ -75,11 +80,13 @@ def _is_of_launch(name: str) -> bool:
 
 
 def mark_rank_process() -> None:
-    """Leave a mark for programs that this process starts: it is the rank that the environment tells of.
+    """Leave a mark for programs that this process starts: it is the rank that the environment tells
+    of.
 
     Ranks: local.
 
-    State: ``DDPKIT_RANK_PROCESS`` in ``os.environ``, where a launcher has started several processes.
+    State: ``DDPKIT_RANK_PROCESS`` in ``os.environ``, where a launcher has started several
+    processes.
 
     Example:
         >>> mark_rank_process()  # no launcher: nothing happens
@@ -111,12 +118,13 @@ def refuse_child_of_rank(info: LaunchInfo) -> None:
     names = [name for name in os.environ if (name in _TORCHS if is_torchs else _is_of_launch(name))]
     found = " ".join(f"{name}={os.environ[name]}" for name in sorted(names))
     raise LaunchError(
-        f"this process (pid {os.getpid()}) was started by rank {info.rank} (pid {pid}) and has inherited its variables "
-        f"({found}). So it would wait as a second rank {info.rank} for ranks that run already, and never come. "
-        "To run alone, start it without these variables: "
+        f"this process (pid {os.getpid()}) was started by rank {info.rank} (pid {pid}) and has "
+        f"inherited its variables ({found}). So it would wait as a second rank {info.rank} for "
+        "ranks that run already, and never come. To run alone, start it without these variables: "
         "subprocess.run(..., env=ddpkit.distributed.environment_without_launch()). "
-        "To run as several processes, start it with torchrun. If every rank starts one, and they are to be the ranks "
-        f"of a group of their own, remove {RANK_PROCESS} from their environment."
+        "To run as several processes, start it with torchrun. If every rank starts one, and they "
+        f"are to be the ranks of a group of their own, remove {RANK_PROCESS} from their "
+        "environment."
     )
 
 

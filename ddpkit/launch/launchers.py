@@ -1,15 +1,16 @@
 """Which launcher started this process, and as which rank: read from the environment, never guessed.
 
-One small function per launcher, which returns None where its variables are not there. :func:`find_launch` asks them in
-the order of :data:`LAUNCHERS`. A launcher that starts inside another one (torchrun in a step of Slurm) comes first,
-and two that say different things about the same processes are refused: N processes that each believe to be alone would
-train N models into one folder.
+One small function per launcher, which returns None where its variables are not there.
+:func:`find_launch` asks them in the order of :data:`LAUNCHERS`. A launcher that starts inside
+another one (torchrun in a step of Slurm) comes first, and two that say different things about the
+same processes are refused: N processes that each believe to be alone would train N models into one
+folder.
 
-Source: the variables of torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html ;
-of Slurm, https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES ;
-of Open MPI, https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html ;
-MPICH's Hydra was inspected (version 4.0.2), as were Open MPI's variables that are equal on all ranks (4.1.4);
-of jsrun, https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsrun.htm .
+Source: the variables of torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html ; of Slurm,
+https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES ; of Open MPI,
+https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html ; MPICH's Hydra was inspected
+(version 4.0.2), as were Open MPI's variables that are equal on all ranks (4.1.4); of jsrun,
+https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsrun.htm .
 """
 
 from __future__ import annotations
@@ -36,9 +37,24 @@ LOOPBACK = "127.0.0.1"
 FIRST_DERIVED_PORT, DERIVED_PORTS = 20000, 12000
 
 # Variables that an error shows: these, and any that begin so.
-_TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MPI_VARIABLES = [(one.rank, one.world_size, *one.local_rank, *one.local_world_size) for one in MPI_LAUNCHERS.values()]
-_OTHER_VARIABLES = (NPROC, "GROUP_RANK", "TORCHELASTIC_R", *itertools.chain.from_iterable(_MPI_VARIABLES))
+_TORCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_MPI_VARIABLES = [
+    (one.rank, one.world_size, *one.local_rank, *one.local_world_size)
+    for one in MPI_LAUNCHERS.values()
+]
+_OTHER_VARIABLES = (
+    NPROC,
+    "GROUP_RANK",
+    "TORCHELASTIC_R",
+    *itertools.chain.from_iterable(_MPI_VARIABLES),
+)
 _SLURM_VARIABLES = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS")
 
 # Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
@@ -52,26 +68,32 @@ class LaunchInfo:
     """The rank of this process among the processes of the launch, and their rendezvous address.
 
     Args:
-        launcher: ``"torchrun"`` (also by ``--nproc``), ``"slurm"``, ``"openmpi"``, ``"jsm"``, ``"pmi"``,
-            ``"environment"`` (the plain variables, set by anything else) or ``"none"``.
+        launcher: ``"torchrun"`` (also by ``--nproc``), ``"slurm"``, ``"openmpi"``, ``"jsm"``,
+            ``"pmi"``, ``"environment"`` (the plain variables, set by anything else) or ``"none"``.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its node, from 0.
         world_size: number of processes.
-        local_world_size: number of processes on this node; where the launcher does not say, ``world_size``.
+        local_world_size: number of processes on this node; where the launcher does not say,
+            ``world_size``.
         node_rank: number of this node, from 0.
         restart_count: how often torchrun has restarted the processes.
         address: host of the rendezvous; empty if not given.
         port: its port; 0 if not given.
-        run_id: what all processes of this run know and no other run does, where the port was made from it; empty where
-            the port was given. See :func:`derived_port`.
-        agent_hosts_store: whether the launcher keeps the store that is met at; otherwise rank 0 does.
-        node_ranks: the ranks on this node by their local rank, where the launcher says; otherwise empty.
-        own_devices: whether the launcher shows each process accelerators of its own, numbered from 0.
+        run_id: what all processes of this run know and no other run does, where the port was made
+            from it; empty where the port was given. See :func:`derived_port`.
+        agent_hosts_store: whether the launcher keeps the store that is met at; otherwise rank 0
+            does.
+        node_ranks: the ranks on this node by their local rank, where the launcher says; otherwise
+            empty.
+        own_devices: whether the launcher shows each process accelerators of its own, numbered
+            from 0.
 
     Ranks: local.
 
     Example:
-        >>> info = LaunchInfo("torchrun", rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1)
+        >>> info = LaunchInfo(
+        ...     "torchrun", rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1
+        ... )
         >>> info.is_distributed, info.first_on_node
         (True, 2)
     """
@@ -120,7 +142,9 @@ def derived_port(run_id: str) -> int:
     return FIRST_DERIVED_PORT + int.from_bytes(digest, "big") % DERIVED_PORTS
 
 
-def rendezvous_address(environ: Mapping[str, str], address: str, run_id: str) -> dict[str, str | int]:
+def rendezvous_address(
+    environ: Mapping[str, str], address: str, run_id: str
+) -> dict[str, str | int]:
     """Say where the processes of a run meet: what the user gave wins over what was found out.
 
     Args:
@@ -144,7 +168,10 @@ def rendezvous_address(environ: Mapping[str, str], address: str, run_id: str) ->
     if environ.get("MASTER_PORT"):
         port = given_port(environ)
         if not port:
-            raise contradiction(f"MASTER_PORT must be a port from 1 to 65535, got {environ['MASTER_PORT']!r}", environ)
+            raise contradiction(
+                f"MASTER_PORT must be a port from 1 to 65535, got {environ['MASTER_PORT']!r}",
+                environ,
+            )
         return {"address": address, "port": port, "run_id": ""}
     return {"address": address, "port": derived_port(run_id) if run_id else 0, "run_id": run_id}
 
@@ -165,7 +192,7 @@ def given_port(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() and int(text) < 1 << 16 else 0
 
 
-# ---------------------------------------------------------------------------------------- words and numbers
+# -------------------------------------------------------------------------------- words and numbers
 
 
 def describe_environment(environ: Mapping[str, str]) -> str:
@@ -183,9 +210,13 @@ def describe_environment(environ: Mapping[str, str]) -> str:
         >>> print(describe_environment({"RANK": "0"}).splitlines()[0])
           RANK='0'
     """
-    others = sorted(name for name in environ if name.startswith(_OTHER_VARIABLES + _SLURM_VARIABLES))
+    others = sorted(
+        name for name in environ if name.startswith(_OTHER_VARIABLES + _SLURM_VARIABLES)
+    )
     missing = [f"  {name} is not set" for name in _TORCH_VARIABLES if name not in environ]
-    found = [f"  {name}={environ[name]!r}" for name in (*_TORCH_VARIABLES, *others) if name in environ]
+    found = [
+        f"  {name}={environ[name]!r}" for name in (*_TORCH_VARIABLES, *others) if name in environ
+    ]
     return "\n".join(found + missing)
 
 
@@ -203,9 +234,11 @@ def contradiction(reason: str, environ: Mapping[str, str]) -> LaunchError:
         "RANK=3 is not below WORLD_SIZE=2: the launcher's environment contradicts itself."
     """
     return LaunchError(
-        f"{reason}: the launcher's environment contradicts itself.\n{describe_environment(environ)}\n"
+        f"{reason}: the launcher's environment contradicts "
+        f"itself.\n{describe_environment(environ)}\n"
         "Several processes: torchrun --standalone --nproc_per_node=N train.py hparams.yaml\n"
-        "(or give each process RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, numbered from 0).\n"
+        "(or give each process RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+        "numbered from 0).\n"
         "One process: unset RANK LOCAL_RANK WORLD_SIZE, then python train.py hparams.yaml"
     )
 
@@ -241,7 +274,8 @@ def checked_places(environ: Mapping[str, str], places: Mapping[str, int]) -> dic
 
     Args:
         environ: the environment, for the table.
-        places: by what it is called: the rank, the number of processes, the rank on the node, their number on the node.
+        places: by what it is called: the rank, the number of processes, the rank on the node, their
+            number on the node.
 
     Returns:
         These by their names in :class:`LaunchInfo`.
@@ -258,13 +292,19 @@ def checked_places(environ: Mapping[str, str], places: Mapping[str, int]) -> dic
     rank, size, local_rank, local_size = places
     for small, large in ((rank, size), (local_rank, local_size)):
         if places[small] >= places[large]:
-            raise contradiction(f"{small}={places[small]} is not below {large}={places[large]}", environ)
+            raise contradiction(
+                f"{small}={places[small]} is not below {large}={places[large]}", environ
+            )
     if places[local_size] > places[size]:
-        raise contradiction(f"{local_size}={places[local_size]} is above {size}={places[size]}", environ)
-    return dict(zip(("rank", "world_size", "local_rank", "local_world_size"), places.values(), strict=True))
+        raise contradiction(
+            f"{local_size}={places[local_size]} is above {size}={places[size]}", environ
+        )
+    return dict(
+        zip(("rank", "world_size", "local_rank", "local_world_size"), places.values(), strict=True)
+    )
 
 
-# ------------------------------------------------------------------------------------------------ torch's own
+# -------------------------------------------------------------------------------------- torch's own
 
 
 def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -274,9 +314,16 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     node = numbers_nodes(environ)
     if node is not None:
         raise refuse_numbers_of_nodes(node)
-    rank, local_rank, world_size = (count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (
+        count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
-    named = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    named = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+    }
     place = checked_places(environ, named)
     node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
     return LaunchInfo(
@@ -291,14 +338,16 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     )
 
 
-# ------------------------------------------------------------------------------------------------ Slurm
+# -------------------------------------------------------------------------------------------- Slurm
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Read the variables of one task of an ``srun`` with several. The rendezvous is on the first host of the step.
+    """Read the variables of one task of an ``srun`` with several. The rendezvous is on the first
+    host of the step.
 
-    A batch script, a ``salloc`` shell and ``srun --pty bash`` with one task do not count: Slurm gives them a
-    ``SLURM_PROCID`` or a ``SLURM_NTASKS`` too, but a wait for other tasks would never end.
+    A batch script, a ``salloc`` shell and ``srun --pty bash`` with one task do not count: Slurm
+    gives them a ``SLURM_PROCID`` or a ``SLURM_NTASKS`` too, but a wait for other tasks would never
+    end.
     """
     if not in_slurm_step(environ):
         return None
@@ -306,12 +355,21 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     rank, local_rank = count(environ, "SLURM_PROCID"), count(environ, "SLURM_LOCALID")
     node_ranks = _ranks_on_node(environ)
     on_node = len(node_ranks)
-    sizes = {"the number of tasks": tasks, "SLURM_LOCALID": local_rank, "the number of tasks on this node": on_node}
+    sizes = {
+        "the number of tasks": tasks,
+        "SLURM_LOCALID": local_rank,
+        ("the number of tasks on this node"): on_node,
+    }
     place = checked_places(environ, {"SLURM_PROCID": rank, **sizes})
     if node_ranks[local_rank] != rank:
-        reason = f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for SLURM_LOCALID={local_rank}"
+        reason = (
+            f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for "
+            f"SLURM_LOCALID={local_rank}"
+        )
         raise contradiction(reason, environ)
-    job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
+    job = ".".join(
+        environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID")
+    )
     run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or (LOOPBACK if tasks == on_node else _first_host(nodes))
@@ -330,33 +388,40 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
 def _ranks_on_node(environ: Mapping[str, str]) -> tuple[int, ...]:
     text = environ.get("SLURM_GTIDS", "")
     if re.fullmatch(r"\d+(,\d+)*", text) is None:
-        raise contradiction(f"SLURM_GTIDS={text!r} is not a list of the ranks on this node, such as 0,1,2,3", environ)
+        raise contradiction(
+            f"SLURM_GTIDS={text!r} is not a list of the ranks on this node, such as 0,1,2,3",
+            environ,
+        )
     return tuple(map(int, text.split(",")))
 
 
 def _first_host(text: str) -> str:
-    """Return the first host of a list such as ``"gpu[07-08,11],cpu-a[1-2]"``; scontrol is missing in containers."""
+    """Return the first host of a list such as ``"gpu[07-08,11],cpu-a[1-2]"``; scontrol is missing
+    in containers.
+    """
     name = re.match(r"(?:[^][,]|\[\d+[-,\d]*\])+", text)
     rest = text[name.end() :] if name else text
     if name is None or not (rest == "" or rest.startswith(",")):
         raise LaunchError(
-            f"cannot read the Slurm host list {text!r}. Set MASTER_ADDR to the host of task 0, such as: "
+            f"cannot read the Slurm host list {text!r}. Set MASTER_ADDR to the host of task 0, "
+            "such as: "
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", name[0])
 
 
-# ------------------------------------------------------------------------------------------------ MPI
+# ---------------------------------------------------------------------------------------------- MPI
 
 
 def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
     """Read the variables of one of several processes that an MPI launcher has started.
 
-    On one node they meet at a port that is made from what all of them share. Over several nodes no MPI launcher
-    says where rank 0 is: then ``MASTER_ADDR`` must be given.
+    On one node they meet at a port that is made from what all of them share. Over several nodes no
+    MPI launcher says where rank 0 is: then ``MASTER_ADDR`` must be given.
     """
     launcher = MPI_LAUNCHERS[name]
-    is_own = any(one in environ for one in launcher.local_rank)  # else it may be a step of Slurm with a PMI
+    # else it may be a step of Slurm with a PMI
+    is_own = any(one in environ for one in launcher.local_rank)
     several = launcher.rank in environ and size(environ, launcher.world_size) > 1
     if not several or (in_slurm_step(environ) and not is_own):
         return None
@@ -366,24 +431,34 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
         for names in (launcher.local_rank, launcher.local_world_size)
     )
     local_rank, on_node = count(environ, local_name), count(environ, size_name)
-    named = {launcher.rank: rank, launcher.world_size: world_size, local_name: local_rank, size_name: on_node}
+    named = {
+        launcher.rank: rank,
+        launcher.world_size: world_size,
+        local_name: local_rank,
+        size_name: on_node,
+    }
     place = checked_places(environ, named)
     one_node = on_node == world_size
     if not one_node and (rank - local_rank) % on_node:
         reason = (
-            f"rank {rank} is number {local_rank} of {on_node} on its node, but ranks are to be counted node by node"
+            f"rank {rank} is number {local_rank} of {on_node} on its node, but ranks are to be "
+            "counted node by node"
         )
-        raise contradiction(f"{reason}, the same number on each (as mpirun --map-by slot does)", environ)
+        raise contradiction(
+            f"{reason}, the same number on each (as mpirun --map-by slot does)", environ
+        )
     shared = " ".join(environ[one] for one in launcher.shared if environ.get(one))
     run_id = f"{name} {shared}" if shared else ""
     place |= rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
-    return LaunchInfo(launcher=name, node_rank=(rank - local_rank) // on_node, own_devices=name == "jsm", **place)
+    return LaunchInfo(
+        launcher=name, node_rank=(rank - local_rank) // on_node, own_devices=name == "jsm", **place
+    )
 
 
-#: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To support one that is
-#: unlike MPI's, write a function and put it after torch's own. Then add its rank to
-#: :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its variables to
-#: ``_OTHER_VARIABLES``, which errors show.
+#: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To
+#: support one that is unlike MPI's, write a function and put it after torch's own. Then add its
+#: rank to :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its
+#: variables to ``_OTHER_VARIABLES``, which errors show.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
     *(functools.partial(_from_mpi, name) for name in MPI_LAUNCHERS),
@@ -398,11 +473,12 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         environ: the environment to read; None reads ``os.environ`` at the time of the call.
 
     Returns:
-        The place of this process; rank 0 of 1 without a launcher, or with a launcher other than torch's that started a
-        single process.
+        The place of this process; rank 0 of 1 without a launcher, or with a launcher other than
+        torch's that started a single process.
 
     Raises:
-        LaunchError: the variables contradict each other. The message shows what was found and what to run.
+        LaunchError: the variables contradict each other. The message shows what was found and what
+            to run.
 
     Ranks: local.
 
@@ -432,7 +508,8 @@ def _check_outer(info: LaunchInfo, environ: Mapping[str, str]) -> None:
         return
     if info.world_size < other.world_size or info.rank != other.rank:
         raise contradiction(
-            f"RANK={info.rank} of WORLD_SIZE={info.world_size}, but {other.launcher} started this process as "
-            f"number {other.rank} of {other.world_size} (unset RANK LOCAL_RANK WORLD_SIZE to follow {other.launcher})",
+            f"RANK={info.rank} of WORLD_SIZE={info.world_size}, but {other.launcher} started this "
+            f"process as number {other.rank} of {other.world_size} (unset RANK LOCAL_RANK "
+            f"WORLD_SIZE to follow {other.launcher})",
             environ,
         )

@@ -1,6 +1,8 @@
-"""``--nproc``: this process becomes torch's launcher, which starts the running script once per rank.
+"""``--nproc``: this process becomes torch's launcher, which starts the running script once per
+rank.
 
-Source: the options of ``torch.distributed.run``, https://docs.pytorch.org/docs/stable/elastic/run.html .
+Source: the options of ``torch.distributed.run``,
+https://docs.pytorch.org/docs/stable/elastic/run.html .
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-NOT_SCRIPTS = ("", "-")  # what Python puts into sys.argv[0] where it reads code from a person or a pipe
+# what Python puts into sys.argv[0] where it reads code from a person or a pipe
+NOT_SCRIPTS = ("", "-")
 
 
 def count_processes(asked: int | str, device: str | None = None) -> int:
     """Find out how many processes are meant.
 
     Args:
-        asked: a number, ``"gpu"`` (one per GPU), ``"cpu"`` (one per core) or ``"auto"`` (one per GPU, else per core).
+        asked: a number, ``"gpu"`` (one per GPU), ``"cpu"`` (one per core) or ``"auto"`` (one per
+            GPU, else per core).
         device: the device that was asked for, if any; ``"cpu"`` makes GPUs not count.
 
     Returns:
@@ -49,18 +53,25 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
     gpus = 0 if kind == "cpu" else count_devices(kind)
     word = str(asked).strip().lower()
     if word == "gpu" and not gpus:
-        raise ConfigError("nproc='gpu', but no GPU was found or asked for. Give a number, such as --nproc=2, or cpu.")
+        raise ConfigError(
+            "nproc='gpu', but no GPU was found or asked for. Give a number, such as --nproc=2, or "
+            "cpu."
+        )
     if word in {"gpu", "cpu", "auto"}:
         return gpus if word != "cpu" and gpus else cores()
     if isinstance(asked, bool) or not word.isdecimal() or int(word) == 0:
         words = "gpu (one per GPU), cpu (one per core) or auto (gpu if there is one, else cpu)"
-        raise ConfigError(f"nproc must be >= 1, got {asked!r}. Give a number of processes, {words}.")
+        raise ConfigError(
+            f"nproc must be >= 1, got {asked!r}. Give a number of processes, {words}."
+        )
     number = int(word)
     if gpus and number > gpus:
         text = f"nproc={asked!r}, but there are {gpus} GPUs, and each process needs one of its own."
         raise ConfigError(f"{text} Give --nproc={gpus} or less, or --device=cpu.")
     if not gpus and number > cores():
-        logger.warning("%d processes share %d processor cores: they will wait for each other.", number, cores())
+        logger.warning(
+            "%d processes share %d processor cores: they will wait for each other.", number, cores()
+        )
     return number
 
 
@@ -77,7 +88,8 @@ def cores() -> int:
 
 
 def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
-    """Turn this process into torch's launcher, with the command line of this process for every rank.
+    """Turn this process into torch's launcher, with the command line of this process for every
+    rank.
 
     Args:
         asked: as in :func:`count_processes`.
@@ -89,8 +101,8 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
 
     Ranks: local; the process becomes the parent of the ranks.
 
-    State: the program of this process. Each rank finds ``DDPKIT_NPROC`` in its environment, and ``OMP_NUM_THREADS``
-        (cores / processes, where the user has not set it).
+    State: the program of this process. Each rank finds ``DDPKIT_NPROC`` in its environment, and
+        ``OMP_NUM_THREADS`` (cores / processes, where the user has not set it).
 
     Example:
         >>> become_torchrun("many")
@@ -101,22 +113,31 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
     info = find_launch()
     if info.is_distributed:
         raise LaunchError(
-            f"--nproc starts the processes itself, but {info.launcher} has started this one already, as rank "
-            f"{info.rank} of {info.world_size}.\n{describe_environment(os.environ)}\n"
+            f"--nproc starts the processes itself, but {info.launcher} has started this one "
+            f"already, as rank {info.rank} of "
+            f"{info.world_size}.\n{describe_environment(os.environ)}\n"
             "Use one of the two: leave --nproc out, or start the script with python alone."
         )
     refuse_lonely_node()
     if sys.argv[0] in NOT_SCRIPTS:
         raise ConfigError(
-            "--nproc starts the running script again, and there is none: this is an interactive Python, or code from a "
-            "pipe. Put the code into a file, and start that."
+            "--nproc starts the running script again, and there is none: this is an interactive "
+            "Python, or code from a pipe. Put the code into a file, and start that."
         )
     os.environ[NPROC] = str(number)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
-    # In a container the name of the host may have no address. And one node alone need not tell others that it is alive:
-    # torchrun leaves the thread for it running when a signal ends it, and aborts if it is in a call of the store then.
+    # In a container the name of the host may have no address. And one node alone need not tell
+    # others that it is alive: torchrun leaves the thread for it running when a signal ends it, and
+    # aborts if it is in a call of the store then.
     where = ["--standalone", "--local_addr=localhost", "--rdzv_conf=keep_alive_interval=86400"]
-    launcher = ["-m", "torch.distributed.run", *where, f"--nproc_per_node={number}", "--no_python", "--"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        *where,
+        f"--nproc_per_node={number}",
+        "--no_python",
+        "--",
+    ]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]])  # noqa: S606 -- as meant

@@ -1,16 +1,17 @@
 """Platforms that start one process per node, and say by variables of their own which node it is.
 
-``python train.py`` there is as many lonely runs as there are nodes, each of which takes itself for the main process. It
-is refused, with the command that starts the ranks. To support another platform, write a function that reads its
-variables, and put it into :data:`PLATFORMS`.
+``python train.py`` there is as many lonely runs as there are nodes, each of which takes itself for
+the main process. It is refused, with the command that starts the ranks. To support another
+platform, write a function that reads its variables, and put it into :data:`PLATFORMS`.
 
 Source: of Kubeflow Trainer, whose variables torchrun reads as its own options,
 https://docs.pytorch.org/docs/stable/elastic/run.html ; of SkyPilot,
 https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html ; of dstack,
 https://dstack.ai/docs/concepts/tasks ; of SageMaker,
-https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md ; of AWS Batch,
-https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html . Numbers of nodes in ``RANK`` and ``WORLD_SIZE``:
-of Vertex AI, https://cloud.google.com/vertex-ai/docs/training/distributed-training ; of PAI,
+https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md ; of AWS
+Batch, https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html . Numbers of nodes in
+``RANK`` and ``WORLD_SIZE``: of Vertex AI,
+https://cloud.google.com/vertex-ai/docs/training/distributed-training ; of PAI,
 https://www.alibabacloud.com/help/en/pai/user-guide/general-environment-variables .
 """
 
@@ -48,13 +49,15 @@ class Node:
 
     Attributes:
         platform: its name.
-        num_nodes: how many there are, as torchrun's ``--nnodes`` has it: such as ``"2"`` or ``"1:4"``.
+        num_nodes: how many there are, as torchrun's ``--nnodes`` has it: such as ``"2"`` or
+            ``"1:4"``.
         number_in: the variable with that number; without it nothing says that there are several.
         rank: the number of this one, from 0; empty where nothing says it.
         rank_in: the variable with that number, or empty.
         address: of node 0; empty where nothing says it.
         port: there; empty where nothing says it.
-        processes: how many to start on each, as torchrun's ``--nproc_per_node`` has it; empty where nothing says it.
+        processes: how many to start on each, as torchrun's ``--nproc_per_node`` has it; empty where
+            nothing says it.
         meet_at: host and port where an elastic job meets; then neither address nor rank is needed.
 
     Ranks: local.
@@ -84,7 +87,8 @@ class Node:
         """Return the command that starts the ranks of this node.
 
         Args:
-            devices: accelerators that were found here: so many processes, where the platform does not say.
+            devices: accelerators that were found here: so many processes, where the platform does
+                not say.
         """
         words = [f"--nnodes={self.num_nodes}", f"--nproc_per_node={self.processes or devices or 1}"]
         if self.meet_at:
@@ -116,11 +120,13 @@ def _positive(environ: Mapping[str, str], *names: str) -> str:
     return str(size(environ, *names) or "")
 
 
-# ------------------------------------------------------------------------------------------- one for each platform
+# ---------------------------------------------------------------------------- one for each platform
 
 
 def _kubeflow(environ: Mapping[str, str]) -> Node | None:
-    """Read torchrun's options as variables: of Kubeflow Trainer, and of the training operator before it."""
+    """Read torchrun's options as variables: of Kubeflow Trainer, and of the training operator
+    before it.
+    """
     if "PET_NNODES" not in environ:
         return None
     return Node(
@@ -165,7 +171,9 @@ def _dstack(environ: Mapping[str, str]) -> Node | None:
 
 
 def _sagemaker(environ: Mapping[str, str]) -> Node | None:
-    """Read a list of hosts, in JSON. They are numbered by their names, as SageMaker's own containers do."""
+    """Read a list of hosts, in JSON. They are numbered by their names, as SageMaker's own
+    containers do.
+    """
     hosts = None
     with contextlib.suppress(ValueError):
         hosts = json.loads(environ.get("SM_HOSTS", ""))
@@ -184,7 +192,9 @@ def _sagemaker(environ: Mapping[str, str]) -> Node | None:
 
 
 def _aws_batch(environ: Mapping[str, str]) -> Node | None:
-    """Read the variables of a multi-node parallel job; its main node is told no address of its own."""
+    """Read the variables of a multi-node parallel job; its main node is told no address of its
+    own.
+    """
     if "AWS_BATCH_JOB_NUM_NODES" not in environ:
         return None
     return Node(
@@ -237,13 +247,15 @@ def numbers_nodes(environ: Mapping[str, str]) -> Node | None:
         environ: the environment.
 
     Returns:
-        The node, by a platform's own variables where it has some; None where these are the variables of a process, or
-        there is one node.
+        The node, by a platform's own variables where it has some; None where these are the
+        variables of a process, or there is one node.
 
     Ranks: local.
 
     Example:
-        >>> numbers_nodes({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}).torchrun(8).split()[1:4]
+        >>> numbers_nodes({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}).torchrun(8).split()[
+        ...     1:4
+        ... ]
         ['--nnodes=2', '--nproc_per_node=8', '--node_rank=1']
     """
     of_process = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
@@ -280,10 +292,10 @@ def refuse_lonely_node(environ: Mapping[str, str] | None = None) -> None:
     if node is not None:
         where = f"node {node.rank}" if node.rank else "one"
         raise LaunchError(
-            f"this is {where} of {node.num_nodes} nodes ({node.platform}), and one process was started on each: every "
-            f"node would train alone, as the main process. {_what_to_do(node)}"
-            f"To train alone on each node, as in a sweep, unset {node.number_in}, and give each node an output folder "
-            "of its own."
+            f"this is {where} of {node.num_nodes} nodes ({node.platform}), and one process was "
+            "started on each: every node would train alone, as the main process. "
+            f"{_what_to_do(node)}To train alone on each node, as in a sweep, unset "
+            f"{node.number_in}, and give each node an output folder of its own."
         )
 
 
@@ -302,10 +314,11 @@ def refuse_numbers_of_nodes(node: Node) -> LaunchError:
     """
     more = "" if node.number_in == "WORLD_SIZE" else f" {node.number_in}"
     return LaunchError(
-        f"RANK and WORLD_SIZE are set and LOCAL_RANK is not: they number the nodes, and this is node {node.rank} of "
-        f"{node.num_nodes} nodes. {_what_to_do(node)}"
-        "If they number processes, set LOCAL_RANK, too: the number of the process on its node. To train alone on each "
-        f"node, as in a sweep, unset RANK WORLD_SIZE{more}, and give each node an output folder of its own."
+        "RANK and WORLD_SIZE are set and LOCAL_RANK is not: they number the nodes, and this is "
+        f"node {node.rank} of {node.num_nodes} nodes. {_what_to_do(node)}"
+        "If they number processes, set LOCAL_RANK, too: the number of the process on its node. To "
+        f"train alone on each node, as in a sweep, unset RANK WORLD_SIZE{more}, and give each "
+        "node an output folder of its own."
     )
 
 

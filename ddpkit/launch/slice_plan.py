@@ -1,7 +1,8 @@
 """A measured slice of a run: what ``python -m ddpkit scale`` asks of the processes that it starts.
 
-The plan is in the environment of each of them. Such a process runs the recipe's own script up to its first call of
-``fit``, measures a few steps there and ends. It writes nothing of the user's: no output folder, checkpoint or log.
+The plan is in the environment of each of them. Such a process runs the recipe's own script up to
+its first call of ``fit``, measures a few steps there and ends. It writes nothing of the user's: no
+output folder, checkpoint or log.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ class SlicePlan:
     """What a slice measures, and where it may write.
 
     Args:
-        scratch: folder in which all that the recipe writes may go; removed by whoever has made the plan.
+        scratch: folder in which all that the recipe writes may go; removed by whoever has made the
+            plan.
         result: file that the main process writes; it is complete when it is there.
         seconds: to measure.
         warmup_seconds: before that, at least.
         min_windows: optimizer steps to measure, at least.
         warmup_windows: optimizer steps before these, at least.
-        max_seconds: from the first step on. Then the slice ends with what it has, if that is one step.
+        max_seconds: from the first step on. Then the slice ends with what it has, if that is one
+            step.
         options: run options that win over those of the recipe.
-        loader_workers: numbers of workers with which the loader alone is measured before; none: it is not.
+        loader_workers: numbers of workers with which the loader alone is measured before; none: it
+            is not.
         loader_seconds: to measure it with each of them.
 
     Ranks: local; equal on all ranks.

@@ -1,4 +1,6 @@
-"""Optimizers and schedules are made, and step: unscale, weigh, clip every group together, skip if not finite, zero."""
+"""Optimizers and schedules are made, and step: unscale, weigh, clip every group together, skip if
+not finite, zero.
+"""
 
 from __future__ import annotations
 

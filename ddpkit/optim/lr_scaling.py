@@ -1,12 +1,14 @@
 """Learning-rate scaling: a batch ``k`` times as large makes ``k`` times fewer steps per epoch.
 
-So the learning rate is multiplied by ``k`` (linear) or by its square root (sqrt, as the noise of a gradient shrinks):
-the samples of a step against those that the rate was set for. The factor is applied only during each step: parameter
-groups, schedulers and checkpoints keep the recipe's rates. So every schedule is the unscaled schedule times the factor,
-and a run can be resumed with another batch size.
+So the learning rate is multiplied by ``k`` (linear) or by its square root (sqrt, as the noise of a
+gradient shrinks): the samples of a step against those that the rate was set for. The factor is
+applied only during each step: parameter groups, schedulers and checkpoints keep the recipe's rates.
+So every schedule is the unscaled schedule times the factor, and a run can be resumed with another
+batch size.
 
-Source: linear, Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677); square root, Krizhevsky, "One
-weird trick for parallelizing convolutional neural networks", 2014 (arXiv:1404.5997).
+Source: linear, Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677); square root,
+Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014
+(arXiv:1404.5997).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
+# Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains
+# scales it.
 _scalings: weakref.WeakKeyDictionary[Optimizer, LrScaling] = weakref.WeakKeyDictionary()
 # Of optimizers inside of a step, or after one that failed: the recipe's rates.
 _own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
@@ -51,7 +54,9 @@ class LrScaling:
         >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
         >>> scaling, sgd = LrScaling(), torch.optim.SGD([weight], lr=0.5)
         >>> options = RunOptions(lr_scaling="linear", reference_batch_size=8)
-        >>> scaling.choose(options, BatchSizes(1, (16, 16), factor=1, per_step=16, steps=7, samples=99))
+        >>> scaling.choose(
+        ...     options, BatchSizes(1, (16, 16), factor=1, per_step=16, steps=7, samples=99)
+        ... )
         >>> scaling.follow({"sgd": sgd}); sgd.step()
         >>> weight.item(), sgd.param_groups[0]["lr"]
         (-1.0, 0.5)
@@ -75,20 +80,24 @@ class LrScaling:
             return
         if reference is None:
             raise ConfigError(
-                f"lr_scaling={rule} needs reference_batch_size: the samples of an optimizer step, over all processes, "
-                "that the learning rates are meant for. Give --reference_batch_size=N, or --lr_scaling=none."
+                f"lr_scaling={rule} needs reference_batch_size: the samples of an optimizer step, "
+                "over all processes, that the learning rates are meant for. Give "
+                "--reference_batch_size=N, or --lr_scaling=none."
             )
         if sizes.per_step is None:
             raise ConfigError(
-                f"lr_scaling={rule} needs a step of known size, and the batches of the training come from a batch "
-                "sampler without batch_size, or whole out of the dataset. Use --lr_scaling=none, or give batch_size."
+                f"lr_scaling={rule} needs a step of known size, and the batches of the training "
+                "come from a batch sampler without batch_size, or whole out of the dataset. Use "
+                "--lr_scaling=none, or give batch_size."
             )
         ratio = sizes.per_step / reference
         self.factor = ratio if rule == "linear" else math.sqrt(ratio)
         processes = "" if sizes.virtual_on is None else f"{sizes.world_size} virtual ranks on "
         processes += f"{sizes.virtual_on or sizes.world_size} process(es)"
         shown = f"{sizes.per_step} samples per step ({processes}, accumulation {sizes.factor})"
-        self.reason = f"lr_scaling={rule}, {shown}, reference_batch_size={reference}: x {self.factor:.6g}"
+        self.reason = (
+            f"lr_scaling={rule}, {shown}, reference_batch_size={reference}: x {self.factor:.6g}"
+        )
 
     def follow(self, optimizers: Mapping[str, Any]) -> None:
         """Scale the steps of optimizers from now on, and say so in one line.
@@ -106,11 +115,14 @@ class LrScaling:
                 continue
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
-                    f"lr_scaling cannot scale {name}, {kind_of(optimizer)}: it is not a torch.optim.Optimizer. "
-                    "Use --lr_scaling=none and set its learning rate for this run."
+                    f"lr_scaling cannot scale {name}, {kind_of(optimizer)}: it is not a "
+                    "torch.optim.Optimizer. Use --lr_scaling=none and set its learning rate for "
+                    "this run."
                 )
             before = [float(group["lr"]) for group in optimizer.param_groups]
-            lines.append(f"{name} {_shown(before)} -> {_shown([rate * self.factor for rate in before])}")
+            lines.append(
+                f"{name} {_shown(before)} -> {_shown([rate * self.factor for rate in before])}"
+            )
             _scalings[optimizer] = self
             if not is_known:
                 optimizer.register_step_pre_hook(_scale)
@@ -141,7 +153,9 @@ def rate_factor(optimizer: Any) -> float:
 
 def _scale(optimizer: Optimizer, *_: Any) -> None:
     groups = optimizer.param_groups
-    for group, rate in zip(groups, _own_rates.setdefault(optimizer, [one["lr"] for one in groups]), strict=True):
+    for group, rate in zip(
+        groups, _own_rates.setdefault(optimizer, [one["lr"] for one in groups]), strict=True
+    ):
         group["lr"] = rate * _scalings[optimizer].factor
 
 

@@ -54,8 +54,8 @@ def unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> li
     ready = [optimizer for optimizer in optimizers if gradients([optimizer])]
     if sum(len(gradients([optimizer])) for optimizer in ready) > len(gradients(ready)):
         raise ConfigError(
-            "Two optimizers that step together share a parameter, which does not work with precision=fp16. Give each "
-            "parameter to one optimizer, or train with --precision=bf16."
+            "Two optimizers that step together share a parameter, which does not work with "
+            "precision=fp16. Give each parameter to one optimizer, or train with --precision=bf16."
         )
     for optimizer in ready:
         scaler.unscale_(optimizer)
@@ -72,7 +72,12 @@ def parameters_of(optimizers: Collection[Any]) -> list[torch.nn.Parameter]:
         >>> len(parameters_of([torch.optim.SGD([weight]), torch.optim.Adam([weight])]))
         1
     """
-    found = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    found = [
+        one
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
+    ]
     return found if len(optimizers) == 1 else list(dict.fromkeys(found))
 
 
@@ -93,12 +98,14 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
         if not (set_to_none and is_torchs and "zero_grad" not in vars(optimizer)):
             optimizer.zero_grad(set_to_none=set_to_none)
             continue
-        for parameter in parameters_of([optimizer]):  # as torch's does, which makes 40 calls of Python
+        # as torch's does, which makes 40 calls of Python
+        for parameter in parameters_of([optimizer]):
             parameter.grad = None
 
 
 def own_gradients(optimizers: Sequence[Optimizer]) -> None:
-    """Copy gradients, which may be views of DDP's buckets, so that they outlive the next backward pass.
+    """Copy gradients, which may be views of DDP's buckets, so that they outlive the next backward
+    pass.
 
     Args:
         optimizers: of whose parameters.

@@ -47,7 +47,12 @@ class Schedule:
         total_steps: int | None,
         make: Callable[[int | None], Any] | None = None,
     ) -> None:
-        self.scheduler, self.optimizer, self.every, self.total_steps = scheduler, optimizer, every, total_steps
+        self.scheduler, self.optimizer, self.every, self.total_steps = (
+            scheduler,
+            optimizer,
+            every,
+            total_steps,
+        )
         self.stepped_at = 0
         self._make = make
 
@@ -62,7 +67,8 @@ class Schedule:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def after_step(self, stepped: Iterable[Optimizer]) -> None:
-        """Step after an optimizer step, if that is when, and if the scheduler's own optimizer has stepped.
+        """Step after an optimizer step, if that is when, and if the scheduler's own optimizer has
+        stepped.
 
         Args:
             stepped: the optimizers that have.
@@ -71,16 +77,20 @@ class Schedule:
             self._step()
 
     def after_stage(self, stage: Stage, loss: float, optimizer_step: int) -> None:
-        """Step after an epoch, if that is when: after training, or after validation where its loss is needed.
+        """Step after an epoch, if that is when: after training, or after validation where its loss
+        is needed.
 
-        An epoch counts once, also where a resumed run ends it again; one without an optimizer step does not count.
+        An epoch counts once, also where a resumed run ends it again; one without an optimizer step
+        does not count.
 
         Args:
             stage: that has ended.
             loss: its mean loss.
             optimizer_step: optimizer steps so far.
         """
-        if self.every != "epoch" or stage is not (Stage.VALID if self.follows_loss else Stage.TRAIN):
+        if self.every != "epoch" or stage is not (
+            Stage.VALID if self.follows_loss else Stage.TRAIN
+        ):
             return
         if optimizer_step != self.stepped_at:
             self.stepped_at = optimizer_step
@@ -90,10 +100,14 @@ class Schedule:
         try:
             self.scheduler.step(*loss)
         except ValueError as error:
-            made = "" if self._make is None else f" was made for {_count(self.total_steps, self.every)} and"
+            made = (
+                ""
+                if self._make is None
+                else (f" was made for {_count(self.total_steps, self.every)} and")
+            )
             raise ConfigError(
-                f"{type(self.scheduler).__name__}{made} cannot go on: {error}. Train no longer than that, or use a "
-                "schedule without an end."
+                f"{type(self.scheduler).__name__}{made} cannot go on: {error}. Train no longer "
+                "than that, or use a schedule without an end."
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,10 +120,11 @@ class Schedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with the length that the schedule had there; say so where the script has another.
+        """Go on from a state, with the length that the schedule had there; say so where the script
+        has another.
 
-        A function may have put the number of steps where no state has it. So it is called once more, with the number
-        that it was called with when the checkpoint's run began.
+        A function may have put the number of steps where no state has it. So it is called once
+        more, with the number that it was called with when the checkpoint's run began.
         """
         total, every = state["total_steps"], state.get("every", self.every)
         has_length = self._make is not None
@@ -137,33 +152,52 @@ class Schedule:
             return
         settings = inspect.signature(type(self.scheduler)).parameters.keys() - {"last_epoch"}
         names = sorted(settings & own.keys() & saved.keys())
-        plain = [name for name in names if isinstance(own[name], (bool, int, float, str, list, tuple, type(None)))]
-        changed = [f"{name} {saved[name]} -> {own[name]}" for name in plain if saved[name] != own[name]]
+        plain = [
+            name
+            for name in names
+            if isinstance(own[name], (bool, int, float, str, list, tuple, type(None)))
+        ]
+        changed = [
+            f"{name} {saved[name]} -> {own[name]}" for name in plain if saved[name] != own[name]
+        ]
         if changed:
             logger.warning(KEEPS_SETTINGS, type(self.scheduler).__name__, ", ".join(changed))
 
 
 KEEPS_LENGTH = (
-    "The schedule %s was made for %s, and this run has %s. It goes on as it was made. For a schedule of another length "
-    "begin a new run from the checkpoint's weights: load them before fit, and give --resume=never."
+    "The schedule %s was made for %s, and this run has %s. It goes on as it was made. For a "
+    "schedule of another length begin a new run from the checkpoint's weights: load them before "
+    "fit, and give --resume=never."
 )
 KEEPS_SETTINGS = (
-    "The schedule %s has other settings than those with which the checkpoint's run began (%s), without effect: it goes "
-    "on with the checkpoint's."
+    "The schedule %s has other settings than those with which the checkpoint's run began (%s), "
+    "without effect: it goes on with the checkpoint's."
 )
 
 
 def _count(number: int | None, what: str) -> str:
     """Return a number of steps or epochs in words."""
-    return f"an unknown number of {what}s" if number is None else f"{number} {what}{'' if number == 1 else 's'}"
+    return (
+        f"an unknown number of {what}s"
+        if number is None
+        else (f"{number} {what}{'' if number == 1 else 's'}")
+    )
 
 
 @contextlib.contextmanager
 def _settings_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Return a context after which an optimizer has the settings that it had: a new scheduler sets the first rates."""
+    """Return a context after which an optimizer has the settings that it had: a new scheduler sets
+    the first rates.
+    """
     before = [
-        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-        for group in ({name: group[name] for name in group if name != "params"} for group in optimizer.param_groups)
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+        }
+        for group in (
+            {name: group[name] for name in group if name != "params"}
+            for group in optimizer.param_groups
+        )
     ]
     yield
     for group, settings in zip(optimizer.param_groups, before, strict=True):

@@ -1,9 +1,11 @@
 """An optimizer step: weigh, clip every group together, skip if not finite, zero.
 
-The norm is taken over the parameters of all groups of all optimizers that step, and read once. After the gradients have
-been averaged it is the same number on every rank, so that whether to skip needs no further agreement.
+The norm is taken over the parameters of all groups of all optimizers that step, and read once.
+After the gradients have been averaged it is the same number on every rank, so that whether to skip
+needs no further agreement.
 
-Source: the clip coefficient ``max_norm / (norm + 1e-6)`` is as in :func:`torch.nn.utils.clip_grad_norm_`.
+Source: the clip coefficient ``max_norm / (norm + 1e-6)`` is as in
+:func:`torch.nn.utils.clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         stepped: False when it was skipped.
-        norm: the gradients' norm before clipping; not finite, or negative with the multiplier, when the step was
-            skipped.
+        norm: the gradients' norm before clipping; not finite, or negative with the multiplier, when
+            the step was skipped.
         clipped: whether the gradients were scaled down to the largest norm that was allowed.
 
     Ranks: local; equal on every rank when the gradients are.
@@ -47,7 +49,8 @@ class StepResult(NamedTuple):
 
 
 class LateStep:
-    """An optimizer step of which the GPU has found out by itself whether to skip it; the host has not looked yet.
+    """An optimizer step of which the GPU has found out by itself whether to skip it; the host has
+    not looked yet.
 
     Args:
         norm: of the gradients, shape ``()``, on their device; as in :class:`StepResult`.
@@ -68,12 +71,18 @@ class LateStep:
 
     @reads_device
     def result(self) -> StepResult:
-        """Wait until the norm has come, which was sent before the optimizers' kernels, and say what became of it."""
+        """Wait until the norm has come, which was sent before the optimizers' kernels, and say what
+        became of it.
+        """
         if self._event is not None:
             self._event.synchronize()
         norm = self._norm.item()
         finite = math.isfinite(norm) and norm >= 0.0
-        return StepResult(finite, norm, clipped=finite and self._max_norm is not None and 0.0 < self._max_norm < norm)
+        return StepResult(
+            finite,
+            norm,
+            clipped=finite and self._max_norm is not None and 0.0 < self._max_norm < norm,
+        )
 
 
 @reads_device
@@ -90,20 +99,24 @@ def take_step(
 
     Args:
         optimizers: the optimizers that step.
-        max_norm: the gradients of all of them together are scaled down to this norm; None or <= 0: no clipping.
+        max_norm: the gradients of all of them together are scaled down to this norm; None or <= 0:
+            no clipping.
         scaler: the loss scaler of fp16 training, if it is enabled.
-        multiplier: applied to the gradients, in the same pass as the clipping: a number, or a tensor of shape ``()``
-            on their device, which nobody then waits for. It divides by what was not known during the window.
-        updates: let the scaler choose its next scale; False while gradients of other optimizers still have this scale.
-        alone: each rank steps with its own gradients (post-local SGD). If one is not finite on this rank, all of this
-            rank's become zero and it steps all the same, so that all ranks make the same number of steps.
+        multiplier: applied to the gradients, in the same pass as the clipping: a number, or a
+            tensor of shape ``()`` on their device, which nobody then waits for. It divides by what
+            was not known during the window.
+        updates: let the scaler choose its next scale; False while gradients of other optimizers
+            still have this scale.
+        alone: each rank steps with its own gradients (post-local SGD). If one is not finite on this
+            rank, all of this rank's become zero and it steps all the same, so that all ranks make
+            the same number of steps.
 
     Returns:
-        Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and its gradients
-        dropped, when a gradient is not finite.
+        Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and
+        its gradients dropped, when a gradient is not finite.
 
-    Ranks: local; gradients must have been averaged over the ranks before. Where each rank has a part of them,
-        collective: one small sum gives all the same norm.
+    Ranks: local; gradients must have been averaged over the ranks before. Where each rank has a
+        part of them, collective: one small sum gives all the same norm.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1)); (3 * weight).sum().backward()
@@ -120,7 +133,8 @@ def take_step(
         total_norm = total_norm * multiplier
     norm = total_norm.item()
     finite = math.isfinite(norm) and norm >= 0.0  # negative: counts add up to less than 0
-    clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5  # else surely nothing is clipped
+    # else surely nothing is clipped
+    clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5
     if clips:
         clip = torch.clamp((total_norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
         factor = clip if is_plain else multiplier * clip
@@ -139,7 +153,8 @@ def take_step(
 def take_late_step(
     optimizers: Sequence[Optimizer], max_norm: float | None, multiplier: float | torch.Tensor = 1.0
 ) -> LateStep | None:
-    """Step as :func:`take_step` does, bit for bit, where the GPU can decide on skipping and nobody waits for it.
+    """Step as :func:`take_step` does, bit for bit, where the GPU can decide on skipping and nobody
+    waits for it.
 
     Args:
         optimizers: the optimizers that step.
@@ -147,13 +162,17 @@ def take_late_step(
         multiplier: likewise.
 
     Returns:
-        What knows later what became of the step; None: nothing was done, and :func:`take_step` has to.
+        What knows later what became of the step; None: nothing was done, and :func:`take_step` has
+        to.
 
     Ranks: local; gradients must have been averaged over the ranks before.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1)); (3 * weight).sum().backward()
-        >>> take_late_step([torch.optim.SGD([weight], lr=1.0, fused=True)], None).result(), weight.item()
+        >>> (
+        ...     take_late_step([torch.optim.SGD([weight], lr=1.0, fused=True)], None).result(),
+        ...     weight.item(),
+        ... )
         (StepResult(stepped=True, norm=3.0, clipped=False), -3.0)
     """
     found = gradients(optimizers)
@@ -164,11 +183,13 @@ def take_late_step(
     if not is_plain:
         norm = norm * multiplier
     late = LateStep(norm, max_norm)
-    # 1 where it is not finite, or made negative: in few kernels, each of which the host has to launch.
+    # 1 where it is not finite, or made negative: in few kernels, each of which the host has to
+    # launch.
     skip = ((norm if is_plain else norm.sqrt()) * 0.0).ne_(0.0).float()
     clips = max_norm is not None and max_norm > 0.0
     if clips:
-        clip = torch.clamp((norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)  # 1 where nothing is clipped
+        # 1 where nothing is clipped
+        clip = torch.clamp((norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
         factor = clip if is_plain else multiplier * clip
     if clips or not is_plain:
         multiply_all(found, factor)
@@ -185,37 +206,50 @@ def take_late_step(
 def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tensor]) -> bool:
     """Say whether fused kernels of torch can skip this step with nothing left behind.
 
-    No hook and no wrapper may see the step. Every parameter must have its state: a step that is skipped makes none,
-    and SGD's kernel begins with uninitialised momentum where it skips its first step (torch 2.13).
+    No hook and no wrapper may see the step. Every parameter must have its state: a step that is
+    skipped makes none, and SGD's kernel begins with uninitialised momentum where it skips its first
+    step (torch 2.13).
     """
     kinds = {(one.__class__, one.dtype, one.device, one.layout) for one in found}
     kind, dtype, _, layout = kinds.pop() if len(kinds) == 1 else (None, None, None, None)
-    if kind is not torch.Tensor or dtype not in WIDE or layout is not torch.strided or watches_all_steps():
+    if (
+        kind is not torch.Tensor
+        or dtype not in WIDE
+        or layout is not torch.strided
+        or watches_all_steps()
+    ):
         return False
     for optimizer in optimizers:
         parts = vars(optimizer)
         own: Any = parts.get("step")
-        inner = own.__wrapped__ if hasattr(own, "_wrapped_by_lr_sched") else None  # torch's schedulers wrap it
+        # torch's schedulers wrap it
+        inner = own.__wrapped__ if hasattr(own, "_wrapped_by_lr_sched") else None
         is_plain = own is None or inner is type(optimizer).step
         if type(optimizer) not in WITH_FUSED or _is_watched(optimizer) or not is_plain:
             return False
         for group in optimizer.param_groups:
             kept = "exp_avg" if "betas" in group else "momentum_buffer" if group["momentum"] else ""
             stepping = [one for one in group["params"] if kept and one.grad is not None]
-            if not group["fused"] or any(optimizer.state.get(one, {}).get(kept) is None for one in stepping):
+            if not group["fused"] or any(
+                optimizer.state.get(one, {}).get(kept) is None for one in stepping
+            ):
                 return False
     return True
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    """Say whether a hook sees the steps of an optimizer; one that only drops casts does not look."""
+    """Say whether a hook sees the steps of an optimizer; one that only drops casts does not
+    look.
+    """
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
     return any(one is not drop_casts for found in hooks if found for one in found.values())
 
 
 @reads_device
 def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool:
-    """Fill all gradients with zeros; not if the multiplier, the same on all ranks, is why they are not finite."""
+    """Fill all gradients with zeros; not if the multiplier, the same on all ranks, is why they are
+    not finite.
+    """
     if not 0.0 < multiplier < math.inf:
         return False
     for gradient in found:
@@ -225,7 +259,9 @@ def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool
 
 @reads_device
 def _dense(parameter: torch.Tensor) -> Any:
-    """Return a gradient; of a sparse one (``nn.Embedding(sparse=True)``) the values of its rows, each row once."""
+    """Return a gradient; of a sparse one (``nn.Embedding(sparse=True)``) the values of its rows,
+    each row once.
+    """
     gradient: Any = parameter.grad
     if not gradient.is_sparse:
         return gradient
@@ -234,7 +270,9 @@ def _dense(parameter: torch.Tensor) -> Any:
 
 
 def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return what this rank has of the gradients, and the norm of all of them on all ranks as of one vector."""
+    """Return what this rank has of the gradients, and the norm of all of them on all ranks as of
+    one vector.
+    """
     found: list[Any] = gradients(optimizers)
     if not found or found[0].__class__ is torch.Tensor or not is_sharded(found[0]):
         try:
@@ -264,7 +302,9 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
         tensor([0.5000])
     """
     found: list[Any] = [one for one in parameters if one.grad is not None]
-    multiply_all([local_part(one.grad) if is_sharded(one.grad) else _dense(one) for one in found], factor)
+    multiply_all(
+        [local_part(one.grad) if is_sharded(one.grad) else _dense(one) for one in found], factor
+    )
 
 
 @reads_device

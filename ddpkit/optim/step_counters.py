@@ -17,13 +17,15 @@ _looking = threading.RLock()  # a thread of the recipe, or of autograd, may look
 class StepCounters:
     """Counts optimizer steps, of which the last may not have been looked at yet.
 
-    Nobody finds a counter that is behind: while a step is open its counters are not there, and whoever reads one looks
-    at the step first. So nothing is waited for in a step that nobody asks about.
+    Nobody finds a counter that is behind: while a step is open its counters are not there, and
+    whoever reads one looks at the step first. So nothing is waited for in a step that nobody asks
+    about.
 
     Attributes:
         optimizer_step: updates since the run began.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
-        clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``; equal on all ranks.
+        clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``;
+            equal on all ranks.
         follow: does what follows the last step, once it is looked at; None: that is done.
         error: what that has raised.
 
@@ -56,7 +58,9 @@ class StepCounters:
                 self._aside[name] = self.__dict__.pop(name)
 
     def look(self) -> None:
-        """Look at the step that is open, if one is. An error waits for :meth:`settle`: this rank may look alone."""
+        """Look at the step that is open, if one is. An error waits for :meth:`settle`: this rank
+        may look alone.
+        """
         with _looking:
             if self.follow is None:
                 return

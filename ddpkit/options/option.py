@@ -27,17 +27,21 @@ class Option:
 
     Args:
         default: its value if none is given.
-        group: the heading of ``--help`` under which it stands; empty for what the command line does not take.
+        group: the heading of ``--help`` under which it stands; empty for what the command line does
+            not take.
         help: one line.
         form: how its value is shown in ``--help``.
         choices: the values that are accepted; empty for any.
         minimum: the smallest number that makes sense.
         above: a bound that the number must exceed.
         shown: how ``--help`` says the default where the value itself would not tell.
-        is_attribute: whether a Brain has an attribute of this name. What no recipe reads or sets needs none: a
-            recipe's own attribute of the name then means what it likes. It is read at ``brain.run_opts``.
-        needs: the options of which one must be given, and with this value, if it is to have an effect.
-        fixed: the moment from which it cannot be changed, since it has been read; empty: it is read whenever it counts.
+        is_attribute: whether a Brain has an attribute of this name. What no recipe reads or sets
+            needs none: a recipe's own attribute of the name then means what it likes. It is read at
+            ``brain.run_opts``.
+        needs: the options of which one must be given, and with this value, if it is to have an
+            effect.
+        fixed: the moment from which it cannot be changed, since it has been read; empty: it is read
+            whenever it counts.
 
     Ranks: local.
 

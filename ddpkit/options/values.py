@@ -41,8 +41,8 @@ def parse_duration(text: str) -> float:
     """Read a length of time.
 
     Args:
-        text: ``"11:50:00"``, ``"1-06:00:00"`` (days first), ``"90m"``, ``"20h"``, or a number of seconds, which is also
-            what YAML makes of ``11:50:00``.
+        text: ``"11:50:00"``, ``"1-06:00:00"`` (days first), ``"90m"``, ``"20h"``, or a number of
+            seconds, which is also what YAML makes of ``11:50:00``.
 
     Returns:
         Seconds.
@@ -53,7 +53,12 @@ def parse_duration(text: str) -> float:
     Ranks: local.
 
     Example:
-        >>> parse_duration("11:50:00"), parse_duration("1-00:00:10"), parse_duration("90m"), parse_duration("42600")
+        >>> (
+        ...     parse_duration("11:50:00"),
+        ...     parse_duration("1-00:00:10"),
+        ...     parse_duration("90m"),
+        ...     parse_duration("42600"),
+        ... )
         (42600.0, 86410.0, 5400.0, 42600.0)
     """
     word = str(text).strip().lower()
@@ -65,8 +70,8 @@ def parse_duration(text: str) -> float:
         seconds = float(number["number"]) * _UNITS[number["unit"] or "s"]
     if seconds <= 0:
         raise ConfigError(
-            f"time_limit expects a length of time > 0, got {text!r}. Give H:MM:SS such as 11:50:00, "
-            "with days 1-06:00:00, or 90m, 20h, or seconds."
+            f"time_limit expects a length of time > 0, got {text!r}. Give H:MM:SS such as "
+            "11:50:00, with days 1-06:00:00, or 90m, 20h, or seconds."
         )
     return seconds
 

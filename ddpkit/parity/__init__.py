@@ -1,4 +1,6 @@
-"""``--check_parity W``: do W real processes get the gradients of one? Imported only where the option is given."""
+"""``--check_parity W``: do W real processes get the gradients of one? Imported only where the
+option is given.
+"""
 
 from __future__ import annotations
 

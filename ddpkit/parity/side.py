@@ -1,7 +1,8 @@
-"""One side of a parity check: a process that keeps the gradients of single optimizer steps, and trains nothing.
+"""One side of a parity check: a process that keeps the gradients of single optimizer steps, and
+trains nothing.
 
-The same code runs in each of the several processes and in the one that they are compared with. The noise of the model
-is switched off in both.
+The same code runs in each of the several processes and in the one that they are compared with. The
+noise of the model is switched off in both.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """The samples of one optimizer step, and their counts where one process works on them. Several ask their plan.
+    """The samples of one optimizer step, and their counts where one process works on them. Several
+    ask their plan.
 
     Attributes:
         number: from 0.
@@ -78,20 +80,21 @@ class Side:
         parts: that it holds, a :class:`~ddpkit.run.parts.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
-        start: with the weights and the optimizer step to begin from, as :func:`ddpkit.parity.check.try_step` gives
-            it; None where these are the Brain's own.
+        start: with the weights and the optimizer step to begin from, as
+            :func:`ddpkit.parity.check.try_step` gives it; None where these are the Brain's own.
 
     Attributes:
         loader: of the training set.
         plan: says which samples are in its batches.
         num_batches: of an epoch, up to the end of the first pass over the data.
         counts: knows how many samples they have; None where each counts the same.
-        joins: whether the batches of several processes can be joined into one: not where others make the batches.
+        joins: whether the batches of several processes can be joined into one: not where others
+            make the batches.
         factor: micro-batches of a full optimizer step.
         optimizers: all of the Brain's.
         done: optimizer steps that were made before.
-        moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
-            changed; without BatchNorm's.
+        moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that
+            training has changed; without BatchNorm's.
         norm_layers: all BatchNorm layers, by name.
         is_counted: whether the last step was of loss sums and their counts.
 
@@ -121,12 +124,21 @@ class Side:
         is_known = isinstance(plan, RankBatchSampler)
         if not is_known:
             raise ConfigError(
-                f"check_parity cannot join the batches of this training set, {kind_of(self.loader)}: their "
-                "samples are not known. Check parity with a map-style dataset (a list of a few of the samples will do)."
+                "check_parity cannot join the batches of this training set, "
+                f"{kind_of(self.loader)}: their samples are not known. Check parity with a "
+                "map-style dataset (a list of a few of the samples will do)."
             )
-        self.plan, self.counts, self.num_batches = plan, counts_of(loader), min(len(plan), len(loader))
-        self.joins = isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
-        parts.length = length = RunLength.of(length_of(loader), self.factor, parts.epochs, brain.run_opts)
+        self.plan, self.counts, self.num_batches = (
+            plan,
+            counts_of(loader),
+            min(len(plan), len(loader)),
+        )
+        self.joins = (
+            isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
+        )
+        parts.length = length = RunLength.of(
+            length_of(loader), self.factor, parts.epochs, brain.run_opts
+        )
         brain.steps_per_epoch, brain.total_steps = length.steps_per_epoch, length.total_steps
         brain.on_fit_start()
         if start is not None:
@@ -139,15 +151,20 @@ class Side:
         self.moved: dict[str, None] = {}
         self.is_counted = False
         self._kept: dict[str, Tensor] = {}
-        self._names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
+        self._names = {
+            id(parameter): name for name, parameter in brain.raw_modules.named_parameters()
+        }
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
-        self.norm_layers = {n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
+        self.norm_layers = {
+            n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)
+        }
         self._state = list(_state(brain.raw_modules))
         self.done = brain.progress.optimizer_step
         replaced: Any = brain
         replaced.optimizers_step = self._step
-        replaced.on_fit_batch_end = lambda *_: None  # schedules and logs follow a step, and none is made
+        # schedules and logs follow a step, and none is made
+        replaced.on_fit_batch_end = lambda *_: None
         self.optimizers: list[Any] = list(parts.train_step.named_optimizers().values())
         for one in self.optimizers:
             one.step = functools.partial(self._keep, [one], 1.0)
@@ -163,20 +180,27 @@ class Side:
         for place in range(first, min(first + self.factor, self.num_batches)):
             self.plan.skip = place
             indices = next(iter(self.plan))
-            found.batches.append([index.item() if isinstance(index, np.generic) else index for index in indices])
+            found.batches.append(
+                [index.item() if isinstance(index, np.generic) else index for index in indices]
+            )
             found.counts.append(self.plan.count(place))
         return found
 
     def load(self, batches: list[list[Any]]) -> Iterable[Any]:
-        """Load batches of some samples, in this process, with the same random augmentation each time."""
+        """Load batches of some samples, in this process, with the same random augmentation each
+        time.
+        """
         collate = self.loader.collate_fn
         if self.loader.batch_sampler is None:
             each = itertools.chain(*batches)
-            return SaveableDataLoader(self.loader.dataset, batch_size=None, sampler=each, collate_fn=collate)
+            return SaveableDataLoader(
+                self.loader.dataset, batch_size=None, sampler=each, collate_fn=collate
+            )
         return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
 
     def run(self, step: Step, factor: int, *, seed: int = 0) -> dict[str, Tensor]:
-        """Return the gradients of one optimizer step, as the optimizers would use them but for clipping.
+        """Return the gradients of one optimizer step, as the optimizers would use them but for
+        clipping.
 
         Args:
             step: the samples.
@@ -184,8 +208,8 @@ class Side:
             seed: of the random numbers that cannot be switched off.
 
         Returns:
-            Gradients by parameter, on the CPU; also those of a second call of an optimizer, and more, under names of
-            their own.
+            Gradients by parameter, on the CPU; also those of a second call of an optimizer, and
+            more, under names of their own.
 
         Raises:
             ConfigError: ``fit_batch`` made no step.
@@ -195,7 +219,11 @@ class Side:
         brain, progress, self._kept = self.brain, self.brain.progress, {}
         brain.grad_accumulation_factor = factor
         progress.restart()
-        progress.epoch, progress.step, progress.optimizer_step = 1, step.first, self.done + step.number
+        progress.epoch, progress.step, progress.optimizer_step = (
+            1,
+            step.first,
+            self.done + step.number,
+        )
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 -- the stream that recipes draw from
         torch.manual_seed(seed)
@@ -221,22 +249,32 @@ class Side:
         self._put_back()
         if not self._kept:
             raise ConfigError(
-                f"{type(brain).__name__}.fit_batch made no optimizer step with a gradient in a window of "
-                f"{len(step.batches)} micro-batch(es). Call self.optimizers_step() where self.should_step is true."
+                f"{type(brain).__name__}.fit_batch made no optimizer step with a gradient in a "
+                f"window of {len(step.batches)} micro-batch(es). Call self.optimizers_step() "
+                "where self.should_step is true."
             )
         return self._kept
 
     def own_norms(self) -> list[str]:
-        """Return the names of the BatchNorm layers in training whose statistics are not over all rows of a step."""
+        """Return the names of the BatchNorm layers in training whose statistics are not over all
+        rows of a step.
+        """
         found = [item for item in self.norm_layers.items() if item[1].training]
         shared = (SyncBatchNorm, nn.SyncBatchNorm) if self.joins else ()
-        return [f"{name} ({type(layer).__name__})" for name, layer in found if not isinstance(layer, shared)]
+        return [
+            f"{name} ({type(layer).__name__})"
+            for name, layer in found
+            if not isinstance(layer, shared)
+        ]
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
         train_step, brain = self.parts.train_step, self.brain
         self.is_counted = brain.progress.window.counted is not None
-        multiplier, optimizers = train_step.close_window(), train_step.note_optimizers_to_step(brain)
+        multiplier, optimizers = (
+            train_step.close_window(),
+            train_step.note_optimizers_to_step(brain),
+        )
         train_step.strategy.finish_gradients(optimizers)
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
@@ -251,7 +289,9 @@ class Side:
                 gradient = one.grad.detach() * multiplier
                 # Under fsdp all ranks gather it, in the order of the parameters.
                 whole = gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient
-                self._kept[name] = (torch.view_as_real(whole) if whole.is_complex() else whole).cpu()
+                self._kept[name] = (
+                    torch.view_as_real(whole) if whole.is_complex() else whole
+                ).cpu()
 
     def _put_back(self) -> None:
         """Drop gradients, put the state of the modules back, and note what of it has moved."""
@@ -267,9 +307,14 @@ class Side:
 
 
 def _state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-    """Yield the parameters and buffers of modules, and tensors and numbers in plain attributes; with copies."""
+    """Yield the parameters and buffers of modules, and tensors and numbers in plain attributes;
+    with copies.
+    """
     for prefix, module in modules.named_modules():
-        registered = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        registered = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
         for attribute, value in {**vars(module), **registered}.items():
             if isinstance(value, (int, float, Tensor)) and attribute != "training":
                 is_dense = isinstance(value, Tensor) and value.layout is torch.strided
@@ -282,7 +327,8 @@ def without_noise(modules: nn.Module) -> Iterator[None]:
     """Let dropout do nothing, and torch's random functions return fixed values, in this thread.
 
     Uniform numbers are 0.5, normal ones 0, whole ones the lowest, coins fall on the likelier side,
-    permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
+    permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays
+    random.
 
     Args:
         modules: changed in place, and changed back.
@@ -306,7 +352,11 @@ def without_noise(modules: nn.Module) -> Iterator[None]:
 
 class _FixedNumbers(TorchFunctionMode):
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         stand_in = _STAND_INS.get(func)
         call = func if stand_in is None else functools.partial(stand_in, func)

@@ -1,4 +1,6 @@
-"""Moving recipes from SpeechBrain: where its names are in ddpkit, and what changes in a recipe's files."""
+"""Moving recipes from SpeechBrain: where its names are in ddpkit, and what changes in a recipe's
+files.
+"""
 
 from __future__ import annotations
 

@@ -14,21 +14,49 @@ __all__ = ["DIFFERENCES", "difference", "python_differences", "yaml_differences"
 
 _OWN = "how-to/own-fit-batch.md"
 
-#: For each difference: what is told, and the page under ``docs/`` or the heading of ``docs/porting.md`` that says more.
+#: For each difference: what is told, and the page under ``docs/`` or the heading of
+#: ``docs/porting.md`` that says more.
 DIFFERENCES = {
     "accumulation": ("the short last window of an epoch is stepped, too", "#gradients-and-steps"),
-    "backward": ("goes past self.backward(loss), which weighs a loss and knows when to average", _OWN),
-    "divided sampler": ("repeats samples to be even: give fit the sampler inside, which repeats none", "#samplers"),
-    "factor": ("divides by grad_accumulation_factor: self.backward(loss) does, with the right weights", _OWN),
+    "backward": (
+        "goes past self.backward(loss), which weighs a loss and knows when to average",
+        _OWN,
+    ),
+    "divided sampler": (
+        ("repeats samples to be even: give fit the sampler inside, which repeats none"),
+        "#samplers",
+    ),
+    "factor": (
+        ("divides by grad_accumulation_factor: self.backward(loss) does, with the right weights"),
+        _OWN,
+    ),
     "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
-    "in order": ("says no `shuffle`: in order on any number of processes, unless the script has a sampler", "#data"),
-    "make_dataloader": ("overrides make_dataloader: the loader that it returns for training is divided", "#data"),
-    "masked mean": ("takes lengths: of a mean over frames or tokens return (loss_sum, count)", "#gradients-and-steps"),
+    "in order": (
+        ("says no `shuffle`: in order on any number of processes, unless the script has a sampler"),
+        "#data",
+    ),
+    "make_dataloader": (
+        ("overrides make_dataloader: the loader that it returns for training is divided"),
+        "#data",
+    ),
+    "masked mean": (
+        "takes lengths: of a mean over frames or tokens return (loss_sum, count)",
+        "#gradients-and-steps",
+    ),
     "not called": ("is not called any more", "#methods-of-the-brain"),
-    "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
-    "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
+    "own step": (
+        "steps an optimizer by itself: nothing is clipped, and no step is skipped",
+        "#limits-worth-knowing",
+    ),
+    "pretrainer": (
+        "Pretrainer takes files on disk: it downloads nothing from a hub or a page",
+        "#checkpoints",
+    ),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
-    "window": ("counts windows by itself: self.should_step is right in a short last one, too", _OWN),
+    "window": (
+        "counts windows by itself: self.should_step is right in a short last one, too",
+        _OWN,
+    ),
 }
 
 _NOT_CALLED = ("_train_loader_specifics", "_save_intra_epoch_ckpt", "_should_save_intra_epoch_ckpt")
@@ -60,7 +88,9 @@ def python_differences(tree: ast.Module) -> list[Note]:
     Ranks: local.
 
     Example:
-        >>> [note] = python_differences(ast.parse("class A(sb.Brain):\n    def fit_batch(self, batch): ..."))
+        >>> [note] = python_differences(
+        ...     ast.parse("class A(sb.Brain):\n    def fit_batch(self, batch): ...")
+        ... )
         >>> note.lines, note.link
         ((2,), 'docs/how-to/own-fit-batch.md')
     """
@@ -92,7 +122,9 @@ def difference(kind: str, lines: Iterable[int]) -> Note:
     Ranks: local.
     """
     text, page = DIFFERENCES[kind]
-    return Note(tuple(lines), text, f"docs/porting.md{page}" if page.startswith("#") else f"docs/{page}")
+    return Note(
+        tuple(lines), text, f"docs/porting.md{page}" if page.startswith("#") else f"docs/{page}"
+    )
 
 
 def _last(node: ast.AST) -> str:
@@ -111,8 +143,12 @@ def _in_class(brain: ast.ClassDef) -> Found:
             continue
         if node.name in _METHODS:
             yield node.lineno, _METHODS[node.name]
-        returned = [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None]
-        if node.name == "compute_objectives" and not any(isinstance(one.value, ast.Tuple) for one in returned):
+        returned = [
+            one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None
+        ]
+        if node.name == "compute_objectives" and not any(
+            isinstance(one.value, ast.Tuple) for one in returned
+        ):
             calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
             yield from ((call.lineno, "masked mean") for call in calls if _is_masked_mean(call))
 
@@ -179,6 +215,13 @@ def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
         yield _CLASSES[last]
     if value.tag.endswith("apply:torch.manual_seed") and "seed_everything" not in text:
         yield "seed"
-    inner = {str(one.value) for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
-    if "loader" in key and not _EVALUATION.search(key) and "batch_size" in inner and not inner & _ORDERS:
+    inner = (
+        {str(one.value) for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
+    )
+    if (
+        "loader" in key
+        and not _EVALUATION.search(key)
+        and "batch_size" in inner
+        and not inner & _ORDERS
+    ):
         yield "in order"

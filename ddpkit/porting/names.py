@@ -9,7 +9,8 @@ __all__ = ["PACKAGE", "TABLE", "ddpkit_module", "ddpkit_name"]
 
 PACKAGE = "speechbrain"
 
-# A module of SpeechBrain, a module of ddpkit that answers it, and names that are there; one row per line.
+# A module of SpeechBrain, a module of ddpkit that answers it, and names that are there; one row per
+# line.
 _ROWS = """
 speechbrain ddpkit: Brain Stage RunOptions create_experiment_directory parse_arguments
 speechbrain.core ddpkit: AMPConfig Brain RunOptions Stage create_experiment_directory parse_arguments
@@ -58,7 +59,7 @@ speechbrain.dataio.sampler ddpkit.sampler: ReproducibleWeightedRandomSampler
 speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler LinearScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: NewBobScheduler NoamScheduler ReduceLROnPlateau StepScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: update_learning_rate
-"""
+"""  # noqa: E501
 
 
 def _table() -> dict[str, dict[str, str]]:
@@ -71,7 +72,8 @@ def _table() -> dict[str, dict[str, str]]:
     return table
 
 
-#: For each module of SpeechBrain: the modules of ddpkit that answer it, and the names that each of them answers.
+#: For each module of SpeechBrain: the modules of ddpkit that answer it, and the names that each of
+#: them answers.
 TABLE = _table()
 
 _HOMES = {

@@ -52,8 +52,13 @@ class PortedFile:
     def diff(self) -> str:
         """The change as a unified diff, for ``patch -p1``."""
         old, new = (re.split(r"(?<=\n)", text) for text in (self.old, self.new))
-        pieces = difflib.unified_diff([*filter(None, old)], [*filter(None, new)], f"a/{self.name}", f"b/{self.name}")
-        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in pieces)
+        pieces = difflib.unified_diff(
+            [*filter(None, old)], [*filter(None, new)], f"a/{self.name}", f"b/{self.name}"
+        )
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for line in pieces
+        )
 
 
 @dataclass
@@ -84,7 +89,8 @@ class PortedRecipe:
 def port_recipe(path: Path) -> PortedRecipe:
     """Work out what changes when a recipe moves to ddpkit; nothing is written.
 
-    Hidden folders, virtual environments, checkpoints, the records of earlier runs and symbolic links are passed over.
+    Hidden folders, virtual environments, checkpoints, the records of earlier runs and symbolic
+    links are passed over.
 
     Args:
         path: the folder of a recipe, or one file.
@@ -99,9 +105,13 @@ def port_recipe(path: Path) -> PortedRecipe:
     """
     path = path.resolve()
     if not path.exists():
-        raise ConfigError(f"{str(path)!r} does not exist: give the folder of a recipe, or one of its files.")
+        raise ConfigError(
+            f"{str(path)!r} does not exist: give the folder of a recipe, or one of its files."
+        )
     if path.is_file() and path.suffix not in _PYTHON + _YAML:
-        raise ConfigError(f"{str(path)!r} is neither Python nor YAML: only .py, .yaml and .yml files are ported.")
+        raise ConfigError(
+            f"{str(path)!r} is neither Python nor YAML: only .py, .yaml and .yml files are ported."
+        )
     root = path if path.is_dir() else path.parent
     found = list(_walk(root)) if path.is_dir() else [PortedFile(path, path.name)]
     for one in found:
@@ -112,12 +122,17 @@ def port_recipe(path: Path) -> PortedRecipe:
 def _walk(root: Path) -> Iterator[PortedFile]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not _NOT_OURS.match(name))
-        if "pyvenv.cfg" in names or "env.log" in names:  # a virtual environment; the record of a run
+        # a virtual environment; the record of a run
+        if "pyvenv.cfg" in names or "env.log" in names:
             folders.clear()
             continue
         for name in sorted(names):
             path = Path(folder, name)
-            if path.suffix in _PYTHON + _YAML and not name.startswith(".") and not path.is_symlink():
+            if (
+                path.suffix in _PYTHON + _YAML
+                and not name.startswith(".")
+                and not path.is_symlink()
+            ):
                 yield PortedFile(path, path.relative_to(root).as_posix())
 
 
@@ -145,7 +160,8 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
         The folder with the copies; None if nothing has changed.
 
     Raises:
-        OSError: a file cannot be written (the copies are whole then), or there is a folder with copies already.
+        OSError: a file cannot be written (the copies are whole then), or there is a folder with
+            copies already.
 
     Ranks: local.
     """

@@ -1,4 +1,6 @@
-"""Source texts that are changed in places: names in Python and in the tags of YAML; all else stays, byte for byte."""
+"""Source texts that are changed in places: names in Python and in the tags of YAML; all else stays,
+byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,19 @@ from ddpkit.porting.names import PACKAGE, ddpkit_module, ddpkit_name
 __all__ = ["Note", "dotted", "parse_python", "port_python", "port_yaml"]
 
 _OURS = "ddpkit"
-_BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-# HyperPyYAML's tags and PyYAML's: `!new:a.b`, `!!python/name:a.b`, `!<tag:yaml.org,2002:python/name:a.b>`.
-_TAG = re.compile(r"(?:!(?:new|name|apply|applyref|module):|python/[\w/]+:)(?P<name>speechbrain[\w.]*)")
+_BINDING = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.ExceptHandler,
+    ast.MatchAs,
+    ast.MatchStar,
+)
+# HyperPyYAML's tags and PyYAML's: `!new:a.b`, `!!python/name:a.b`,
+# `!<tag:yaml.org,2002:python/name:a.b>`.
+_TAG = re.compile(
+    r"(?:!(?:new|name|apply|applyref|module):|python/[\w/]+:)(?P<name>speechbrain[\w.]*)"
+)
 
 Import = ast.Import | ast.ImportFrom
 
@@ -60,14 +72,20 @@ class Source:
     _edits: list[tuple[int, int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", self.text)  # str.splitlines would know more ends than Python
+        # str.splitlines would know more ends than Python
+        self._lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", self.text)
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
 
     def span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
-        """Where a node of the syntax tree stands, in characters; the tree counts the bytes of UTF-8."""
-        end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        """Where a node of the syntax tree stands, in characters; the tree counts the bytes of
+        UTF-8.
+        """
+        end_line, end_column = (
+            node.end_lineno or node.lineno,
+            node.end_col_offset or node.col_offset,
+        )
         return self._offset(node.lineno, node.col_offset), self._offset(end_line, end_column)
 
     def _offset(self, line: int, column: int) -> int:
@@ -82,7 +100,9 @@ class Source:
         self._edits.append((start, end, text))
 
     def separator(self, offset: int) -> str:
-        """What to put between two statements where one stands: a new line if it has a line of its own."""
+        """What to put between two statements where one stands: a new line if it has a line of its
+        own.
+        """
         indent = self.before(offset)
         return "; " if indent.strip() else ("\r\n" if "\r\n" in self.text else "\n") + indent
 
@@ -167,7 +187,9 @@ class _Port:
         self.nodes = list(ast.walk(self.tree))
         self.notes: list[Note] = []
         imports = [node for node in self.nodes if isinstance(node, Import)]
-        own = [alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names]
+        own = [
+            alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names
+        ]
         self.imports_ddpkit = any(alias.name == _OURS and not alias.asname for alias in own)
         modules: dict[tuple[str, str], list[tuple[Import, ast.alias]]] = {}
         for node in imports:
@@ -191,21 +213,29 @@ class _Port:
         if note not in self.notes:
             self.notes.append(note)
 
-    # ------------------------------------------------------------------------------------ uses of an imported module
+    # ------------------------------------------------------------------- uses of an imported module
 
-    def port_uses(self, name: str, target: str, imports: list[tuple[Import, ast.alias]], *, is_ambiguous: bool) -> None:
-        """Rename what ddpkit answers of a module of SpeechBrain, and import ddpkit beside the module or instead."""
+    def port_uses(
+        self, name: str, target: str, imports: list[tuple[Import, ast.alias]], *, is_ambiguous: bool
+    ) -> None:
+        """Rename what ddpkit answers of a module of SpeechBrain, and import ddpkit beside the
+        module or instead.
+        """
         parts = [node for node in self.nodes if isinstance(node, ast.Attribute)]
         ours = [(node, new) for node in parts if (new := _answer(node, name, target))]
         if not ours:
             return
         if is_ambiguous:
-            self.tell(ours[0][0], f"`{name}` is bound more than once: `{dotted(ours[0][0])}` is left")
+            self.tell(
+                ours[0][0], f"`{name}` is bound more than once: `{dotted(ours[0][0])}` is left"
+            )
             return
         renamed = sum(self.rename(node, new) for node, new in ours)
         if not renamed:
             return
-        has_others = renamed < sum(isinstance(node, ast.Name) and node.id == name for node in self.nodes)
+        has_others = renamed < sum(
+            isinstance(node, ast.Name) and node.id == name for node in self.nodes
+        )
         for statement, alias in imports:
             module = ddpkit_module(alias.name)
             if has_others or module is None or isinstance(statement, ast.ImportFrom):
@@ -225,14 +255,17 @@ class _Port:
 
     def import_ddpkit(self, statement: ast.stmt) -> None:
         if not self.imports_ddpkit:
-            self.imports_ddpkit = statement in self.tree.body  # else it is imported in a function or a branch alone
+            # else it is imported in a function or a branch alone
+            self.imports_ddpkit = statement in self.tree.body
             start = self.source.span(statement)[0]
             self.source.replace(start, start, f"import {_OURS}{self.source.separator(start)}")
 
-    # ------------------------------------------------------------------------------------ from ... import
+    # ------------------------------------------------------------------------------ from ... import
 
     def port_from(self, statement: ast.ImportFrom) -> None:
-        """Divide the names of one statement between the modules that have them; what is SpeechBrain's comes last."""
+        """Divide the names of one statement between the modules that have them; what is
+        SpeechBrain's comes last.
+        """
         own = statement.module or ""
         homes: dict[str, list[ast.alias]] = {}
         for alias in statement.names:
@@ -247,11 +280,15 @@ class _Port:
         if len(homes) == 1 and (head := re.match(rf"from\s+{re.escape(own)}\b", text)):
             self.source.replace(start, start + head.end(), f"from {min(homes)}")
         elif "#" in text:
-            self.tell(statement, "a list of imports with comments, for several modules, is left: write it by hand")
+            self.tell(
+                statement,
+                "a list of imports with comments, for several modules, is left: write it by hand",
+            )
             return
         else:
             lines = [
-                ast.unparse(ast.ImportFrom(home, homes[home], 0)) for home in sorted(homes, key=lambda one: one == own)
+                ast.unparse(ast.ImportFrom(home, homes[home], 0))
+                for home in sorted(homes, key=lambda one: one == own)
             ]
             self.source.replace(start, end, self.source.separator(start).join(lines))
 
@@ -265,14 +302,18 @@ def _imported(node: Import, alias: ast.alias) -> tuple[str, str]:
 
 
 def _answer(node: ast.Attribute, name: str, target: str) -> str | None:
-    """What ddpkit calls a dotted name of an imported module, if no shorter part of it has an answer."""
+    """What ddpkit calls a dotted name of an imported module, if no shorter part of it has an
+    answer.
+    """
     first, _, rest = dotted(node).partition(".")
     outer = ".".join([target, *rest.split(".")[:-1]])
     return ddpkit_name(f"{target}.{rest}") if first == name and not ddpkit_name(outer) else None
 
 
 def _bound(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Each name that is bound by something else than an import, anywhere in a file; what it stands for is not known."""
+    """Each name that is bound by something else than an import, anywhere in a file; what it stands
+    for is not known.
+    """
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id, ""

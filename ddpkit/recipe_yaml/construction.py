@@ -263,8 +263,8 @@ def _unknown_tag(node: Node) -> str:
     tag = str(node.tag)
     if tag == "!ref" and isinstance(node, ScalarNode):
         return (
-            f"the value that is referred to is itself `!ref {node.value}`, and stands further down. "
-            f"Refer to {node.value} here, or move this key below it."
+            f"the value that is referred to is itself `!ref {node.value}`, and stands further "
+            f"down. Refer to {node.value} here, or move this key below it."
         )
     if not tag.startswith("!") or tag.startswith(TAGS):
         return ""

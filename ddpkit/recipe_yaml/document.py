@@ -20,7 +20,9 @@ OVERRIDES = "the overrides"  # in place of a file's name
 # What the parser says, and what is meant by it most often.
 _HINTS = {
     "cannot start any token": "Indent with spaces; put text that begins with @, ` or % in quotes.",
-    "mapping values are not allowed": "Put text with ': ' into quotes, and look at the indentation.",
+    "mapping values are not allowed": (
+        "Put text with ': ' into quotes, and look at the indentation."
+    ),
     "could not find expected ':'": "Every line of a mapping is `key: value`; close what is open.",
     "expected <block end>": "Keys of one mapping, and items of one list, stand in one column.",
     "expected a single document": "A recipe has one document: take the line `---` away.",

@@ -1,4 +1,6 @@
-"""Where the output folder of a recipe is in a measured slice, which writes nothing of the user's."""
+"""Where the output folder of a recipe is in a measured slice, which writes nothing of the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ OUTPUT_FOLDER = "output_folder"
 
 
 def with_scratch_output(file: str, overrides: Mapping[str, Any] | str | None) -> Any:
-    """Return overrides of a recipe's YAML that put its output folder into the scratch folder of a slice.
+    """Return overrides of a recipe's YAML that put its output folder into the scratch folder of a
+    slice.
 
-    In a process that is no slice, or with a file that has no such key, they are returned as they are.
+    In a process that is no slice, or with a file that has no such key, they are returned as they
+    are.
 
     Args:
         file: path of the YAML.

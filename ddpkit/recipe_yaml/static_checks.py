@@ -155,8 +155,8 @@ def _check_circles(document: Document) -> None:
         circle = _circle(document, node, key_of(path), {}, left)
         if circle:
             raise ConfigError(
-                f"{place(path, shown)}: the references go round in a circle: {' -> '.join(circle)}. "
-                "Give one of them a value."
+                f"{place(path, shown)}: the references go round in a circle: "
+                f"{' -> '.join(circle)}. Give one of them a value."
             )
 
 

@@ -1,4 +1,6 @@
-"""What a progress bar shows in how many columns: it leaves out what matters least where not all fits."""
+"""What a progress bar shows in how many columns: it leaves out what matters least where not all
+fits.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def left_in_words(estimate: Estimate | None) -> str:
 
     Example:
         >>> from ddpkit.reporting.time_left import Estimate
-        >>> left_in_words(Estimate(3723.4, is_least=False)), left_in_words(Estimate(65.0, is_least=True))
+        >>> (
+        ...     left_in_words(Estimate(3723.4, is_least=False)),
+        ...     left_in_words(Estimate(65.0, is_least=True)),
+        ... )
         ('run 1:02:03 left', 'run 01:05+ left')
     """
     if estimate is None:
@@ -97,10 +102,12 @@ def fitting_format(facts: BarFacts, meter: Mapping[str, Any]) -> str:
 
     Args:
         facts: what to show, as far as it fits.
-        meter: as tqdm's ``format_dict`` gives it, with the width of the terminal as ``ncols``; None or 0: any width.
+        meter: as tqdm's ``format_dict`` gives it, with the width of the terminal as ``ncols``; None
+            or 0: any width.
 
     Returns:
-        The format. Of a terminal that is too narrow for the name and the count, as much as fits, as plain text.
+        The format. Of a terminal that is too narrow for the name and the count, as much as fits, as
+        plain text.
 
     Ranks: local.
 

@@ -46,7 +46,8 @@ class ProfileSummary:
 
     Attributes:
         batches: how many were recorded.
-        operations: the largest first; on a GPU, or another accelerator, each with the kernels that it has started.
+        operations: the largest first; on a GPU, or another accelerator, each with the kernels that
+            it has started.
         nanoseconds: of all operations together.
         ranges: nanoseconds on the host of each phase of :data:`~ddpkit.step_times.phases.PHASES`.
         is_device: whether the operations' time is that of an accelerator.

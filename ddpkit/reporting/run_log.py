@@ -30,10 +30,11 @@ Stats = Mapping[str, Any]
 class RunLog:
     """A file with one JSON object per line: what happened in a run, for programs to read.
 
-    Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats keep their
-    full precision; not-a-number and infinities are the strings ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and arrays become
-    numbers (one element) or nested lists, other objects their text. The reference lists what ddpkit writes.
+    Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats
+    keep their full precision; not-a-number and infinities are the strings ``"NaN"``, ``"Infinity"``
+    and ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and
+    arrays become numbers (one element) or nested lists, other objects their text. The reference
+    lists what ddpkit writes.
 
     Args:
         path: the file; it is appended to. Its folder is made at the first write.
@@ -68,7 +69,8 @@ class RunLog:
         if not if_main_process():
             return
         record = {"event": event, "time": time.time(), **fields}
-        named = json.loads(json.dumps(plain(record)), parse_constant=str)  # NaN and Infinity, no JSON
+        # NaN and Infinity, no JSON
+        named = json.loads(json.dumps(plain(record)), parse_constant=str)
         line = json.dumps(named, ensure_ascii=False) + "\n"
         with writing(f"the run's log {str(self.path)!r}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,8 @@ class RunLog:
 
 
 class Current:
-    """The log of the present run, and what its Brain has logged in the current stage: by stage and name.
+    """The log of the present run, and what its Brain has logged in the current stage: by stage and
+    name.
 
     Ranks: local.
     """

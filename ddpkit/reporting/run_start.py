@@ -1,4 +1,6 @@
-"""What the record of a run says of its start: what it runs on, and how the start before it has ended."""
+"""What the record of a run says of its start: what it runs on, and how the start before it has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ def environment_facts(folder: Path) -> dict[str, Any]:
         folder: of the recipe, whose git commit is noted.
 
     Returns:
-        ``host``, ``python``, ``torch``, ``cuda`` (None without it), ``numpy``, ``ddpkit``, ``platform``,
-        ``cpus``, ``launcher``, ``restart_count`` and ``git`` (:func:`git_state`).
+        ``host``, ``python``, ``torch``, ``cuda`` (None without it), ``numpy``, ``ddpkit``,
+        ``platform``, ``cpus``, ``launcher``, ``restart_count`` and ``git`` (:func:`git_state`).
 
     Ranks: local.
 
@@ -148,7 +150,8 @@ def file_identity(path: str | os.PathLike[str]) -> dict[str, str | None]:
 
 
 def process_start() -> float | None:
-    """Return when this process was started, in seconds since 1970; None where the system does not say.
+    """Return when this process was started, in seconds since 1970; None where the system does not
+    say.
 
     Ranks: local.
 
@@ -173,7 +176,8 @@ def end_before(path: Path) -> dict[str, Any]:
         path: the log, ``metrics.jsonl``.
 
     Returns:
-        ``reason``, in words, and ``last_event_time``, seconds since 1970; empty where no run was before.
+        ``reason``, in words, and ``last_event_time``, seconds since 1970; empty where no run was
+        before.
 
     Ranks: main only.
 
@@ -202,7 +206,9 @@ def _reason(event: Mapping[str, Any]) -> str:
 
 
 def _events_backward(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log, the last first; lines that are no event, as a torn one, are left out."""
+    """Yield the events of a log, the last first; lines that are no event, as a torn one, are left
+    out.
+    """
     for line in _lines_backward(path):
         try:
             event = json.loads(line)
@@ -229,7 +235,8 @@ def _lines_backward(path: Path) -> Iterator[bytes]:
 
 
 def close_torn_line(path: Path) -> None:
-    r"""End a last line that a full disk or a crash has cut off, so that the next event has a line of its own.
+    r"""End a last line that a full disk or a crash has cut off, so that the next event has a line
+    of its own.
 
     Args:
         path: the log; it need not exist.

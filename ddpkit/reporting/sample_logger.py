@@ -15,15 +15,17 @@ from ddpkit.errors import MissingExtraError
 
 
 class ProgressSampleLogger:
-    """Saves what a model makes of a few samples, epoch by epoch: ``<output_path>/<epoch>/<name>.<extension>``.
+    """Saves what a model makes of a few samples, epoch by epoch:
+    ``<output_path>/<epoch>/<name>.<extension>``.
 
     Call :meth:`remember` while training, and :meth:`save` at the end of a stage.
 
     Args:
         output_path: folder; made at the first save.
         formats: the format of an item by its name; ``"image"`` where none is given.
-        format_defs: formats besides ``"raw"`` (``torch.save``, .pth) and ``"image"`` (``torchvision.utils.save_image``,
-            .png), by name: a dict with ``saver``, called with the data, a path and ``kwargs``, and ``extension``.
+        format_defs: formats besides ``"raw"`` (``torch.save``, .pth) and ``"image"``
+            (``torchvision.utils.save_image``, .png), by name: a dict with ``saver``, called with
+            the data, a path and ``kwargs``, and ``extension``.
         batch_sample_size: how many items :meth:`get_batch_sample` takes of a batch.
 
     Attributes:
@@ -85,14 +87,17 @@ class ProgressSampleLogger:
 
         Ranks: local.
         """
-        on_cpu = map_values(items, lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one)
+        on_cpu = map_values(
+            items, lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one
+        )
         self.progress_samples.update(on_cpu)
 
     def get_batch_sample(self, value: Any) -> Any:
         """Take the first ``batch_sample_size`` items of a batch.
 
         Args:
-            value: a tensor with the batch as its first dimension, a list, or a dict of them; all else stays as it is.
+            value: a tensor with the batch as its first dimension, a list, or a dict of them; all
+                else stays as it is.
 
         Returns:
             The same with fewer items.

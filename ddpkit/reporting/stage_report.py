@@ -1,11 +1,14 @@
-"""Reports of a stage: the progress bar, and means of the values that a recipe logs with ``self.log``.
+"""Reports of a stage: the progress bar, and means of the values that a recipe logs with
+``self.log``.
 
-The bar is the main process's only, on stderr, refreshed by time; without a terminal it is a log line now and then. The
-only module that imports tqdm. Values are averaged over batches and over the ranks, without a wait at any step.
+The bar is the main process's only, on stderr, refreshed by time; without a terminal it is a log
+line now and then. The only module that imports tqdm. Values are averaged over batches and over the
+ranks, without a wait at any step.
 
-A value stays on its device until the next sync of the ranks: about once a second for values logged per step, and at the
-end of the stage for all. Ranks need not log the same names. A name is agreed on once, after a rank has used it for the
-first time; after that its sums travel with the sums of the loss.
+A value stays on its device until the next sync of the ranks: about once a second for values logged
+per step, and at the end of the stage for all. Ranks need not log the same names. A name is agreed
+on once, after a rank has used it for the first time; after that its sums travel with the sums of
+the loss.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class RunFacts(NamedTuple):
     Attributes:
         rate: learning rate of the next step, in words; empty: not shown.
         left: time left of the whole run; None: not shown.
-        data_wait: share of a step in which the loop waits for data, 0 to 1; it is shown where it is large.
+        data_wait: share of a step in which the loop waits for data, 0 to 1; it is shown where it is
+            large.
 
     Ranks: local.
 
@@ -84,12 +88,14 @@ class LoggedValues:
     """The values that a recipe logs, stage by stage.
 
     Args:
-        new_meter: makes what adds up the values of a name: :class:`ddpkit.metrics.LossMeter`, or what has its methods.
+        new_meter: makes what adds up the values of a name: :class:`ddpkit.metrics.LossMeter`, or
+            what has its methods.
         add_up: adds up the totals of such meters over the ranks.
 
     Attributes:
-        values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``, ``"test"``) and
-            name. Values of batches are equal on all ranks; values of ``on_stage_end`` are this rank's.
+        values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``,
+            ``"test"``) and name. Values of batches are equal on all ranks; values of
+            ``on_stage_end`` are this rank's.
         train_logger: receives values logged per step, if it has ``log_step``.
 
     Ranks: as its methods say.
@@ -107,7 +113,11 @@ class LoggedValues:
         {'valid': {'accuracy': 0.5}}
     """
 
-    def __init__(self, new_meter: Callable[[], Any], add_up: Callable[[list[Any]], list[Any]] = sum_over_ranks) -> None:
+    def __init__(
+        self,
+        new_meter: Callable[[], Any],
+        add_up: Callable[[list[Any]], list[Any]] = sum_over_ranks,
+    ) -> None:
         self.values: dict[str, dict[str, float]] = {}
         self.train_logger: Any = None
         self._new_meter, self._add_totals = new_meter, add_up
@@ -123,14 +133,18 @@ class LoggedValues:
         """Return a context for a stage with its hooks.
 
         Args:
-            stage: its values are reset; TRAIN also resets the validation's. None: a prediction, which logs
-                nothing.
+            stage: its values are reset; TRAIN also resets the validation's. None: a prediction,
+                which logs nothing.
             epoch: or None.
 
         Ranks: local.
         """
         before = self._stage, self._epoch, self._is_over
-        self._stage, self._epoch, self._is_over = stage.name.lower() if stage else _PREDICTION, epoch, False
+        self._stage, self._epoch, self._is_over = (
+            stage.name.lower() if stage else _PREDICTION,
+            epoch,
+            False,
+        )
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
@@ -142,7 +156,8 @@ class LoggedValues:
             self._stage, self._epoch, self._is_over = before
 
     def reported(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the values for the statistics of the current stage; a validation includes its training's values.
+        """Return the values for the statistics of the current stage; a validation includes its
+        training's values.
 
         Ranks: local.
         """
@@ -152,7 +167,14 @@ class LoggedValues:
     # ------------------------------------------------------------------ logging
 
     def add(
-        self, name: str, value: Any, count: Any = None, weight: float = 1.0, *, per_step: bool = False, step: int = 0
+        self,
+        name: str,
+        value: Any,
+        count: Any = None,
+        weight: float = 1.0,
+        *,
+        per_step: bool = False,
+        step: int = 0,
     ) -> None:
         """Add a value. Waits for the device in ``on_stage_end`` only.
 
@@ -160,7 +182,8 @@ class LoggedValues:
             name: of the value.
             value: a number or a tensor of one element: a mean, or a sum if there is a count.
             count: how many things the sum is over; or None.
-            weight: of the mean where there is no count, such as the samples of the batch; 0: nothing is added.
+            weight: of the mean where there is no count, such as the samples of the batch; 0:
+                nothing is added.
             per_step: in training, write its mean about once a second as well.
             step: batches of the stage with this one.
 
@@ -171,18 +194,25 @@ class LoggedValues:
         """
         if self._stage in {"", _PREDICTION}:
             if not self._stage:
-                logger.warning_once("log(%r, ...) was called outside of a stage, and nothing is logged.", name)
+                logger.warning_once(
+                    "log(%r, ...) was called outside of a stage, and nothing is logged.", name
+                )
             return
         kind, held = _Kind(count is not None, per_step), self._held[self._stage].get(name)
         if held is None or held.kind != kind or self._is_over:
             held = self._hold(name, kind)
-        number, total = _number(name, "value", value), 0.0 if count is None else _number(name, "count", count)
+        number, total = (
+            _number(name, "value", value),
+            0.0 if count is None else _number(name, "count", count),
+        )
         if self._is_over:
             self._set(name, number, total if kind.is_sum else 1.0)
             return
         meters = (held.total, held.recent) if per_step and self._stage == _TRAIN else (held.total,)
         for meter in meters if weight else ():
-            append = (meter.append_sum, number, total) if kind.is_sum else (meter.append, number, weight)
+            append = (
+                (meter.append_sum, number, total) if kind.is_sum else (meter.append, number, weight)
+            )
             self._fresh.append((step, *append))
         if self._stage != _TRAIN:
             self._flush()
@@ -195,7 +225,8 @@ class LoggedValues:
                 append(number, count)
 
     def forget_after(self, step: int) -> None:
-        """Leave out what was logged in batches after a step, which are done again under other numbers.
+        """Leave out what was logged in batches after a step, which are done again under other
+        numbers.
 
         Args:
             step: batches of the stage.
@@ -228,7 +259,8 @@ class LoggedValues:
     # ------------------------------------------------------------------ adding up over the ranks
 
     def sync(self, numbers: list[float], *, at_end: bool = False) -> list[float]:
-        """Add up the loop's numbers over the ranks, and with them what was logged per step since the last time.
+        """Add up the loop's numbers over the ranks, and with them what was logged per step since
+        the last time.
 
         Args:
             numbers: as many on every rank.
@@ -267,14 +299,20 @@ class LoggedValues:
         """
         values, self._per_step = self._per_step, {}
         if values and if_main_process():
-            run_event("step", epoch=self._epoch, step=step, optimizer_step=optimizer_step, values=values)
+            run_event(
+                "step", epoch=self._epoch, step=step, optimizer_step=optimizer_step, values=values
+            )
             if hasattr(self.train_logger, "log_step"):
                 self.train_logger.log_step(values, optimizer_step)
 
     def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Any]]:
-        """Yield what is added up, in the same order on every rank: name, whether it is per step, and this rank's."""
+        """Yield what is added up, in the same order on every rank: name, whether it is per step,
+        and this rank's.
+        """
         for name, kind in self._known[self._stage].items():
-            held = self._held[self._stage].get(name) or _Held(kind, self._new_meter(), self._new_meter())
+            held = self._held[self._stage].get(name) or _Held(
+                kind, self._new_meter(), self._new_meter()
+            )
             if at_end:
                 yield name, False, held.total
             if kind.is_per_step and self._stage == _TRAIN:
@@ -282,7 +320,11 @@ class LoggedValues:
 
     def _own_sums(self, *, at_end: bool) -> list[float]:
         meters = [meter for _, _, meter in self._meters(at_end=at_end)]
-        return [number for meter in meters for number in (meter.totals() if at_end else map(float, meter.sums()))]
+        return [
+            number
+            for meter in meters
+            for number in (meter.totals() if at_end else map(float, meter.sums()))
+        ]
 
     def _agree(self, news: dict[str, _Kind]) -> None:
         """Exchange the names that some rank has used for the first time."""
@@ -294,7 +336,9 @@ class LoggedValues:
         self._known[self._stage] |= dict(sorted(merged.items()))
 
     def _take(self, found: Iterator[float], *, at_end: bool) -> None:
-        """Store the sums of all ranks. The main process then holds a stage's sums, the others zeros."""
+        """Store the sums of all ranks. The main process then holds a stage's sums, the others
+        zeros.
+        """
         for name, is_recent, meter in list(self._meters(at_end=at_end)):
             total, count, bad = next(found), next(found), int(next(found))
             mean = float(total / count) if count else math.nan
@@ -310,7 +354,7 @@ class LoggedValues:
             main = if_main_process()
             meter.restore(total if main else 0.0, count if main else 0.0, bad if main else 0)
 
-    # ------------------------------------------------------------------ a checkpoint in the middle of an epoch
+    # ------------------------------------------------------- a checkpoint in the middle of an epoch
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the sums of the training on this rank. Waits for the device.
@@ -322,7 +366,10 @@ class LoggedValues:
         """
         self._flush(step)
         held = self._held.get(_TRAIN, {})
-        return {name: {"kind": list(one.kind), "total": one.total.state_dict()} for name, one in held.items()}
+        return {
+            name: {"kind": list(one.kind), "total": one.total.state_dict()}
+            for name, one in held.items()
+        }
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Go on with sums that :meth:`state_dict` has returned.
@@ -339,15 +386,18 @@ class LoggedValues:
                 meter = self._new_meter()
                 meter.load_state_dict(saved["total"])
                 if name in taken:
-                    total, count, bad = map(sum, zip(taken[name].total.totals(), meter.totals(), strict=True))
+                    total, count, bad = map(
+                        sum, zip(taken[name].total.totals(), meter.totals(), strict=True)
+                    )
                     meter.restore(total, count, int(bad))
                 taken[name] = _Held(_Kind(*saved["kind"]), meter, self._new_meter())
 
 
 def _two_ways(name: str, stage: str) -> BatchError:
     return BatchError(
-        f"log({name!r}, ...) was called in two ways in {stage.upper()}: with and without count or per_step, for "
-        "batches and in on_stage_end, or not alike on two ranks. Give the two different names."
+        f"log({name!r}, ...) was called in two ways in {stage.upper()}: with and without count or "
+        "per_step, for batches and in on_stage_end, or not alike on two ranks. Give the two "
+        "different names."
     )
 
 
@@ -358,10 +408,15 @@ def _number(name: str, what: str, value: Any) -> Tensor | float:
     if isinstance(value, Real) and (what == "value" or 0 <= float(value) < math.inf):
         return float(value)
     is_tensor = isinstance(value, Tensor)
-    shown = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if is_tensor else f"{value!r:.60}"
+    shown = (
+        f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+        if is_tensor
+        else f"{value!r:.60}"
+    )
     raise BatchError(
-        f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one element"
-        f"{'' if what == 'value' else ', which is >= 0'}. Of several values give their mean, or their sum and count=."
+        f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one "
+        f"element{'' if what == 'value' else ', which is >= 0'}. Of several values give their "
+        "mean, or their sum and count=."
     )
 
 
@@ -374,7 +429,8 @@ class ProgressBar:
         initial: steps done already.
         enable: False shows nothing at all.
         colour: tqdm's name of a colour, or None.
-        of_run: called with the steps done whenever something is shown, about once a second; it must not wait for a GPU.
+        of_run: called with the steps done whenever something is shown, about once a second; it must
+            not wait for a GPU.
 
     Attributes:
         partial: the numbers told so far are of this process's part only: the loss is not shown.

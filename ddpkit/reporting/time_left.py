@@ -11,7 +11,8 @@ class Estimate(NamedTuple):
 
     Attributes:
         seconds: the estimate.
-        is_least: whether something is not counted yet, such as a validation that has never been made.
+        is_least: whether something is not counted yet, such as a validation that has never been
+            made.
 
     Ranks: local.
 
@@ -34,9 +35,9 @@ class _Epoch(NamedTuple):
 class TimeLeft:
     """Estimates the time left of a call of ``fit``.
 
-    A finished epoch counts with all that belongs to it: training, validation, hooks and saves. The first one is left
-    out once there are others: kernels are compiled in it, and caches are cold. Of the present stage the part that is
-    done tells what is left of it.
+    A finished epoch counts with all that belongs to it: training, validation, hooks and saves. The
+    first one is left out once there are others: kernels are compiled in it, and caches are cold. Of
+    the present stage the part that is done tells what is left of it.
 
     Args:
         last: number of the last epoch; None where it is not known: then there is no estimate.
@@ -64,7 +65,8 @@ class TimeLeft:
 
         Args:
             epoch: its number.
-            done: the part of its training that was done before a restart, 0 to 1; None: an unknown part.
+            done: the part of its training that was done before a restart, 0 to 1; None: an unknown
+                part.
         """
         now = time.monotonic()
         # Of an epoch that a restart has cut, this process has made a part only.
@@ -88,7 +90,8 @@ class TimeLeft:
             done: the part of the present stage that is done, 0 to 1; None: not known.
 
         Returns:
-            The estimate; None where the number of epochs is not known, or nothing tells how long one takes.
+            The estimate; None where the number of epochs is not known, or nothing tells how long
+            one takes.
         """
         if self.last is None or self._epoch is None:
             return None
@@ -123,7 +126,9 @@ class TimeLeft:
         return Estimate(left + later * (training + stage), is_least=False)
 
     def _stage_took(self, done: float | None) -> float | None:
-        """Return the seconds that the whole present stage takes at its speed so far; None where nothing tells."""
+        """Return the seconds that the whole present stage takes at its speed so far; None where
+        nothing tells.
+        """
         before = self._done_before if self._training is None else 0.0
         if done is None or before is None or done <= before:
             return None

@@ -1,4 +1,6 @@
-"""One run from its start to its end: what Brain does in fit, evaluate and predict around the loops."""
+"""One run from its start to its end: what Brain does in fit, evaluate and predict around the
+loops.
+"""
 
 from __future__ import annotations
 

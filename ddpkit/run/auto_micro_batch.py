@@ -1,4 +1,6 @@
-"""``--auto_micro_batch``: an optimizer step that some rank has no memory for is repeated on all, in smaller parts."""
+"""``--auto_micro_batch``: an optimizer step that some rank has no memory for is repeated on all, in
+smaller parts.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 UNAGREED = (
-    "auto_micro_batch: {}.optimizers_step does not call super().optimizers_step(), in which the processes agree on "
-    "whether all have had enough memory. Call it, or leave --auto_micro_batch out."
+    "auto_micro_batch: {}.optimizers_step does not call super().optimizers_step(), in which the "
+    "processes agree on whether all have had enough memory. Call it, or leave --auto_micro_batch "
+    "out."
 )
 
 
@@ -42,18 +45,23 @@ class StepTooLargeError(Exception):
 
 
 class StepFitsError(Exception):
-    """All ranks had memory for the first step of the run, and are to try a larger micro-batch; likewise."""
+    """All ranks had memory for the first step of the run, and are to try a larger micro-batch;
+    likewise.
+    """
 
 
 class AutoMicroBatch:
-    """Repeats what is left of a pass with micro-batches of half the size where a step does not fit into memory.
+    """Repeats what is left of a pass with micro-batches of half the size where a step does not fit
+    into memory.
 
-    In the first step of a run it then searches between the size that fits and the one that did not, by bisection.
+    In the first step of a run it then searches between the size that fits and the one that did not,
+    by bisection.
 
-    The ranks send each other nothing of a step before they have agreed that each had enough memory so far: after the
-    backward passes, and before each exchange of batch statistics. A rank that has run out of memory answers the next
-    of these questions, whichever it is, and all leave the step there. DDP averages the gradients after the last of
-    them, in one piece, not while they are computed.
+    The ranks send each other nothing of a step before they have agreed that each had enough memory
+    so far: after the backward passes, and before each exchange of batch statistics. A rank that has
+    run out of memory answers the next of these questions, whichever it is, and all leave the step
+    there. DDP averages the gradients after the last of them, in one piece, not while they are
+    computed.
 
     Args:
         train_step: of the run.
@@ -62,7 +70,8 @@ class AutoMicroBatch:
 
     Ranks: collective.
 
-    State: ``micro_batch_size`` and ``grad_accumulation_factor`` of the run's options; the plan of the loader.
+    State: ``micro_batch_size`` and ``grad_accumulation_factor`` of the run's options; the plan of
+    the loader.
     """
 
     def __init__(self, train_step: TrainStep, run_state: RunState, memory: MemoryReport) -> None:
@@ -71,11 +80,14 @@ class AutoMicroBatch:
         self._is_open = False  # whether the ranks have still to agree on a step
         self._plan: SamplingPlan  # of the pass
         self._searches = False  # whether the run has made no step yet
-        self._fits = self._fails = 0  # what is known from that: the largest size that fits, the smallest that does not
-        self._room: torch.Tensor | None = None  # held while a larger size is tried: for what an optimizer will keep
+        # what is known from that: the largest size that fits, the smallest that does not
+        self._fits = self._fails = 0
+        # held while a larger size is tried: for what an optimizer will keep
+        self._room: torch.Tensor | None = None
         self._random: dict[str, Any] | None = None  # as the step began
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []  # likewise
-        self._sends: list[nn.Module] = []  # whose buffers rank 0 sends after an agreement, as DDP in a forward pass
+        # whose buffers rank 0 sends after an agreement, as DDP in a forward pass
+        self._sends: list[nn.Module] = []
 
     def require(self, loader: Any) -> None:
         """Refuse what cannot be repeated, or divided.
@@ -87,25 +99,42 @@ class AutoMicroBatch:
             ConfigError: there is such a thing.
         """
         step, options = self.train_step, self.train_step.options
-        waits = get_world_size() > 1 and any(isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules())
+        waits = get_world_size() > 1 and any(
+            isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules()
+        )
         refused = {
-            f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
-            "without global_batch_size, which it divides: give --global_batch_size": options.global_batch_size is None,
+            f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable
+            != "",
+            (
+                "without global_batch_size, which it divides: give --global_batch_size"
+            ): options.global_batch_size is None,
             "with static_graph": options.static_graph,
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
-            "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),
-            f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,
-            "with torch.nn.SyncBatchNorm, where a process that has run out of memory leaves the others waiting: give "
-            "the model BatchNorm, which ddpkit synchronises": waits,
-            f"with {kind_of(loader)}, whose batches it cannot divide: give a dataset with a length": not (
-                isinstance(plan_of(loader), PlannedBatchSampler) and getattr(loader, "batch_sampler", None)
+            (
+                "with fp16, whose scale is agreed on inside of a step (use bf16)"
+            ): step.scaler.is_enabled(),
+            f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,  # noqa: E501
+            (
+                "with torch.nn.SyncBatchNorm, where a process that has run out of memory leaves "
+                "the others waiting: give the model BatchNorm, which ddpkit synchronises"
+            ): waits,
+            (
+                f"with {kind_of(loader)}, whose batches it cannot divide: give a dataset with "
+                "a length"
+            ): not (
+                isinstance(plan_of(loader), PlannedBatchSampler)
+                and getattr(loader, "batch_sampler", None)
             ),
         }
         for words in (words for words, is_so in refused.items() if is_so):
-            raise ConfigError(f"auto_micro_batch does not work {words}. Change that, or leave --auto_micro_batch out.")
+            raise ConfigError(
+                f"auto_micro_batch does not work {words}. Change that, or leave "
+                "--auto_micro_batch out."
+            )
 
     def run(self, one_pass: Callable[[], float], loader: Any) -> float:
-        """Make a pass; after each step that was too large, make what is left of it, in smaller micro-batches.
+        """Make a pass; after each step that was too large, make what is left of it, in smaller
+        micro-batches.
 
         Args:
             one_pass: goes on where the progress says, with batches of :meth:`feed`.
@@ -130,7 +159,12 @@ class AutoMicroBatch:
                     if not self._is_open:
                         raise
                     error, size = f" ({str(found).partition(chr(10))[0]})", self._smaller()
-                    logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
+                    logger.warning(
+                        "Rank %d ran out of memory%s.",
+                        get_rank() or 0,
+                        error,
+                        main_process_only=False,
+                    )
                     if not size:
                         self._memory.tell(found)
                     self._ask(failed=True)
@@ -146,7 +180,9 @@ class AutoMicroBatch:
         return size // 2
 
     def _between(self) -> int:
-        """Return a size between what fits and what does not that makes fewer batches; or what fits."""
+        """Return a size between what fits and what does not that makes fewer batches; or what
+        fits.
+        """
         while self._fails - self._fits > 1:
             middle = (self._fits + self._fails) // 2
             if self._parts(middle) < self._parts(self._fits):
@@ -163,7 +199,11 @@ class AutoMicroBatch:
         Args:
             otherwise: what that is in a first attempt.
         """
-        return otherwise if self._random is None else functools.partial(restore_rng_state, self._random)
+        return (
+            otherwise
+            if self._random is None
+            else functools.partial(restore_rng_state, self._random)
+        )
 
     def feed(self, feed: Feed | StreamFeed) -> FeedThrough:
         """Return a feed that tells when a step begins."""
@@ -187,12 +227,17 @@ class AutoMicroBatch:
             raise ConfigError(UNAGREED.format(self.recipe.name))
         self._is_open, self._random = True, rng_state()
         if self._searches and 0 < self._fits < self._plan.batch_size:
-            weights = sum(one.numel() * one.element_size() for one in self.train_step.modules.parameters())
+            weights = sum(
+                one.numel() * one.element_size() for one in self.train_step.modules.parameters()
+            )
             self._room = torch.empty(2 * weights, dtype=torch.uint8, device=self.train_step.device)
-        self._buffers = [(owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers]
+        self._buffers = [
+            (owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers
+        ]
 
     def agree(self) -> None:
-        """Let the ranks agree, after the backward passes of a step, on whether all had enough memory for it.
+        """Let the ranks agree, after the backward passes of a step, on whether all had enough
+        memory for it.
 
         Raises:
             StepTooLargeError: one had not.
@@ -212,64 +257,97 @@ class AutoMicroBatch:
             self._ask()
 
     def _ask(self, *, failed: bool = False) -> None:
-        """Tell the other ranks whether this one has run out of memory, which then raises nothing, and ask them."""
+        """Tell the other ranks whether this one has run out of memory, which then raises nothing,
+        and ask them.
+        """
         if sum_over_ranks([float(failed)], "auto_micro_batch")[0] and not failed:
             raise StepTooLargeError
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
-        """Return a context in which nothing of a step is sent before the ranks have agreed on it."""
+        """Return a context in which nothing of a step is sent before the ranks have agreed on
+        it.
+        """
         from ddpkit.syncbn import SyncBatchNorm  # which few runs need
 
         step = self.train_step
         saved = step.modules.state_dict(keep_vars=True)
         owners = dict(step.modules.named_modules())
-        places = [(name.rpartition("."), one) for name, one in step.modules.named_buffers() if name in saved]
+        places = [
+            (name.rpartition("."), one)
+            for name, one in step.modules.named_buffers()
+            if name in saved
+        ]
         self._buffers = [(owners[path], name, one) for (path, _, name), one in places]
         wrapped = getattr(step.strategy, "wrapped", ())
         self._sends = [module.module for module in wrapped if module.broadcast_buffers]
         for module in wrapped:
-            module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
+            # else DDP sends its buffers in the first forward pass
+            module.require_forward_param_sync = False
         self._random, step.agree = None, self.agree
         self._searches, self._fits, self._fails = not step.progress.optimizer_step, 0, 0
         try:
-            with step.strategy.no_sync(), temporarily(SyncBatchNorm, before_sending=self._before_statistics):
+            with (
+                step.strategy.no_sync(),
+                temporarily(SyncBatchNorm, before_sending=self._before_statistics),
+            ):
                 yield
         finally:
             step.agree, self._is_open, self._buffers, self._room = None, False, [], None
 
     def _divide(self, sampler: PlannedBatchSampler, size: int, error: str) -> None:
         """Go back to the end of the last step, and make micro-batches of another size."""
-        step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, self._plan
+        step, progress, options, plan = (
+            self.train_step,
+            self.train_step.progress,
+            self.train_step.options,
+            self._plan,
+        )
         self._is_open, self._room = False, None
         if not size:
             raise ConfigError(
-                f"auto_micro_batch: one sample at a time is too much for the memory of a process{error}, in epoch "
-                f"{progress.epoch}, optimizer step {progress.optimizer_step + 1}. Use a smaller model or shorter "
-                "samples, --activation_checkpointing, or --precision=bf16."
+                "auto_micro_batch: one sample at a time is too much for the memory of a "
+                f"process{error}, in epoch {progress.epoch}, optimizer step "
+                f"{progress.optimizer_step + 1}. Use a smaller model or shorter samples, "
+                "--activation_checkpointing, or --precision=bf16."
             )
         factor = self._parts(size)
         sampler.divide(factor)
         size = sampler.plan.batch_size
         options.derive("micro_batch_size", size)
         options.derive("grad_accumulation_factor", factor)
-        # The step is repeated, so all is put back to its beginning. From now on batches are counted in the new size: at
-        # the end of a step both sizes have done the same samples.
+        # The step is repeated, so all is put back to its beginning. From now on batches are counted
+        # in the new size: at the end of a step both sizes have done the same samples.
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
         progress.meter = progress.train_meter or progress.new_meter()
         progress.window = Window(number=progress.window.number)
-        self.run_state.step_plan = replace(self.run_state.step_plan, grad_accumulation_factor=factor, per_process=size)
+        self.run_state.step_plan = replace(
+            self.run_state.step_plan, grad_accumulation_factor=factor, per_process=size
+        )
         with torch.no_grad():
             for owner, name, before in self._buffers:
                 getattr(owner, name).copy_(before)
-        for parameter in (*step.modules.parameters(), *parameters_of(step.named_optimizers().values())):
+        for parameter in (
+            *step.modules.parameters(),
+            *parameters_of(step.named_optimizers().values()),
+        ):
             parameter.grad = None
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-        words = "optimizer step %d was too large for the memory. It is repeated, and the run goes on, with"
+        words = (
+            "optimizer step %d was too large for the memory. It is repeated, and the run goes on, "
+            "with"
+        )
         if size > plan.batch_size:
-            words = "optimizer step %d fits into the memory. It is repeated to see whether more does:"
-        words = f"auto_micro_batch: {words} at most %d samples at a time on a process (--micro_batch_size=%d), "
-        logger.announce(words + "accumulated over %d batches.", progress.optimizer_step + 1, size, size, factor)
+            words = (
+                "optimizer step %d fits into the memory. It is repeated to see whether more does:"
+            )
+        words = (
+            f"auto_micro_batch: {words} at most %d samples at a time on a process "
+            "(--micro_batch_size=%d), "
+        )
+        logger.announce(
+            words + "accumulated over %d batches.", progress.optimizer_step + 1, size, size, factor
+        )

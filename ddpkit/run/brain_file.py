@@ -16,7 +16,8 @@ DEBUG = "debug"  # whether the run that saved a checkpoint had the option `debug
 
 
 def read_brain_file(checkpoint: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint's ``brain.ckpt``; empty without that file, or if no Brain saved it.
+    """Return the contents of a checkpoint's ``brain.ckpt``; empty without that file, or if no Brain
+    saved it.
 
     Args:
         checkpoint: its directory.
@@ -45,7 +46,8 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
 
 
 def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:
-    """Return :func:`read_brain_file`, or nothing for an unreadable file; loading it raises the error.
+    """Return :func:`read_brain_file`, or nothing for an unreadable file; loading it raises the
+    error.
 
     Args:
         checkpoint: its directory.

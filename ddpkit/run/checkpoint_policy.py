@@ -1,4 +1,5 @@
-"""When a run saves, and what it resumes from: the part of a run that registers with the Checkpointer.
+"""When a run saves, and what it resumes from: the part of a run that registers with the
+Checkpointer.
 
 All ranks save at the same place, between two optimizer steps.
 """
@@ -45,26 +46,30 @@ WAIT_SECONDS = 300.0  # for the other ranks, where a save needs them: one may be
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 APART = (
-    "ddp_comm_hook=post_local_sgd: a checkpoint is saved in a hook of a training batch, where each rank has weights of "
-    "its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, which wait for the next average, or save in "
-    "on_stage_end."
+    "ddp_comm_hook=post_local_sgd: a checkpoint is saved in a hook of a training batch, where "
+    "each rank has weights of its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, "
+    "which wait for the next average, or save in on_stage_end."
 )
-OTHER_ROWS = " BatchNorm statistics are now computed over batches of another size, so the results differ{}."
+OTHER_ROWS = (
+    " BatchNorm statistics are now computed over batches of another size, so the results differ{}."
+)
 NOTHING_SAVED = (
-    "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
-    "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
+    "A checkpointer was given and fit has saved nothing: unless the script saves after it, the "
+    "training is lost. Call self.checkpointer.save_and_keep_only() in on_stage_end, or give "
+    "--ckpt_interval_minutes."
 )
 
 
 class CheckpointPolicy:
     """Saves and resumes a run with a checkpointer; without one it does nothing.
 
-    The checkpointer saves the run's state as ``brain``, the state of each rank as ``ranks``, and ``optimizer``,
-    ``scaler``, ``ema`` and ``scheduler`` where there are such.
+    The checkpointer saves the run's state as ``brain``, the state of each rank as ``ranks``, and
+    ``optimizer``, ``scaler``, ``ema`` and ``scheduler`` where there are such.
 
     Args:
         checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, or None.
-        train_step: has the options, the progress, the optimizers, the scaler and the average of the weights.
+        train_step: has the options, the progress, the optimizers, the scaler and the average of the
+            weights.
 
     Attributes:
         checkpointer: as given.
@@ -76,14 +81,21 @@ class CheckpointPolicy:
 
     def __init__(self, checkpointer: Any, train_step: TrainStep) -> None:
         self.checkpointer: Checkpointer | None = _require_checkpointer(checkpointer)
-        self.train_step, self.options, self.progress = train_step, train_step.options, train_step.progress
+        self.train_step, self.options, self.progress = (
+            train_step,
+            train_step.options,
+            train_step.progress,
+        )
         parts = self.progress, train_step.strategy, train_step.modules
         self.rank_state = RankState(*parts, saves=checkpointer is not None)
         self.run_state = RunState(train_step, self.rank_state)
-        self.position = SavePosition(self.run_state, has_own_fit_batch=train_step.recipe.has_own_fit_batch)
+        self.position = SavePosition(
+            self.run_state, has_own_fit_batch=train_step.recipe.has_own_fit_batch
+        )
         self._saved_scaler: Any = None  # as it is registered
         self._saved_average: Any = None
-        self._real_folder: Path | None = None  # of the checkpointer, while it saves into a temporary one
+        # of the checkpointer, while it saves into a temporary one
+        self._real_folder: Path | None = None
         self._handed_on: set[str] = set()  # options that the checkpointer was given
         self._fit_loader: Any = None
         self._is_between_batches = False
@@ -92,7 +104,8 @@ class CheckpointPolicy:
     # ------------------------------------------------------------------ registering
 
     def register(self, brain: Any) -> None:
-        """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well.
+        """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder
+        as well.
 
         Args:
             brain: the recoverable ``brain``, whose class has the checkpoint hooks.
@@ -108,7 +121,9 @@ class CheckpointPolicy:
         self._require_free(RANKS, "the state of each rank", states)
         self.register_scaler()
         checkpointer.add_recoverable("brain", brain)
-        checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
+        checkpointer.add_recoverable(
+            RANKS, states, custom_load_hook=self._load_ranks, optional_load=True
+        )
         self.register_average()
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.progress.epoch or None
@@ -117,15 +132,21 @@ class CheckpointPolicy:
             checkpointer.whole_states = self._whole_states
 
     def register_scaler(self) -> None:
-        """Register the scaler of fp16 gradients with the checkpointer, in the place of an earlier one."""
+        """Register the scaler of fp16 gradients with the checkpointer, in the place of an earlier
+        one.
+        """
         scaler, before = self.train_step.scaler, self._saved_scaler
         if self.checkpointer is not None and scaler.is_enabled():
-            self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}", before)
+            self._require_free(
+                "scaler", f"the gradient scaler of precision={self.options.precision!r}", before
+            )
             self.checkpointer.add_recoverable("scaler", scaler, optional_load=True)
             self._saved_scaler = scaler
 
     def register_average(self) -> None:
-        """Register the average of the weights with the checkpointer, in the place of an earlier one."""
+        """Register the average of the weights with the checkpointer, in the place of an earlier
+        one.
+        """
         ema, before = self.train_step.ema, self._saved_average
         if self.checkpointer is not None and ema is not None:
             self._require_free("ema", "the average of the weights (ema_decay)", before)
@@ -140,19 +161,24 @@ class CheckpointPolicy:
             brain: as for :meth:`register`.
 
         Raises:
-            ConfigError: it is none; or ``fit`` is running, which holds the folder of the one before.
+            ConfigError: it is none; or ``fit`` is running, which holds the folder of the one
+                before.
         """
         before = self.checkpointer
         if checkpointer is before:
             return
         if self.progress.is_fitting:
             raise ConfigError(
-                "checkpointer was assigned inside of fit, which keeps the folder of the one before. Assign it before "
-                "fit, or give it to the Brain."
+                "checkpointer was assigned inside of fit, which keeps the folder of the one "
+                "before. Assign it before fit, or give it to the Brain."
             )
         self.checkpointer = _require_checkpointer(checkpointer)
         own = [*self.train_step.named_optimizers().values(), self.train_step.schedule]
-        kept = {name: one for name, one in _recoverables(before).items() if any(one is other for other in own)}
+        kept = {
+            name: one
+            for name, one in _recoverables(before).items()
+            if any(one is other for other in own)
+        }
         self._saved_scaler = self._saved_average = None
         self._real_folder, self._handed_on = None, set()
         self.rank_state.saves(checkpointer is not None)
@@ -162,7 +188,8 @@ class CheckpointPolicy:
                 self.add(name, one)
 
     def follow_options(self) -> None:
-        """Give the checkpointer what the options say now: how it reads and fails; a temporary folder when debugging.
+        """Give the checkpointer what the options say now: how it reads and fails; a temporary
+        folder when debugging.
 
         A measured slice has a temporary folder, too: it goes on from nothing and leaves nothing.
         """
@@ -170,11 +197,16 @@ class CheckpointPolicy:
         if checkpointer is None:
             return
         plan = find_slice()
-        is_temporary = plan is not None or (self.options.debug and not self.options.debug_persistently)
+        is_temporary = plan is not None or (
+            self.options.debug and not self.options.debug_persistently
+        )
         if is_temporary and self._real_folder is None:
             self._real_folder = checkpointer.checkpoints_dir
             where = None if plan is None else plan.scratch
-            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-", "dir": where}) or ""
+            folder = (
+                run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-", "dir": where})
+                or ""
+            )
             checkpointer.checkpoints_dir = Path(folder)
             if not get_rank():
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
@@ -206,17 +238,27 @@ class CheckpointPolicy:
             return
         if hasattr(other, "fit_batch"):
             raise ConfigError(
-                "this Checkpointer belongs to another Brain, and a checkpoint holds the training of one Brain. Give "
-                "each Brain its own Checkpointer. To evaluate what another trained, give it one on the same folder."
+                "this Checkpointer belongs to another Brain, and a checkpoint holds the training "
+                "of one Brain. Give each Brain its own Checkpointer. To evaluate what another "
+                "trained, give it one on the same folder."
             )
-        raise ConfigError(f"the recoverable name {name!r} is reserved for {what}; rename your {type(other).__name__}.")
+        raise ConfigError(
+            f"the recoverable name {name!r} is reserved for {what}; rename your "
+            f"{type(other).__name__}."
+        )
 
     def _recoverables(self) -> Mapping[str, Any]:
         return _recoverables(self.checkpointer)
 
     def _hand_on_options(self, checkpointer: Checkpointer) -> None:
-        """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
-        attributes = {"ckpt_verify": "verify_mode", "ckpt_load": "load_mode", "ckpt_errors": "on_error"}
+        """Give the checkpointer what the options say of it; what is left at its default is left
+        alone there, too.
+        """
+        attributes = {
+            "ckpt_verify": "verify_mode",
+            "ckpt_load": "load_mode",
+            "ckpt_errors": "on_error",
+        }
         for option, attribute in attributes.items():
             if self.options[option] != OPTION_BY_NAME[option].default or option in self._handed_on:
                 self._handed_on.add(option)
@@ -235,7 +277,10 @@ class CheckpointPolicy:
             yield
             self._end_call()
             return
-        with checkpointer.hold_folder(), temporarily(checkpointer, asynchronous=self.options.ckpt_async):
+        with (
+            checkpointer.hold_folder(),
+            temporarily(checkpointer, asynchronous=self.options.ckpt_async),
+        ):
             try:
                 yield
                 self._end_call()
@@ -245,17 +290,24 @@ class CheckpointPolicy:
                     self._finish_save(checkpointer)
                 raise
             finally:
-                # what was recovered for this call goes, but for what the next one takes over from its end
+                # what was recovered for this call goes, but for what the next one takes over from
+                # its end
                 keep_end = self.run_state.calls.later is None and not self.progress.step
                 self.rank_state.release(self._fit_loader, keep_end=keep_end)
                 self._fit_loader = self.run_state.expected_epoch = None
 
     def _end_call(self) -> None:
-        """End a call of ``fit``: random streams and counts are equal in a resumed and an uninterrupted run."""
+        """End a call of ``fit``: random streams and counts are equal in a resumed and an
+        uninterrupted run.
+        """
         self.rank_state.end_streams()
         calls = self.run_state.calls
         calls.finished[calls.number] = self.progress.optimizer_step
-        if self.checkpointer is not None and self.progress.epochs and not (self._has_saved or self.options.debug):
+        if (
+            self.checkpointer is not None
+            and self.progress.epochs
+            and not (self._has_saved or self.options.debug)
+        ):
             logger.warning(NOTHING_SAVED)
 
     def choose_start(self) -> Start | None:
@@ -271,22 +323,30 @@ class CheckpointPolicy:
         state.calls.number += 1
         if checkpointer is not None:
             choose = functools.partial(
-                choose_start, is_first=state.start is None, known=state.states, is_debug=bool(self.options.debug)
+                choose_start,
+                is_first=state.start is None,
+                known=state.states,
+                is_debug=bool(self.options.debug),
             )
             state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
         elif self.options.resume not in {"auto", "never"}:
-            logger.warning("Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume)
+            logger.warning(
+                "Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume
+            )
         return state.start
 
     @property
     def begins_anew(self) -> bool:
-        """Whether this is the first call of ``fit`` of a run that was asked to begin from scratch, and does."""
+        """Whether this is the first call of ``fit`` of a run that was asked to begin from scratch,
+        and does.
+        """
         state = self.run_state
         is_from_scratch = state.start is None or state.start.resume == NEVER
         return self.options.resume == NEVER and is_from_scratch and state.calls.number == 1
 
     def keep_global_batch(self, start: Start | None, *, is_looped: bool) -> None:
-        """Keep the samples of an optimizer step when a checkpoint of another number of processes is resumed.
+        """Keep the samples of an optimizer step when a checkpoint of another number of processes is
+        resumed.
 
         With ``auto_micro_batch``, begin with the micro-batches that the checkpoint's run had found.
 
@@ -311,11 +371,22 @@ class CheckpointPolicy:
         for name, value in changed.items():
             options.derive(name, value)
         if changed:
-            words = "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step.%s"
+            words = (
+                "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer "
+                "step.%s"
+            )
             values = ", ".join(f"{name}={value}" for name, value in changed.items())
             keeps_rows = changed.keys() == {"global_batch_size", "grad_accumulation_factor"}
-            advice = f"; --global_batch_size={before.per_step} alone keeps them" if before.per_step else ""
-            told = "" if keeps_rows or not batch_norms(self.train_step.modules) else OTHER_ROWS.format(advice)
+            advice = (
+                f"; --global_batch_size={before.per_step} alone keeps them"
+                if before.per_step
+                else ""
+            )
+            told = (
+                ""
+                if keeps_rows or not batch_norms(self.train_step.modules)
+                else OTHER_ROWS.format(advice)
+            )
             logger.announce(words, get_world_size(), before.world_size, values, told)
 
     # ------------------------------------------------------------------ recovering
@@ -336,10 +407,12 @@ class CheckpointPolicy:
             yield
         finally:
             checkpointer.resume = NEWEST
-            self.run_state.start = replace(start, state=None)  # from now on a checkpoint may be another of that name
+            # from now on a checkpoint may be another of that name
+            self.run_state.start = replace(start, state=None)
 
     def recover(self, modules: Mapping[str, Any] | Any) -> None:
-        """Recover a checkpoint before training; first name what of the training no checkpoint will hold.
+        """Recover a checkpoint before training; first name what of the training no checkpoint will
+        hold.
 
         Args:
             modules: of the Brain, by name.
@@ -351,15 +424,27 @@ class CheckpointPolicy:
             return
         self.checkpointer.require_hooks()
         ema, optimizers = self.train_step.ema, self.train_step.named_optimizers()
-        others = {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
+        others = {
+            name: one
+            for name, one in self._recoverables().items()
+            if name != "brain" and one is not ema
+        }
         lost = modules_not_saved(modules, others)
         if lost:
-            words = "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, module) adds them."
+            words = (
+                "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, "
+                "module) adds them."
+            )
             logger.warning(words, ", ".join(lost))
         forgotten = optimizers_not_saved(optimizers, others)
-        self.run_state.note_script_settings({name: one for name, one in optimizers.items() if name not in forgotten})
+        self.run_state.note_script_settings(
+            {name: one for name, one in optimizers.items() if name not in forgotten}
+        )
         if forgotten:
-            words = "The checkpointer saves nothing of the optimizer(s) %s: give it them in init_optimizers."
+            words = (
+                "The checkpointer saves nothing of the optimizer(s) %s: give it them in "
+                "init_optimizers."
+            )
             logger.warning(words, ", ".join(forgotten))
         self.checkpointer.recover_if_possible()
 
@@ -372,16 +457,27 @@ class CheckpointPolicy:
             states.recovered = found  # in an epoch a recipe may recover something else
 
     def load_deferred(self) -> None:
-        """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
+        """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier
+        one.
+        """
         state, later, checkpointer = self.run_state, self.run_state.calls.later, self.checkpointer
-        if checkpointer is None or later is None or later[1]["fit"] > state.calls.number or state.start is None:
+        if (
+            checkpointer is None
+            or later is None
+            or later[1]["fit"] > state.calls.number
+            or state.start is None
+        ):
             return
         found, known = checkpoint_work_on_main(self._find_later, checkpointer, later[0])
         with temporarily(state, start=replace(state.start, resume=found, state=known)):
             checkpointer.load_checkpoint(found)
 
-    def _find_later(self, checkpointer: Checkpointer, path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
-        """Return the checkpoint of a later call; if a save between the calls has replaced it, that save."""
+    def _find_later(
+        self, checkpointer: Checkpointer, path: Path
+    ) -> tuple[Checkpoint, Mapping[str, Any] | None]:
+        """Return the checkpoint of a later call; if a save between the calls has replaced it, that
+        save.
+        """
         newest = None if path.exists() else checkpointer.find_checkpoint()
         return self.run_state.find_again(path) if newest is None else (newest, None)
 
@@ -395,7 +491,10 @@ class CheckpointPolicy:
         if calls.later is None:
             return False
         path, state = calls.later
-        words = "Call %d of fit is done: %s was made in call %d, which goes on from it; else use another folder."
+        words = (
+            "Call %d of fit is done: %s was made in call %d, which goes on from it; else use "
+            "another folder."
+        )
         logger.announce(words, calls.number, path, state["fit"])
         steps = dict(enumerate(state.get("finished") or (), 1)).get(calls.number)
         if steps is not None:
@@ -403,16 +502,22 @@ class CheckpointPolicy:
         return True
 
     def warn_unused_entries(self) -> None:
-        """Name what is in the checkpoint that the training goes on from, and nothing has taken up."""
+        """Name what is in the checkpoint that the training goes on from, and nothing has taken
+        up.
+        """
         checkpointer, recovered = self.checkpointer, self.run_state.recovered
         if checkpointer is None or recovered is None or recovered != checkpointer.last_loaded:
             return
-        # Without fp16 there is nothing to scale, and a loader's place is in the Brain's own file as well.
-        lost = [name for name in checkpointer.not_taken if name != "scaler" and "dataloader" not in name]
+        # Without fp16 there is nothing to scale, and a loader's place is in the Brain's own file as
+        # well.
+        lost = [
+            name for name in checkpointer.not_taken if name != "scaler" and "dataloader" not in name
+        ]
         if lost:
             logger.warning(
-                "%s holds %s, and no recoverable of this name has taken that up: the training goes on without it. Add "
-                "recoverables in init_optimizers or before fit, not later%s.",
+                "%s holds %s, and no recoverable of this name has taken that up: the training "
+                "goes on without it. Add recoverables in init_optimizers or before fit, not "
+                "later%s.",
                 recovered,
                 ", ".join(map(repr, lost)),
                 "; 'ema' is kept with ema_decay" if "ema" in lost else "",
@@ -444,7 +549,7 @@ class CheckpointPolicy:
         checkpointer = self.checkpointer
         return None if checkpointer is None else checkpoint_work_on_main(_newest, checkpointer)
 
-    # ------------------------------------------------------------------ saving in the middle of an epoch
+    # ------------------------------------------------------------- saving in the middle of an epoch
 
     def save_if_due(self, seconds_since_ckpt: float, batches_since_ckpt: int) -> bool:
         """Save in the middle of an epoch if it is time, and say whether it was.
@@ -485,18 +590,23 @@ class CheckpointPolicy:
             )
 
     def _whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make states whole that are divided over the ranks, if every rank saves and not the main process alone."""
+        """Make states whole that are divided over the ranks, if every rank saves and not the main
+        process alone.
+        """
         if get_world_size() > 1 and not all_ranks_come("save", WAIT_SECONDS):
             raise CheckpointError(
-                f"strategy={self.options.strategy!r} divides weights or states of optimizers over the ranks, and the "
-                "main process saves alone. Call save_checkpoint or save_and_keep_only on every rank: not under "
-                "`if if_main_process():`, not in run_on_main."
+                f"strategy={self.options.strategy!r} divides weights or states of optimizers over "
+                "the ranks, and the main process saves alone. Call save_checkpoint or "
+                "save_and_keep_only on every rank: not under `if if_main_process():`, not in "
+                "run_on_main."
             )
         return self.train_step.strategy.whole_states(objects)
 
     @staticmethod
     def _finish_save(checkpointer: Checkpointer) -> None:
-        """Let a save end that is being written when training fails; main process only. Signals only ask for an end."""
+        """Let a save end that is being written when training fails; main process only. Signals only
+        ask for an end.
+        """
         with alone(), EXIT_DELAY.held():
             try:
                 checkpointer.wait()
@@ -507,7 +617,8 @@ class CheckpointPolicy:
 
     @contextlib.contextmanager
     def _around_save(self, end_of_epoch: bool) -> Iterator[bool]:
-        """Return a context for every save of the checkpointer: with the training's own position and weights.
+        """Return a context for every save of the checkpointer: with the training's own position and
+        weights.
 
         Yields:
             Whether the checkpoint is of the end of an epoch, which the recipe may not know.
@@ -519,14 +630,18 @@ class CheckpointPolicy:
         ema = self.train_step.ema
         with (
             contextlib.nullcontext() if ema is None else ema.suspended(),
-            self.position.of_save(end_of_epoch, is_between_batches=self._is_between_batches) as has_ended,
+            self.position.of_save(
+                end_of_epoch, is_between_batches=self._is_between_batches
+            ) as has_ended,
         ):
             yield has_ended
 
 
 def _require_checkpointer(checkpointer: Any) -> Checkpointer | None:
     if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
-        raise ConfigError(f"checkpointer={checkpointer!r} is not a ddpkit.checkpoints.Checkpointer.")
+        raise ConfigError(
+            f"checkpointer={checkpointer!r} is not a ddpkit.checkpoints.Checkpointer."
+        )
     return checkpointer
 
 

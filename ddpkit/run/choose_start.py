@@ -30,7 +30,8 @@ class Start:
     """What a call of ``fit`` starts from.
 
     Attributes:
-        resume: for the checkpointer: ``"auto"``, ``"never"``, the path of a checkpoint, or one that is whole.
+        resume: for the checkpointer: ``"auto"``, ``"never"``, the path of a checkpoint, or one that
+            is whole.
         num_found: number of checkpoints that were in the folder.
         step_plan: step plan of that checkpoint; None without a checkpoint, or if it does not say.
         state: run state of that checkpoint until it is recovered; None: it could not be read.
@@ -48,7 +49,8 @@ class Start:
     state: Mapping[str, Any] | None = None
 
 
-#: Run states by the directory of their checkpoint and its time: another checkpoint may come to have the same name.
+#: Run states by the directory of their checkpoint and its time: another checkpoint may come to have
+#: the same name.
 States = dict[tuple[Path, float], dict[str, Any]]
 
 
@@ -62,21 +64,24 @@ def choose_start(
 ) -> Start:
     """Decide what a call of ``fit`` starts from.
 
-    When the launcher itself has restarted the run, it goes on with the newest checkpoint of this launch, whatever the
-    option says. A folder holds the checkpoints of one run: with ``"never"`` or a path, those that do not belong to
-    this run are moved into a subfolder.
+    When the launcher itself has restarted the run, it goes on with the newest checkpoint of this
+    launch, whatever the option says. A folder holds the checkpoints of one run: with ``"never"`` or
+    a path, those that do not belong to this run are moved into a subfolder.
 
     Args:
         checkpointer: its folder is looked into.
         resume: the option: ``"auto"``, ``"never"`` or the path of a checkpoint.
-        is_first: whether it is the first call of this process. For a recipe that recovers something in every call, a
-            later one starts from the newest checkpoint, whatever the option says.
-        known: run states that were read before; what is read now is added, so that no file is read twice.
-        is_debug: whether the run has the option ``debug``. Another run does not go on from what a run with ``debug``
-            has saved, whose epochs had a few batches: it moves such checkpoints into a subfolder, too.
+        is_first: whether it is the first call of this process. For a recipe that recovers something
+            in every call, a later one starts from the newest checkpoint, whatever the option says.
+        known: run states that were read before; what is read now is added, so that no file is read
+            twice.
+        is_debug: whether the run has the option ``debug``. Another run does not go on from what a
+            run with ``debug`` has saved, whose epochs had a few batches: it moves such checkpoints
+            into a subfolder, too.
 
     Raises:
-        CheckpointError: the folder cannot be read, or holds nothing that is whole; or the path is not a checkpoint.
+        CheckpointError: the folder cannot be read, or holds nothing that is whole; or the path is
+            not a checkpoint.
 
     Ranks: main only.
 
@@ -107,8 +112,14 @@ def choose_start(
     state = states[chosen.path] if chosen.path in states else brain_file_or_nothing(chosen.path)
     if not is_debug and state.get(DEBUG) is True:
         logger.warning(REHEARSED, chosen.path)
-    asked = state.get("asked")  # the step plan as the options gave it, before a change for another number of processes
-    return Start(chosen, len(found), StepPlan.read(asked if isinstance(asked, Mapping) else state), state or None)
+    # the step plan as the options gave it, before a change for another number of processes
+    asked = state.get("asked")
+    return Start(
+        chosen,
+        len(found),
+        StepPlan.read(asked if isinstance(asked, Mapping) else state),
+        state or None,
+    )
 
 
 def _without_rehearsals(
@@ -130,14 +141,18 @@ def _states_of(found: Iterable[Checkpoint], known: States) -> dict[Path, dict[st
 
 
 def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
-    """Return the checkpoints of the launch that has restarted this run; none, where it has not been restarted."""
+    """Return the checkpoints of the launch that has restarted this run; none, where it has not been
+    restarted.
+    """
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     if not find_launch().restart_count or launch in {None, "none"}:
         return []
     return [one for one in found if states[one.path].get("launch") == launch]
 
 
-def _say_why(chosen: Checkpoint | None, found: list[Checkpoint], states: Mapping[Path, Any], resume: str) -> None:
+def _say_why(
+    chosen: Checkpoint | None, found: list[Checkpoint], states: Mapping[Path, Any], resume: str
+) -> None:
     newest = max(found, key=ckpt_recency)
     if chosen is not None and resume != NEWEST:
         logger.info("The launcher has restarted this run: it goes on from %s.", chosen.path)

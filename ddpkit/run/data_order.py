@@ -22,9 +22,10 @@ def order_of(loader: Any) -> dict[str, str | int]:
         loader: of this rank.
 
     Returns:
-        Under ``order`` how the data is ordered, or the classes that order it; where they are known, the ``samples`` of
-        the dataset, ``drop_last``, a digest of a stream's shuffle, and the batches of a ``nominal epoch``. Equal on all
-        ranks, and on any number of them; nothing is drawn.
+        Under ``order`` how the data is ordered, or the classes that order it; where they are known,
+        the ``samples`` of the dataset, ``drop_last``, a digest of a stream's shuffle, and the
+        batches of a ``nominal epoch``. Equal on all ranks, and on any number of them; nothing is
+        drawn.
 
     Ranks: local.
 
@@ -43,9 +44,16 @@ def order_of(loader: Any) -> dict[str, str | int]:
         samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
         return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **samples}
     if isinstance(dataset, StreamShard):
-        own = {"shards (its own, processes x workers)": dataset.parts} if dataset.divides_itself else {}
+        own = (
+            {"shards (its own, processes x workers)": dataset.parts}
+            if dataset.divides_itself
+            else {}
+        )
         return {"order": f"of {type(dataset.whole).__name__}", **own, **_shuffle(dataset.whole)}
-    return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
+    return {
+        "order": f"of {type(loader if dataset is None else dataset).__name__}",
+        **_shuffle(loader),
+    }
 
 
 def _shuffle(data: Any) -> dict[str, str]:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def last_epoch(epoch_counter: Any, length: RunLength) -> int | None:
-    """Return the number of the last epoch that a counter will yield, if nothing stops the run before.
+    """Return the number of the last epoch that a counter will yield, if nothing stops the run
+    before.
 
     Args:
         epoch_counter: as ``fit`` was given it.
@@ -24,7 +25,10 @@ def last_epoch(epoch_counter: Any, length: RunLength) -> int | None:
 
     Example:
         >>> from ddpkit.training import RunLength
-        >>> last_epoch(range(5, 9), RunLength(epochs=4)), last_epoch(range(5, 9), RunLength(epochs=2))
+        >>> (
+        ...     last_epoch(range(5, 9), RunLength(epochs=4)),
+        ...     last_epoch(range(5, 9), RunLength(epochs=2)),
+        ... )
         (8, 6)
         >>> last_epoch([3, 1, 2], RunLength(epochs=3)) is None
         True

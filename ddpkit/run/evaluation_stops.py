@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class StopsOfEvaluation:
     """Has the ranks agree about once a second on whether to stop an evaluation.
 
-    The ranks may have different numbers of batches, and the length of a stream is unknown. So a rank without further
-    batches keeps taking part until every rank has finished.
+    The ranks may have different numbers of batches, and the length of a stream is unknown. So a
+    rank without further batches keeps taking part until every rank has finished.
 
     Args:
         progress: has the step of this rank.
@@ -42,7 +42,9 @@ class StopsOfEvaluation:
         add_up: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
         self._cause = cause
-        self.sync = PeriodicSync(add_up or sum_over_ranks, get_world_size(), is_main=if_main_process())
+        self.sync = PeriodicSync(
+            add_up or sum_over_ranks, get_world_size(), is_main=if_main_process()
+        )
         self.sync.start(progress.step)
 
     def __call__(self, step: int) -> None:
@@ -64,7 +66,8 @@ class StopsOfEvaluation:
 
 
 def added_over_store(values: list[float]) -> list[float]:
-    """Add up a few numbers over all ranks through the store: unlike a collective, it ends when a rank fails.
+    """Add up a few numbers over all ranks through the store: unlike a collective, it ends when a
+    rank fails.
 
     Ranks: collective.
     """

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class FitCalls:
     """Which call of ``fit`` in the script this is, and which calls are over.
 
-    A script that was stopped in its second call is started again: the first call must return at once, and the second
-    goes on.
+    A script that was stopped in its second call is started again: the first call must return at
+    once, and the second goes on.
 
     Attributes:
         number: calls so far, this one included.
@@ -37,7 +37,8 @@ class FitCalls:
         self.later_ends_epoch = True
 
     def accept(self, path: Path, state: Mapping[str, Any]) -> bool:
-        """Return whether a checkpoint was made in this call; keep a checkpoint of a later call in :attr:`later`.
+        """Return whether a checkpoint was made in this call; keep a checkpoint of a later call in
+        :attr:`later`.
 
         Args:
             path: its directory.

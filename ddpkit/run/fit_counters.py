@@ -11,8 +11,8 @@ from ddpkit.epoch_loop import EpochCounter
 class FitCounters:
     """Tells the counters of earlier calls of ``fit`` that the present epochs are not theirs.
 
-    A checkpoint from the middle of an epoch holds all counters. Only the one that counts that epoch has to do it
-    again.
+    A checkpoint from the middle of an epoch holds all counters. Only the one that counts that epoch
+    has to do it again.
 
     Ranks: local; alike on every rank.
 
@@ -29,8 +29,8 @@ class FitCounters:
         """Note what a call of ``fit`` counts with.
 
         Args:
-            epoch_counter: as ``fit`` was given it. What is neither a counter nor a sequence may count with any of
-                them inside: then all of them count as running.
+            epoch_counter: as ``fit`` was given it. What is neither a counter nor a sequence may
+                count with any of them inside: then all of them count as running.
         """
         is_counter = isinstance(epoch_counter, EpochCounter)
         is_wrapper = not is_counter and not isinstance(epoch_counter, Sequence)

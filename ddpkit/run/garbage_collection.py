@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def collecting_by_steps(interval: int) -> Iterator[None]:
-    """Return a context in which Python collects no garbage by itself, if the optimizer steps say when.
+    """Return a context in which Python collects no garbage by itself, if the optimizer steps say
+    when.
 
     Ranks: local.
     """

@@ -21,20 +21,37 @@ class IntraEpochSaves:
     Ranks: collective, but for :meth:`tell`.
     """
 
-    def __init__(self, train_step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
-        self.progress, self.train_step, self.policy, self.stop = train_step.progress, train_step, policy, stop
+    def __init__(
+        self,
+        train_step: TrainStep,
+        options: RunOptions,
+        policy: CheckpointPolicy,
+        stop: StopControl,
+    ) -> None:
+        self.progress, self.train_step, self.policy, self.stop = (
+            train_step.progress,
+            train_step,
+            policy,
+            stop,
+        )
         self.saves_by_steps = options.ckpt_interval_steps > 0
         averages = train_step.strategy.averages_weights
-        self.follows_windows = self.saves_by_steps or train_step.freezes or train_step.waits_for_window or averages
+        self.follows_windows = (
+            self.saves_by_steps or train_step.freezes or train_step.waits_for_window or averages
+        )
         self._put_off: SyncReport | None = None  # until the ranks' weights are averaged
         self._start_anew()
 
     def tell(self) -> Requests:
         """Return the seconds since the last save, and what this rank has been asked for."""
-        return Requests(time.monotonic() - self.last_time, self.stop.signals.save_wanted, self.stop.cause())
+        return Requests(
+            time.monotonic() - self.last_time, self.stop.signals.save_wanted, self.stop.cause()
+        )
 
     def on_sync(self, report: SyncReport) -> None:
-        """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
+        """Stop or save if any rank has been asked to, or save if the main process's clock says
+        so.
+        """
         self._put_off = report if self.train_step.strategy.is_apart else None
         if report.stop and not self._is_pending():
             self.stop.stop_training(report.stop, is_saved=self.last_step == self.progress.step)
@@ -46,7 +63,8 @@ class IntraEpochSaves:
             self._save_if_due(report.main_seconds, 0)
 
     def on_window(self) -> None:
-        """Do what follows the steps of the window; drop the gradients of frozen optimizers; save if it is time.
+        """Do what follows the steps of the window; drop the gradients of frozen optimizers; save if
+        it is time.
 
         What was asked for while the ranks' weights were not the same is done after their average.
         """
@@ -67,8 +85,13 @@ class IntraEpochSaves:
             self._start_anew()
 
     def _is_pending(self) -> bool:
-        """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ between ranks."""
-        return self.progress.window.pending(self.progress.step) > 0 or self.train_step.strategy.is_apart
+        """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ
+        between ranks.
+        """
+        return (
+            self.progress.window.pending(self.progress.step) > 0
+            or self.train_step.strategy.is_apart
+        )
 
     def _start_anew(self) -> None:
         self.last_time, self.last_step = time.monotonic(), self.progress.step

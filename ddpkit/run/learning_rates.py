@@ -15,7 +15,8 @@ MOST_SHOWN = 4
 
 
 def rates_row(optimizer: Any, begun: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the learning rates that an optimizer was given, and those of its next step where they differ.
+    """Return the learning rates that an optimizer was given, and those of its next step where they
+    differ.
 
     Args:
         optimizer: whose groups have a learning rate, or not.
@@ -64,7 +65,9 @@ def rate_of_bar(optimizers: Iterable[Any]) -> str:
     Ranks: local.
 
     Example:
-        >>> groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01)]
+        >>> groups = [
+        ...     {"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01)
+        ... ]
         >>> rate_of_bar([torch.optim.SGD(groups)])
         '0.01 to 0.1'
     """

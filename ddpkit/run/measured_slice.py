@@ -1,7 +1,8 @@
-"""A slice of a run for ``python -m ddpkit scale``: a few optimizer steps are measured in ``fit``, then the run ends.
+"""A slice of a run for ``python -m ddpkit scale``: a few optimizer steps are measured in ``fit``,
+then the run ends.
 
-The training is the recipe's own: its data, its ``fit_batch``, its options. What follows an epoch (``on_stage_end``,
-validation, checkpoints) is left out.
+The training is the recipe's own: its data, its ``fit_batch``, its options. What follows an epoch
+(``on_stage_end``, validation, checkpoints) is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from ddpkit.training import batch_sizes, length_of
 if TYPE_CHECKING:
     from ddpkit.training import TrainStep
 
-#: Options that decide how fast a step is, and are told with the result where they are not the default.
+#: Options that decide how fast a step is, and are told with the result where they are not the
+#: default.
 TOLD_OPTIONS = (
     "activation_checkpointing",
     "bucket_cap_mb",
@@ -44,8 +46,9 @@ TOLD_OPTIONS = (
     "sync_batchnorm",
 )
 NOTHING_MEASURED = (
-    "no step can be measured on {} process(es): an epoch has one optimizer step, and the first one is left out, as it "
-    "waits for the loader to start. Measure with more data, or with a smaller batch."
+    "no step can be measured on {} process(es): an epoch has one optimizer step, and the first "
+    "one is left out, as it waits for the loader to start. Measure with more data, or with a "
+    "smaller batch."
 )
 MOST_STEPS = 4  # times those that are wanted: in short epochs not each one is measured
 WHOLE_SLICE = 3  # of the longest time that a slice may take, warming up gets so small a part
@@ -166,7 +169,9 @@ class SliceClock:
         self._core_waits = CoreWaits()
 
     def _steps_to_measure(self) -> int:
-        """Return how many steps are to be measured from now on; 0: the training is still warming up."""
+        """Return how many steps are to be measured from now on; 0: the training is still warming
+        up.
+        """
         plan = self._plan
         now = time.monotonic()
         passed = now - self._began
@@ -180,7 +185,8 @@ class SliceClock:
         return max(1, min(wanted, possible))
 
     def _go_on_or_end(self) -> None:
-        """Go on where steps have not been measured: the first one of each epoch waits for the loader to start.
+        """Go on where steps have not been measured: the first one of each epoch waits for the
+        loader to start.
 
         The ranks have measured the same steps, and so decide alike.
         """
@@ -228,8 +234,8 @@ def result_of(ranks: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> S
     """Return what a slice has measured.
 
     Args:
-        ranks: of each rank ``"windows"`` (seconds by phase, and samples, of each step), ``"host"`` and ``"core_wait"``.
-            The steps are the same ones on all ranks.
+        ranks: of each rank ``"windows"`` (seconds by phase, and samples, of each step), ``"host"``
+            and ``"core_wait"``. The steps are the same ones on all ranks.
         facts: further fields of the result.
 
     Ranks: local.

@@ -1,4 +1,6 @@
-"""What is said and written when a step runs out of memory: what took it, and a snapshot to look into."""
+"""What is said and written when a step runs out of memory: what took it, and a snapshot to look
+into.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,13 @@ _LARGEST_SHOWN = 1000  # of a unit, then the next one is taken
 _MEMINFO = Path("/proc/meminfo")
 
 NO_HISTORY = (
-    "memory_snapshot_on_oom=True: torch does not record who allocates memory on %s. If it runs out, a summary is "
-    "logged, and no snapshot written."
+    "memory_snapshot_on_oom=True: torch does not record who allocates memory on %s. If it runs "
+    "out, a summary is logged, and no snapshot written."
 )
-SNAPSHOT = "Memory snapshot of rank %d: %s\nDrop it on https://pytorch.org/memory_viz to see who allocated what."
+SNAPSHOT = (
+    "Memory snapshot of rank %d: %s\nDrop it on https://pytorch.org/memory_viz to see who "
+    "allocated what."
+)
 NOT_WRITTEN = "The memory snapshot of rank %d cannot be written: %s."
 REST = "the rest is what a step computes: activations, batches, and what a kernel needs"
 HINT = "--memory_snapshot_on_oom records who allocates what, for a picture of it."
@@ -49,7 +54,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     Ranks: local.
 
     Example:
-        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(ValueError("no"))
+        >>> (
+        ...     is_out_of_memory(RuntimeError("CUDA error: out of memory")),
+        ...     is_out_of_memory(ValueError("no")),
+        ... )
         (True, False)
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -58,7 +66,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryReport:
-    """Records allocations while a call of ``fit`` runs, if it is asked to; tells what took the memory when it is full.
+    """Records allocations while a call of ``fit`` runs, if it is asked to; tells what took the
+    memory when it is full.
 
     Args:
         train_step: has the modules, the optimizers, the options and the device.
@@ -94,7 +103,8 @@ class MemoryReport:
                 stop_memory_history(device)
 
     def tell(self, error: BaseException) -> None:
-        """Log what takes the memory of this rank now; write the snapshot, if one is recorded. Once for an error.
+        """Log what takes the memory of this rank now; write the snapshot, if one is recorded. Once
+        for an error.
 
         Args:
             error: says that there is none left; what is in its traceback is alive.
@@ -125,7 +135,9 @@ class MemoryReport:
             logger.warning(SNAPSHOT, rank, shown_path(path), main_process_only=False)
 
     def _parts(self) -> list[str]:
-        """Return lines about what ddpkit knows by name: weights, gradients, states of optimizers."""
+        """Return lines about what ddpkit knows by name: weights, gradients, states of
+        optimizers.
+        """
         step = self._train_step
         parameters = list(step.modules.named_parameters())
         gradients = [one.grad for _, one in parameters if one.grad is not None]
@@ -148,7 +160,10 @@ class MemoryReport:
 def _largest(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ranked = sorted(parameters, key=lambda one: _bytes_of([one[1]]), reverse=True)[:_LARGEST]
     rows = [
-        f"  {name} {tuple(one.shape)} {str(one.dtype).rpartition('.')[2]}: {shown_bytes(_bytes_of([one]))}"
+        (
+            f"  {name} {tuple(one.shape)} {str(one.dtype).rpartition('.')[2]}: "
+            f"{shown_bytes(_bytes_of([one]))}"
+        )
         for name, one in ranked
     ]
     return ["the largest weights:", *rows] if rows else []
@@ -184,11 +199,13 @@ def shown_bytes(number: float) -> str:
     )
 
 
-# ---------------------------------------------------------------------- the memory of a device, and of the host
+# ---------------------------------------------------------- the memory of a device, and of the host
 
 
 class _Use(NamedTuple):
-    """Bytes of one device: what torch has given out, what it holds, and the most it had given out."""
+    """Bytes of one device: what torch has given out, what it holds, and the most it had given
+    out.
+    """
 
     allocated: float
     reserved: float

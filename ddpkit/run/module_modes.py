@@ -30,7 +30,8 @@ EARLIER = (
 
 @contextlib.contextmanager
 def stage_mode(find: Callable[[], nn.ModuleDict], *, training: bool) -> Iterator[None]:
-    """Set the modules to the mode of a stage; what the hook inside sets otherwise, of parts, stays so.
+    """Set the modules to the mode of a stage; what the hook inside sets otherwise, of parts, stays
+    so.
 
     Args:
         find: returns the modules; the hook may put others in their place.

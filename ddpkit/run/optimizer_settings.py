@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OTHER_OPTIMIZER = (
-    "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other settings and cannot "
-    "go on with its state. Go on with {2}. Or begin anew from the weights alone: load them before fit by "
-    "ddpkit.parameter_transfer.Pretrainer, and give --resume=never, or another experiment folder."
+    "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other "
+    "settings and cannot go on with its state. Go on with {2}. Or begin anew from the weights "
+    "alone: load them before fit by ddpkit.parameter_transfer.Pretrainer, and give "
+    "--resume=never, or another experiment folder."
 )
 
 
 def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the class and the settings of every parameter group, in plain values.
 
-    With a schedule they have ``initial_lr``, the rate that the script has given: a schedule may have changed ``lr``.
+    With a schedule they have ``initial_lr``, the rate that the script has given: a schedule may
+    have changed ``lr``.
 
     Args:
         optimizers: by name.
@@ -31,20 +33,31 @@ def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str
     Example:
         >>> import torch
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-        >>> [(one["class"], one["lr"], one["momentum"]) for one in optimizer_settings({"sgd": sgd})["sgd"]]
+        >>> [
+        ...     (one["class"], one["lr"], one["momentum"])
+        ...     for one in optimizer_settings({"sgd": sgd})["sgd"]
+        ... ]
         [('SGD', 0.5, 0)]
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for name, one in optimizers.items():
         known = [*getattr(one, "defaults", {"lr"}), "initial_lr"]
         kind = {"class": type(one).__name__}
-        groups = [{key: group[key] for key in known if key in group} for group in getattr(one, "param_groups", [])]
-        text = json.dumps([kind | group for group in groups], default=lambda value: getattr(value, "tolist", str)())
+        groups = [
+            {key: group[key] for key in known if key in group}
+            for group in getattr(one, "param_groups", [])
+        ]
+        text = json.dumps(
+            [kind | group for group in groups],
+            default=lambda value: getattr(value, "tolist", str)(),
+        )
         found[name] = json.loads(text)
     return found
 
 
-def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+def changed_settings(
+    checkpoint: Path, name: str, before: list[dict[str, Any]], now: list[dict[str, Any]]
+) -> list[str]:
     """List the settings of an optimizer that differ from the checkpoint's.
 
     Args:
@@ -54,7 +67,8 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
         now: settings of the script.
 
     Raises:
-        CheckpointError: it is an optimizer of another class, with other settings or another kind of weight decay.
+        CheckpointError: it is an optimizer of another class, with other settings or another kind of
+            weight decay.
 
     Ranks: local.
 
@@ -64,14 +78,29 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
     """
     pairs = list(zip(before, now, strict=False))
     for old, new in pairs:
-        kinds = [(one.keys() - {"initial_lr"}, one.get("decoupled_weight_decay")) for one in (old, new)]
+        kinds = [
+            (one.keys() - {"initial_lr"}, one.get("decoupled_weight_decay")) for one in (old, new)
+        ]
         if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
-            raise CheckpointUsageError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
-    keys = [(key, old, new) for old, new in pairs for key in new if key in old and key not in _left_out(old, new)]
-    return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
+            raise CheckpointUsageError(
+                OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"])
+            )
+    keys = [
+        (key, old, new)
+        for old, new in pairs
+        for key in new
+        if key in old and key not in _left_out(old, new)
+    ]
+    return list(
+        dict.fromkeys(
+            f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]
+        )
+    )
 
 
 def _left_out(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    """Return the settings that are not compared: with a schedule on both sides, what it has made of the rate."""
+    """Return the settings that are not compared: with a schedule on both sides, what it has made of
+    the rate.
+    """
     has_schedule = "initial_lr" in old and "initial_lr" in new
     return {"class", "fused", "lr"} if has_schedule else {"class", "fused"}

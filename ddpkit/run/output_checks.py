@@ -1,4 +1,6 @@
-"""What a run is going to write, looked at before its first epoch: files, folders, and room for its checkpoints."""
+"""What a run is going to write, looked at before its first epoch: files, folders, and room for its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,14 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
 
 
 def require_room(folder: Path, bytes_needed: int, *, has_checkpoints: bool, warns: bool) -> None:
-    """Refuse a disk that has no room for a checkpoint; warn where it has room for one and not for two.
+    """Refuse a disk that has no room for a checkpoint; warn where it has room for one and not for
+    two.
 
     Args:
         folder: of the checkpoints.
         bytes_needed: by one checkpoint, about.
-        has_checkpoints: whether there is one already, which may be deleted once the next is complete.
+        has_checkpoints: whether there is one already, which may be deleted once the next is
+            complete.
         warns: whether a save that fails only warns.
 
     Raises:
@@ -96,7 +100,8 @@ def folder_bytes(folder: Path) -> int:
 
 
 def state_bytes(objects: Iterable[Any]) -> int:
-    """Estimate the bytes of the states of modules and optimizers, whole, also where each rank has a part of them.
+    """Estimate the bytes of the states of modules and optimizers, whole, also where each rank has a
+    part of them.
 
     Of an optimizer that has not stepped the state is guessed from its settings.
 
@@ -130,7 +135,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _moments(group: Mapping[str, Any]) -> int:
-    """Return how many numbers an optimizer keeps for each number of a parameter, as far as its settings tell."""
+    """Return how many numbers an optimizer keeps for each number of a parameter, as far as its
+    settings tell.
+    """
     if "betas" in group:
         return 2 + bool(group.get("amsgrad"))
     if "alpha" in group and "centered" in group:  # RMSprop

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NO_OPTION = (
-    "self.%s = %r does not set the option of this name, which is %r. Set self.run_opts[%r] before fit. If the "
-    "attribute is your own, all is well."
+    "self.%s = %r does not set the option of this name, which is %r. Set self.run_opts[%r] before "
+    "fit. If the attribute is your own, all is well."
 )
 
 #: Options that are read at ``run_opts`` only: an attribute of the name is a recipe's own.
@@ -49,7 +49,8 @@ class Run:
     """What stands behind a Brain: the parts of a run, made once and wired to each other.
 
     Args:
-        train_step: one optimizer step; has the recipe, the options, the modules, the strategy and the progress.
+        train_step: one optimizer step; has the recipe, the options, the modules, the strategy and
+            the progress.
         hparams: of the recipe.
         checkpointer: or None.
 
@@ -69,7 +70,8 @@ class Run:
         lr_scaling: what learning rates are multiplied by.
         is_wrapped: whether modules are compiled and wrapped.
         is_prepared: whether optimizers are made, too.
-        replacing: what replaces a part that a recipe assigns, by its name; is given the new one and the Brain.
+        replacing: what replaces a part that a recipe assigns, by its name; is given the new one and
+            the Brain.
 
     Raises:
         ConfigError: an option cannot work.
@@ -78,7 +80,11 @@ class Run:
     """
 
     def __init__(self, train_step: TrainStep, hparams: SimpleNamespace, checkpointer: Any) -> None:
-        self.train_step, self.recipe, self.strategy = train_step, train_step.recipe, train_step.strategy
+        self.train_step, self.recipe, self.strategy = (
+            train_step,
+            train_step.recipe,
+            train_step.strategy,
+        )
         options, progress = train_step.options, train_step.progress
         self.policy = CheckpointPolicy(checkpointer, train_step)
         self.stop = StopControl(options, hparams, progress, self.policy)
@@ -135,8 +141,9 @@ class Run:
             self._tell_of_option(name, value)
         elif self.is_prepared and value is not before:
             raise ConfigError(
-                f"{name} was assigned after fit has made the optimizers of it. Assign it before the first call of fit; "
-                "or assign optimizers_dict and step a scheduler of your own."
+                f"{name} was assigned after fit has made the optimizers of it. Assign it before "
+                "the first call of fit; or assign optimizers_dict and step a scheduler of your "
+                "own."
             )
         return value
 
@@ -181,13 +188,14 @@ class Run:
             What the Brain has as ``modules``: the same object, if it is a ``torch.nn.ModuleDict``.
 
         Raises:
-            ConfigError: a training pass is running, whose gradients are averaged as it began; or no modules are given.
+            ConfigError: a training pass is running, whose gradients are averaged as it began; or no
+                modules are given.
         """
         step, strategy = self.train_step, self.strategy
         if step.progress.is_in_pass:
             raise ConfigError(
-                "modules was assigned in a training batch, and the pass goes on with those that it began with. Assign "
-                "it in on_stage_start, or before fit."
+                "modules was assigned in a training batch, and the pass goes on with those that "
+                "it began with. Assign it in on_stage_start, or before fit."
             )
         moved = modules_on_device(modules, str(step.options.device), keeps_meta=strategy.divides)
         found = modules if isinstance(modules, nn.ModuleDict) else moved
@@ -221,7 +229,8 @@ class Run:
         return cast("SimpleNamespace", found)
 
     def replace_options(self, options: Any) -> RunOptions:
-        """Take other options over, as far as they can still be changed; all parts read the same object.
+        """Take other options over, as far as they can still be changed; all parts read the same
+        object.
 
         Args:
             options: a :class:`~ddpkit.run_opts.RunOptions`, or a mapping.

@@ -22,9 +22,9 @@ def predicted_rows(output: Any, count: int | None, name: str) -> list[Any]:
         samples = "its samples" if count is None else f"its {count} sample(s)"
         shape = f" of shape {tuple(output.shape)}" if hasattr(output, "shape") else ""
         raise BatchError(
-            f"{name}.predict_batch returned {kind_of(output)}{shape}, not one output for each of {samples}. "
-            "Return a tensor whose first dimension is the samples', a list with an entry per sample, or a tuple or a "
-            "dict of these.",
+            f"{name}.predict_batch returned {kind_of(output)}{shape}, not one output for each of "
+            f"{samples}. Return a tensor whose first dimension is the samples', a list with an "
+            "entry per sample, or a tuple or a dict of these.",
             hook="predict_batch",
         )
     return rows_of(output)

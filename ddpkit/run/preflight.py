@@ -1,4 +1,5 @@
-"""Before ``fit`` and ``evaluate``: check that all ranks run the same, and show what is about to run.
+"""Before ``fit`` and ``evaluate``: check that all ranks run the same, and show what is about to
+run.
 
 ::
 
@@ -50,7 +51,13 @@ from ddpkit.comm import (
     together,
 )
 from ddpkit.control import failure_notice
-from ddpkit.distributed import get_rank, get_world_size, if_main_process, is_distributed_initialized, run_on_main
+from ddpkit.distributed import (
+    get_rank,
+    get_world_size,
+    if_main_process,
+    is_distributed_initialized,
+    run_on_main,
+)
 from ddpkit.errors import ConfigError, RankFailedError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
@@ -81,7 +88,8 @@ T = TypeVar("T")
 
 MOST_SHOWN = 4
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-AT_START = "the start of fit or evaluate"  # one name for both: ranks that call different ones must meet
+# one name for both: ranks that call different ones must meet
+AT_START = "the start of fit or evaluate"
 
 
 @dataclass(frozen=True)
@@ -122,14 +130,16 @@ class Place:
 
 
 class Preflight:
-    """Checks that code, options, model and data are the same on all ranks, and shows the start-up block.
+    """Checks that code, options, model and data are the same on all ranks, and shows the start-up
+    block.
 
     Args:
         train_step: has the options, the progress, the optimizers and the schedule.
         policy: knows what was recovered.
 
     Attributes:
-        launch: the launcher and the place of this process, as the environment said when the Brain was made.
+        launch: the launcher and the place of this process, as the environment said when the Brain
+            was made.
         versions: of Python, torch, numpy and ddpkit.
         places: where each rank runs.
         report: what was shown; None on the other ranks, and before the first.
@@ -145,7 +155,8 @@ class Preflight:
         self.report: StartReport | None = None
 
     def compare_ranks(self, call: str, recipe: type) -> None:
-        """Compare code, options, model and the place in the script, before anything else is done together.
+        """Compare code, options, model and the place in the script, before anything else is done
+        together.
 
         Args:
             call: ``"fit"`` or ``"evaluate"``, which calls this.
@@ -173,7 +184,9 @@ class Preflight:
             try:
                 self.places = list(require_agreement(facts, about=place, site=AT_START))
             except RankFailedError as error:  # a rank has not come here
-                raise type(error)(f"{error}\n(rank {get_rank()} called {call} at {path})") from error.__cause__
+                raise type(error)(
+                    f"{error}\n(rank {get_rank()} called {call} at {path})"
+                ) from error.__cause__
 
     def compare_data(self, **loaders: Any) -> None:
         """Compare the loaders of all ranks: lengths, which samples they select, and a few samples.
@@ -204,7 +217,8 @@ class Preflight:
             require_agreement(optimizer_facts(self.train_step.optimizers or {}))
 
     def check_what_is_saved(self, hparams: Any, folder: str) -> None:
-        """Name what no checkpoint will hold; look whether outputs can be written, and whether checkpoints have room.
+        """Name what no checkpoint will hold; look whether outputs can be written, and whether
+        checkpoints have room.
 
         Args:
             hparams: of the Brain, with its loggers.
@@ -238,7 +252,9 @@ class Preflight:
         needed = needed or state_bytes(parts_of(checkpointer.recoverables))
         has_checkpoints = found is not None or bool(start is not None and start.num_found)
         warns = checkpointer.on_error == "warn"
-        require_room(checkpointer.checkpoints_dir, needed, has_checkpoints=has_checkpoints, warns=warns)
+        require_room(
+            checkpointer.checkpoints_dir, needed, has_checkpoints=has_checkpoints, warns=warns
+        )
 
     @staticmethod
     def on_all_ranks(make: Callable[..., T], *inputs: Any) -> T:
@@ -251,7 +267,12 @@ class Preflight:
         return make(*inputs) if get_world_size() == 1 else together(lambda: make(*inputs))
 
     def report_training(
-        self, sizes: BatchSizes, length: RunLength, batch_size: int | None, valid_set: Any, contexts: tuple[Any, Any]
+        self,
+        sizes: BatchSizes,
+        length: RunLength,
+        batch_size: int | None,
+        valid_set: Any,
+        contexts: tuple[Any, Any],
     ) -> None:
         """Show what is about to be trained, as far as it has not been shown.
 
@@ -260,7 +281,8 @@ class Preflight:
             length: of this call of ``fit``.
             batch_size: that the recipe has given for the training; None: none.
             valid_set: the loader of the validation, or None.
-            contexts: of the forward pass in training and in evaluation; a recipe may have others than the options say.
+            contexts: of the forward pass in training and in evaluation; a recipe may have others
+                than the options say.
         """
         options, checkpointer, state = self.options, self.policy.checkpointer, self.policy.run_state
         folder = getattr(checkpointer, "checkpoints_dir", None)
@@ -268,16 +290,23 @@ class Preflight:
         if is_first:
             found = found or getattr(checkpointer, "last_loaded", None)
         if is_first or found is not None:
-            place, others = self._position(state.expected_epoch), 0 if state.start is None else state.start.num_found
+            place, others = (
+                self._position(state.expected_epoch),
+                0 if state.start is None else state.start.num_found,
+            )
             start = start_row(found, folder, options.resume, place, others=others)
-        is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
-        depends = self.train_step.strategy.averages_weights  # on the number of processes, whatever the size
+        # someone has thought about it
+        is_asked = options.global_batch_size is not None or options.lr_scaling != "none"
+        # on the number of processes, whatever the size
+        depends = self.train_step.strategy.averages_weights
         optimizers = self.train_step.named_optimizers()
         told = self.train_step.strategy.start_rows(self.train_step.modules)
         first = {
             "strategy": told["strategy"],
             "batch": batch_row(sizes, batch_size, options.global_batch_size),
-            "per step": "" if is_asked or depends or self.progress.optimizer_step else sizes.advice(),
+            "per step": ""
+            if is_asked or depends or self.progress.optimizer_step
+            else sizes.advice(),
             "epochs": epochs_row(length, options.optimizer_step_limit),
             "valid set": "" if valid_set is None else evaluation_set_row(valid_set),
             "optimizer": optimizers_row(optimizers, state.begun_settings) or "none",
@@ -302,10 +331,18 @@ class Preflight:
         if found is not None:
             weights = f"from {shown_path(found)}"
         else:
-            weights = "as training has left them" if trained else "the initial ones: no checkpoint was loaded"
-        self._show("Evaluation", {"test set": evaluation_set_row(loader)}, {"weights": weights}, contexts)
+            weights = (
+                "as training has left them"
+                if trained
+                else ("the initial ones: no checkpoint was loaded")
+            )
+        self._show(
+            "Evaluation", {"test set": evaluation_set_row(loader)}, {"weights": weights}, contexts
+        )
 
-    def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:
+    def _show(
+        self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]
+    ) -> None:
         if get_rank():
             return
         step, options = self.train_step, self.options
@@ -315,8 +352,12 @@ class Preflight:
         rows = {
             **place_rows(self.places, self.launch, backend, self.versions),
             **first,
-            "precision": precision_row(*contexts, step.scaler, step.modules, trains=what == "Training"),
-            "average": "" if step.ema is None else f"of the weights, decay {step.ema.decay}, {use}used in evaluation",
+            "precision": precision_row(
+                *contexts, step.scaler, step.modules, trains=what == "Training"
+            ),
+            "average": ""
+            if step.ema is None
+            else (f"of the weights, decay {step.ema.decay}, {use}used in evaluation"),
             "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
             "logs": logs_row(self.progress.logged.train_logger),
             **last,
@@ -325,7 +366,10 @@ class Preflight:
 
     def _position(self, expected_epoch: int | None) -> str:
         progress = self.progress
-        done = f"{progress.optimizer_step} optimizer step{'' if progress.optimizer_step == 1 else 's'} done"
+        done = (
+            f"{progress.optimizer_step} optimizer "
+            f"step{'' if progress.optimizer_step == 1 else 's'} done"
+        )
         if expected_epoch is None:
             return done
         if progress.step:
@@ -333,7 +377,7 @@ class Preflight:
         return f"{done}, epoch {expected_epoch - 1} is over" if expected_epoch > 1 else done
 
 
-# -------------------------------------------------------------------------------------- the start-up block
+# ------------------------------------------------------------------------------- the start-up block
 
 
 def place_rows(
@@ -354,9 +398,16 @@ def place_rows(
 
     Example:
         >>> from ddpkit.launch.launchers import LaunchInfo
-        >>> places = [Place(0, "a", "cpu"), Place(0, "a", "cpu"), Place(1, "b", "cpu"), Place(1, "b", "cpu")]
+        >>> places = [
+        ...     Place(0, "a", "cpu"),
+        ...     Place(0, "a", "cpu"),
+        ...     Place(1, "b", "cpu"),
+        ...     Place(1, "b", "cpu"),
+        ... ]
         >>> versions = {"Python": "3.12", "torch": "2.13.0", "numpy": "2.4.6"}
-        >>> rows = place_rows(places, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo", versions)
+        >>> rows = place_rows(
+        ...     places, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo", versions
+        ... )
         >>> rows["launcher"]
         'torchrun (restart 1), 4 processes on 2 nodes (a, b)'
         >>> rows["devices"]
@@ -368,7 +419,9 @@ def place_rows(
     restarts = f" (restart {info.restart_count})" if info.restart_count else ""
     processes = "one process" if len(places) == 1 else f"{len(places)} processes"
     devices = Counter(place.device for place in places).items()
-    words = " and ".join(kind if len(places) == 1 else f"{number} x {kind}" for kind, number in devices)
+    words = " and ".join(
+        kind if len(places) == 1 else f"{number} x {kind}" for kind, number in devices
+    )
     return {
         "launcher": f"{info.launcher}{restarts}, {processes} on {where}",
         "devices": words + ("" if backend is None else f", backend {backend}"),
@@ -376,7 +429,9 @@ def place_rows(
     }
 
 
-def precision_row(training: Any, evaluation: Any, scaler: Any, modules: torch.nn.Module, *, trains: bool) -> str:
+def precision_row(
+    training: Any, evaluation: Any, scaler: Any, modules: torch.nn.Module, *, trains: bool
+) -> str:
     """Return the number formats of training and evaluation, in words.
 
     Args:
@@ -392,7 +447,9 @@ def precision_row(training: Any, evaluation: Any, scaler: Any, modules: torch.nn
         >>> from ddpkit.precision import Precision
         >>> numbers = Precision("bf16", "fp32", "cpu")
         >>> net = torch.nn.Linear(1, 1)
-        >>> precision_row(numbers.training_ctx, numbers.evaluation_ctx, numbers.scaler, net, trains=True)
+        >>> precision_row(
+        ...     numbers.training_ctx, numbers.evaluation_ctx, numbers.scaler, net, trains=True
+        ... )
         'bf16, evaluation fp32'
     """
     own = {one.dtype for one in modules.parameters() if one.is_floating_point()}
@@ -492,7 +549,9 @@ class StartReport:
             what: name of the work, such as ``"Training"``.
             rows: by name; an empty one is left out.
         """
-        fresh = {name: value for name, value in rows.items() if value and self.said.get(name) != value}
+        fresh = {
+            name: value for name, value in rows.items() if value and self.said.get(name) != value
+        }
         self.said |= fresh
         if fresh:
             lines = [line for name, value in fresh.items() for line in row_lines(name, value)]

@@ -1,10 +1,12 @@
 """What each rank has of its own in a run: random streams, running loss, and its place in the data.
 
-It begins an epoch, takes up what a checkpoint holds of this rank, and says what the next checkpoint needs.
+It begins an epoch, takes up what a checkpoint holds of this rank, and says what the next checkpoint
+needs.
 
-Weights are equal on all ranks, rank states are not. When the Brain saves in the middle of an epoch, it first gathers
-the states of all ranks. When a recipe saves there, perhaps on the main process alone, only the main process's state is
-saved. A save at the end of an epoch needs no random streams: every epoch starts from streams that follow from the seed
+Weights are equal on all ranks, rank states are not. When the Brain saves in the middle of an epoch,
+it first gathers the states of all ranks. When a recipe saves there, perhaps on the main process
+alone, only the main process's state is saved. A save at the end of an epoch needs no random
+streams: every epoch starts from streams that follow from the seed
 (:func:`ddpkit.seed.seed_epoch_streams`).
 """
 
@@ -49,7 +51,10 @@ logger = get_logger(__name__)
 FORMAT = 1
 WAIT_SECONDS = 10.0  # for the other ranks, when a recipe saves inside an epoch for the first time
 SHORT_WAIT_SECONDS = 0.5  # once they have not come
-METRICS = "The checkpoint has no totals of these metrics: %s. In this epoch they count the batches after batch %d only."
+METRICS = (
+    "The checkpoint has no totals of these metrics: %s. In this epoch they count the batches "
+    "after batch %d only."
+)
 
 
 class RankStates:
@@ -59,10 +64,12 @@ class RankStates:
         collect: returns the state of this rank as plain containers, numbers and tensors.
 
     Attributes:
-        gathered: the states of all ranks, for the saves that follow until it is set to None; on other ranks than rank 0
-            only how many they are. None: nothing was gathered.
-        loaded: this rank's state from the checkpoint that was loaded last, until it is used; else None.
-        recovered: the states of all ranks from that checkpoint, until the training goes on: what is saved before that.
+        gathered: the states of all ranks, for the saves that follow until it is set to None; on
+            other ranks than rank 0 only how many they are. None: nothing was gathered.
+        loaded: this rank's state from the checkpoint that was loaded last, until it is used; else
+            None.
+        recovered: the states of all ranks from that checkpoint, until the training goes on: what is
+            saved before that.
         is_of_as_many: whether that checkpoint was made by as many ranks.
         is_complete: whether it also had the state of every one.
 
@@ -99,11 +106,12 @@ class RankStates:
         self.recovered = None
 
     def gather_if_all_come(self) -> bool:
-        """Collect the states as :meth:`gather` does, if every rank makes this call and not the main process alone.
+        """Collect the states as :meth:`gather` does, if every rank makes this call and not the main
+        process alone.
 
         Returns:
-            Whether every rank has come. The main process waits for them: some seconds at first, and for a moment once
-            they have not come.
+            Whether every rank has come. The main process waits for them: some seconds at first, and
+            for a moment once they have not come.
 
         Raises:
             RankFailedError: as :meth:`gather`.
@@ -132,11 +140,13 @@ class RankStates:
         return {"format": FORMAT, "world_size": len(ranks), "ranks": list(ranks)}
 
     def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
-        """Load this rank's state from all states; with a different number of ranks, only the parts that all share.
+        """Load this rank's state from all states; with a different number of ranks, only the parts
+        that all share.
 
         Args:
             state_dict: as :meth:`state_dict` returns it.
-            end_of_epoch: the checkpoint is from the end of an epoch, where missing states do not matter.
+            end_of_epoch: the checkpoint is from the end of an epoch, where missing states do not
+                matter.
 
         Raises:
             CheckpointError: it is of a later format.
@@ -145,16 +155,23 @@ class RankStates:
         """
         known, ranks = state_dict["format"], list(state_dict["ranks"])
         if known != FORMAT:
-            raise CheckpointError(f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}.")
+            raise CheckpointError(
+                f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}."
+            )
         rank, world_size = get_rank() or 0, get_world_size()
         self.is_of_as_many = len(ranks) == world_size
         self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks) | _counted(ranks)
         self.is_complete = self.is_of_as_many and None not in ranks
-        unknown = [number for number, one in enumerate(ranks) if one is None or one.get("random", True) is None]
+        unknown = [
+            number
+            for number, one in enumerate(ranks)
+            if one is None or one.get("random", True) is None
+        ]
         if unknown and self.is_of_as_many and not end_of_epoch:
             logger.warning_once(
-                "The checkpoint does not have the random states of rank %s: a recipe saved it on fewer ranks in the "
-                "middle of an epoch. Until that ends they draw other numbers than the run that was never stopped.",
+                "The checkpoint does not have the random states of rank %s: a recipe saved it on "
+                "fewer ranks in the middle of an epoch. Until that ends they draw other numbers "
+                "than the run that was never stopped.",
                 ", ".join(map(str, unknown)),
             )
 
@@ -171,8 +188,10 @@ class RankState:
     Attributes:
         states: the recoverable with the states of all ranks; None without a checkpointer.
         base_seed: of the run; None before ``fit``.
-        is_inside_batch: while a recipe saves in a hook of a training batch, after it has begun to train on it.
-        goes_back_to_begin: while a recipe saves in the first batch of an epoch, before it has begun to train on it.
+        is_inside_batch: while a recipe saves in a hook of a training batch, after it has begun to
+            train on it.
+        goes_back_to_begin: while a recipe saves in the first batch of an epoch, before it has begun
+            to train on it.
         metrics: of the recipe, which count in the training stage; by name.
 
     Ranks: local, but for :meth:`end_pass`.
@@ -184,7 +203,9 @@ class RankState:
         [0.0, 0.0, 0]
     """
 
-    def __init__(self, progress: Progress, strategy: Strategy, modules: nn.ModuleDict, *, saves: bool) -> None:
+    def __init__(
+        self, progress: Progress, strategy: Strategy, modules: nn.ModuleDict, *, saves: bool
+    ) -> None:
         self.progress, self.strategy, self.modules = progress, strategy, modules
         self.states: RankStates | None = None
         self.saves(saves)
@@ -207,14 +228,17 @@ class RankState:
     # ------------------------------------------------------------------ random streams
 
     def choose_seed(self) -> None:
-        """Fix the run's seed when ``fit`` begins: from ``seed_everything``, or else torch's current seed.
+        """Fix the run's seed when ``fit`` begins: from ``seed_everything``, or else torch's current
+        seed.
 
         A seed that a hook sets later counts only until the end of that epoch.
         """
         seed = global_seed()
         if seed is None:
             seed = torch.initial_seed()
-            seed = self.base_seed if self.base_seed is not None and seed == self._epoch_seed else seed
+            seed = (
+                self.base_seed if self.base_seed is not None and seed == self._epoch_seed else seed
+            )
         self.base_seed = seed
 
     def adopt_seed(self, seed: Any) -> None:
@@ -224,29 +248,38 @@ class RankState:
             seed: as the checkpoint has it; None, or of another kind, where it does not tell.
         """
         if isinstance(seed, int) and global_seed() is None and seed != self.base_seed:
-            logger.info("No seed_everything was called: the run goes on with the checkpoint's seed, %d.", seed)
+            logger.info(
+                "No seed_everything was called: the run goes on with the checkpoint's seed, %d.",
+                seed,
+            )
             self.base_seed = seed
 
     def begin_epoch(self, epoch: int) -> None:
-        """Seed this rank's random streams for an epoch; a resume in mid-epoch also starts from the epoch's seed."""
+        """Seed this rank's random streams for an epoch; a resume in mid-epoch also starts from the
+        epoch's seed.
+        """
         self.progress.epoch = epoch
         if not self.progress.step:
             self.progress.began_at, self.progress.clipped = self.progress.optimizer_step, 0
         self._seed(epoch, self.progress.began_at)
 
     def end_streams(self) -> None:
-        """Set the random streams to fixed values at the end of ``fit``, equal in a resumed and an uninterrupted run."""
+        """Set the random streams to fixed values at the end of ``fit``, equal in a resumed and an
+        uninterrupted run.
+        """
         self._seed(0, self.progress.optimizer_step)
 
     def _seed_anew(self) -> None:
-        """Seed in the middle of an epoch when the random state is lost: not with the seed of the epoch's beginning."""
+        """Seed in the middle of an epoch when the random state is lost: not with the seed of the
+        epoch's beginning.
+        """
         self._seed(self.progress.epoch, self.progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
         rank = 0 if self.strategy.same_bits else None
         self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step, rank)
 
-    # ------------------------------------------------------------------ one pass over the training data
+    # -------------------------------------------------------------- one pass over the training data
 
     def begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
         """Put a training loader where a recovered checkpoint says, if one was recovered.
@@ -255,13 +288,15 @@ class RankState:
             loader: of this rank.
 
         Returns:
-            How many batches the loader yields again, to be left out; and what to call when those are behind.
+            How many batches the loader yields again, to be left out; and what to call when those
+            are behind.
         """
         progress, states = self.progress, self.states
         progress.loader = loader
         self._resumed_at, self._unread = {}, None
         own: dict[str, Any] = {}
-        is_resumed = states is not None and states.loaded is not None  # a step that is repeated is not
+        # a step that is repeated is not
+        is_resumed = states is not None and states.loaded is not None
         if states is not None:
             keep_states(loader)
             _warn_out_of_reach(loader, resumed=is_resumed)
@@ -281,23 +316,29 @@ class RankState:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
         if is_resumed:
             self._load_metrics(own.get("metrics"))
-        # Not restored here: making the loader's iterator and reading what is left out draw random numbers, too.
+        # Not restored here: making the loader's iterator and reading what is left out draw random
+        # numbers, too.
         random = own.get("random")
-        restore = self._seed_anew if random is None else functools.partial(restore_rng_state, random)
+        restore = (
+            self._seed_anew if random is None else functools.partial(restore_rng_state, random)
+        )
         same = states is not None and states.is_of_as_many
         if same and is_resumed:
             self._resumed_at = {name: own.get(name) for name in ("loader", "loader_end")}
         return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
 
     def read_nothing(self) -> None:
-        """Note that the pass that has begun reads no batch: its data stays where the recovered checkpoint has it.
+        """Note that the pass that has begun reads no batch: its data stays where the recovered
+        checkpoint has it.
 
         A loader that is not iterated cannot tell where it is.
         """
         self._unread = self.progress.loader, self._resumed_at
 
     def _load_metrics(self, saved: Any) -> None:
-        """Restore the recipe's metrics in mid-epoch; with a different number of ranks, all counts on rank 0."""
+        """Restore the recipe's metrics in mid-epoch; with a different number of ranks, all counts
+        on rank 0.
+        """
         states, missing = saved if isinstance(saved, list) else [saved or {}], []
         for name, metric in self.metrics.items():
             totals = [state[name] for state in states if name in state]
@@ -329,13 +370,16 @@ class RankState:
             self._from_last_call = loader, loaded
 
     def _of_last_call(self, loader: Any) -> dict[str, Any]:
-        """Return what a checkpoint from the end of the previous call of ``fit`` holds for this call."""
+        """Return what a checkpoint from the end of the previous call of ``fit`` holds for this
+        call.
+        """
         before, left = self._from_last_call or (None, {})
         own = {name: left.get(name, {}) for name in ("gradients", "hooks")}
         stream, was_looped = _stream_of(before), isinstance(before, LoopedLoader)
         if was_looped and before is loader:  # it goes on from call to call
             own["loader_end"] = left.get("loader_end")
-        elif stream is not None and stream is _stream_of(loader):  # so does a stream, in a loader made anew
+        elif stream is not None and stream is _stream_of(loader):
+            # so does a stream, in a loader made anew
             own["last_call"] = left.get("stream" if was_looped else "loader_end")
         return own
 
@@ -360,7 +404,9 @@ class RankState:
         }
 
     def _unread_place(self, loader: Any) -> dict[str, Any]:
-        """Return where a checkpoint has put a loader that has read nothing since; empty if it has."""
+        """Return where a checkpoint has put a loader that has read nothing since; empty if it
+        has.
+        """
         unread, place = self._unread or (None, {})
         return place if unread is loader else {}
 
@@ -372,7 +418,11 @@ class RankState:
     def _losses_so_far(self) -> LossMeter:
         """Return the losses of this rank, including the current batch if it has been trained on."""
         progress = self.progress
-        if not self.is_inside_batch or progress.result is None or progress.result_of != progress.step:
+        if (
+            not self.is_inside_batch
+            or progress.result is None
+            or progress.result_of != progress.step
+        ):
             return progress.meter
         meter, window, result = progress.meter.copy(), progress.window, progress.result
         if isinstance(result, tuple):
@@ -384,7 +434,9 @@ class RankState:
 
 
 def _begin_data(loader: Any, own: dict[str, Any]) -> int:
-    """Have a loader begin an epoch where a checkpoint says; return how many batches are to be left out."""
+    """Have a loader begin an epoch where a checkpoint says; return how many batches are to be left
+    out.
+    """
     begin = own.get("loader_begin")  # of a save in this epoch's first batch
     resume_after_end(loader, own.get("loader_end") if begin is None else begin)
     resume_after_call(loader, own.get("last_call"))
@@ -401,31 +453,45 @@ def _stream_of(loader: Any) -> Any:
 def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:
     """Warn if the state of a stream is in persistent workers, which no checkpoint can reach."""
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    if not (isinstance(inner, DataLoader) and isinstance(inner.dataset, IterableDataset) and inner.persistent_workers):
+    if not (
+        isinstance(inner, DataLoader)
+        and isinstance(inner.dataset, IterableDataset)
+        and inner.persistent_workers
+    ):
         return
     stream = inner.dataset.whole if isinstance(inner.dataset, StreamShard) else inner.dataset
     if is_stateful(stream):
         when = "it begins anew now" if resumed else "after a restart it would begin anew"
         logger.warning_once(
-            "The state of %s is in workers that outlive an epoch, out of reach of a checkpoint: %s. Give num_workers=0 "
-            "or persistent_workers=False.", type(stream).__name__, when,
+            "The state of %s is in workers that outlive an epoch, out of reach of a checkpoint: "
+            "%s. Give num_workers=0 or persistent_workers=False.", type(stream).__name__, when,
         )  # fmt: skip
 
 
 def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Return where the data goes on if all ranks say the same of it, as they do of a stream that all of them read."""
+    """Return where the data goes on if all ranks say the same of it, as they do of a stream that
+    all of them read.
+    """
     known = [one for one in ranks if one is not None]
     if not known or len(known) < len(ranks):
         return {}
     first = known[0]
     names = [name for name in ("loader", "loader_begin", "loader_end", "stream") if name in first]
-    return {name: first[name] for name in names if all(_listed(one.get(name)) == _listed(first[name]) for one in known)}
+    return {
+        name: first[name]
+        for name in names
+        if all(_listed(one.get(name)) == _listed(first[name]) for one in known)
+    }
 
 
 def _counted(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Return what all ranks have counted, if there is anything: for the main process, which stands for the others."""
+    """Return what all ranks have counted, if there is anything: for the main process, which stands
+    for the others.
+    """
     names = ("logged", "metrics")
-    found = {name: [one[name] for one in ranks if one is not None and one.get(name)] for name in names}
+    found = {
+        name: [one[name] for one in ranks if one is not None and one.get(name)] for name in names
+    }
     return {name: [] if get_rank() else states for name, states in found.items() if states}
 
 

@@ -1,7 +1,8 @@
 """What a checkpoint holds of the run: ``brain.ckpt``.
 
-A resumed run has the same samples per optimizer step as before, and continues at the same position in its data. The
-position counts batches of one process, so that it is converted for another number of processes.
+A resumed run has the same samples per optimizer step as before, and continues at the same position
+in its data. The position counts batches of one process, so that it is converted for another number
+of processes.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is not used."
+EARLIER = (
+    "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is "
+    "not used."
+)
 LACKS = (
-    "The checkpoint was made inside of fit_batch: the mean loss of this epoch will be without batch %s. What fit_batch "
-    "did after that save is lost."
+    "The checkpoint was made inside of fit_batch: the mean loss of this epoch will be without "
+    "batch %s. What fit_batch did after that save is lost."
 )
 OTHER_SETTINGS = (
-    "The optimizer %r has other settings than those with which the checkpoint's run began (%s), without effect: it "
-    "goes on with the checkpoint's. To change one, set it in param_groups after on_fit_start, or give --resume=never. "
-    "A schedule of the script may set rates all the same."
+    "The optimizer %r has other settings than those with which the checkpoint's run began (%s), "
+    "without effect: it goes on with the checkpoint's. To change one, set it in param_groups "
+    "after on_fit_start, or give --resume=never. A schedule of the script may set rates all the "
+    "same."
 )
 
 
@@ -68,12 +73,14 @@ class PassedOn(NamedTuple):
 class RunState:
     """The run's part of a checkpoint, ``brain.ckpt``.
 
-    It is YAML with ``step``, ``avg_train_loss``, ``optimizer_step``, the running sums of the epoch's loss, what an
-    optimizer step is made of, and the options that bear on the numbers. A checkpoint of the end of an epoch gives back
-    ``optimizer_step``; outside of ``fit`` nothing is given back.
+    It is YAML with ``step``, ``avg_train_loss``, ``optimizer_step``, the running sums of the
+    epoch's loss, what an optimizer step is made of, and the options that bear on the numbers. A
+    checkpoint of the end of an epoch gives back ``optimizer_step``; outside of ``fit`` nothing is
+    given back.
 
     Args:
-        train_step: has the options, the progress, the modules, the optimizers, and the divisor of sums.
+        train_step: has the options, the progress, the modules, the optimizers, and the divisor of
+            sums.
         rank_state: of this rank.
 
     Attributes:
@@ -83,11 +90,13 @@ class RunState:
         step_plan: what an optimizer step is made of.
         asked_plan: the step plan in the options, if another number of processes had to change it.
         steps_per_epoch: optimizer steps of an epoch; None where that is not known.
-        steps_ahead: by how many steps the run is ahead of one that has always had the present batches.
+        steps_ahead: by how many steps the run is ahead of one that has always had the present
+            batches.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
         is_recovered_here: whether that checkpoint was made in this call of ``fit``.
         expected_epoch: the epoch after a resume from the recovered checkpoint.
-        loss_sums: sums over all ranks of losses, weights and samples, for the next save; None: use this rank's.
+        loss_sums: sums over all ranks of losses, weights and samples, for the next save; None: use
+            this rank's.
         lacks: the batch whose loss is missing in the next save; or None.
 
     Ranks: local; every rank recovers, the main process saves.
@@ -95,7 +104,11 @@ class RunState:
 
     def __init__(self, train_step: TrainStep, rank_state: RankState) -> None:
         self.train_step, self.rank_state = train_step, rank_state
-        self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
+        self.options, self.progress, self.modules = (
+            train_step.options,
+            train_step.progress,
+            train_step.modules,
+        )
         self.calls = FitCalls()
         self.start: Start | None = None
         self.states: States = {}
@@ -108,11 +121,15 @@ class RunState:
         self.expected_epoch: int | None = None
         self.loss_sums: list[Any] | None = None
         self.lacks: int | None = None
-        self._settings: dict[str, Any] | None = None  # with which the training of each optimizer has begun
+        # with which the training of each optimizer has begun
+        self._settings: dict[str, Any] | None = None
         self._script_settings: dict[str, list[dict[str, Any]]] | None = None
-        self._flags: list[tuple[str, nn.Parameter, bool]] = []  # whether each parameter was trained as training began
-        self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
-        self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
+        # whether each parameter was trained as training began
+        self._flags: list[tuple[str, nn.Parameter, bool]] = []
+        # of the checkpoint that was recovered, until they are restored
+        self._saved_flags: Any = None
+        # of the checkpoint that was recovered outside of fit
+        self._evaluated_state: Mapping[str, Any] | None = None
         self._later_end = True  # whether the checkpoint of a later call was of the end of an epoch
         self._evaluated_end = True  # and whether that was of the end of an epoch
         self._evaluated_at = (0, 0)  # calls of fit and optimizer steps before that
@@ -129,7 +146,8 @@ class RunState:
         progress, divisor = self.progress, self.train_step.sum_divisor
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
         shards = self.train_step.strategy.shards
-        factor = self.options["grad_accumulation_factor"] // shards  # a recipe may have changed it since fit began
+        # a recipe may have changed it since fit began
+        factor = self.options["grad_accumulation_factor"] // shards
         state = {
             "step": progress.step // shards,
             "epoch": progress.epoch,
@@ -151,7 +169,11 @@ class RunState:
             "lacks": self.lacks,
             "seed": self.rank_state.base_seed,
             "settings": self._settings,
-            "trained": {name: one.requires_grad for name, one, begun in self._flags if one.requires_grad is not begun},
+            "trained": {
+                name: one.requires_grad
+                for name, one, begun in self._flags
+                if one.requires_grad is not begun
+            },
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "options": {name: self.options[name] for name in TELLING},
             "whole": progress.is_whole,
@@ -169,27 +191,35 @@ class RunState:
             return 0.0, 0.0, 0  # the meter holds losses of an evaluation
         if self.progress.step and self.progress.train_sums is not None:
             return self.progress.train_sums  # the epoch's training is over
-        return [one * get_world_size() for one in self.rank_state.own_sums()]  # its own share stands for all
+        # its own share stands for all
+        return [one * get_world_size() for one in self.rank_state.own_sums()]
 
     @property
     def passed_on(self) -> PassedOn | None:
-        """What a save holds that comes before any training: what the recovered checkpoint says of the run."""
+        """What a save holds that comes before any training: what the recovered checkpoint says of
+        the run.
+        """
         later = self.calls.later
         if later is not None:  # this call of fit is done; the next one goes on from there
             return PassedOn(later[1], self._later_end)
-        trains = self.progress.is_fitting or (self.train_step.optimizers and not self.calls.number)  # in an own loop
+        # in an own loop
+        trains = self.progress.is_fitting or (self.train_step.optimizers and not self.calls.number)
         if trains or self._evaluated_at != (self.calls.number, self.progress.optimizer_step):
             return None
         return PassedOn({**(self._evaluated_state or {}), EVALUATED: True}, self._evaluated_end)
 
     def place_of_weights(self) -> tuple[Any, int]:
-        """Return the epoch and the number of optimizer steps of the weights that the modules have now.
+        """Return the epoch and the number of optimizer steps of the weights that the modules have
+        now.
 
-        They are those of the checkpoint that was recovered last outside of ``fit``, or of the last training. The epoch
-        is None where nothing was trained, or the checkpoint does not say it.
+        They are those of the checkpoint that was recovered last outside of ``fit``, or of the last
+        training. The epoch is None where nothing was trained, or the checkpoint does not say it.
         """
         progress, state = self.progress, self._evaluated_state
-        is_loaded = self._evaluated_at == (self.calls.number, progress.optimizer_step) and not progress.is_fitting
+        is_loaded = (
+            self._evaluated_at == (self.calls.number, progress.optimizer_step)
+            and not progress.is_fitting
+        )
         if is_loaded and state is not None:
             return state.get("epoch") or None, state.get("optimizer_step", progress.optimizer_step)
         return progress.epoch or self._fitted_epoch, progress.optimizer_step
@@ -197,7 +227,8 @@ class RunState:
     # ------------------------------------------------------------------ recovering
 
     def find_again(self, path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
-        """Return a checkpoint that was recovered before, with its run state if it is still the same one.
+        """Return a checkpoint that was recovered before, with its run state if it is still the same
+        one.
 
         Args:
             path: its directory.
@@ -222,16 +253,26 @@ class RunState:
         """
         folder = self.recovered = path.parent
         if not self.progress.is_fitting:
-            found, at = brain_file_or_nothing(folder), (self.calls.number, self.progress.optimizer_step)
+            found, at = (
+                brain_file_or_nothing(folder),
+                (self.calls.number, self.progress.optimizer_step),
+            )
             self._evaluated_state, self._evaluated_at = (found if "step" in found else None), at
             self._evaluated_end = end_of_epoch
             return
         start = self.start
-        is_start = start is not None and isinstance(start.resume, Checkpoint) and start.resume.path == folder
-        known = start.state if start is not None and is_start else None  # it was read for the choice
+        is_start = (
+            start is not None
+            and isinstance(start.resume, Checkpoint)
+            and start.resume.path == folder
+        )
+        # it was read for the choice
+        known = start.state if start is not None and is_start else None
         state = read_brain_file(folder) if known is None else known
         if "step" not in state:
-            raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
+            raise CheckpointError(
+                f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}"
+            )
         self.progress.look()
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
         self._fitted_epoch = state.get("epoch")
@@ -262,12 +303,15 @@ class RunState:
         before = StepPlan.read(state)
         batches, told = self.step_plan.place(before, state["step"], samples)
         progress.step = batches * self.train_step.strategy.shards
-        for one in filter(None, (told, self.step_plan.other_data(before) if state["step"] else None)):
+        for one in filter(
+            None, (told, self.step_plan.other_data(before) if state["step"] else None)
+        ):
             logger.warning("%s", one)
         if "loss_sum" not in state and progress.step:
             logger.warning(
-                "This checkpoint was made by SpeechBrain in the middle of an epoch: %d batches are left out now, but "
-                "in ddpkit's order. To avoid it, go on from the end of an epoch.", progress.step,
+                "This checkpoint was made by SpeechBrain in the middle of an epoch: %d batches "
+                "are left out now, but in ddpkit's order. To avoid it, go on from the end of an "
+                "epoch.", progress.step,
             )  # fmt: skip
         progress.began_at = state.get("epoch_began_at", progress.optimizer_step)
         progress.nonfinite = state.get("nonfinite", 0)
@@ -279,7 +323,9 @@ class RunState:
         if progress.phase is EpochPhase.OUTSIDE:
             progress.is_whole = bool(state.get("whole"))
             progress.is_validated = bool(state.get("stages_done"))
-            progress.recover_inside((loss_sum, count, samples) if exact else (float(loss_sum), float(count), samples))
+            progress.recover_inside(
+                (loss_sum, count, samples) if exact else (float(loss_sum), float(count), samples)
+            )
         if not get_rank():
             progress.meter.restore(loss_sum, count, samples=samples)
 
@@ -291,7 +337,10 @@ class RunState:
         if None not in {seed, own_seed} and seed != own_seed:
             changes.append(f"seed {own_seed}, before {seed}")
         if changes:
-            words = "The run goes on with other options than its checkpoint's, and will not be the same: %s."
+            words = (
+                "The run goes on with other options than its checkpoint's, and will not be the "
+                "same: %s."
+            )
             logger.warning(words, "; ".join(changes))
 
     def check_epoch(self, epoch: int) -> None:
@@ -300,18 +349,24 @@ class RunState:
         if expected is not None and epoch == expected + 1 and self.progress.is_whole:
             self.progress.forget_position()  # saved between two epochs: the next one begins
         elif expected not in {None, epoch}:
-            words = "The checkpoint goes on with epoch %d, the epoch counter with %d: make the counter a recoverable."
+            words = (
+                "The checkpoint goes on with epoch %d, the epoch counter with %d: make the "
+                "counter a recoverable."
+            )
             logger.warning(words, expected, epoch)
 
-    # ------------------------------------------------------------------ settings of optimizers, frozen parameters
+    # ---------------------------------------------------- settings of optimizers, frozen parameters
 
     @property
     def begun_settings(self) -> dict[str, list[dict[str, Any]]]:
-        """Settings with which the training of each optimizer has begun, by name; what is missing is not known."""
+        """Settings with which the training of each optimizer has begun, by name; what is missing is
+        not known.
+        """
         return self._settings or {}
 
     def note_script_settings(self, saved: Mapping[str, Any]) -> None:
-        """Note the settings of optimizers that the script has made, before a checkpoint's are loaded.
+        """Note the settings of optimizers that the script has made, before a checkpoint's are
+        loaded.
 
         Args:
             saved: the optimizers that checkpoints hold, by name.
@@ -319,28 +374,35 @@ class RunState:
         self._settings = self._script_settings = optimizer_settings(saved)
 
     def _take_settings(self, path: Path, state: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Note the settings that the optimizers go on with; return which of the script's have no effect.
+        """Note the settings that the optimizers go on with; return which of the script's have no
+        effect.
 
         Raises:
-            CheckpointError: an optimizer of the script cannot go on with the state of the checkpoint's.
+            CheckpointError: an optimizer of the script cannot go on with the state of the
+                checkpoint's.
         """
         given = self._script_settings
         if given is None:
             given = optimizer_settings(self.train_step.named_optimizers())
         before = state.get("settings") or {}  # of an earlier version nothing is known
         self._settings = {name: before.get(name, settings) for name, settings in given.items()}
-        changes = {name: changed_settings(path, name, self._settings[name], given[name]) for name in given}
+        changes = {
+            name: changed_settings(path, name, self._settings[name], given[name]) for name in given
+        }
         return {name: told for name, told in changes.items() if told}
 
     def restore_trained_flags(self, modules: nn.ModuleDict) -> None:
         """Freeze and set free the parameters as they were when the checkpoint was saved.
 
-        Hooks of earlier epochs do not run again, and may have done that. The first call notes how they begin.
+        Hooks of earlier epochs do not run again, and may have done that. The first call notes how
+        they begin.
 
         Args:
             modules: without any wrapper.
         """
-        self._flags = self._flags or [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
+        self._flags = self._flags or [
+            (name, one, one.requires_grad) for name, one in modules.named_parameters()
+        ]
         saved, self._saved_flags = self._saved_flags, None
         count = 0
         for name, one, begun in self._flags if isinstance(saved, Mapping) else ():
@@ -348,4 +410,8 @@ class RunState:
             count += wanted is not one.requires_grad
             one.requires_grad_(wanted)
         if count:
-            logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)
+            logger.info(
+                "%d parameter(s) are frozen, or trained, as they were when the checkpoint was "
+                "saved.",
+                count,
+            )

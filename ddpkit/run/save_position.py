@@ -1,7 +1,7 @@
 """The training position that a checkpoint holds, whatever hook saves it.
 
-A checkpoint says whether it is of the end of an epoch. The recipe says so, and often cannot know:
-a pass may have ended at ``optimizer_step_limit``, and after ``fit`` no epoch is begun. Where the run
+A checkpoint says whether it is of the end of an epoch. The recipe says so, and often cannot know: a
+pass may have ended at ``optimizer_step_limit``, and after ``fit`` no epoch is begun. Where the run
 knows better, it decides. Inside of an epoch the position is that of the training, also while a
 validation counts steps of its own.
 """
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LEAVES_OUT = (
-    "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run that goes on from it "
-    "leaves out the rest of the epoch. Save with end_of_epoch=False."
+    "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run "
+    "that goes on from it leaves out the rest of the epoch. Save with end_of_epoch=False."
 )
 NOT_VALIDATED = (
-    "A checkpoint with end_of_epoch=True (the default) is made before the validation of its epoch: a run that goes on "
-    "from it leaves that validation out. Save in on_stage_end of Stage.VALID, or with end_of_epoch=False."
+    "A checkpoint with end_of_epoch=True (the default) is made before the validation of its "
+    "epoch: a run that goes on from it leaves that validation out. Save in on_stage_end of "
+    "Stage.VALID, or with end_of_epoch=False."
 )
 INSIDE_STEP = (
     "A checkpoint is made inside of an optimizer step: the gradients of %d batch(es) are not in it."
@@ -45,7 +46,8 @@ class SavePosition:
         run_state: of the run.
         has_own_fit_batch: whether the recipe overrides ``fit_batch``.
 
-    Ranks: local, but inside of a training batch, where the ranks that save together exchange their states.
+    Ranks: local, but inside of a training batch, where the ranks that save together exchange their
+    states.
     """
 
     def __init__(self, run_state: RunState, *, has_own_fit_batch: bool) -> None:
@@ -60,7 +62,8 @@ class SavePosition:
 
         Args:
             end_of_epoch: what the save was called with.
-            is_between_batches: whether the run itself saves in a training pass, and has set the position.
+            is_between_batches: whether the run itself saves in a training pass, and has set the
+                position.
 
         Yields:
             Whether the checkpoint is of the end of an epoch.
@@ -105,7 +108,9 @@ class SavePosition:
 
     @contextlib.contextmanager
     def _at_end_of_pass(self) -> Iterator[None]:
-        """Return a context with the position, and the losses, of the last batch that was trained on."""
+        """Return a context with the position, and the losses, of the last batch that was trained
+        on.
+        """
         progress = self.progress
         sums = progress.train_sums or (0.0, 0.0, 0)
         mean = float(Fraction(sums[0]) / Fraction(sums[1])) if sums[1] else 0.0
@@ -117,7 +122,9 @@ class SavePosition:
 
     @contextlib.contextmanager
     def with_sums(self, sums: list[Any] | None) -> Iterator[None]:
-        """Return a context for a save with the loss sums of all ranks; None: this rank's sums stand for all."""
+        """Return a context for a save with the loss sums of all ranks; None: this rank's sums stand
+        for all.
+        """
         self.run_state.loss_sums = sums
         try:
             yield
@@ -128,7 +135,9 @@ class SavePosition:
 
     @contextlib.contextmanager
     def _inside_batch(self) -> Iterator[None]:
-        """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
+        """Return a context for a save that a recipe makes in a hook of a training batch, with what
+        that lacks.
+        """
         progress, step, states = self.progress, self.progress.step, self.rank_state.states
         pending, is_before = self._undone()
         if pending:
@@ -150,15 +159,19 @@ class SavePosition:
             self.rank_state.goes_back_to_begin = False
 
     def _is_known(self) -> bool:
-        """Return whether the loss of the current batch is known, and its step was made if it was due."""
+        """Return whether the loss of the current batch is known, and its step was made if it was
+        due.
+        """
         progress, step = self.progress, self.progress.step
         has_stepped = progress.result_of == step and progress.window_end == step
         return progress.result is not None and (progress.result_at == step or has_stepped)
 
     def _undone(self) -> tuple[int, bool]:
-        """Return how many batches the weights lack, up to the current one, if the position counts it as done.
+        """Return how many batches the weights lack, up to the current one, if the position counts
+        it as done.
 
-        The second value says whether the position goes back to the last optimizer step instead, and lacks nothing.
+        The second value says whether the position goes back to the last optimizer step instead, and
+        lacks nothing.
         """
         progress, window = self.progress, self.progress.window
         if self._is_known():
@@ -169,7 +182,9 @@ class SavePosition:
         return (0, True) if undone == 1 else (undone, False)
 
     def _may_have_stepped(self) -> bool:
-        """Return whether an own ``fit_batch`` has stepped in this window, or steps where no one sees it."""
+        """Return whether an own ``fit_batch`` has stepped in this window, or steps where no one
+        sees it.
+        """
         progress, window = self.progress, self.progress.window
         is_seen = progress.optimizer_step or not (progress.window_end or progress.epochs)
         is_over = window.number in {window.stepped_in, window.skipped_in}

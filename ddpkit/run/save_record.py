@@ -79,7 +79,9 @@ def _left(retained: Retained) -> dict[str, Any]:
 
 
 def _write(event: str, **fields: Any) -> None:
-    """Write an event. The checkpoint is complete: a log that cannot be written is only warned of here."""
+    """Write an event. The checkpoint is complete: a log that cannot be written is only warned of
+    here.
+    """
     try:
         run_event(event, **fields)
     except ConfigError as error:

@@ -1,4 +1,6 @@
-"""The event of the run's log about steps that were skipped, at most one from one sync of the ranks to the next."""
+"""The event of the run's log about steps that were skipped, at most one from one sync of the ranks
+to the next.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ class SkippedSteps:
         progress.skips_written = progress.nonfinite
 
     def write(self) -> None:
-        """Write what is new. It reads counters, and waits for a step of which the GPU has not told yet."""
+        """Write what is new. It reads counters, and waits for a step of which the GPU has not told
+        yet.
+        """
         self._progress.look()
         self._write_known()
 
     @contextlib.contextmanager
     def written_whatever_ends(self) -> Iterator[None]:
-        """Return a context that writes what is new when an exception leaves it, and waits for no GPU."""
+        """Return a context that writes what is new when an exception leaves it, and waits for no
+        GPU.
+        """
         try:
             yield
         except BaseException:

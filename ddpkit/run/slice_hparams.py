@@ -1,4 +1,6 @@
-"""What of a recipe's hyperparameters is replaced in a measured slice, which writes nothing of the user's."""
+"""What of a recipe's hyperparameters is replaced in a measured slice, which writes nothing of the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class SilentLogger(TrainLogger):
 
 
 def hparams_of_slice(hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters that let a slice write nothing of the user's; in another process, the same ones.
+    """Return hyperparameters that let a slice write nothing of the user's; in another process, the
+    same ones.
 
     Args:
         hparams: of the recipe.

@@ -13,7 +13,8 @@ from ddpkit.step_times import PHASES
 
 @dataclass(frozen=True, kw_only=True)
 class SliceResult:
-    """Optimizer steps of one slice, measured. Lists have an entry for each rank; times are means over the steps.
+    """Optimizer steps of one slice, measured. Lists have an entry for each rank; times are means
+    over the steps.
 
     Attributes:
         way: ``single``, ``dp``, ``ddp``, ``fsdp``, ``zero1`` or the name of another strategy.
@@ -27,19 +28,22 @@ class SliceResult:
         loader_workers: of each process.
         steps: that were measured.
         seconds: that they took on the main process.
-        step_seconds: of each step, on the main process: the tenth, fiftieth and ninetieth percentile.
+        step_seconds: of each step, on the main process: the tenth, fiftieth and ninetieth
+            percentile.
         samples: of a step.
         phases: seconds of each of :data:`~ddpkit.step_times.phases.PHASES`.
         transfer_seconds: of ``exchange``, what also the rank waits that comes last.
         last: share of the steps, 0 to 1, in which a rank came last to the exchange.
-        core_waits: share of the time, 0 to 1, in which the main thread was ready to run and had no core.
+        core_waits: share of the time, 0 to 1, in which the main thread was ready to run and had no
+            core.
         exchanged_bytes: of gradients, that a rank sends in a step.
         samples_per_step: as planned; None where a batch sampler or a stream decides.
         can_fix_step: whether ``global_batch_size`` can be used with this recipe.
         global_batch_size: the option.
         micro_batches: batches of a step on each process.
         options: run options that matter for speed and are not the default.
-        loader_rates: samples per second of the loader alone on each rank, by the number of workers; empty: not asked.
+        loader_rates: samples per second of the loader alone on each rank, by the number of workers;
+            empty: not asked.
 
     Ranks: local.
     """
@@ -153,7 +157,9 @@ def named_way(options: Mapping[str, Any], world_size: int) -> str:
     Ranks: local.
 
     Example:
-        >>> named_way({"strategy": "auto", "data_parallel_backend": False, "virtual_ranks": None}, 2)
+        >>> named_way(
+        ...     {"strategy": "auto", "data_parallel_backend": False, "virtual_ranks": None}, 2
+        ... )
         'ddp'
     """
     if options["data_parallel_backend"]:

@@ -1,4 +1,6 @@
-"""What the ranks tell each other of measured steps, about once a second; written to the run's log."""
+"""What the ranks tell each other of measured steps, about once a second; written to the run's
+log.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ class SpeedReport:
         self._verdicts = VerdictFinder()
 
     def prepare(self) -> None:
-        """Make the timer for a call of ``fit``, or none; let the ranks know each other's machines."""
+        """Make the timer for a call of ``fit``, or none; let the ranks know each other's
+        machines.
+        """
         train_step, options = self._train_step, self._train_step.options
         self.last = None
         if options.measure_steps == OFF:
@@ -118,7 +122,8 @@ class SpeedReport:
         return timer
 
     def mark_ranges(self, *, once: bool) -> NamedRanges:
-        """Have the phases of the coming pass marked in a profile, also with ``--measure_steps=off``.
+        """Have the phases of the coming pass marked in a profile, also with
+        ``--measure_steps=off``.
 
         Args:
             once: whether the profile ends in this call of ``fit``.
@@ -167,8 +172,8 @@ class SpeedReport:
     def end_pass(self) -> None:
         """Measure nothing until the next pass.
 
-        If every step is measured, and nothing has been reported yet, the ranks exchange once more: a short run has a
-        report, too.
+        If every step is measured, and nothing has been reported yet, the ranks exchange once more:
+        a short run has a report, too.
         """
         timer = self.timer or self._marking
         if timer is None:
@@ -197,7 +202,8 @@ class SpeedReport:
     def adding(
         self, add_up: Callable[[list[float]], list[float]]
     ) -> Callable[[list[float]], list[float]]:
-        """Return what adds up the numbers of a sync over the ranks, and those of the measured steps with them.
+        """Return what adds up the numbers of a sync over the ranks, and those of the measured steps
+        with them.
 
         Args:
             add_up: of the numbers alone.
@@ -221,9 +227,11 @@ class SpeedReport:
         return [*facts, *self._own_slots()] if self._may_report() else facts
 
     def _may_report(self) -> bool:
-        """Say whether a report may be due at this sync; alike on all ranks, before they have told each other anything.
+        """Say whether a report may be due at this sync; alike on all ranks, before they have told
+        each other anything.
 
-        The rows of the ranks cost more than the rest of a sync, and the first syncs of a pass are close.
+        The rows of the ranks cost more than the rest of a sync, and the first syncs of a pass are
+        close.
         """
         return bool(self._windows) and (self._is_near or self._is_first())
 
@@ -289,7 +297,8 @@ class SpeedReport:
             self._tell(self.last)
 
     def _is_due(self) -> bool:
-        """Say whether it is time for a report: about a second after the last one; alike on all ranks.
+        """Say whether it is time for a report: about a second after the last one; alike on all
+        ranks.
 
         The first syncs of a pass come sooner. Of a short run there is one report all the same.
         """
@@ -298,7 +307,9 @@ class SpeedReport:
         return self._is_first() or self._of_main[0] >= LEAST_SECONDS
 
     def data_wait(self) -> float:
-        """Return the share of a step that the loop waits for data on the slowest rank, 0 to 1; 0: not known."""
+        """Return the share of a step that the loop waits for data on the slowest rank, 0 to 1; 0:
+        not known.
+        """
         if self.last is None:
             return 0.0
         return max(one[DATA] / max(one[STEP], 1e-9) for one in self.last.phases)

@@ -1,4 +1,6 @@
-"""What is said of an exception inside a stage: the cause in the recipe, its line, and what to do."""
+"""What is said of an exception inside a stage: the cause in the recipe, its line, and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,26 @@ logger = get_logger(__name__)
 MIXED_SAYS = "mixed torch.Tensor and DTensor"  # in torch 2.13
 MIXED = (
     'A weight that is divided over the ranks met a whole tensor: "{}". '
-    "With --strategy=fsdp, or fully_shard in a recipe, weights are whole only inside of a forward pass. Call an entry "
-    "of modules, self.modules.net(inputs), and not a layer of it; for another method than forward see "
-    "torch.distributed.fsdp.register_fsdp_forward_method. Compute what needs a weight, such as a penalty, in the "
-    "forward of the module that has it, and return it with the outputs."
+    "With --strategy=fsdp, or fully_shard in a recipe, weights are whole only inside of a forward "
+    "pass. Call an entry of modules, self.modules.net(inputs), and not a layer of it; for another "
+    "method than forward see torch.distributed.fsdp.register_fsdp_forward_method. Compute what "
+    "needs a weight, such as a penalty, in the forward of the module that has it, and return it "
+    "with the outputs."
 )
 OUT_OF_MEMORY = (
     "Out of memory. In training, --auto_micro_batch cuts the global batch into parts that fit."
 )
 NOT_DETERMINISTIC = (
-    "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for an operation of this "
-    'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave --virtual_ranks out.'
+    "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for "
+    "an operation of this "
+    'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave '
+    "--virtual_ranks out."
 )
 ONE_VALUE_SAYS = "Expected more than 1 value per channel when training"  # in torch 2.13
 ONE_VALUE = (
-    "{}: batch normalization has no variance over a batch of one row. Often it is the last batch of an epoch: give "
-    "drop_last=True in train_loader_kwargs, or a larger batch; or call eval() of the module."
+    "{}: batch normalization has no variance over a batch of one row. Often it is the last batch "
+    "of an epoch: give drop_last=True in train_loader_kwargs, or a larger batch; or call eval() "
+    "of the module."
 )
 
 

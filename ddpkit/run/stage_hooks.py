@@ -9,7 +9,8 @@ from ddpkit.types import Stage
 
 
 class StageHooks(LoopHooks, StepHooks, Protocol):
-    """The hooks of a recipe that a stage calls; metrics are looked for in its attributes and in those of ``hparams``.
+    """The hooks of a recipe that a stage calls; metrics are looked for in its attributes and in
+    those of ``hparams``.
 
     Ranks: all.
     """

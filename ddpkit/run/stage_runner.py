@@ -69,16 +69,23 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BAR_SECONDS = 1.0
-_PARTS = "the recipe has sharded its model, so all ranks must make the same forward passes, and here each has a part of"
+_PARTS = (
+    "the recipe has sharded its model, so all ranks must make the same forward passes, and here "
+    "each has a part of"
+)
 EVALUATE = (
-    f"shard_evaluation={{}}: {_PARTS} the data. Let each rank evaluate all of it: leave shard_evaluation out, and give "
-    "data that is not divided."
+    f"shard_evaluation={{}}: {_PARTS} the data. Let each rank evaluate all of it: leave "
+    "shard_evaluation out, and give data that is not divided."
 )
 PREDICT = (
-    f"predict: {_PARTS} the data. Give the Brain a model that is not sharded; or collect the outputs in "
-    "compute_objectives and call evaluate, without shard_evaluation, in which each rank runs over all of the data."
+    f"predict: {_PARTS} the data. Give the Brain a model that is not sharded; or collect the "
+    "outputs in compute_objectives and call evaluate, without shard_evaluation, in which each "
+    "rank runs over all of the data."
 )
-CUT = "optimizer_step_limit=%s ends epoch %d after batch %d. With a larger limit a run goes on from there."
+CUT = (
+    "optimizer_step_limit=%s ends epoch %d after batch %d. With a larger limit a run goes on from "
+    "there."
+)
 
 
 class StageRunner:
@@ -86,7 +93,8 @@ class StageRunner:
 
     Args:
         train_step: makes the optimizer steps.
-        policy: saves in the middle of an epoch; its rank state puts the data where a checkpoint left it.
+        policy: saves in the middle of an epoch; its rank state puts the data where a checkpoint
+            left it.
         stop: knows what has asked to stop; tightens its limits after the first steps.
 
     Attributes:
@@ -101,7 +109,11 @@ class StageRunner:
 
     def __init__(self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl) -> None:
         self.train_step, self.policy, self.stop = train_step, policy, stop
-        self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
+        self.options, self.progress, self.modules = (
+            train_step.options,
+            train_step.progress,
+            train_step.modules,
+        )
         self.memory = MemoryReport(train_step)
         self.rank_state = policy.rank_state
         self.auto_micro_batch = AutoMicroBatch(train_step, policy.run_state, self.memory)
@@ -118,7 +130,8 @@ class StageRunner:
 
     @contextlib.contextmanager
     def session(self, output_folder: str) -> Iterator[None]:
-        """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position; run the profiler.
+        """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position;
+        run the profiler.
 
         With the option ``gc_interval`` Python collects no garbage by itself in that time.
 
@@ -132,7 +145,9 @@ class StageRunner:
         self.train_step.forget_window()
         try:
             if options.profile_training:
-                self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
+                self.profiler = prepare_profiler(
+                    options.profile_warmup, options.profile_steps, output_folder
+                )
             with (
                 self.memory.recording(output_folder),
                 self.profiler or contextlib.nullcontext(),
@@ -140,7 +155,10 @@ class StageRunner:
             ):
                 yield
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
-                words = "profile_training: nothing was recorded: training ended within --profile_warmup=%d batches."
+                words = (
+                    "profile_training: nothing was recorded: training ended within "
+                    "--profile_warmup=%d batches."
+                )
                 logger.warning(words, options.profile_warmup)
         finally:  # a recipe's own profiler is for this call, too
             self.progress.is_fitting = False
@@ -156,7 +174,9 @@ class StageRunner:
 
     # ------------------------------------------------------------------ training
 
-    def train_or_measure(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+    def train_or_measure(
+        self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool
+    ) -> None:
         """Train one epoch; a measured slice of a run trains until enough is measured, and ends.
 
         Args:
@@ -189,11 +209,13 @@ class StageRunner:
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             progress.begin_training()
-            # The hook comes before all that reads what it may change: frozen parameters, metrics, the data's origin.
+            # The hook comes before all that reads what it may change: frozen parameters, metrics,
+            # the data's origin.
             with stage_mode(lambda: self.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
-                plan.epoch = 0  # to draw anew, but from no generator: the hook may have changed what it draws from
+                # to draw anew, but from no generator: the hook may have changed what it draws from
+                plan.epoch = 0
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
             train_step.strategy.follow(self.modules)
@@ -204,12 +226,18 @@ class StageRunner:
                 progress.nonfinite = 0
             one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
             with self._explaining(brain):
-                found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
+                found = (
+                    self.auto_micro_batch.run(one_pass, loader)
+                    if self.options.auto_micro_batch
+                    else one_pass()
+                )
             progress.avg_train_loss = progress.train_loss = found
             brain.zero_grad(set_to_none=True)  # the validation has their memory
             # Before the hook: a checkpoint that it saves has the schedule after this epoch.
             if train_step.schedule is not None and progress.is_whole:
-                train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
+                train_step.schedule.after_stage(
+                    Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step
+                )
             with self._unsaved(), self._explaining(brain):
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
             progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
@@ -219,7 +247,8 @@ class StageRunner:
         progress, options = self.progress, self.options
         length = length_of(loader)
         if length is not None:
-            progress.step = min(progress.step, length)  # another world size may have a shorter last step
+            # another world size may have a shorter last step
+            progress.step = min(progress.step, length)
         left_out, ready = self.rank_state.begin_pass(loader)
         set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
         require_same_draw(loader)
@@ -238,7 +267,9 @@ class StageRunner:
         saves = IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
-        bar_of_pass = self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar)
+        bar_of_pass = self._bar(
+            Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar
+        )
         with self._skipped.written_whatever_ends(), bar_of_pass as bar:
 
             def on_sync(report: SyncReport) -> None:
@@ -253,14 +284,20 @@ class StageRunner:
             limit = self._step_limit(ready)
             on_window = saves.on_window if saves.follows_windows else None
             with self.train_step.warning_without_steps(), self.flops.during_pass():
-                is_limited = train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+                is_limited = train_epoch(
+                    brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell
+                )
             self.speed.end_pass()
-            progress.is_whole = not is_limited or (feed.length is not None and progress.step >= feed.length)
+            progress.is_whole = not is_limited or (
+                feed.length is not None and progress.step >= feed.length
+            )
             if not progress.is_whole:
                 logger.info(CUT, options.optimizer_step_limit, epoch, progress.step)
             self._after_last_batch(brain, saves)
             trained = epoch, progress.optimizer_step
-            return self._finish(Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before)
+            return self._finish(
+                Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before
+            )
 
     def _after_last_batch(self, brain: StageHooks, saves: IntraEpochSaves) -> None:
         """Step on what a cut window has left; make equal on all ranks what a pass lets differ."""
@@ -274,11 +311,14 @@ class StageRunner:
         train_step.strategy.end_pass(self.modules)
         saves.on_average()
         train_step.warn_if_diverged()
-        progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
+        # an evaluation follows, whose batches all count
+        progress.window.count, progress.window.weight = 1, 1.0
         self.rank_state.end_pass()
 
     def _step_limit(self, ready: Callable[[], object]) -> float:
-        """Return the optimizer step that ends the pass; if it is made already, do what the feed would have done."""
+        """Return the optimizer step that ends the pass; if it is made already, do what the feed
+        would have done.
+        """
         limit = self.options.optimizer_step_limit
         if limit is None:
             return float("inf")
@@ -288,12 +328,16 @@ class StageRunner:
         return limit
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
-        """Make the feed of a training pass. For a stream the ranks exchange the sizes of their batches."""
+        """Make the feed of a training pass. For a stream the ranks exchange the sizes of their
+        batches.
+        """
         options, strategy = self.options, self.train_step.strategy
         length, batches = length_of(loader), self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
             ranges = self.speed.mark_ranges(once=options.profile_training)
-            batches = PassedThrough(batches, functools.partial(profiled, self.profiler, ranges, left_out))
+            batches = PassedThrough(
+                batches, functools.partial(profiled, self.profiler, ranges, left_out)
+            )
         known: dict[str, Any] = {
             "factor": options.grad_accumulation_factor,
             "weighting": options.loss_weighting,
@@ -321,7 +365,9 @@ class StageRunner:
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+    def evaluate(
+        self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
+    ) -> float:
         """Evaluate a loader.
 
         Args:
@@ -381,24 +427,36 @@ class StageRunner:
         self.progress.meter = self.progress.new_meter()
         self._begin(stage, loader)
         started = time.monotonic()
-        progress, strategy, is_shared = self.progress, self.train_step.strategy, self.options.shard_evaluation
+        progress, strategy, is_shared = (
+            self.progress,
+            self.train_step.strategy,
+            self.options.shard_evaluation,
+        )
         shards = strategy.shards if is_shared else 1
-        with self._bar(stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar) as bar:
+        with self._bar(
+            stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar
+        ) as bar:
             plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
             stop_sync = self._stop_sync
             stop_sync.sync.start(progress.step)
-            batches: Iterable[Any] = first_of(self._batches(loader, stage), self._limited(None, shards))
+            batches: Iterable[Any] = first_of(
+                self._batches(loader, stage), self._limited(None, shards)
+            )
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
-            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=stop_sync)
+            evaluate_epoch(
+                brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=stop_sync
+            )
             stop_sync.await_others()
             return self._finish(stage, trained, time.monotonic() - started, bar)
 
     # ------------------------------------------------------------------ prediction
 
-    def predict(self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+    def predict(
+        self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
+    ) -> list[Any]:
         """Run the model over a loader.
 
         Args:
@@ -414,25 +472,44 @@ class StageRunner:
             self.modules.eval()
             return self._predict(brain, loader, precision, enable_bar=enable_bar)
 
-    def _predict(self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+    def _predict(
+        self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
+    ) -> list[Any]:
         progress = self.progress
         seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
-        with temporarily(progress, seen=seen, step=0), self._stoppable(), progress.logged.during(None, None):
-            with self._explaining(brain), self._averaged_weights(Stage.TEST), self._evaluating(loader, PREDICT):
+        with (
+            temporarily(progress, seen=seen, step=0),
+            self._stoppable(),
+            progress.logged.during(None, None),
+        ):
+            with (
+                self._explaining(brain),
+                self._averaged_weights(Stage.TEST),
+                self._evaluating(loader, PREDICT),
+            ):
                 outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
             gathered: list[Any] = gather_results(seen, outputs)
         return gathered
 
     @torch.no_grad()
-    def _outputs(self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+    def _outputs(
+        self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
+    ) -> list[Any]:
         """Run the model over this rank's batches; return one output per sample, on the CPU."""
         progress, counts = self.progress, counts_of(loader)
-        makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
+        makes_batches = (
+            getattr(loader, "batch_size", 0) is None
+            and getattr(loader, "batch_sampler", None) is None
+        )
         outputs: list[Any] = []
-        # An output may be wrong on one rank alone: the others would wait for that rank in a collective.
-        due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, added_over_store)
+        # An output may be wrong on one rank alone: the others would wait for that rank in a
+        # collective.
+        due, stop_sync = (
+            time.monotonic() + BAR_SECONDS,
+            StopsOfEvaluation(progress, self.stop.cause, added_over_store),
+        )
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
             place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
@@ -442,7 +519,11 @@ class StageRunner:
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
                 count = None if counts is None else counts.count(number - 1)
-                outputs += [output] if makes_batches else predicted_rows(output, count, type(brain).__name__)
+                outputs += (
+                    [output]
+                    if makes_batches
+                    else predicted_rows(output, count, type(brain).__name__)
+                )
                 if time.monotonic() >= due:
                     due = time.monotonic() + BAR_SECONDS
                     bar.show(number, None, len(outputs))
@@ -467,28 +548,38 @@ class StageRunner:
         self.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
 
     def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
-        """Return a context after which the modules are in their modes again, where a hook of ``fit`` evaluates."""
+        """Return a context after which the modules are in their modes again, where a hook of
+        ``fit`` evaluates.
+        """
         is_inside = stage is Stage.TEST and self.progress.is_fitting
         return kept_modes(self.modules) if is_inside else contextlib.nullcontext()
 
     def _begin(self, stage: Stage, loader: Any, stream: StreamFeed | None = None) -> None:
-        """Note, for gathering and for the metrics, what a stage runs over, and whether it is divided over the ranks."""
+        """Note, for gathering and for the metrics, what a stage runs over, and whether it is
+        divided over the ranks.
+        """
         is_training = stage is Stage.TRAIN
         if is_training:
             self._skipped = SkippedSteps(self.progress)
-        divided = get_world_size() > 1 and (is_training or is_divided(loader, unknown=self.options.shard_evaluation))
+        divided = get_world_size() > 1 and (
+            is_training or is_divided(loader, unknown=self.options.shard_evaluation)
+        )
         begin_stage(divided=divided)
         POSITION.stage_begins()
         before = self.progress.meter.samples
         first = self.progress.step if is_training else 0
-        self.progress.seen = Seen(stage, loader, divided, first=first, stream=stream, samples_before=before)
+        self.progress.seen = Seen(
+            stage, loader, divided, first=first, stream=stream, samples_before=before
+        )
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
         return PassedThrough(batches, cuda_graph_steps) if self._has_graphs else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:
-        """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""
+        """Return how many batches of a loader are used, with the option ``debug`` only a few; None:
+        all.
+        """
         if not self.options.debug:
             return length
         most = self.options.debug_batches * shards
@@ -500,11 +591,15 @@ class StageRunner:
         options, last = self.options, self.time_left.last
         of_how_many = "" if epoch is None or last is None or epoch > last else f" of {last}"
         return ProgressBar(
-            stage.name.lower() if epoch is None else f"epoch {epoch}{of_how_many} {stage.name.lower()}",
+            stage.name.lower()
+            if epoch is None
+            else (f"epoch {epoch}{of_how_many} {stage.name.lower()}"),
             length,
             initial=initial,
             enable=enable and if_main_process(),
-            colour=options.tqdm_barcolor.get(stage.name.lower()) if options.tqdm_colored_bar else None,
+            colour=options.tqdm_barcolor.get(stage.name.lower())
+            if options.tqdm_colored_bar
+            else None,
             of_run=functools.partial(self._facts_of_run, stage, length),
         )
 
@@ -512,12 +607,16 @@ class StageRunner:
         """Return what the bar shows of the run; asked about once a second, on the main process."""
         if stage is Stage.TEST:
             return RunFacts()
-        rate = rate_of_bar(self.train_step.named_optimizers().values()) if stage is Stage.TRAIN else ""
+        rate = (
+            rate_of_bar(self.train_step.named_optimizers().values()) if stage is Stage.TRAIN else ""
+        )
         left = self.time_left.estimate(step / length if length else None)
         return RunFacts(rate, left, self.speed.data_wait() if stage is Stage.TRAIN else 0.0)
 
     def _done_before(self, loader: Any) -> float | None:
-        """Return the part of an epoch's training that was done before a restart; None: a part that is not known."""
+        """Return the part of an epoch's training that was done before a restart; None: a part that
+        is not known.
+        """
         if not self.progress.step:
             return 0.0
         length = length_of(loader)
@@ -525,13 +624,19 @@ class StageRunner:
 
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
         ema = self.train_step.ema
-        return ema.evaluated(stage) if self.options.evaluate_ema and ema is not None else contextlib.nullcontext()
+        return (
+            ema.evaluated(stage)
+            if self.options.evaluate_ema and ema is not None
+            else contextlib.nullcontext()
+        )
 
     def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.options.shard_evaluation)
         strategy = self.train_step.strategy
         gathered = {id(one) for root in strategy.roots for one in root.parameters()}
-        if divided and any(is_sharded(one) and id(one) not in gathered for one in self.modules.parameters()):
+        if divided and any(
+            is_sharded(one) and id(one) not in gathered for one in self.modules.parameters()
+        ):
             raise ConfigError(words.format(self.options.shard_evaluation))
         return strategy.evaluating(None if divided else length_of(loader))
 
@@ -547,7 +652,9 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _unsaved(self) -> Iterator[None]:
-        """Return a context for a hook that must not run twice: a stop inside of it saves no checkpoint."""
+        """Return a context for a hook that must not run twice: a stop inside of it saves no
+        checkpoint.
+        """
         meter, self.progress.train_meter = self.progress.train_meter, None
         try:
             yield
@@ -555,7 +662,12 @@ class StageRunner:
             self.progress.train_meter = meter
 
     def _finish(
-        self, stage: Stage, trained: tuple[int | None, int], seconds: float, bar: ProgressBar, before: int = 0
+        self,
+        stage: Stage,
+        trained: tuple[int | None, int],
+        seconds: float,
+        bar: ProgressBar,
+        before: int = 0,
     ) -> float:
         """Compute the mean loss over all ranks, report and return it.
 
@@ -602,10 +714,21 @@ class StageRunner:
         self._skipped.write()
 
     def _tell_clipped(self, epoch: int | None) -> None:
-        """Say in how many steps of the epoch gradients were clipped; the first time also without any logging."""
+        """Say in how many steps of the epoch gradients were clipped; the first time also without
+        any logging.
+        """
         progress = self.progress
         if progress.clipped:
             say = logger.info if progress.has_told_clipping else logger.announce
             progress.has_told_clipping = True
-            words = "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s (--max_grad_norm)."
-            say(words, epoch, progress.clipped, progress.optimizer_step - progress.began_at, self.options.max_grad_norm)
+            words = (
+                "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s "
+                "(--max_grad_norm)."
+            )
+            say(
+                words,
+                epoch,
+                progress.clipped,
+                progress.optimizer_step - progress.began_at,
+                self.options.max_grad_norm,
+            )

@@ -1,4 +1,6 @@
-"""Rows of the start-up block that say what is so, and how a row is laid out in lines of 80 columns."""
+"""Rows of the start-up block that say what is so, and how a row is laid out in lines of 80
+columns.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,14 @@ _INDENT = " " * (NAME_COLUMNS + 3)
 _PIECE = re.compile(r"[^/]*/|[^/]+")  # of a path
 
 
-# ------------------------------------------------------------------------------------------------ layout
+# ------------------------------------------------------------------------------------------- layout
 
 
 def row_lines(name: str, value: str) -> list[str]:
     """Lay a row out in lines of at most 80 columns.
 
-    A line ends after a part of a sentence where it can, else after a word. A word that is longer than a line, as a path
-    may be, is broken at its slashes, or else anywhere.
+    A line ends after a part of a sentence where it can, else after a word. A word that is longer
+    than a line, as a path may be, is broken at its slashes, or else anywhere.
 
     Args:
         name: of the row.
@@ -84,7 +86,7 @@ def _pieces(word: str, width: int) -> Iterator[tuple[str, str]]:
             joint = ""
 
 
-# ------------------------------------------------------------------------------------------------ rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def given_batch_size(train_set: Any, loader_kwargs: Mapping[str, Any]) -> int | None:
@@ -110,7 +112,8 @@ def batch_row(sizes: BatchSizes, given: int | None, global_batch_size: int | Non
 
     Args:
         sizes: of the training.
-        given: ``batch_size`` of the training loader, as a recipe has given it; None: it has given none.
+        given: ``batch_size`` of the training loader, as a recipe has given it; None: it has given
+            none.
         global_batch_size: the option, which takes its place.
 
     Ranks: local.
@@ -179,7 +182,9 @@ def evaluation_set_row(loader: Any) -> str:
 
 
 def _rows_per_process(loader: Any) -> str:
-    """Return how many rows of a set each process evaluates; nothing where there is one process, or no plan."""
+    """Return how many rows of a set each process evaluates; nothing where there is one process, or
+    no plan.
+    """
     sampler = plan_of(loader)
     plan, shards = getattr(sampler, "plan", None), getattr(sampler, "shards", 1)
     if plan is None:
@@ -214,13 +219,16 @@ def optimizers_row(
 
     Args:
         optimizers: by name.
-        begun: by name, settings of their groups with which the run began; what is missing is not known.
+        begun: by name, settings of their groups with which the run began; what is missing is not
+            known.
 
     Ranks: local.
 
     Example:
         >>> import torch
-        >>> groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01, 0.1)]
+        >>> groups = [
+        ...     {"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01, 0.1)
+        ... ]
         >>> optimizers_row({"opt_class": torch.optim.SGD(groups)}, {})
         'SGD, lr 0.1, 0.01'
     """

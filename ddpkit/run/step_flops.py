@@ -1,7 +1,8 @@
-"""The floating-point operations of one early optimizer step, counted once in a run, on the main process.
+"""The floating-point operations of one early optimizer step, counted once in a run, on the main
+process.
 
-Only with ``--count_flops``: counting intercepts each operation of the step, as torch has nothing that
-only watches them and leaves a user's own profilers alone (``docs/decisions``).
+Only with ``--count_flops``: counting intercepts each operation of the step, as torch has nothing
+that only watches them and leaves a user's own profilers alone (``docs/decisions``).
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ COMPILED = "a part of the model is compiled, and its operations are not seen"
 THREADS = "data_parallel_backend runs the model in threads, whose operations are not seen"
 PROFILED = "--count_flops: nothing is counted in this call of fit, as a profile is recorded in it."
 FAILED = (
-    "The operations of this step were counted (--count_flops), and some do not run under a counter. "
-    "If the run goes on without the option, this is the cause."
+    "The operations of this step were counted (--count_flops), and some do not run under a "
+    "counter. If the run goes on without the option, this is the cause."
 )
 
 
 class StepFlops:
-    """Counts the operations of the second optimizer step that this process trains, on the main process alone.
+    """Counts the operations of the second optimizer step that this process trains, on the main
+    process alone.
 
     That step takes longer than others. It is not measured, on any rank.
 

@@ -1,7 +1,8 @@
 """The processes, batches and samples of an optimizer step, which a checkpoint stores.
 
-With another number of processes the options that keep the samples per step are computed before any loader is made, and
-the position in the epoch is converted, because it counts batches of one process.
+With another number of processes the options that keep the samples per step are computed before any
+loader is made, and the position in the epoch is converted, because it counts batches of one
+process.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ class StepPlan:
 
     Attributes:
         world_size: number of ranks; None if the checkpoint does not say.
-        grad_accumulation_factor: batches of each process per optimizer step; None if the checkpoint does not say.
-        per_step: samples of a full optimizer step over all ranks; None if unknown, or if the data yields whole
-            batches, which cannot be divided.
+        grad_accumulation_factor: batches of each process per optimizer step; None if the checkpoint
+            does not say.
+        per_step: samples of a full optimizer step over all ranks; None if unknown, or if the data
+            yields whole batches, which cannot be divided.
         per_process: samples of a full batch of one process; None likewise.
-        data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that does not tell. Two
-            that differ in nothing else are equal.
+        data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that
+            does not tell. Two that differ in nothing else are equal.
 
     A checkpoint holds them under these names.
 
@@ -57,11 +59,15 @@ class StepPlan:
             sizes: computed from its training loader and options.
             loader: the training loader.
         """
-        inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
+        inner, data = (
+            loader.loader if isinstance(loader, LoopedLoader) else loader,
+            order_of(loader),
+        )
         if isinstance(plan_of(inner), DealtBatchSampler) or getattr(
             getattr(inner, "dataset", None), "of_batches", False
         ):
-            return cls(sizes.world_size, sizes.factor, data=data)  # whole batches are dealt out, whatever their sizes
+            # whole batches are dealt out, whatever their sizes
+            return cls(sizes.world_size, sizes.factor, data=data)
         largest = None if sizes.per_process is None else sizes.per_process[1]
         return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
 
@@ -73,20 +79,25 @@ class StepPlan:
             state: of the Brain, as its file holds it.
         """
         world_size, factor, per_step, per_process = (
-            _whole(state.get(key)) for key in ("world_size", "grad_accumulation_factor", "per_step", "per_process")
+            _whole(state.get(key))
+            for key in ("world_size", "grad_accumulation_factor", "per_step", "per_process")
         )
         data = state.get("data")
-        return cls(world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None)
+        return cls(
+            world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None
+        )
 
     def on(self, world_size: int, *, is_looped: bool = False) -> dict[str, int]:
-        """Return the options that keep the samples of an optimizer step on another number of processes.
+        """Return the options that keep the samples of an optimizer step on another number of
+        processes.
 
-        On more processes a step is made of as many batches as before; on fewer of more batches, so that none is larger
-        on a process than it was.
+        On more processes a step is made of as many batches as before; on fewer of more batches, so
+        that none is larger on a process than it was.
 
         Args:
             world_size: the number of ranks now.
-            is_looped: nominal epochs count batches, so that there must be as many of them per step as before.
+            is_looped: nominal epochs count batches, so that there must be as many of them per step
+                as before.
 
         Returns:
             Values by the name of the option; empty where nothing is to be changed.
@@ -94,11 +105,18 @@ class StepPlan:
         Raises:
             ConfigError: so many processes cannot take a step of the same batches.
         """
-        if self.world_size is None or self.grad_accumulation_factor is None or self.world_size == world_size:
+        if (
+            self.world_size is None
+            or self.grad_accumulation_factor is None
+            or self.world_size == world_size
+        ):
             return {}
         if self.per_step is not None:
             if is_looped or self.per_process is None or world_size > self.world_size:
-                return {"global_batch_size": self.per_step, "grad_accumulation_factor": self.grad_accumulation_factor}
+                return {
+                    "global_batch_size": self.per_step,
+                    "grad_accumulation_factor": self.grad_accumulation_factor,
+                }
             return {
                 "global_batch_size": self.per_step,
                 "micro_batch_size": self.per_process,
@@ -107,8 +125,9 @@ class StepPlan:
         batches = self.grad_accumulation_factor * self.world_size
         if batches % world_size:
             raise ConfigError(
-                f"this run was saved by {self.world_size} processes with {batches} batches of a sampler per optimizer "
-                f"step, which {world_size} processes cannot divide: start a number of processes that divides {batches}."
+                f"this run was saved by {self.world_size} processes with {batches} batches of a "
+                f"sampler per optimizer step, which {world_size} processes cannot divide: start a "
+                f"number of processes that divides {batches}."
             )
         return {"grad_accumulation_factor": batches // world_size}
 
@@ -128,26 +147,36 @@ class StepPlan:
         if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
             # such an epoch counts batches, whatever is in them
             samples = step * before.per_step // before.grad_accumulation_factor
-        # Steps have another size now. Whole ones of it count as done; the samples after them are trained on again.
+        # Steps have another size now. Whole ones of it count as done; the samples after them are
+        # trained on again.
         if changed and self.per_step and samples:
             steps = samples // self.per_step
             return steps * factor, (
-                f"The checkpoint has {before.per_step} samples per optimizer step, now there are {self.per_step}: the "
-                f"epoch goes on after {steps * self.per_step} of the {samples} samples that were done."
+                f"The checkpoint has {before.per_step} samples per optimizer step, now there are "
+                f"{self.per_step}: the epoch goes on after {steps * self.per_step} of the "
+                f"{samples} samples that were done."
             )
         if self._deals_others(before):
             return self._place_of_batches(before, step)
         if before.grad_accumulation_factor in {None, factor}:
             return step, None  # as many batches to a step as before
-        return -(-step // (before.grad_accumulation_factor or 1)) * factor, None  # it stood at the end of a step
+        # it stood at the end of a step
+        return -(-step // (before.grad_accumulation_factor or 1)) * factor, None
 
     def _deals_others(self, before: StepPlan) -> bool:
-        """Return whether whole batches are dealt out, and the number of them in a step has changed."""
+        """Return whether whole batches are dealt out, and the number of them in a step has
+        changed.
+        """
         is_counted = self.per_step is None or before.per_step is None
-        return is_counted and None not in {_dealt(self), _dealt(before)} and _dealt(self) != _dealt(before)
+        return (
+            is_counted
+            and None not in {_dealt(self), _dealt(before)}
+            and _dealt(self) != _dealt(before)
+        )
 
     def _place_of_batches(self, before: StepPlan, step: int) -> tuple[int, str]:
-        """Go on at the same batch of the data, though it may be inside of a step: the first step is then a shorter one.
+        """Go on at the same batch of the data, though it may be inside of a step: the first step is
+        then a shorter one.
 
         On another number of ranks the batches of a round that is not whole are done again.
         """
@@ -155,8 +184,9 @@ class StepPlan:
         own, again = divmod(done, self.world_size or 1)
         repeated = f" ({again} of them are done again)" if again else ""
         return own, (
-            f"The checkpoint has {_dealt(before)} batches per optimizer step, now there are {_dealt(self)}: the epoch "
-            f"goes on after {done - again} of the {done} batches that were done{repeated}."
+            f"The checkpoint has {_dealt(before)} batches per optimizer step, now there are "
+            f"{_dealt(self)}: the epoch goes on after {done - again} of the {done} batches that "
+            f"were done{repeated}."
         )
 
     def changes(self, before: StepPlan) -> list[str]:
@@ -175,21 +205,27 @@ class StepPlan:
         return [f"{self.per_step} samples per optimizer step, before {before.per_step}"]
 
     def other_data(self, before: StepPlan) -> str | None:
-        """Say that the rest of an epoch will not be the rest of what was begun, because the data is another.
+        """Say that the rest of an epoch will not be the rest of what was begun, because the data is
+        another.
 
         Args:
             before: how the run went that stopped in the middle of an epoch.
 
         Returns:
-            A sentence for the user; None where nothing has changed, or the checkpoint does not tell.
+            A sentence for the user; None where nothing has changed, or the checkpoint does not
+            tell.
         """
         was, now = before.data or {}, self.data or {}
-        changed = [f"{name} {now[name]}, before {was[name]}" for name in now if name in was and was[name] != now[name]]
+        changed = [
+            f"{name} {now[name]}, before {was[name]}"
+            for name in now
+            if name in was and was[name] != now[name]
+        ]
         if not changed:
             return None
         return (
-            f"The data has changed since the checkpoint was made inside of an epoch: {'; '.join(changed)}. "
-            "Samples may come twice in this epoch, and others not at all."
+            "The data has changed since the checkpoint was made inside of an epoch: "
+            f"{'; '.join(changed)}. Samples may come twice in this epoch, and others not at all."
         )
 
 

@@ -1,4 +1,6 @@
-"""When and why a run stops: on all ranks, between two optimizer steps. It leaves a checkpoint and a note."""
+"""When and why a run stops: on all ranks, between two optimizer steps. It leaves a checkpoint and a
+note.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import POSITION, host_name, stage_of
-from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, limits_by_option, longest_wait, shorten_timeout
+from ddpkit.comm import (
+    AFTER_WATCH_SECONDS,
+    get_runtime,
+    limits_by_option,
+    longest_wait,
+    shorten_timeout,
+)
 from ddpkit.control import TIME_LIMIT, SignalListener, failure_notice, signal_named
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
 from ddpkit.errors import RunStopped
@@ -33,7 +41,8 @@ TIME_LIMIT_CODE = 75  # EX_TEMPFAIL: try again later
 
 
 class StopControl:
-    """Knows what has asked this rank to stop, and stops the run; guards a call, whose failure ends the other ranks.
+    """Knows what has asked this rank to stop, and stops the run; guards a call, whose failure ends
+    the other ranks.
 
     Args:
         options: of the run.
@@ -48,10 +57,19 @@ class StopControl:
     """
 
     def __init__(
-        self, options: RunOptions, hparams: SimpleNamespace, progress: Progress, policy: CheckpointPolicy
+        self,
+        options: RunOptions,
+        hparams: SimpleNamespace,
+        progress: Progress,
+        policy: CheckpointPolicy,
     ) -> None:
         self.signals = SignalListener(options.stop_signals, options.save_signals)
-        self._options, self.hparams, self._progress, self._policy = options, hparams, progress, policy
+        self._options, self.hparams, self._progress, self._policy = (
+            options,
+            hparams,
+            progress,
+            policy,
+        )
 
     @contextlib.contextmanager
     def guarded(self, call: str) -> Iterator[None]:
@@ -63,11 +81,18 @@ class StopControl:
         Raises:
             RunStopped: the run was asked to stop.
         """
-        with self._own_limits(), POSITION.inside(self._progress, call), self.signals.listening(), failure_notice():
+        with (
+            self._own_limits(),
+            POSITION.inside(self._progress, call),
+            self.signals.listening(),
+            failure_notice(),
+        ):
             yield
 
     def tighten_timeouts(self) -> None:
-        """Shorten the time for which collectives wait. At every sync: another Brain may have set a longer one."""
+        """Shorten the time for which collectives wait. At every sync: another Brain may have set a
+        longer one.
+        """
         timeout = self._options.hang_timeout
         if timeout:
             shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
@@ -80,8 +105,11 @@ class StopControl:
             return
         options, watchdog = self._options, get_runtime().watchdog
         limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
-        get_runtime().report.limits |= limits_by_option(options.distributed_timeout_minutes, options.hang_timeout)
-        shorten_timeout(self._longest_wait())  # a start may take long: not the shorter wait of an earlier call
+        get_runtime().report.limits |= limits_by_option(
+            options.distributed_timeout_minutes, options.hang_timeout
+        )
+        # a start may take long: not the shorter wait of an earlier call
+        shorten_timeout(self._longest_wait())
         try:
             with limited or contextlib.nullcontext():
                 yield
@@ -92,11 +120,15 @@ class StopControl:
         return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
 
     def cause(self) -> str:
-        """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`; empty if it was not."""
+        """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`;
+        empty if it was not.
+        """
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
         limit = self._options.time_limit
-        over = limit is not None and not get_rank() and seconds_since_start() > parse_duration(limit)
+        over = (
+            limit is not None and not get_rank() and seconds_since_start() > parse_duration(limit)
+        )
         return TIME_LIMIT if over else ""
 
     def stop_training(self, cause: str, *, is_saved: bool = False) -> None:
@@ -123,7 +155,9 @@ class StopControl:
         self._end(stopped)
 
     def remove_note(self) -> None:
-        """Remove the note of a run that has stopped: this one is running. If it begins anew, so do its logs."""
+        """Remove the note of a run that has stopped: this one is running. If it begins anew, so do
+        its logs.
+        """
         if self._policy.begins_anew:
             train_logger = getattr(self.hparams, "train_logger", None)
             run_on_main(getattr(train_logger, "begin_anew", lambda: None))
@@ -132,7 +166,9 @@ class StopControl:
             run_on_main(remove_marker, args=(folder,))
 
     def _end(self, stopped: RunStopped) -> None:
-        """End the run once its checkpoint is there: no rank before, because launchers end all when one has ended."""
+        """End the run once its checkpoint is there: no rank before, because launchers end all when
+        one has ended.
+        """
         stopped.words = str(run_on_main(self._finish, args=(stopped,)) or "")
         raise stopped
 
@@ -155,9 +191,19 @@ class StopControl:
         }
         run_event("stopped", **facts)
         facts["time"] = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-        place = f"{facts['stage']} of epoch {progress.epoch}{f' at step {progress.step}' if progress.step else ''}"
-        saved = "There is no checkpoint." if newest is None else f"The same command goes on from {newest.path}."
-        words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"
+        place = (
+            f"{facts['stage']} of epoch "
+            f"{progress.epoch}{f' at step {progress.step}' if progress.step else ''}"
+        )
+        saved = (
+            "There is no checkpoint."
+            if newest is None
+            else (f"The same command goes on from {newest.path}.")
+        )
+        words = (
+            f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer "
+            f"steps. {saved}"
+        )
         logger.warning("%s", words)
         if folder is not None:
             try:
@@ -174,7 +220,8 @@ class StopControl:
 
 
 def exit_code(cause: str) -> int:
-    """Return what a process exits with that was stopped: 128 plus the signal's number, or 75 at the time limit.
+    """Return what a process exits with that was stopped: 128 plus the signal's number, or 75 at the
+    time limit.
 
     Ranks: local.
 

@@ -1,6 +1,7 @@
 """``stopped.json``, the note of a run that has stopped.
 
-torchrun turns every exit code into 1, so a script that decides whether to start the run again reads the note.
+torchrun turns every exit code into 1, so a script that decides whether to start the run again reads
+the note.
 """
 
 from __future__ import annotations
@@ -49,5 +50,6 @@ def remove_marker(folder: Path) -> None:
     Example:
         >>> remove_marker(Path("/nowhere"))
     """
-    if (folder / MARKER).exists():  # a read-only file system refuses to delete even what is not there
+    # a read-only file system refuses to delete even what is not there
+    if (folder / MARKER).exists():
         (folder / MARKER).unlink(missing_ok=True)

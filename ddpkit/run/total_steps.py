@@ -1,4 +1,6 @@
-"""The optimizer steps of a call of ``fit`` that goes on with other batches than those with which it began."""
+"""The optimizer steps of a call of ``fit`` that goes on with other batches than those with which it
+began.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class EpochPlan:
     Attributes:
         steps: optimizer steps of an epoch.
         batches: batches of a process in an epoch.
-        goes_on: whether the epoch counter goes on after the epochs that are done; a range begins anew.
+        goes_on: whether the epoch counter goes on after the epochs that are done; a range begins
+            anew.
 
     Ranks: local; equal on all ranks.
 
@@ -38,10 +41,12 @@ class EpochPlan:
 
 
 def note_epoch(run_state: RunState, length: int | None, factor: int, epoch_counter: Any) -> int:
-    """Note for the next checkpoints what an epoch is made of; return by how many steps the run is ahead of that.
+    """Note for the next checkpoints what an epoch is made of; return by how many steps the run is
+    ahead of that.
 
-    A run that has always had the present batches is not ahead. After a change of the batches a run may have made more
-    steps until here, or fewer. The difference belongs to the steps of the whole call.
+    A run that has always had the present batches is not ahead. After a change of the batches a run
+    may have made more steps until here, or fewer. The difference belongs to the steps of the whole
+    call.
 
     Args:
         run_state: knows what this call of ``fit`` starts from, and has the step plan of now.
@@ -57,12 +62,16 @@ def note_epoch(run_state: RunState, length: int | None, factor: int, epoch_count
         goes_on = isinstance(getattr(epoch_counter, "limit", None), int)
         state, end_of_epoch = _start_of(run_state)
         epoch = EpochPlan(steps, length, goes_on=goes_on)
-        run_state.steps_ahead = _steps_ahead(run_state.step_plan, epoch, state, end_of_epoch=end_of_epoch)
+        run_state.steps_ahead = _steps_ahead(
+            run_state.step_plan, epoch, state, end_of_epoch=end_of_epoch
+        )
     return run_state.steps_ahead
 
 
 def _start_of(run_state: RunState) -> tuple[Mapping[str, Any], bool]:
-    """Return the state of the checkpoint that this call of ``fit`` goes on from, and whether an epoch ended there."""
+    """Return the state of the checkpoint that this call of ``fit`` goes on from, and whether an
+    epoch ended there.
+    """
     calls, start = run_state.calls, run_state.start
     if calls.later is not None and calls.later[1].get("fit") == calls.number:
         return calls.later[1], calls.later_ends_epoch

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recoverables: Mapping[str, Any]) -> list[str]:
-    """Name the modules with trained parameters that no recoverable holds: after a restart they would be untrained.
+def modules_not_saved(
+    modules: Mapping[str, nn.Module] | nn.ModuleDict, recoverables: Mapping[str, Any]
+) -> list[str]:
+    """Name the modules with trained parameters that no recoverable holds: after a restart they
+    would be untrained.
 
     Args:
         modules: by name.
@@ -36,7 +39,9 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
     ]
 
 
-def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]) -> list[str]:
+def optimizers_not_saved(
+    optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]
+) -> list[str]:
     """Name the optimizers that no recoverable holds: a restart would lose their moments.
 
     Args:

@@ -1,4 +1,6 @@
-"""Commands that look at a machine, at a recipe on it, and at runs: ``scale``, ``doctor`` and ``report``."""
+"""Commands that look at a machine, at a recipe on it, and at runs: ``scale``, ``doctor`` and
+``report``.
+"""
 
 from __future__ import annotations
 

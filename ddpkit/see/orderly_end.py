@@ -18,7 +18,8 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Return a context in which a signal that ends this process lets it tidy up first, as Ctrl-C does.
+    """Return a context in which a signal that ends this process lets it tidy up first, as Ctrl-C
+    does.
 
     Ranks: local.
 
@@ -48,8 +49,8 @@ def ended_in_order() -> Iterator[None]:
 def dying_with_parent(number: int) -> Callable[[], None] | None:
     """Return what a new process calls to be ended when this one ends, however that comes about.
 
-    It is for ``subprocess.Popen(preexec_fn=...)``. The system looks at the thread that has started the
-    process: it must live as long as the process.
+    It is for ``subprocess.Popen(preexec_fn=...)``. The system looks at the thread that has started
+    the process: it must live as long as the process.
 
     Args:
         number: of the signal that ends it.

@@ -1,4 +1,6 @@
-"""Answers the modules of SpeechBrain's training core: a finder for imports, and modules that have ddpkit's names."""
+"""Answers the modules of SpeechBrain's training core: a finder for imports, and modules that have
+ddpkit's names.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +31,37 @@ VARIABLE = "DDPKIT_SPEECHBRAIN"
 _TOLD = "told"  # its value where a process above this one has said who answers what
 
 _UTILS = (
-    *("autocast", "checkpoints", "distributed", "epoch_loop", "logger", "optimizers", "profiling", "run_opts"),
+    *(
+        "autocast",
+        "checkpoints",
+        "distributed",
+        "epoch_loop",
+        "logger",
+        "optimizers",
+        "profiling",
+        "run_opts",
+    ),
     *("seed", "train_logger"),
 )
 _DATAIO = ("dataloader", "sampler")
 
-#: The modules of SpeechBrain that are answered. The package's own names (``speechbrain.Brain``) come from them.
+#: The modules of SpeechBrain that are answered. The package's own names (``speechbrain.Brain``)
+#: come from them.
 ANSWERED = (
     f"{PACKAGE}.core",
     *(f"{PACKAGE}.utils.{name}" for name in _UTILS),
     *(f"{PACKAGE}.dataio.{name}" for name in _DATAIO),
 )
 
-# Names of these modules that are SpeechBrain's own: constants and functions that know neither ranks nor checkpoints,
-# and what its Pretrainer reads weights with (it renames keys of old files). Its `core` and `dataio.dataloader` are
-# never run: they turn TF32 on and patch torch's DataLoader.
+# Names of these modules that are SpeechBrain's own: constants and functions that know neither ranks
+# nor checkpoints, and what its Pretrainer reads weights with (it renames keys of old files). Its
+# `core` and `dataio.dataloader` are never run: they turn TF32 on and patch torch's DataLoader.
 _OWN = {
-    f"{PACKAGE}.utils.checkpoints": "CKPT_PREFIX KEYS_MAPPING hook_on_loading_state_dict_checkpoint "
-    "torch_parameter_transfer torch_patched_state_dict_load",
+    f"{PACKAGE}.utils.checkpoints": (
+        "CKPT_PREFIX KEYS_MAPPING "
+        "hook_on_loading_state_dict_checkpoint "
+        "torch_parameter_transfer torch_patched_state_dict_load"
+    ),
     f"{PACKAGE}.utils.logger": "ORDERS_ABBREV ORDERS_WORDS",
     f"{PACKAGE}.utils.run_opts": "HELP_TEXTS",
     f"{PACKAGE}.utils.seed": "max_seed_value min_seed_value",
@@ -65,7 +80,11 @@ def is_switched_off() -> bool:
         >>> os.environ[VARIABLE] = "0"
         >>> is_switched_off()
         True
-        >>> _ = os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
+        >>> _ = (
+        ...     os.environ.pop(VARIABLE)
+        ...     if before is None
+        ...     else os.environ.update({VARIABLE: before})
+        ... )
     """
     return os.environ.get(VARIABLE) == "0"
 
@@ -78,16 +97,18 @@ def install() -> None:
 
     Ranks: all, before anything imports SpeechBrain.
 
-    State: a finder at the front of ``sys.meta_path``; ``DDPKIT_SPEECHBRAIN`` and ``PYTHONPATH`` in the environment.
+    State: a finder at the front of ``sys.meta_path``; ``DDPKIT_SPEECHBRAIN`` and ``PYTHONPATH`` in
+    the environment.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     loaded = sorted(name for name in sys.modules if name.split(".")[0] == PACKAGE)
     if loaded:
         raise ConfigError(
-            f"SpeechBrain was imported before ddpkit.speechbrain ({len(loaded)} of its modules, the first is "
-            f"{loaded[0]}), and what it has handed out cannot be replaced. Make `import ddpkit.speechbrain` the first "
-            "line of the script, or run it with `python -m ddpkit.speechbrain`."
+            f"SpeechBrain was imported before ddpkit.speechbrain ({len(loaded)} of its modules, "
+            f"the first is {loaded[0]}), and what it has handed out cannot be replaced. Make "
+            "`import ddpkit.speechbrain` the first line of the script, or run it with `python -m "
+            "ddpkit.speechbrain`."
         )
     sys.meta_path.insert(0, _Finder())
     os.environ.update(environment())
@@ -117,7 +138,8 @@ class _Finder(MetaPathFinder):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
-        original = next((spec for spec in specs if spec is not None), None)  # SpeechBrain 1.0 has no run_opts
+        # SpeechBrain 1.0 has no run_opts
+        original = next((spec for spec in specs if spec is not None), None)
         return ModuleSpec(fullname, _Answers(original), origin=f"answered by {__name__}")
 
 
@@ -137,7 +159,9 @@ class _Answers(Loader):
     def exec_module(self, module: ModuleType) -> None:
         _tell_once()
         answers: Any = module
-        answers.__all__ = [name for names in TABLE[module.__name__].values() for name in names.split()]
+        answers.__all__ = [
+            name for names in TABLE[module.__name__].values() for name in names.split()
+        ]
         if module.__name__ == _CHECKPOINTS:
             answers.DEFAULT_TRANSFER_HOOKS.update(self.original.DEFAULT_TRANSFER_HOOKS)
 
@@ -151,15 +175,22 @@ class _Answers(Loader):
 
     @functools.cached_property
     def _source(self) -> tuple[set[str], dict[str, tuple[str, str]]]:
-        """The names of SpeechBrain's own module, and where those come from that it imports from others."""
+        """The names of SpeechBrain's own module, and where those come from that it imports from
+        others.
+        """
         spec: Any = self._spec
         if spec is None:
             return set(), {}
         source = spec.loader.get_source(spec.name)
         symbols = symtable.symtable(source, spec.name, "exec").get_symbols()
-        names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+        names = {
+            symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+        }
         froms = {
-            alias.asname or alias.name: (resolve_name("." * node.level + (node.module or ""), spec.parent), alias.name)
+            alias.asname or alias.name: (
+                resolve_name("." * node.level + (node.module or ""), spec.parent),
+                alias.name,
+            )
             for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
@@ -175,8 +206,8 @@ class _Answers(Loader):
 
         Raises:
             AttributeError: it has no such name.
-            ImportError: SpeechBrain has the name, and it cannot be used beside ddpkit's core. (The message of an
-                AttributeError would be hidden by ``from module import name``.)
+            ImportError: SpeechBrain has the name, and it cannot be used beside ddpkit's core. (The
+                message of an AttributeError would be hidden by ``from module import name``.)
         """
         if self._spec is not None and name in _OWN.get(module, "").split():
             return getattr(self.original, name)
@@ -190,9 +221,10 @@ class _Answers(Loader):
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         raise ImportError(
-            f"{module}.{name} is part of SpeechBrain's training core, which ddpkit answers, and ddpkit has no such "
-            "name. SpeechBrain's own would know other ranks, options and checkpoints than the run has. Leave it out "
-            f"(docs/porting.md says what takes the place of what), or run the recipe as before, with {VARIABLE}=0.",
+            f"{module}.{name} is part of SpeechBrain's training core, which ddpkit answers, and "
+            "ddpkit has no such name. SpeechBrain's own would know other ranks, options and "
+            "checkpoints than the run has. Leave it out (docs/porting.md says what takes the "
+            f"place of what), or run the recipe as before, with {VARIABLE}=0.",
             name=module,
         )
 
@@ -217,5 +249,6 @@ def _tell_once() -> None:
     origin = getattr(sys.modules.get(PACKAGE), "__file__", None) or "?"
     sys.stderr.write(
         f"ddpkit {__version__} answers {PACKAGE}.core, .utils.({'|'.join(_UTILS)}), .dataio.("
-        f"{'|'.join(_DATAIO)}); all else is SpeechBrain's, from {Path(origin).parent}. {VARIABLE}=0 switches it off.\n"
+        f"{'|'.join(_DATAIO)}); all else is SpeechBrain's, from {Path(origin).parent}. "
+        f"{VARIABLE}=0 switches it off.\n"
     )

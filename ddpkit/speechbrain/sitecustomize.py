@@ -1,6 +1,8 @@
-"""Read by Python itself when it starts, where this folder is in ``PYTHONPATH``: answers SpeechBrain in child processes.
+"""Read by Python itself when it starts, where this folder is in ``PYTHONPATH``: answers SpeechBrain
+in child processes.
 
-That covers loader workers and ranks that are spawned, and torchrun or any other Python that a recipe starts.
+That covers loader workers and ranks that are spawned, and torchrun or any other Python that a
+recipe starts.
 
 Source: https://docs.python.org/3/library/site.html .
 """

@@ -1,7 +1,7 @@
 """How long the main thread of this process was ready to run and had no core.
 
-On a machine with more busy threads than cores each of them waits for its turn. A rank that is slower
-for that alone is not at fault, and neither are its data or its model.
+On a machine with more busy threads than cores each of them waits for its turn. A rank that is
+slower for that alone is not at fault, and neither are its data or its model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class CoreWaits:
         self._read_at = time.perf_counter()
 
     def share(self) -> float:
-        """Return the share of the time since the last call, 0 to 1; 0 where the kernel does not tell."""
+        """Return the share of the time since the last call, 0 to 1; 0 where the kernel does not
+        tell.
+        """
         before, began = self._waited, self._read_at
         self._waited = self._read()
         self._read_at = time.perf_counter()

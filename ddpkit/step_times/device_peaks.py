@@ -72,7 +72,8 @@ _ADA = {
 # and 989, NVL 1,671 and 835 with sparsity), PCIe in the first edition (1,513 and 756); H200
 # https://resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/
 # hpc-datasheet-sc23-h200; GH200 https://resources.nvidia.com/en-us-grace-cpu/
-# grace-hopper-superchip (1,979 and 989). "H100" and "H200" alone are what SXM modules call themselves.
+# grace-hopper-superchip (1,979 and 989). "H100" and "H200" alone are what SXM modules call
+# themselves.
 _HOPPER_SXM = _half(989.4, tf32=494.7, fp32=67.0, fp64=67.0)
 _HOPPER_NVL = _half(835.5, tf32=417.5, fp32=60.0, fp64=60.0)
 _HOPPER = {
@@ -85,18 +86,18 @@ _HOPPER = {
     "GH200": _HOPPER_SXM,
 }
 
-# Blackwell datasheet, https://resources.nvidia.com/en-us-blackwell-architecture/datasheet: one GPU of
-# HGX B200 (4,500 and 2,200 with sparsity), one of GB200 (5,000 and 2,500).
+# Blackwell datasheet, https://resources.nvidia.com/en-us-blackwell-architecture/datasheet: one GPU
+# of HGX B200 (4,500 and 2,200 with sparsity), one of GB200 (5,000 and 2,500).
 _BLACKWELL = {
     "B200": _half(2250.0, tf32=1100.0, fp32=75.0, fp64=37.0),
     "GB200": _half(2500.0, tf32=1250.0, fp32=80.0, fp64=40.0),
 }
 
-# Cores and boost clock in GHz, from https://www.nvidia.com/en-us/geforce/graphics-cards/compare/: two
-# operations a cycle and core in float32. Tensor cores with sums in float32 make twice that in both
-# 16-bit formats, and the same in TF32; float64 is a 64th: "NVIDIA Ampere GA102 GPU Architecture"
-# (RTX 3090: 71 and 35.6), "NVIDIA Ada GPU Architecture" (RTX 4090: 165.2 and 82.6), "NVIDIA RTX
-# Blackwell GPU Architecture" (RTX 5090: 209.5 and 104.8).
+# Cores and boost clock in GHz, from https://www.nvidia.com/en-us/geforce/graphics-cards/compare/:
+# two operations a cycle and core in float32. Tensor cores with sums in float32 make twice that in
+# both 16-bit formats, and the same in TF32; float64 is a 64th: "NVIDIA Ampere GA102 GPU
+# Architecture" (RTX 3090: 71 and 35.6), "NVIDIA Ada GPU Architecture" (RTX 4090: 165.2 and 82.6),
+# "NVIDIA RTX Blackwell GPU Architecture" (RTX 5090: 209.5 and 104.8).
 _GEFORCE = {
     "RTX 3060": (3584, 1.777),
     "RTX 3060 TI": (4864, 1.665),
@@ -124,9 +125,10 @@ _GEFORCE = {
 }
 
 # AMD data sheets, matrix cores: MI200 https://www.amd.com/system/files/documents/
-# amd-instinct-mi200-datasheet.pdf; torch sees the two dies of an MI250 and MI250X as two devices, so
-# that each has half. MI300A, MI300X, MI325X: https://www.amd.com/en/products/accelerators/instinct/
-# mi300.html. "MI250X / MI250", as some drivers say, is not known.
+# amd-instinct-mi200-datasheet.pdf; torch sees the two dies of an MI250 and MI250X as two devices,
+# so that each has half. MI300A, MI300X, MI325X:
+# https://www.amd.com/en/products/accelerators/instinct/ mi300.html. "MI250X / MI250", as some
+# drivers say, is not known.
 _MI300X = _half(1307.4, tf32=653.7, fp32=163.4, fp64=163.4)
 _AMD = {
     "MI210": _half(181.0, fp32=45.3, fp64=45.3),
@@ -163,7 +165,8 @@ def device_peak(name: str, dtype: torch.dtype | str) -> float | None:
         dtype: of the numbers that are multiplied; :data:`TF32` for float32 on tensor cores.
 
     Returns:
-        Floating-point operations per second; None where the device, or this format on it, is not known.
+        Floating-point operations per second; None where the device, or this format on it, is not
+        known.
 
     Ranks: local.
 
@@ -172,7 +175,9 @@ def device_peak(name: str, dtype: torch.dtype | str) -> float | None:
     Example:
         >>> device_peak("NVIDIA A100-SXM4-80GB", torch.bfloat16)
         312000000000000.0
-        >>> device_peak("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16) is None  # a part of one
+        >>> device_peak(
+        ...     "NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16
+        ... ) is None  # a part of one
         True
     """
     words = re.split(r"[\s\-]+", name.upper())

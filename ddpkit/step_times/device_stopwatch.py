@@ -1,4 +1,6 @@
-"""A stopwatch on a GPU: events in its stream, which are read when they have come, and never waited for."""
+"""A stopwatch on a GPU: events in its stream, which are read when they have come, and never waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Event(Protocol):
 
 
 def event_recorder(device: str) -> Callable[[], Event | None]:
-    """Return what records an event in the present stream of a GPU; it gives None while a graph is captured.
+    """Return what records an event in the present stream of a GPU; it gives None while a graph is
+    captured.
 
     Args:
         device: such as ``"cuda:1"``.
@@ -106,7 +109,9 @@ class DeviceStopwatch(Stopwatch):
         super().finish()
 
     def phase_seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase on the GPU; those of the host if the GPU is not there yet."""
+        """Return the seconds of each phase on the GPU; those of the host if the GPU is not there
+        yet.
+        """
         events = [event for event in self._events if event is not None]
         if len(events) < len(self._events) or not events[-1].query():
             return self.seconds

@@ -1,14 +1,16 @@
-"""Floating-point operations of an optimizer step, counted from the operations that torch runs in it.
+"""Floating-point operations of an optimizer step, counted from the operations that torch runs in
+it.
 
-The formulas are torch's own, of ``torch.utils.flop_counter``: products of matrices, convolutions and
-attention, a multiplication and an addition each counting one. What is element by element counts
+The formulas are torch's own, of ``torch.utils.flop_counter``: products of matrices, convolutions
+and attention, a multiplication and an addition each counting one. What is element by element counts
 nothing. Some formulas are added here, and one is replaced.
 
 - torch has none for layers of recurrent networks in one kernel, nor for attention on a CPU.
 - Its backward pass of a convolution in groups counts each group as if it saw all channels.
 
 The count changes no number: the same kernels run, on the same tensors, one after another. But it
-intercepts each operation, and an operation may refuse that: it is for a step that a user wants counted.
+intercepts each operation, and an operation may refuse that: it is for a step that a user wants
+counted.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
 CONVOLUTION, RECURRENT, PRODUCT = "convolution", "recurrent", "product"
 
 HIGHER_ORDER = (
-    "count_flops=True: torch {} runs {} another way while operations are counted, and its gradients "
-    "may be lost. Leave --count_flops out, or install a torch whose TorchDispatchMode has "
-    "ignore_compile_internals."
+    "count_flops=True: torch {} runs {} another way while operations are counted, and its "
+    "gradients may be lost. Leave --count_flops out, or install a torch whose TorchDispatchMode "
+    "has ignore_compile_internals."
 )
 
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -53,7 +55,8 @@ def _convolution_backward(
 ) -> int:
     """Count a forward pass for each of the two gradients, that of the input and that of the weight.
 
-    Each value of one side, the output or with ``transposed`` the input, meets a whole kernel of its group.
+    Each value of one side, the output or with ``transposed`` the input, meets a whole kernel of its
+    group.
     """
     is_transposed, output_mask = others[4], others[7]
     places = inputs if is_transposed else gradient
@@ -90,7 +93,9 @@ def _attention_backward(*tensors: Any, **_: Any) -> int:
 
 
 def _own_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the formulas that torch lacks, by operation, as far as this torch has the operation."""
+    """Return the formulas that torch lacks, by operation, as far as this torch has the
+    operation.
+    """
     named: dict[str, Callable[..., int]] = {
         "convolution_backward": _convolution_backward,
         "_cudnn_rnn": _rnn,
@@ -118,21 +123,23 @@ def _kind_of(operation: Any) -> str:
 
 
 class FlopCounter(TorchDispatchMode):
-    """A context that counts the floating-point operations of what runs inside of it; it may be entered again.
+    """A context that counts the floating-point operations of what runs inside of it; it may be
+    entered again.
 
-    What runs in another thread is not seen, but for backward passes; nor what is compiled, nor what is
-    replayed by a CUDA graph.
+    What runs in another thread is not seen, but for backward passes; nor what is compiled, nor what
+    is replayed by a CUDA graph.
 
     Args:
-        is_repeated: tells whether what runs now was counted before, and is computed again to save memory.
+        is_repeated: tells whether what runs now was counted before, and is computed again to save
+            memory.
 
     Attributes:
         counts: operations by kind, and by the dtype of what is multiplied.
         problem: why the count is not whole; empty where it is.
 
     Raises:
-        ConfigError: an operation that calls functions, such as ``torch.cond``, under a torch that would
-            not compile it here.
+        ConfigError: an operation that calls functions, such as ``torch.cond``, under a torch that
+            would not compile it here.
 
     Ranks: local.
 
@@ -156,7 +163,8 @@ class FlopCounter(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Have torch compile as ever; by default it would run eagerly what is compiled.
 
-        ``torch.cond`` compiles itself, and has no gradients of the weights of its branches otherwise.
+        ``torch.cond`` compiles itself, and has no gradients of the weights of its branches
+        otherwise.
         """
         return True
 
@@ -209,7 +217,8 @@ class FlopCounter(TorchDispatchMode):
         self.counts[_kind_of(func), dtype] += number
 
     def peak(self, device_name: str) -> float | None:
-        """Return how many such operations per second a device can make at most, in this mix of kinds and dtypes.
+        """Return how many such operations per second a device can make at most, in this mix of
+        kinds and dtypes.
 
         Args:
             device_name: as ``torch.cuda.get_device_name()`` gives it.
@@ -240,7 +249,9 @@ def _peak_of(device_name: str, kind: str, dtype: torch.dtype) -> float | None:
 
 
 def _allows_tf32(kind: str) -> bool:
-    """Say whether float32 is multiplied on tensor cores; by default torch does that in convolutions alone."""
+    """Say whether float32 is multiplied on tensor cores; by default torch does that in convolutions
+    alone.
+    """
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
     owner = {CONVOLUTION: "conv", RECURRENT: "rnn"}.get(kind)

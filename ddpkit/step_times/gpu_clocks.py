@@ -12,7 +12,8 @@ from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
 
-#: From one question to the next: clocks follow heat slowly, and a question takes up to a millisecond.
+#: From one question to the next: clocks follow heat slowly, and a question takes up to a
+#: millisecond.
 INTERVAL_SECONDS = 10.0
 
 
@@ -44,7 +45,9 @@ class GpuClocks:
         self._last: dict[str, float] | None = None
 
     def read(self) -> dict[str, float] | None:
-        """Return ``"share"`` of the highest clock, 0 to 1, and ``"reasons"``, bits; None: not known."""
+        """Return ``"share"`` of the highest clock, 0 to 1, and ``"reasons"``, bits; None: not
+        known.
+        """
         now = time.monotonic()
         if self._is_known and now - self._asked_at >= INTERVAL_SECONDS:
             self._asked_at = now

@@ -40,7 +40,8 @@ def memory_use(device: str) -> dict[str, float]:
 
 
 def resident_bytes() -> float:
-    """Return the resident memory of this process; where the system does not tell it, its highest value so far.
+    """Return the resident memory of this process; where the system does not tell it, its highest
+    value so far.
 
     Ranks: local.
 

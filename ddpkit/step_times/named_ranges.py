@@ -13,7 +13,8 @@ _RECORDS = {ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE}
 
 
 class NamedRanges:
-    """Marks the present phase of a step in a profiler's trace, while it records; otherwise it only remembers the phase.
+    """Marks the present phase of a step in a profiler's trace, while it records; otherwise it only
+    remembers the phase.
 
     Args:
         once: whether the profiler records once and never again.
@@ -64,14 +65,16 @@ class NamedRanges:
         """Note whether a profiler records now.
 
         Args:
-            profiler: of torch's, ``current_action`` tells whether it records; another records nothing.
+            profiler: of torch's, ``current_action`` tells whether it records; another records
+                nothing.
         """
         self._is_on = getattr(profiler, "current_action", None) in _RECORDS
         if self._is_on and self._phase:
             self._open()
 
     def step(self, profiler: Any) -> None:
-        """Tell a profiler that a batch is over: what it records of a step lies between two such calls.
+        """Tell a profiler that a batch is over: what it records of a step lies between two such
+        calls.
 
         Args:
             profiler: has ``step``; else as for :meth:`start`.

@@ -1,7 +1,7 @@
 """The phases of an optimizer step: names of what is measured, in the order in which it happens.
 
-A step is a window of accumulation. Of each phase the seconds on one rank are measured, added up over
-the batches of the window.
+A step is a window of accumulation. Of each phase the seconds on one rank are measured, added up
+over the batches of the window.
 
 ``data``
     waiting for the next batch.

@@ -1,4 +1,6 @@
-"""The numbers of all ranks in one sum: each rank has slots of its own in it, and zeros in those of the others."""
+"""The numbers of all ranks in one sum: each rank has slots of its own in it, and zeros in those of
+the others.
+"""
 
 from __future__ import annotations
 

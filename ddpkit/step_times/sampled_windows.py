@@ -12,7 +12,8 @@ _NEVER = sys.maxsize
 
 
 class SampledWindows:
-    """Chooses the steps by numbers that the ranks agree on: that of a batch, and of the batch of the next sync.
+    """Chooses the steps by numbers that the ranks agree on: that of a batch, and of the batch of
+    the next sync.
 
     Args:
         every: whether every step is measured, from the first sync of a pass on.
@@ -59,7 +60,8 @@ class SampledWindows:
         self._next_sync = next_sync
 
     def unmeasured(self, step: int) -> int:
-        """Return how many batches come before anything is due: a measured step, or a sync, which may choose others.
+        """Return how many batches come before anything is due: a measured step, or a sync, which
+        may choose others.
 
         Args:
             step: batches so far, none of a step that is measured.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: So many measured windows travel one by one with a sync: medians hide what differs between windows.
+#: So many measured windows travel one by one with a sync: medians hide what differs between
+#: windows.
 SINGLE_WINDOWS = 8
 
 
@@ -20,8 +21,8 @@ class SecondOfSteps:
         windows: optimizer steps that were measured, the same ones on all ranks; at least 1.
         batches_per_window: batches of a measured window, on average.
         world_size: number of ranks.
-        phases: seconds per window of each of :data:`~ddpkit.step_times.phases.PHASES`, and ``"step"``,
-            their sum: medians over the measured windows.
+        phases: seconds per window of each of :data:`~ddpkit.step_times.phases.PHASES`, and
+            ``"step"``, their sum: medians over the measured windows.
         samples: samples per window.
         tokens: counts of ``(loss_sum, count)`` per window; None where the recipe returns means.
         sizes: elements of the first tensor of a batch, per window: padded lengths show here.
@@ -35,14 +36,16 @@ class SecondOfSteps:
         learning_rate: of the first group of the first optimizer; None without an optimizer.
         loss: mean training loss of the epoch so far; NaN where nothing counts.
         host_names: of each rank's machine; empty where that is not known.
-        single_sizes: ``sizes`` of each of the last measured windows, at most :data:`SINGLE_WINDOWS`: a
-            list for each rank, of the same windows on all of them. None where they did not travel.
+        single_sizes: ``sizes`` of each of the last measured windows, at most
+            :data:`SINGLE_WINDOWS`: a list for each rank, of the same windows on all of them. None
+            where they did not travel.
         single_own: likewise the seconds of ``"step"`` without ``"exchange"``.
         single_exchange: likewise those of ``"exchange"``.
         core_waits: share of the time, 0 to 1, in which the rank's main thread was ready to run and
             had no core: other threads and processes had them all. None where that is not known.
-        gpu_clocks: ``"share"`` of the GPU's highest clock, 0 to 1, at which it runs, and ``"reasons"``,
-            a sum of bits of NVML that say why it is not faster. None without such GPUs.
+        gpu_clocks: ``"share"`` of the GPU's highest clock, 0 to 1, at which it runs, and
+            ``"reasons"``, a sum of bits of NVML that say why it is not faster. None without such
+            GPUs.
 
     Ranks: local; equal on all ranks.
 

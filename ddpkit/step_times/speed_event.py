@@ -1,4 +1,6 @@
-"""The ``speed`` event of ``metrics.jsonl``: a second of steps in a line, with the spread over the ranks."""
+"""The ``speed`` event of ``metrics.jsonl``: a second of steps in a line, with the spread over the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _DIGITS = 6  # significant ones: times are not known better
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the least, the median and the most of a value over the ranks, and which rank has the most.
+    """Return the least, the median and the most of a value over the ranks, and which rank has the
+    most.
 
     Args:
         values: by rank.

@@ -1,4 +1,6 @@
-"""Measures optimizer steps on this rank, where the training loop and its parts tell what happens."""
+"""Measures optimizer steps on this rank, where the training loop and its parts tell what
+happens.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ class _Progress(Protocol):
 
 
 class StepTimer:
-    """Measures some of the optimizer steps of a training: how long each phase of them takes on this rank.
+    """Measures some of the optimizer steps of a training: how long each phase of them takes on this
+    rank.
 
-    The loop's other parts look at :attr:`measures` first: in a step that is not measured nothing is called.
+    The loop's other parts look at :attr:`measures` first: in a step that is not measured nothing is
+    called.
 
     Args:
         progress: tells how many batches there were.
@@ -114,7 +118,8 @@ class StepTimer:
                 self._end_batch(window)
             self._choose(window)
             if not self.measures:
-                # Not one line for each of these batches: for tiny models that costs more than what is measured.
+                # Not one line for each of these batches: for tiny models that costs more than what
+                # is measured.
                 yield from itertools.islice(batches, self._chosen.unmeasured(self._progress.step))
                 self._choose(window)
 
@@ -138,10 +143,11 @@ class StepTimer:
         self._chosen.plan(step, next_sync, per_second)
 
     def taken(self) -> list[WindowTimes]:
-        """Return the steps measured since the last time; end the present one, which waits for a sync of the ranks.
+        """Return the steps measured since the last time; end the present one, which waits for a
+        sync of the ranks.
 
-        Nothing is waited for. A GPU may not have come to the end of the newest step, which is kept for the next time,
-        on all ranks. The others are done: the loop has read a newer loss.
+        Nothing is waited for. A GPU may not have come to the end of the newest step, which is kept
+        for the next time, on all ranks. The others are done: the loop has read a newer loss.
         """
         if self.measures and self._now.batches:  # else, at the end of a pass, it has not begun
             self._finish_step()
@@ -154,7 +160,8 @@ class StepTimer:
         return [window for window, _ in finished]
 
     def mark(self, ranges: NamedRanges) -> None:
-        """Mark the phases of every step, from the first of the next pass on, until a profile is over.
+        """Mark the phases of every step, from the first of the next pass on, until a profile is
+        over.
 
         Args:
             ranges: in the profile.
@@ -267,7 +274,9 @@ class StepTimer:
         self._watch.switch(OTHER)
 
     def begin_reading(self) -> None:
-        """Note that the loop waits for the next batch again, after a strategy's own work on the one before."""
+        """Note that the loop waits for the next batch again, after a strategy's own work on the one
+        before.
+        """
         self._watch.switch(DATA)
 
     def begin_other(self) -> None:

@@ -80,7 +80,9 @@ class Stopwatch:
             self.switch(FORWARD)
 
     def begin_backward(self) -> None:
-        """Note that a backward pass begins; what came before it was the forward pass, if no model was called."""
+        """Note that a backward pass begins; what came before it was the forward pass, if no model
+        was called.
+        """
         if self.phase in {MOVE, OTHER}:
             self.phase = FORWARD
         self.switch(BACKWARD)

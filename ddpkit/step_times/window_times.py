@@ -19,10 +19,12 @@ class WindowTimes:
         samples: of this rank.
         size: elements of the first tensors of its batches.
         batches: how many there were.
-        counts: of ``(loss_sum, count)``, one per batch: numbers, or tensors that nobody has waited for.
+        counts: of ``(loss_sum, count)``, one per batch: numbers, or tensors that nobody has waited
+            for.
         host_seconds: that the host took.
         is_host_bound: whether the GPU had reached the end when the host came there.
-        is_cut: whether a sync has ended it, for which the host has waited for the GPU: then the last two tell nothing.
+        is_cut: whether a sync has ended it, for which the host has waited for the GPU: then the
+            last two tell nothing.
 
     Ranks: local.
     """
@@ -64,7 +66,8 @@ class RankNumbers:
         tokens: counts of the losses; None where there are none.
         host_seconds: median.
         is_host_bound: share of the steps, 0 to 1.
-        singles: the last steps one by one, at most :data:`~ddpkit.step_times.seconds.SINGLE_WINDOWS`.
+        singles: the last steps one by one, at most
+            :data:`~ddpkit.step_times.seconds.SINGLE_WINDOWS`.
 
     Ranks: local.
     """

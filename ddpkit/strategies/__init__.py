@@ -1,4 +1,6 @@
-"""How the modules run on one device or several: DataParallel, DDP, FSDP2, ZeRO-1, post-local SGD, virtual ranks."""
+"""How the modules run on one device or several: DataParallel, DDP, FSDP2, ZeRO-1, post-local SGD,
+virtual ranks.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 class AttributeForwarding(nn.Module):
-    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
+    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and
+    for writing.
 
-    What the wrapper has itself, or got while it was made, is its own; all else is the module's. A base class, beside
-    torch's own wrapper.
+    What the wrapper has itself, or got while it was made, is its own; all else is the module's. A
+    base class, beside torch's own wrapper.
 
     Ranks: local.
     """

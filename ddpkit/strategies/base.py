@@ -40,14 +40,16 @@ class Strategy:
         is_distributed: whether gradients are averaged over processes by torch.
         virtual_ranks: over how many the data is divided; None: over the ranks.
         shards: how many parts of every batch each rank works on.
-        same_bits: whether no bit may depend on the number of processes: losses and logged values are then added up
-            without rounding, and outside of batches all ranks draw the same random numbers.
-        saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
-            weights, or of what the optimizers know.
-        divides: whether :meth:`wrap` leaves each rank a part of the weights: nobody has to hold them whole before.
+        same_bits: whether no bit may depend on the number of processes: losses and logged values
+            are then added up without rounding, and outside of batches all ranks draw the same
+            random numbers.
+        saves_alone: whether the main process has all that a checkpoint needs; not where each rank
+            has a part of the weights, or of what the optimizers know.
+        divides: whether :meth:`wrap` leaves each rank a part of the weights: nobody has to hold
+            them whole before.
         roots: the entries that are divided so far.
-        unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent under
-            :meth:`no_sync` before :meth:`finish_gradients`.
+        unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
+            under :meth:`no_sync` before :meth:`finish_gradients`.
         averages_weights: whether :meth:`after_window` must be called.
         steps_alone: whether the next optimizer step is made with this rank's own gradients.
         is_apart: whether the ranks' weights differ until the next average: a checkpoint must wait.
@@ -76,13 +78,17 @@ class Strategy:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
     def replace_modules(self, modules: nn.ModuleDict) -> None:
-        """Know other modules from now on; :meth:`wrap` or :meth:`follow` wraps them before they are trained."""
+        """Know other modules from now on; :meth:`wrap` or :meth:`follow` wraps them before they are
+        trained.
+        """
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Prepare optimizers before a checkpoint is loaded into them; refuse those that the strategy cannot step."""
+        """Prepare optimizers before a checkpoint is loaded into them; refuse those that the
+        strategy cannot step.
+        """
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Wrap the batches of a training pass, so that the strategy sees each of them."""
@@ -90,7 +96,9 @@ class Strategy:
         return feed
 
     def follow_batches(self, progress: Any) -> None:
-        """Note what tells at which batch the training is, where its batches do not come by :meth:`feed`."""
+        """Note what tells at which batch the training is, where its batches do not come by
+        :meth:`feed`.
+        """
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches of a divided evaluation.
@@ -106,14 +114,18 @@ class Strategy:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
         return NO_CONTEXT
 
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+    def backward_pass(
+        self, modules: nn.Module, *, closes: bool, counts: bool
+    ) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window."""
         return NO_CONTEXT
 
     def without_backward(
         self, *, closes: bool, counts: bool = True, retain_graph: bool = False
     ) -> AbstractContextManager[None]:
-        """Return a context in the place of a backward pass, for a loss that depends on no parameter."""
+        """Return a context in the place of a backward pass, for a loss that depends on no
+        parameter.
+        """
         return NO_CONTEXT
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
@@ -124,17 +136,25 @@ class Strategy:
         """
 
     def after_window(self) -> None:
-        """Average over the ranks, after an optimizer step, what the strategy has let differ, if it is time."""
+        """Average over the ranks, after an optimizer step, what the strategy has let differ, if it
+        is time.
+        """
 
     def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
+        """Return a context for a micro-batch that does not count on all ranks: what only others use
+        has no gradient.
+        """
         return NO_CONTEXT
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
-        """Make equal on all ranks, at the end of a training pass, what the strategy has let differ."""
+        """Make equal on all ranks, at the end of a training pass, what the strategy has let
+        differ.
+        """
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows for the start-up block: ``strategy``, and what is not computed as in one process."""
+        """Return rows for the start-up block: ``strategy``, and what is not computed as in one
+        process.
+        """
         return {"strategy": "single: one process"}
 
     def diverged_entries(self, modules: nn.Module) -> list[str]:
@@ -142,7 +162,9 @@ class Strategy:
         return []
 
     def gradient_orders(self) -> dict[str, list[int]]:
-        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
+        """Return the order in which each entry's gradients became ready, where that bears on their
+        sums.
+        """
         return {}
 
     def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
@@ -162,12 +184,14 @@ class Strategy:
         """Return a context for an evaluation. Collective.
 
         Args:
-            length: number of batches of this rank, if each rank evaluates the same data; None: they may differ.
+            length: number of batches of this rank, if each rank evaluates the same data; None: they
+                may differ.
         """
         return NO_CONTEXT
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make the states of objects whole before rank 0 saves them: collective, on every rank in the same order.
+        """Make the states of objects whole before rank 0 saves them: collective, on every rank in
+        the same order.
 
         Called only where :attr:`saves_alone` is False.
 
@@ -175,22 +199,31 @@ class Strategy:
             objects: what a checkpoint stores as ``torch.save`` does, by name.
 
         Returns:
-            By name what to save on rank 0 in the place of some of them: has ``state_dict``, which needs no other rank.
+            By name what to save on rank 0 in the place of some of them: has ``state_dict``, which
+            needs no other rank.
         """
         return {}
 
-    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
-        """Start averaging a number over the ranks, before the backward pass, without waiting for it or for the device.
+    def start_average(
+        self, count: torch.Tensor | float, device: str
+    ) -> Callable[[], torch.Tensor | float]:
+        """Start averaging a number over the ranks, before the backward pass, without waiting for it
+        or for the device.
 
         Args:
             count: a number, or a tensor of one element.
             device: of this rank.
 
         Returns:
-            What waits for the others and gives the average, shape ``()``; in one process a number stays a number.
+            What waits for the others and gives the average, shape ``()``; in one process a number
+            stays a number.
         """
         if not self.is_distributed:
-            own = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
+            own = (
+                count.detach().to(widest_float(device))
+                if isinstance(count, torch.Tensor)
+                else count
+            )
             return lambda: own
         total = wide_number(count, device)
         wait = start_sum(total)
@@ -226,7 +259,8 @@ def hooked(handles: list[Any]) -> Iterator[None]:
 
 
 def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
-    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device; nobody waits for it.
+    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device;
+    nobody waits for it.
 
     Ranks: local.
 

@@ -9,8 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def has_moving_buffers(module: nn.Module) -> bool:
     """Say whether a module has saved floating-point buffers that are not batch statistics.
 
-    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP broadcasts them from rank 0
-    before each training forward pass, as it does by default. Batch statistics are equal already.
+    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP broadcasts
+    them from rank 0 before each training forward pass, as it does by default. Batch statistics are
+    equal already.
 
     Ranks: local.
 
@@ -41,7 +42,8 @@ def batch_norms(modules: nn.Module) -> list[nn.Module]:
 
 
 def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
-    """Say over which rows the BatchNorm layers of a model normalise in training; nothing where it has none.
+    """Say over which rows the BatchNorm layers of a model normalise in training; nothing where it
+    has none.
 
     Args:
         modules: after its conversion.
@@ -52,7 +54,8 @@ def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
     Example:
         >>> model = nn.Sequential(nn.SyncBatchNorm(2), nn.SyncBatchNorm(2), nn.BatchNorm1d(2))
         >>> batch_norm_row(model, None)
-        'over the rows of all processes (--sync_batchnorm=auto): 2 of 3 layers; the others by those of each process'
+        'over the rows of all processes (--sync_batchnorm=auto): 2 of 3 layers; the others by those
+        of each process'
         >>> batch_norm_row(model, False)
         'each process by its own rows, as --sync_batchnorm=off says'
     """

@@ -1,11 +1,13 @@
-"""What the modules have returned in a batch: for a backward pass with gradients of zero, where the loss has no graph.
+"""What the modules have returned in a batch: for a backward pass with gradients of zero, where the
+loss has no graph.
 
-A synchronised BatchNorm sends in its backward pass, too. Where a rank's loss depends on no parameter, the other ranks
-would wait for it there; and its rows have moved their outputs, so that its parameters get a gradient. So this rank
-goes backwards as they do, from what its modules have returned, with gradients of zero.
+A synchronised BatchNorm sends in its backward pass, too. Where a rank's loss depends on no
+parameter, the other ranks would wait for it there; and its rows have moved their outputs, so that
+its parameters get a gradient. So this rank goes backwards as they do, from what its modules have
+returned, with gradients of zero.
 
-Only models with a synchronised BatchNorm need it, and only theirs is kept, until the next batch calls a module or the
-optimizers step.
+Only models with a synchronised BatchNorm need it, and only theirs is kept, until the next batch
+calls a module or the optimizers step.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 class BatchOutputs:
-    """What the modules have returned since the last backward pass, in one batch. A copy of it is empty.
+    """What the modules have returned since the last backward pass, in one batch. A copy of it is
+    empty.
 
     Ranks: local.
 
@@ -139,7 +142,8 @@ class BatchOutputs:
                 self._place = place
 
     def follow(self, modules: nn.ModuleDict) -> bool:
-        """Say whether what the modules return is to be kept; where it is, see to those that are not wrapped.
+        """Say whether what the modules return is to be kept; where it is, see to those that are not
+        wrapped.
 
         Args:
             modules: wrapped where something of them is trained.

@@ -19,7 +19,13 @@ logger = get_logger(__name__)
 _ROUNDED = {"check_parity": "it would compare gradients that were rounded"}
 _WAY = "each is a way of its own"
 _SWITCHES = ("gradient_as_bucket_view", "broadcast_buffers")  # given where they are off, too
-_OF_DDP = ("ddp_comm_hook", "static_graph", "bucket_cap_mb", *_SWITCHES, *(f"{one}=False" for one in _SWITCHES))
+_OF_DDP = (
+    "ddp_comm_hook",
+    "static_graph",
+    "bucket_cap_mb",
+    *_SWITCHES,
+    *(f"{one}=False" for one in _SWITCHES),
+)
 _DDPS = dict.fromkeys(_OF_DDP, "it is DDP's")
 NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> others -> why not
     "ddp_comm_hook=fp16": _ROUNDED,
@@ -42,7 +48,9 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
         "skip_nonfinite_grads": "each process would drop different gradients",
         "find_unused_parameters": "each process would use different parameters",
         "static_graph": "DDP would go on averaging gradients",
-        "local_sgd_period=None": "it needs the optimizer steps between two averages, such as --local_sgd_period=8",
+        "local_sgd_period=None": (
+            "it needs the optimizer steps between two averages, such as --local_sgd_period=8"
+        ),
     },
     "virtual_ranks": {
         "data_parallel_backend": "it divides each batch over GPUs",
@@ -63,12 +71,18 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
         "precision=fp16": "the range of fp16 needs a scale (use bf16)",
     },
     "strategy=fsdp fsdp_param_dtype=bf16": _ROUNDED,
-    "sync_batchnorm=False": {"evaluate_ema": "the averages of batch statistics would differ between processes"},
+    "sync_batchnorm=False": {
+        "evaluate_ema": ("the averages of batch statistics would differ between processes")
+    },
     "evaluate_ema": {"ema_decay=None": "it evaluates averaged weights"},
-    "static_graph": {"find_unused_parameters": "in a static graph every step uses the same parameters"},
+    "static_graph": {
+        "find_unused_parameters": ("in a static graph every step uses the same parameters")
+    },
 }
 NOT_WITH_FIT_BATCH = {
-    "ddp_comm_hook=post_local_sgd": "it may step past optimizers_step(), which counts the steps to the next average",
+    "ddp_comm_hook=post_local_sgd": (
+        "it may step past optimizers_step(), which counts the steps to the next average"
+    ),
     "fsdp_whole_gradients": "it may step whenever it likes",
 }
 
@@ -138,7 +152,8 @@ def check_strategy(options: RunOptions, *, decides_late: bool = False) -> None:
 
 
 def make_strategy(device: str) -> Strategy:
-    """Choose the strategy from the launch, for a loop of one's own: DDP where there is a process group.
+    """Choose the strategy from the launch, for a loop of one's own: DDP where there is a process
+    group.
 
     Args:
         device: of this process.
@@ -155,10 +170,19 @@ def make_strategy(device: str) -> Strategy:
 
 
 def _warn_of_unused(options: RunOptions) -> None:
-    """Warn of options without effect because a required option is missing. In the YAML they may stand unused."""
+    """Warn of options without effect because a required option is missing. In the YAML they may
+    stand unused.
+    """
     for needed in dict.fromkeys(filter(None, (row.needs for row in RUN_OPTIONS.values()))):
-        own = [name for name, row in RUN_OPTIONS.items() if row.needs == needed and options[name] != row.default]
-        if not (any(is_given(options, word) for word in needed.split()) or options.overridden_args.isdisjoint(own)):
+        own = [
+            name
+            for name, row in RUN_OPTIONS.items()
+            if row.needs == needed and options[name] != row.default
+        ]
+        if not (
+            any(is_given(options, word) for word in needed.split())
+            or options.overridden_args.isdisjoint(own)
+        ):
             advice = needed.partition(" ")[0]
             main = advice.partition("=")[0]
             words = "Without effect, as %s=%s: %s. Give --%s, too."
@@ -170,21 +194,27 @@ def _refuse_number(options: RunOptions) -> None:
     number, world_size = options.virtual_ranks, distributed.get_world_size()
     if options.strategy == "single" and world_size > 1:
         raise ConfigError(
-            f"strategy='single' is for one process, and a launcher has started {world_size}, each of which would train "
-            "a model of its own. Start one: python train.py hparams.yaml --strategy=single; or leave --strategy out."
+            f"strategy='single' is for one process, and a launcher has started {world_size}, each "
+            "of which would train a model of its own. Start one: python train.py hparams.yaml "
+            "--strategy=single; or leave --strategy out."
         )
     if number is not None and number % world_size:
         able = " or ".join(str(one) for one in range(1, number + 1) if not number % one)
         raise ConfigError(
-            f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a multiple of their "
-            f"number. Start {able} processes, or give another --virtual_ranks, which is another training."
+            f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a "
+            f"multiple of their number. Start {able} processes, or give another --virtual_ranks, "
+            "which is another training."
         )
 
 
 def _refuse_pairs(options: RunOptions, *, decides_late: bool) -> None:
-    """Refuse options that do not go with others, with a group of processes, or with a ``fit_batch`` of the recipe."""
+    """Refuse options that do not go with others, with a group of processes, or with a ``fit_batch``
+    of the recipe.
+    """
     if distributed.is_distributed_initialized():
-        refuse_with("a group of processes", options, {"data_parallel_backend": "it is for one process"})
+        refuse_with(
+            "a group of processes", options, {"data_parallel_backend": ("it is for one process")}
+        )
     if decides_late:
         refuse_with("a fit_batch of the recipe", options, NOT_WITH_FIT_BATCH)
     for chosen, reasons in NOT_WITH.items():

@@ -1,7 +1,7 @@
 """The hooks that average a bucket of DDP's gradients over the ranks.
 
-A bucket travels as it is, in half precision, by one exchange of two ranks, or by PowerSGD, whose leftovers go into
-checkpoints.
+A bucket travels as it is, in half precision, by one exchange of two ranks, or by PowerSGD, whose
+leftovers go into checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None
     """
     if options.ddp_comm_hook in {None, "post_local_sgd"}:
         trained = [one for one in module.parameters() if one.requires_grad]
-        # Ranks that use different parameters have their buckets in another order: they must not wait for each.
+        # Ranks that use different parameters have their buckets in another order: they must not
+        # wait for each.
         return (
             _average_of_pair
             if is_exchanged(trained) and not options.find_unused_parameters
@@ -51,13 +52,14 @@ class PowerSGD:
 
     Gradients travel as products of thin matrices, and what is lost is added to the next step's.
 
-    Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization", 2019, https://arxiv.org/abs/1905.13727; ``powerSGD_hook.py`` of torch 2.13.
+    Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient
+    Compression for Distributed Optimization", 2019, https://arxiv.org/abs/1905.13727;
+    ``powerSGD_hook.py`` of torch 2.13.
 
     Args:
         rank: columns of the thin matrices.
-        start: optimizer steps before, in which gradients travel as they are; at least 2, since DDP makes its buckets
-            anew after the first.
+        start: optimizer steps before, in which gradients travel as they are; at least 2, since DDP
+            makes its buckets anew after the first.
 
     Ranks: local; what is called with a bucket is collective.
 
@@ -78,19 +80,25 @@ class PowerSGD:
         )
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket over the ranks; wait for it, since the collectives of two buckets could mix."""
+        """Average a bucket over the ranks; wait for it, since the collectives of two buckets could
+        mix.
+        """
         known = self.state.error_dict.get(bucket.index())
         if known is not None and known.shape != bucket.buffer().shape:
             self.forget()  # of a run with buckets of another size
         return done(self._average(self.state, bucket).wait())
 
     def forget(self) -> None:
-        """Drop what earlier steps have left: after a gradient that is not finite it is not finite either."""
+        """Drop what earlier steps have left: after a gradient that is not finite it is not finite
+        either.
+        """
         for name in _MEMORIES:
             getattr(self.state, name).clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, the random stream, and what is left over: as large as the gradients."""
+        """Return the number of steps, the random stream, and what is left over: as large as the
+        gradients.
+        """
         _, keys, position, *_ = self.state.rng.get_state()
         found: dict[str, Any] = {"iter": self.state.iter, "random": [*map(int, keys), position]}
         for name in _MEMORIES:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
+    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the
+    caller's precision.
 
     Ranks: local (one process, several GPUs).
 
@@ -36,9 +37,11 @@ class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Run each replica in a thread, which torch tells that autocast is on, but not in which dtype: that is ours.
+        """Run each replica in a thread, which torch tells that autocast is on, but not in which
+        dtype: that is ours.
 
-        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept per thread.
+        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept
+        per thread.
         """
         kind = self.src_device_obj.type
         dtype = torch.get_autocast_dtype(kind)
@@ -56,7 +59,8 @@ class DataParallel(Strategy):
     """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
 
     Args:
-        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
+        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as
+            ``nn.DataParallel`` wants it.
 
     Raises:
         ConfigError: this machine has no GPU.
@@ -75,13 +79,16 @@ class DataParallel(Strategy):
     def __init__(self, device: str) -> None:
         if not device.startswith("cuda"):
             raise ConfigError(
-                f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it out, or use several "
-                "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
+                f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it "
+                "out, or use several processes: torchrun --standalone --nproc_per_node=2 train.py "
+                "hparams.yaml --device=cpu"
             )
         self.device = device
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own rows."""
+        """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own
+        rows.
+        """
         gpus = (
             f"data parallel: one process, with {torch.cuda.device_count()} GPU(s) (nn.DataParallel)"
         )

@@ -1,7 +1,8 @@
 """Several processes, each of which holds the whole model: torch's ``DistributedDataParallel``.
 
-The strategy decides in which backward passes gradients are averaged, and what is averaged at the step because no
-backward pass has done it. How far one module is: :mod:`ddpkit.strategies.gradient_reduction`.
+The strategy decides in which backward passes gradients are averaged, and what is averaged at the
+step because no backward pass has done it. How far one module is:
+:mod:`ddpkit.strategies.gradient_reduction`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from ddpkit.strategies.batch_norm_layers import batch_norm_row, batch_norms, has
 from ddpkit.strategies.batch_outputs import has_batch_statistics
 from ddpkit.strategies.comm_hooks import hook_of
 from ddpkit.strategies.empty_backward import call_without_batch, complete
-from ddpkit.strategies.entries import broadcast_from_main, refuse_shared_parameters, refuse_wrapped, trained_parameters
+from ddpkit.strategies.entries import (
+    broadcast_from_main,
+    refuse_shared_parameters,
+    refuse_wrapped,
+    trained_parameters,
+)
 from ddpkit.strategies.gradient_average import average_gradients
 from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
@@ -42,21 +48,26 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-APART = 1e-9  # relative difference of the sums of absolute weights, in float64: below it is rounding
+# relative difference of the sums of absolute weights, in float64: below it is rounding
+APART = 1e-9
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 OTHER_ENTRIES = (
-    "the ranks have used different entries of modules in the same steps. Their gradients were averaged together: "
-    "checkpoints of this pass are wrong. Use the same, or one entry for all choices (--find_unused_parameters)."
+    "the ranks have used different entries of modules in the same steps. Their gradients were "
+    "averaged together: checkpoints of this pass are wrong. Use the same, or one entry for all "
+    "choices (--find_unused_parameters)."
 )
 UNKNOWN_PART = (
-    "the loss of a batch depends on no parameter. With a fit_batch of the recipe, several entries of modules, "
-    "accumulation and --find_unused_parameters it is not known what the other processes send in this batch. Put "
-    "`with self.no_sync(not self.should_step):` around forward and backward, or return 0.0 * outputs.sum()."
+    "the loss of a batch depends on no parameter. With a fit_batch of the recipe, several entries "
+    "of modules, accumulation and --find_unused_parameters it is not known what the other "
+    "processes send in this batch. Put `with self.no_sync(not self.should_step):` around forward "
+    "and backward, or return 0.0 * outputs.sum()."
 )
 
 
 class _Switched:
-    """A context in which an attribute of some objects has another value. A class: a window enters it in each batch."""
+    """A context in which an attribute of some objects has another value. A class: a window enters
+    it in each batch.
+    """
 
     __slots__ = ("_before", "_during", "_name", "_owners")
 
@@ -76,12 +87,14 @@ class _Switched:
 
 
 class DDP(Strategy):
-    """Several processes: ``DistributedDataParallel`` around every trainable entry, BatchNorm synchronised.
+    """Several processes: ``DistributedDataParallel`` around every trainable entry, BatchNorm
+    synchronised.
 
     Args:
         options: of the run, with the device of this rank.
-        decides_late: a backward pass is told whether to average, whatever the forward pass before it expected: for a
-            ``fit_batch`` that does not say so before (see :meth:`backward_pass`).
+        decides_late: a backward pass is told whether to average, whatever the forward pass before
+            it expected: for a ``fit_batch`` that does not say so before (see
+            :meth:`backward_pass`).
 
     Ranks: collective.
 
@@ -101,7 +114,8 @@ class DDP(Strategy):
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
         self._noting: list[GradientOrder] = []
-        self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
+        # parameters with a gradient that counts; None: all that have one
+        self._used: set[int] | None = None
         self._modules = nn.ModuleDict()
         self._outside: list[nn.Parameter] = []  # of the optimizers, but in no entry of the modules
         self._order = 0  # a number that follows from the entries that each optimizer step has used
@@ -113,7 +127,8 @@ class DDP(Strategy):
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
 
-        The parameters and buffers of all entries are set to rank 0's values, as DDP does for its own module.
+        The parameters and buffers of all entries are set to rank 0's values, as DDP does for its
+        own module.
 
         Raises:
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
@@ -124,7 +139,9 @@ class DDP(Strategy):
             trained = trained_parameters(module)
             if self._trained.get(name) == trained:
                 continue
-            refuse_wrapped(name, module, f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}")
+            refuse_wrapped(
+                name, module, f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}"
+            )
             self._trained[name] = trained
             if trained:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
@@ -132,7 +149,11 @@ class DDP(Strategy):
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name
                 wrapped.gradient_reduction.clock = self._clock
-                watched = self.decides_late or self.options.static_graph or self.options.find_unused_parameters
+                watched = (
+                    self.decides_late
+                    or self.options.static_graph
+                    or self.options.find_unused_parameters
+                )
                 wrapped.choose_hook(hook_of(self.options, module), watched=watched)
                 if self._order_matters():
                     self._orders[name] = GradientOrder(wrapped)
@@ -148,7 +169,9 @@ class DDP(Strategy):
         self._zeros.outputs.begin_pass(progress, self._clock)
 
     def _order_matters(self) -> bool:
-        """Say whether gradients are averaged, and in an order that DDP follows and their sums depend on."""
+        """Say whether gradients are averaged, and in an order that DDP follows and their sums
+        depend on.
+        """
         options, hook = self.options, self.options.ddp_comm_hook
         averages = hook != "post_local_sgd" or bool(options.local_sgd_start)
         matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
@@ -159,13 +182,21 @@ class DDP(Strategy):
         self._modules = modules
 
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Wrap new entries, and those again whose trainable parameters have changed since they were wrapped.
+        """Wrap new entries, and those again whose trainable parameters have changed since they were
+        wrapped.
 
-        DDP averages the gradients of all parameters that were trainable when it was made, and waits for all of them.
+        DDP averages the gradients of all parameters that were trainable when it was made, and waits
+        for all of them.
         """
         self._close_orders()
-        self.wrapped = [one for one in self.wrapped if any(one is entry for entry in modules.values())]
-        changed = [name for name, one in modules.items() if self._trained.get(name) != trained_parameters(one)]
+        self.wrapped = [
+            one for one in self.wrapped if any(one is entry for entry in modules.values())
+        ]
+        changed = [
+            name
+            for name, one in modules.items()
+            if self._trained.get(name) != trained_parameters(one)
+        ]
         if not changed:
             return
         logger.info("Other parameters than before are trained in: %s.", ", ".join(changed))
@@ -177,7 +208,8 @@ class DDP(Strategy):
         self.wrap(modules)
 
     def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
-        """Set to rank 0's values what the optimizers step and no entry has; its gradients are averaged in each step.
+        """Set to rank 0's values what the optimizers step and no entry has; its gradients are
+        averaged in each step.
 
         Raises:
             RankMismatchError: the ranks have other parameters of that kind. On every rank.
@@ -185,7 +217,9 @@ class DDP(Strategy):
         known = set(map(id, self._modules.parameters()))
         self._outside = [one for one in parameters_of(optimizers.values()) if id(one) not in known]
         shapes = str([tuple(one.shape) for one in self._outside])
-        require_agreement({"shapes of the parameters that an optimizer has and no entry of modules": shapes})
+        require_agreement(
+            {("shapes of the parameters that an optimizer has and no entry of modules"): shapes}
+        )
         broadcast_from_main(nn.ParameterList(self._outside), self.device)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -195,19 +229,34 @@ class DDP(Strategy):
             return _Switched(held, "held", during=True)
         return _Switched(self.wrapped, "require_backward_grad_sync", during=False)
 
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+    def backward_pass(
+        self, modules: nn.Module, *, closes: bool, counts: bool
+    ) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window.
 
         Args:
             modules: the trained modules.
-            closes: whether the micro-batch is the last of its window. Gradients are averaged only then.
-            counts: whether this rank's gradients count. If not they become zero, also for an infinite loss, which a
-                weight of 0 would turn into NaN.
+            closes: whether the micro-batch is the last of its window. Gradients are averaged only
+                then.
+            counts: whether this rank's gradients count. If not they become zero, also for an
+                infinite loss, which a weight of 0 would turn into NaN.
         """
         self._clock.batch += 1
-        watched = [module.gradient_reduction for module in self.wrapped if module.gradient_reduction.watched]
-        uncounted = [] if counts else [one for one in (*modules.parameters(), *self._outside) if one.requires_grad]
-        return self._watched_pass(watched, uncounted, closes=closes) if watched or uncounted else NO_CONTEXT
+        watched = [
+            module.gradient_reduction
+            for module in self.wrapped
+            if module.gradient_reduction.watched
+        ]
+        uncounted = (
+            []
+            if counts
+            else [one for one in (*modules.parameters(), *self._outside) if one.requires_grad]
+        )
+        return (
+            self._watched_pass(watched, uncounted, closes=closes)
+            if watched or uncounted
+            else NO_CONTEXT
+        )
 
     @contextlib.contextmanager
     def _watched_pass(
@@ -227,14 +276,16 @@ class DDP(Strategy):
 
     def _defers(self, *, closes: bool) -> bool:
         """Say whether a backward pass leaves gradients as they are, where it is told so."""
-        # In the last batch of a window DDP does not know what those before have used, unless no_sync was around them.
+        # In the last batch of a window DDP does not know what those before have used, unless
+        # no_sync was around them.
         differ = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
         return not closes or (differ and self.decides_late)
 
     def without_backward(
         self, *, closes: bool, counts: bool = True, retain_graph: bool = False
     ) -> AbstractContextManager[None]:
-        """Return a context in the place of a backward pass: takes part in what the other ranks send in theirs.
+        """Return a context in the place of a backward pass: takes part in what the other ranks send
+        in theirs.
 
         Args:
             closes: whether the micro-batch is the last of its window.
@@ -249,8 +300,12 @@ class DDP(Strategy):
         return self._without_backward(closes=closes)
 
     @contextlib.contextmanager
-    def _backward_of_zeros(self, *, retain_graph: bool, closes: bool, counts: bool) -> Iterator[None]:
-        """Go backwards from what the modules have returned: the others wait in the layers that share statistics."""
+    def _backward_of_zeros(
+        self, *, retain_graph: bool, closes: bool, counts: bool
+    ) -> Iterator[None]:
+        """Go backwards from what the modules have returned: the others wait in the layers that
+        share statistics.
+        """
         starts = self._zeros.starts(self.wrapped, retain_graph=retain_graph)
         yield
         without = self._zeros.without_loss(self.wrapped)
@@ -270,7 +325,8 @@ class DDP(Strategy):
             if module.require_backward_grad_sync and not module.gradient_reduction.held
         ]
         is_known = len(sending) == 1 or not self.decides_late
-        sends_use = self.options.find_unused_parameters  # in each backward pass that the forward pass has armed
+        # in each backward pass that the forward pass has armed
+        sends_use = self.options.find_unused_parameters
         if sending and sends_use and not closes and not is_known:
             raise BatchError(UNKNOWN_PART)
         if sending and not any(one.gradient_reduction.reduced for one in sending):
@@ -286,7 +342,8 @@ class DDP(Strategy):
                 one.gradient_reduction.reduced = one.gradient_reduction.armed = False
 
     def _complete(self, modules: list[WrappedDDP], *, closes: bool) -> None:
-        """Take part in the averages of modules, without gradients of the last batch, in the order of a backward pass.
+        """Take part in the averages of modules, without gradients of the last batch, in the order
+        of a backward pass.
 
         Args:
             modules: called in this batch.
@@ -302,7 +359,9 @@ class DDP(Strategy):
             module.gradient_reduction.awaited = False
 
     def _complete_unused(self, optimizers: Collection[Any]) -> None:
-        """Complete the averages of what was called, if no backward pass of this rank has come to any of it."""
+        """Complete the averages of what was called, if no backward pass of this rank has come to
+        any of it.
+        """
         skipped = [one for one in self.wrapped if one.gradient_reduction.skipped]
         for module in sorted(skipped, key=lambda one: one.gradient_reduction.call, reverse=True):
             module.pass_over()
@@ -318,11 +377,17 @@ class DDP(Strategy):
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
         is_only = len(self.wrapped) == 1
         if not is_only:
-            self._order = hash((self._order, *[one.gradient_reduction.reduced for one in self.wrapped]))
+            self._order = hash(
+                (self._order, *[one.gradient_reduction.reduced for one in self.wrapped])
+            )
         is_waiting = False
         for module in self.wrapped:  # without a call for each: this is every step
             reduction = module.gradient_reduction
-            old = reduction.armed if reduction.watched else reduction.before == version_of(reduction.probe.grad)
+            old = (
+                reduction.armed
+                if reduction.watched
+                else reduction.before == version_of(reduction.probe.grad)
+            )
             reduction.awaited = reduction.reduced and old
             is_waiting = is_waiting or reduction.awaited or reduction.skipped
         if is_waiting and not self.options.static_graph:
@@ -346,7 +411,9 @@ class DDP(Strategy):
             self._close_orders()
 
     def _drop_unused(self, used: set[int]) -> None:
-        """Drop the gradients of parameters that only batches with weight 0 have used, on any rank."""
+        """Drop the gradients of parameters that only batches with weight 0 have used, on any
+        rank.
+        """
         parameters = self._parameters()
         sums = distributed.sum_over_ranks([float(id(one) in used) for one in parameters])
         for parameter, number in zip(parameters, sums, strict=True):
@@ -356,8 +423,9 @@ class DDP(Strategy):
     def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that counts on some ranks only.
 
-        A batch that counts nothing gives gradients of zero. A parameter that only such batches use must end up without
-        a gradient, as on one process: an optimizer may move what has a gradient of zero.
+        A batch that counts nothing gives gradients of zero. A parameter that only such batches use
+        must end up without a gradient, as on one process: an optimizer may move what has a gradient
+        of zero.
 
         Args:
             counts: whether it counts on this rank.
@@ -366,18 +434,25 @@ class DDP(Strategy):
             return NO_CONTEXT
         parameters = self._parameters()
         if self._used is None:
-            self._used = {id(one) for one in parameters if one.grad is not None}  # of the window's earlier ones
+            # of the window's earlier ones
+            self._used = {id(one) for one in parameters if one.grad is not None}
         used = self._used
         trained: list[Any] = parameters if counts else []
 
         def note(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:  # else the rank has none, and only takes part in an average
+            # else the rank has none, and only takes part in an average
+            if parameter.grad is not None:
                 used.add(id(parameter))
 
         return hooked([one.register_post_accumulate_grad_hook(note) for one in trained])
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [one for module in self.wrapped for one in module.module.parameters() if one.requires_grad]
+        return [
+            one
+            for module in self.wrapped
+            for one in module.module.parameters()
+            if one.requires_grad
+        ]
 
     def _close_orders(self) -> None:
         self._noting = [order for order in self._noting if not order.close()]
@@ -386,7 +461,8 @@ class DDP(Strategy):
     def diverged_entries(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights differ between ranks.
 
-        Compared are sums of absolute values, within :data:`APART`: ranks on other hardware may round them differently.
+        Compared are sums of absolute values, within :data:`APART`: ranks on other hardware may
+        round them differently.
         """
         wide = widest_float(self.device)
         own = {
@@ -396,11 +472,15 @@ class DDP(Strategy):
         }
         everybody = distributed.exchange(own)
         found = {name: [sizes[name] for sizes in everybody] for name in own}
-        return [name for name, sizes in found.items() if max(sizes) - min(sizes) > APART * max(sizes)]
+        return [
+            name for name, sizes in found.items() if max(sizes) - min(sizes) > APART * max(sizes)
+        ]
 
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return the order in which each entry's gradients became ready, where DDP follows it."""
-        return {name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete}
+        return {
+            name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete
+        }
 
     def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
         """Restore the order of gradient sums of the run that wrote a checkpoint.
@@ -444,7 +524,10 @@ class DDP(Strategy):
             RankMismatchError: the ranks have used other entries of modules in their steps.
         """
         self._zeros.outputs.forget()
-        if len(self.wrapped) > 1 and len(set(distributed.exchange(self._order, site="entries"))) > 1:
+        if (
+            len(self.wrapped) > 1
+            and len(set(distributed.exchange(self._order, site="entries"))) > 1
+        ):
             raise RankMismatchError(OTHER_ENTRIES)
         if self.options.sync_batchnorm is False:
             for part in batch_norms(modules):
@@ -452,12 +535,16 @@ class DDP(Strategy):
                     torch.distributed.broadcast(buffer, src=0)
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows on what each process holds, on batch statistics, and on how gradients travel."""
+        """Return rows on what each process holds, on batch statistics, and on how gradients
+        travel.
+        """
         hook = self.options.ddp_comm_hook
         return {
             "strategy": self.holds,
             "batch norm": batch_norm_row(modules, self.options.sync_batchnorm),
-            "gradients": "" if hook is None else f"sent between processes as {hook} (--ddp_comm_hook)",
+            "gradients": ""
+            if hook is None
+            else (f"sent between processes as {hook} (--ddp_comm_hook)"),
         }
 
     def _converted(self, module: nn.Module) -> nn.Module:
@@ -465,13 +552,16 @@ class DDP(Strategy):
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
         given, accepted = self.options, inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
+        buffers = (
+            "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
+        )
         return {
             "device_ids": [torch.device(self.device)] if self.device.startswith("cuda") else None,
             "find_unused_parameters": given.find_unused_parameters,
             "static_graph": given.static_graph,
             "bucket_cap_mb": given.bucket_cap_mb,
-            # A recipe's fit_batch may keep a gradient; a view is overwritten by the next backward pass.
+            # A recipe's fit_batch may keep a gradient; a view is overwritten by the next backward
+            # pass.
             "gradient_as_bucket_view": _or(given.gradient_as_bucket_view, not self.decides_late),
             buffers: _or(given.broadcast_buffers, has_moving_buffers(module)),
         }
@@ -481,6 +571,4 @@ def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
 
 
-# ------------------------------------------------------------------------------------------------ DataParallel
-
-
+# ------------------------------------------------------------------------------------- DataParallel

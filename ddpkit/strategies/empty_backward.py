@@ -1,11 +1,13 @@
 """A backward pass without gradients: what DDP needs of a rank whose loss depends on no parameter.
 
-DDP averages the gradients of a module once each of its parameters has reported one. A loss that depends on none, such
-as that of a batch without ground truth, reports nothing, and the other ranks would wait. Here each parameter reports
-that there is no gradient (:mod:`ddpkit.strategies.no_gradients`).
+DDP averages the gradients of a module once each of its parameters has reported one. A loss that
+depends on none, such as that of a batch without ground truth, reports nothing, and the other ranks
+would wait. Here each parameter reports that there is no gradient
+(:mod:`ddpkit.strategies.no_gradients`).
 
-Where no rank has any gradient there is nothing to average, and a parameter must end up without one, as on one process:
-an optimizer may move what has a gradient of zero. So such ranks count themselves in the store. Other ranks do not look.
+Where no rank has any gradient there is nothing to average, and a parameter must end up without one,
+as on one process: an optimizer may move what has a gradient of zero. So such ranks count themselves
+in the store. Other ranks do not look.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from ddpkit.strategies.wrapped_ddp import WrappedDDP
 
 NOT_CALLED = (
-    "the loss of a batch depends on no parameter, and the batch did not call {}. The other processes may wait for "
-    "this one there: {}. Call the module in every batch, and return 0.0 * outputs.sum() where a batch has no target."
+    "the loss of a batch depends on no parameter, and the batch did not call {}. The other "
+    "processes may wait for this one there: {}. Call the module in every batch, and return 0.0 * "
+    "outputs.sum() where a batch has no target."
 )
 STATISTICS = "the batch statistics of its SyncBatchNorm layers are those of all processes"
 SEVERAL = "with several entries it is not known which of them the others have called"
@@ -49,7 +52,8 @@ class _Unused(nn.Module):
 
 
 def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
-    """Prepare the backward pass of a batch that has called no wrapped module, as DDP's forward pass would.
+    """Prepare the backward pass of a batch that has called no wrapped module, as DDP's forward pass
+    would.
 
     Args:
         modules: all that are wrapped.
@@ -72,7 +76,8 @@ def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
 
 
 def complete(module: WrappedDDP, number: int) -> None:
-    """Let a module's gradients be averaged over the ranks, in which the last backward pass of this rank has no part.
+    """Let a module's gradients be averaged over the ranks, in which the last backward pass of this
+    rank has no part.
 
     Args:
         module: called with gradients, in a batch that closes a window.
@@ -84,7 +89,8 @@ def complete(module: WrappedDDP, number: int) -> None:
         not has_gradients(module) and not module.find_unused_parameters
     )  # which DDP looks after itself
     if is_without:
-        announce(module, number)  # before this rank takes part: so whoever has the average finds all
+        # before this rank takes part: so whoever has the average finds all
+        announce(module, number)
     go_backwards(module)
     if is_without:
         drop_if_all_are_without(module, number)
@@ -103,7 +109,8 @@ def announce(module: WrappedDDP, number: int | str) -> None:
 
 
 def drop_if_all_are_without(module: WrappedDDP, number: int | str) -> None:
-    """Drop a module's gradients if every rank has announced that its own come from no loss. After the average.
+    """Drop a module's gradients if every rank has announced that its own come from no loss. After
+    the average.
 
     Args:
         module: whose gradients they are.

@@ -1,4 +1,6 @@
-"""The modules of a recipe by name: on a device, equal on all ranks, with the parts that somebody asks for."""
+"""The modules of a recipe by name: on a device, equal on all ranks, with the parts that somebody
+asks for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def broadcast_from_main(module: nn.Module, device: str) -> None:
-    """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random is equal everywhere.
+    """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random
+    is equal everywhere.
 
     Args:
         module: is changed.
@@ -35,10 +38,11 @@ def broadcast_from_main(module: nn.Module, device: str) -> None:
 
 
 def take_device(device: str) -> None:
-    """Make a device the current one of this process: what asks for "cuda" without a number then gets the rank's own.
+    """Make a device the current one of this process: what asks for "cuda" without a number then
+    gets the rank's own.
 
-    Else memory that is pinned, kernels that recipes bring along, and tensors on ``"cuda"`` would each open a context of
-    this process on the first GPU, half a gigabyte large.
+    Else memory that is pinned, kernels that recipes bring along, and tensors on ``"cuda"`` would
+    each open a context of this process on the first GPU, half a gigabyte large.
 
     Args:
         device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
@@ -59,16 +63,18 @@ def take_device(device: str) -> None:
 def modules_on_device(
     modules: Mapping[str, Any], device: str, *, keeps_meta: bool = False
 ) -> nn.ModuleDict:
-    """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more than tensors.
+    """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more
+    than tensors.
 
     Args:
         modules: by name.
         device: such as ``"cuda:1"``.
-        keeps_meta: leave entries that are on the meta device there, for :func:`give_values` later; else they get their
-            values now.
+        keeps_meta: leave entries that are on the meta device there, for :func:`give_values` later;
+            else they get their values now.
 
     Raises:
-        ConfigError: no names are given, an entry is not a module, or is on the meta device and cannot be given values.
+        ConfigError: no names are given, an entry is not a module, or is on the meta device and
+            cannot be given values.
 
     Ranks: local.
 
@@ -129,8 +135,8 @@ def blocks_of(modules: nn.Module, classes: Collection[str], option: str) -> dict
     unknown = sorted(set(classes) - there)
     if unknown:
         raise ConfigError(
-            f"{option}={list(classes)!r} names {', '.join(map(repr, unknown))}, and the classes in the modules are: "
-            f"{', '.join(sorted(there)) or 'none'}."
+            f"{option}={list(classes)!r} names {', '.join(map(repr, unknown))}, and the classes "
+            f"in the modules are: {', '.join(sorted(there)) or 'none'}."
         )
     return {name: one for name, one in parts.items() if type(one).__name__ in classes}
 
@@ -151,13 +157,14 @@ def refuse_wrapped(name: str, module: nn.Module, option: str) -> None:
     Example:
         >>> refuse_wrapped("net", nn.DataParallel(nn.Linear(1, 1)), "strategy='fsdp'")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='fsdp': modules['net'] is wrapped or sharded already (DataParallel)...
+        ddpkit.errors.ConfigError: strategy='fsdp': modules['net'] is wrapped or sharded already
+        (DataParallel)...
     """
     is_wrapped = isinstance(module, (DistributedDataParallel, nn.DataParallel))
     if is_wrapped or any(map(is_sharded, module.parameters())):
         raise ConfigError(
-            f"{option}: modules[{name!r}] is wrapped or sharded already ({type(module).__name__}). Give the module "
-            "itself; --strategy=fsdp shards it."
+            f"{option}: modules[{name!r}] is wrapped or sharded already "
+            f"({type(module).__name__}). Give the module itself; --strategy=fsdp shards it."
         )
 
 
@@ -180,6 +187,7 @@ def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
             other = owner.setdefault(id(parameter), (entry, name))
             if other[0] != entry:
                 raise ConfigError(
-                    f"modules[{entry!r}] and modules[{other[0]!r}] share the parameter {other[1]!r}: its gradient "
-                    "would be averaged twice, or it would get two values from the meta device. Keep it in one entry."
+                    f"modules[{entry!r}] and modules[{other[0]!r}] share the parameter "
+                    f"{other[1]!r}: its gradient would be averaged twice, or it would get two "
+                    "values from the meta device. Keep it in one entry."
                 )

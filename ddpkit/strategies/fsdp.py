@@ -1,11 +1,13 @@
-"""FSDP2, ``torch.distributed.fsdp.fully_shard``: each rank holds a part of every weight, gradient and optimizer state.
+"""FSDP2, ``torch.distributed.fsdp.fully_shard``: each rank holds a part of every weight, gradient
+and optimizer state.
 
-The parameters of a *block* are gathered on all ranks for its forward pass, and again for its backward pass, and freed
-after each. Its gradients are averaged over the ranks and divided in one go. Class and names of the modules stay.
+The parameters of a *block* are gathered on all ranks for its forward pass, and again for its
+backward pass, and freed after each. Its gradients are averaged over the ranks and divided in one
+go. Class and names of the modules stay.
 
-Source: what a block gathers, and when, was read in ``torch/distributed/fsdp/_fully_shard`` of torch 2.13. A block that
-is not divided again after a forward pass without a backward pass would go on with old weights after the next optimizer
-step, so :meth:`FSDP.finish_gradients` divides all.
+Source: what a block gathers, and when, was read in ``torch/distributed/fsdp/_fully_shard`` of torch
+2.13. A block that is not divided again after a forward pass without a backward pass would go on
+with old weights after the next optimizer step, so :meth:`FSDP.finish_gradients` divides all.
 """
 
 from __future__ import annotations
@@ -41,22 +43,24 @@ logger = get_logger(__name__)
 
 FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
 OTHER_BLOCKS = (
-    "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same parameters. "
-    "Weights of a block are gathered, and its gradients added, at once, so that the ranks have mixed them. The steps "
-    "since the last checkpoint may be wrong; they are not saved. Choose what a batch uses in the same way on all ranks "
-    "(a torch.Generator with the same seed); or use --strategy=ddp or zero1 with --find_unused_parameters, and put the "
+    "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same "
+    "parameters. Weights of a block are gathered, and its gradients added, at once, so that the "
+    "ranks have mixed them. The steps since the last checkpoint may be wrong; they are not saved. "
+    "Choose what a batch uses in the same way on all ranks (a torch.Generator with the same "
+    "seed); or use --strategy=ddp or zero1 with --find_unused_parameters, and put the "
     "alternatives into one entry of modules."
 )
 WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older torch has fewer
 CANNOT = (
-    "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of a parameter by other "
-    "numbers than the whole, or torch fails. Use one that works on each element by itself, such as torch.optim.AdamW; "
-    "or --strategy=ddp; --strategy=zero1 works too, except with LBFGS."
+    "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of "
+    "a parameter by other numbers than the whole, or torch fails. Use one that works on each "
+    "element by itself, such as torch.optim.AdamW; or --strategy=ddp; --strategy=zero1 works too, "
+    "except with LBFGS."
 )
 WITHOUT_GRAPH = (
-    "strategy='fsdp': the loss of a batch depends on no parameter, and in a backward pass all ranks gather weights and "
-    "add gradients up together. Return a zero that depends on what the modules have computed, 0.0 * outputs.sum(), or "
-    "use --strategy=zero1 or ddp."
+    "strategy='fsdp': the loss of a batch depends on no parameter, and in a backward pass all "
+    "ranks gather weights and add gradients up together. Return a zero that depends on what the "
+    "modules have computed, 0.0 * outputs.sum(), or use --strategy=zero1 or ddp."
 )
 
 
@@ -67,14 +71,17 @@ def _owners(module: nn.Module) -> Counter[int]:
 
 
 def _send_buffers(module: nn.Module, _: Any) -> None:
-    """Give all ranks the buffers of rank 0 before a training forward pass, as DDP does where they move."""
+    """Give all ranks the buffers of rank 0 before a training forward pass, as DDP does where they
+    move.
+    """
     if module.training and torch.is_grad_enabled():
         for buffer in module.buffers():
             torch.distributed.broadcast(buffer.detach(), src=0)
 
 
 class FSDP(Strategy):
-    """Several processes: ``fully_shard`` on every entry with parameters, and on blocks inside of it.
+    """Several processes: ``fully_shard`` on every entry with parameters, and on blocks inside of
+    it.
 
     Args:
         options: of the run; those with ``fsdp_`` in their name are read here.
@@ -92,9 +99,9 @@ class FSDP(Strategy):
     saves_alone = False
     divides = True
     unrepeatable = (
-        "which sends weights and gradients inside of the passes, where a process that has run out of memory leaves the "
-        "others waiting: find a --micro_batch_size that fits by hand, with --activation_checkpointing or "
-        "--fsdp_cpu_offload for a larger one"
+        "which sends weights and gradients inside of the passes, where a process that has run out "
+        "of memory leaves the others waiting: find a --micro_batch_size that fits by hand, with "
+        "--activation_checkpointing or --fsdp_cpu_offload for a larger one"
     )
 
     def __init__(self, options: RunOptions) -> None:
@@ -102,20 +109,25 @@ class FSDP(Strategy):
         self.roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._called = set[int]()  # blocks, by their places in that list
-        self._order = self._compared = 0  # a number that follows from the order of the calls; optimizer steps looked at
+        # a number that follows from the order of the calls; optimizer steps looked at
+        self._order = self._compared = 0
         self._is_noting = True
-        self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
+        # what autograd computes gradients of: whole parameters
+        self._gathered: dict[int, nn.Parameter] = {}
 
     # ------------------------------------------------------------------ dividing
 
     def wrap(self, modules: nn.ModuleDict) -> None:
-        """Give every rank the values of rank 0, convert BatchNorm, and divide every entry that has parameters.
+        """Give every rank the values of rank 0, convert BatchNorm, and divide every entry that has
+        parameters.
 
         Raises:
             ConfigError: an entry is wrapped or divided already, or two share a parameter.
         """
         refuse_shared_parameters(modules)
-        for name in [name for name, module in modules.items() if all(module is not one for one in self.roots)]:
+        for name in [
+            name for name, module in modules.items() if all(module is not one for one in self.roots)
+        ]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
             broadcast_from_main(modules[name], self.device)
             modules[name] = convert_sync_batchnorm(modules[name])
@@ -125,7 +137,9 @@ class FSDP(Strategy):
                 self._give_values(name, modules[name])
 
     def _give_values(self, name: str, module: nn.Module) -> None:
-        """Give what is on the meta device the values of rank 0: by blocks, so that nobody holds the whole model."""
+        """Give what is on the meta device the values of rank 0: by blocks, so that nobody holds the
+        whole model.
+        """
         give_values(name, module, self.device)
         broadcast_from_main(module, self.device)
 
@@ -133,7 +147,11 @@ class FSDP(Strategy):
         # Not at the top: it changes the filters of warnings.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        options, blocks, from_meta = self.options, self._chosen_blocks(name, module), is_on_meta(module)
+        options, blocks, from_meta = (
+            self.options,
+            self._chosen_blocks(name, module),
+            is_on_meta(module),
+        )
         if has_moving_buffers(module):
             module.register_forward_pre_hook(_send_buffers)
         kind = torch.device(self.device).type
@@ -142,7 +160,9 @@ class FSDP(Strategy):
             "reshard_after_forward": options.fsdp_reshard_after_forward,
         }
         if options.fsdp_param_dtype != "own":
-            policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
         if options.fsdp_cpu_offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
         paths = {id(part): path for path, part in module.named_modules()}
@@ -154,7 +174,8 @@ class FSDP(Strategy):
             fully_shard(block, **policy)
             if kind == "cpu":  # a GPU's collectives wait in streams of their own
                 tell_waits_of_fsdp(block)
-            note = functools.partial(self._note_call, len(self._blocks), path)  # before torch's own hook, which gathers
+            # before torch's own hook, which gathers
+            note = functools.partial(self._note_call, len(self._blocks), path)
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)
         self.roots.append(module)
@@ -162,42 +183,62 @@ class FSDP(Strategy):
             block.unshard()
             self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
             block.reshard()
-        logger.info("modules[%r] is divided over %d ranks, in %d blocks.", name, get_world_size(), len(parts))
+        logger.info(
+            "modules[%r] is divided over %d ranks, in %d blocks.",
+            name,
+            get_world_size(),
+            len(parts),
+        )
 
     def _chosen_blocks(self, name: str, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a module that are gathered by themselves, inner ones first."""
         names, least = set(self.options.fsdp_blocks or ()), self.options.fsdp_min_parameters
         everywhere, taken, blocks = _owners(module), set[int](), []
-        for path, part in reversed(list(module.named_modules())):  # a part comes after all that is in it
+        # a part comes after all that is in it
+        for path, part in reversed(list(module.named_modules())):
             own = {id(one): one.numel() for one in part.parameters() if id(one) not in taken}
             is_large = next(part.children(), None) is not None and sum(own.values()) >= least
             is_wanted = type(part).__name__ in names if names else is_large
-            if part is module or not own or not is_wanted or type(part).forward is nn.Module.forward:
+            if (
+                part is module
+                or not own
+                or not is_wanted
+                or type(part).forward is nn.Module.forward
+            ):
                 continue
             if all(everywhere[one] == number for one, number in _owners(part).items()):
                 taken |= own.keys()
                 blocks.append(part)
             elif names:
                 raise ConfigError(
-                    f"fsdp_blocks={sorted(names)}: {path} of modules[{name!r}] shares a parameter with a part outside "
-                    "of it. Name a class that contains both, or leave this one out."
+                    f"fsdp_blocks={sorted(names)}: {path} of modules[{name!r}] shares a parameter "
+                    "with a part outside of it. Name a class that contains both, or leave this "
+                    "one out."
                 )
         return blocks
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the blocks, and on batch statistics."""
-        holds = f"fsdp: each process holds 1/{get_world_size()} of the weights, in {len(self._blocks)} block(s)"
-        return {"strategy": holds, "batch norm": batch_norm_row(modules, self.options.sync_batchnorm)}
+        holds = (
+            f"fsdp: each process holds 1/{get_world_size()} of the weights, in "
+            f"{len(self._blocks)} block(s)"
+        )
+        return {
+            "strategy": holds,
+            "batch norm": batch_norm_row(modules, self.options.sync_batchnorm),
+        }
 
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Reshard, before an epoch, the blocks that a recipe's own forward pass has left unsharded."""
+        """Reshard, before an epoch, the blocks that a recipe's own forward pass has left
+        unsharded.
+        """
         self._reshard()
 
     def _reshard(self) -> None:
         for block in self._blocks:
             block.reshard()
 
-    # ------------------------------------------------------------------ the same blocks on all ranks
+    # ----------------------------------------------------------------- the same blocks on all ranks
 
     def _note_call(self, number: int, path: str, *_: Any) -> None:
         if not self._is_noting:
@@ -228,22 +269,25 @@ class FSDP(Strategy):
         self._require_same_order(exchange(self._order, site="blocks"))
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Refuse optimizers with parameters that are not divided, and optimizers that need whole parameters.
+        """Refuse optimizers with parameters that are not divided, and optimizers that need whole
+        parameters.
 
         Raises:
             ConfigError: an optimizer has undivided parameters, or needs whole ones.
 
-        Source: each optimizer of torch 2.13 was compared with one process. ``Muon`` steps otherwise without an error;
-        the others fail.
+        Source: each optimizer of torch 2.13 was compared with one process. ``Muon`` steps otherwise
+        without an error; the others fail.
         """
         for name, optimizer in optimizers.items():
             if not WHOLE_MATRICES.isdisjoint(one.__name__ for one in type(optimizer).__mro__):
                 raise ConfigError(CANNOT.format(name, type(optimizer).__name__))
-            if not all(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
+            if not all(
+                is_sharded(one) for group in optimizer.param_groups for one in group["params"]
+            ):
                 raise ConfigError(
-                    f"strategy='fsdp': the optimizer {name!r} has parameters that are not in modules, or that were "
-                    "taken before they were divided. Put their module into modules, and make the optimizer in "
-                    "init_optimizers."
+                    f"strategy='fsdp': the optimizer {name!r} has parameters that are not in "
+                    "modules, or that were taken before they were divided. Put their module into "
+                    "modules, and make the optimizer in init_optimizers."
                 )
 
     # ------------------------------------------------------------------ gradients
@@ -259,13 +303,25 @@ class FSDP(Strategy):
                 root.set_requires_gradient_sync(True)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which whole gradients are accumulated, if ``fsdp_whole_gradients``; else an empty one."""
+        """Return a context in which whole gradients are accumulated, if ``fsdp_whole_gradients``;
+        else an empty one.
+        """
         return self._gradients_stay() if self.options.fsdp_whole_gradients else NO_CONTEXT
 
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
-        """Return a context for one backward pass of a window; where it does not count, all gradients become zero."""
-        trained: list[Any] = [] if counts else [one for one in self._gathered.values() if one.requires_grad]
-        return hooked([one.register_hook(torch.zeros_like) for one in trained]) if trained else NO_CONTEXT
+    def backward_pass(
+        self, modules: nn.Module, *, closes: bool, counts: bool
+    ) -> AbstractContextManager[None]:
+        """Return a context for one backward pass of a window; where it does not count, all
+        gradients become zero.
+        """
+        trained: list[Any] = (
+            [] if counts else [one for one in self._gathered.values() if one.requires_grad]
+        )
+        return (
+            hooked([one.register_hook(torch.zeros_like) for one in trained])
+            if trained
+            else NO_CONTEXT
+        )
 
     def without_backward(
         self, *, closes: bool, counts: bool = True, retain_graph: bool = False
@@ -278,7 +334,8 @@ class FSDP(Strategy):
         raise BatchError(WITHOUT_GRAPH)
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
-        """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts.
+        """Divide what a forward pass without a backward pass has left whole: an optimizer steps on
+        the parts.
 
         Raises:
             RankMismatchError: the ranks have used other blocks; looked at in the first steps.
@@ -295,7 +352,8 @@ class FSDP(Strategy):
 
     @contextlib.contextmanager
     def evaluating(self, length: int | None) -> Iterator[None]:
-        """Return a context for an evaluation, which keeps the blocks whole if the ranks' forward passes may differ.
+        """Return a context for an evaluation, which keeps the blocks whole if the ranks' forward
+        passes may differ.
 
         Args:
             length: number of batches of this rank, if each rank evaluates the same data; else None.
@@ -319,7 +377,9 @@ class FSDP(Strategy):
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Gather the states that are divided; on the other ranks than rank 0 each tensor is dropped at once."""
+        """Gather the states that are divided; on the other ranks than rank 0 each tensor is dropped
+        at once.
+        """
         self._require_same_order(exchange(self._order, site="blocks"))
         self._reshard()
         return {name: WholeState(state) for name, state in whole_states(objects).items()}

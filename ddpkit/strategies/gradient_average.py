@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def average_gradients(
     parameters: Sequence[nn.Parameter], group: torch.distributed.ProcessGroup | None = None
 ) -> None:
-    """Average gradients over the ranks, where DDP does not. A rank that has none of a parameter gets the others'.
+    """Average gradients over the ranks, where DDP does not. A rank that has none of a parameter
+    gets the others'.
 
     Args:
         parameters: at least one, the same on all ranks.

@@ -35,18 +35,20 @@ class BatchClock:
 
 
 class GradientReduction:
-    """Reduction state of one DDP module. Kept outside of it, where each write would cost a microsecond.
+    """Reduction state of one DDP module. Kept outside of it, where each write would cost a
+    microsecond.
 
-    A forward pass that synchronises sets ``armed`` and ``reduced``; a bucket that :func:`average_or_defer` averages
-    sets ``fired``. A backward pass that leaves gradients as they are takes both back. One that does not reach the
-    module leaves it armed.
+    A forward pass that synchronises sets ``armed`` and ``reduced``; a bucket that
+    :func:`average_or_defer` averages sets ``fired``. A backward pass that leaves gradients as they
+    are takes both back. One that does not reach the module leaves it armed.
 
     Attributes:
         reduced: whether the gradients present are, or are about to be, averages over the ranks.
         armed: whether the next backward pass through the module averages.
         watched: whether DDP calls :func:`average_or_defer` for each bucket, which then decides.
         defers: whether that hook leaves the gradients of the running backward pass as they are.
-        held: whether it does so inside of ``no_sync``: with a static graph, where torch's own way fails.
+        held: whether it does so inside of ``no_sync``: with a static graph, where torch's own way
+            fails.
         entry: name of the module.
         hook: averages a bucket; None: as DDP does it by itself.
         fired: whether a bucket was averaged since :meth:`after_backward` last looked.
@@ -54,7 +56,8 @@ class GradientReduction:
         before: version of its gradient when the module was last called; -1: there was none.
         called: whether the module was called, with gradients, since the last optimizer step.
         clock: of all wrapped modules.
-        awaited: whether, at an optimizer step, an average was expected and no backward pass has come.
+        awaited: whether, at an optimizer step, an average was expected and no backward pass has
+            come.
         batch: in which the module was last called.
         call: number of its first call there.
         came: whether a bucket has come since the module was called.
@@ -93,7 +96,9 @@ class GradientReduction:
         self.hook: Callable[..., torch.futures.Future[torch.Tensor]] | None = None
 
     def is_awaited(self) -> bool:
-        """Say whether a backward pass that averages was expected, and none has come to the module since its call."""
+        """Say whether a backward pass that averages was expected, and none has come to the module
+        since its call.
+        """
         old = self.armed if self.watched else self.before == version_of(self.probe.grad)
         return self.reduced and old
 

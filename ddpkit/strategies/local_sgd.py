@@ -1,8 +1,9 @@
-"""Post-local SGD: after a number of steps each rank steps by itself, and now and then weights are averaged.
+"""Post-local SGD: after a number of steps each rank steps by itself, and now and then weights are
+averaged.
 
-Source: T. Lin, S. U. Stich, K. K. Patel, M. Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020,
-https://arxiv.org/abs/1808.07217; ``post_localSGD_hook.py``, ``averagers.py`` and ``post_localSGD_optimizer.py`` of
-torch 2.13, which average weights alone (decision 0020).
+Source: T. Lin, S. U. Stich, K. K. Patel, M. Jaggi, "Don't Use Large Mini-Batches, Use Local SGD",
+ICLR 2020, https://arxiv.org/abs/1808.07217; ``post_localSGD_hook.py``, ``averagers.py`` and
+``post_localSGD_optimizer.py`` of torch 2.13, which average weights alone (decision 0020).
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ if TYPE_CHECKING:
 
 BUCKET_ELEMENTS = 1 << 25  # of one collective, and of the memory that it takes
 CANNOT_AVERAGE = (
-    "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} over the ranks: {} {} Use one that keeps tensors "
-    "by parameter, such as torch.optim.AdamW; or leave --ddp_comm_hook out."
+    "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} over the ranks: {} {} Use one "
+    "that keeps tensors by parameter, such as torch.optim.AdamW; or leave --ddp_comm_hook out."
 )
 UNEVEN = (
-    "ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here {} in all): an optimizer keeps a "
-    "state for parameters that other ranks have not used. Use the same parameters on every rank (a torch.Generator "
-    "with the same seed chooses alike), or leave --ddp_comm_hook out."
+    "ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here {} in all): an "
+    "optimizer keeps a state for parameters that other ranks have not used. Use the same "
+    "parameters on every rank (a torch.Generator with the same seed chooses alike), or leave "
+    "--ddp_comm_hook out."
 )
 
 
 class LocalSGD(DDP):
-    """DDP in which, from an optimizer step on, each rank steps with its own gradients; weights are averaged instead.
+    """DDP in which, from an optimizer step on, each rank steps with its own gradients; weights are
+    averaged instead.
 
-    A rank's gradient is then its part of what DDP would average, times the number of ranks: with plain SGD and an
-    average after every step the weights are those of DDP. What is averaged is the parameters and the state of the
-    optimizers, and the saved buffers of the modules; integer buffers are rank 0's.
+    A rank's gradient is then its part of what DDP would average, times the number of ranks: with
+    plain SGD and an average after every step the weights are those of DDP. What is averaged is the
+    parameters and the state of the optimizers, and the saved buffers of the modules; integer
+    buffers are rank 0's.
 
     Args:
         options: of the run.
@@ -60,7 +64,9 @@ class LocalSGD(DDP):
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> LocalSGD(RunOptions(device="cpu", ddp_comm_hook="post_local_sgd", local_sgd_period=8)).period
+        >>> LocalSGD(
+        ...     RunOptions(device="cpu", ddp_comm_hook="post_local_sgd", local_sgd_period=8)
+        ... ).period
         8
     """
 
@@ -83,7 +89,11 @@ class LocalSGD(DDP):
         super().prepare_optimizers(optimizers)
         for name, one in optimizers.items():
             if not isinstance(one, Optimizer):
-                raise ConfigError(CANNOT_AVERAGE.format(name, type(one).__name__, "is not a torch.optim.Optimizer."))
+                raise ConfigError(
+                    CANNOT_AVERAGE.format(
+                        name, type(one).__name__, "is not a torch.optim.Optimizer."
+                    )
+                )
         self._optimizers = optimizers
 
     # ------------------------------------------------------------------ steps
@@ -111,7 +121,9 @@ class LocalSGD(DDP):
             super().finish_gradients(optimizers)
 
     def after_window(self) -> None:
-        """Average if it is time, by the optimizer steps of the run: then a resume does not move it."""
+        """Average if it is time, by the optimizer steps of the run: then a resume does not move
+        it.
+        """
         if self.is_apart and (self._progress.optimizer_step - self.start) % self.period == 0:
             self._average()
         self._choose_phase()
@@ -124,8 +136,14 @@ class LocalSGD(DDP):
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows as of DDP, and on how long gradients are averaged."""
-        told = f"each process's own after {self.start} optimizer steps; weights averaged every {self.period} steps"
-        return {**super().start_rows(modules), "gradients": f"{told} (--ddp_comm_hook=post_local_sgd)"}
+        told = (
+            f"each process's own after {self.start} optimizer steps; weights averaged every "
+            f"{self.period} steps"
+        )
+        return {
+            **super().start_rows(modules),
+            "gradients": (f"{told} (--ddp_comm_hook=post_local_sgd)"),
+        }
 
     # ------------------------------------------------------------------ averages
 
@@ -148,7 +166,9 @@ class LocalSGD(DDP):
         progress.require_patience("on the rank with the most", self.options["nonfinite_patience"])
 
     def _parts(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors to average by parameter, and those of the modules, in the same order on all ranks."""
+        """Yield the tensors to average by parameter, and those of the modules, in the same order on
+        all ranks.
+        """
         known: set[int] = set()
         for name, optimizer in self._optimizers.items():
             for parameter in [one for one in parameters_of([optimizer]) if one.requires_grad]:
@@ -161,12 +181,18 @@ class LocalSGD(DDP):
 
 
 def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors to average of an optimizer's state for a parameter; counts are the same on all ranks."""
+    """Yield the tensors to average of an optimizer's state for a parameter; counts are the same on
+    all ranks.
+    """
     for key, value in sorted(optimizer.state.get(parameter, {}).items()):
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value
-        elif not (value is None or isinstance(value, (int, str)) or getattr(value, "numel", int)() == 1):
-            reason = f"keeps state[{key!r}], {kind_of(value)}, not a tensor of floating-point numbers."
+        elif not (
+            value is None or isinstance(value, (int, str)) or getattr(value, "numel", int)() == 1
+        ):
+            reason = (
+                f"keeps state[{key!r}], {kind_of(value)}, not a tensor of floating-point numbers."
+            )
             raise ConfigError(CANNOT_AVERAGE.format(name, type(optimizer).__name__, reason))
 
 
@@ -174,8 +200,8 @@ def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Itera
 def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Replace tensors by their averages over the ranks, the same bits on all; integers by rank 0's.
 
-    Half precision is added up in float32, and single numbers in float64: Adam's count of steps stays a whole number.
-    What is in host memory beside the device travels there.
+    Half precision is added up in float32, and single numbers in float64: Adam's count of steps
+    stays a whole number. What is in host memory beside the device travels there.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for one in tensors:
@@ -186,15 +212,20 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
     for (dtype, where), alike in kinds.items():
         group = control_group() if where.type != device.type else None
         ends = itertools.accumulate(one.numel() for one in alike)
-        for _, pairs in itertools.groupby(zip(alike, ends, strict=True), lambda pair: pair[1] // BUCKET_ELEMENTS):
+        for _, pairs in itertools.groupby(
+            zip(alike, ends, strict=True), lambda pair: pair[1] // BUCKET_ELEMENTS
+        ):
             bucket = [one for one, _ in pairs]
             flat = torch.cat([one.reshape(-1).to(dtype) for one in bucket])
             if dtype.is_floating_point or dtype.is_complex:
-                flat /= dist.get_world_size()  # before the sum, which could overflow: a mask has the lowest number
+                # before the sum, which could overflow: a mask has the lowest number
+                flat /= dist.get_world_size()
                 with waiting():
                     dist.all_reduce(flat, group=group)
             else:
                 with waiting():
                     dist.broadcast(flat.view(torch.uint8), src=0, group=group)
-            for one, values in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+            for one, values in zip(
+                bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True
+            ):
                 one.copy_(values.view_as(one))

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 NO_VALUES = (
-    "modules: {} is on the meta device, without values, and {} {}. Give the class a reset_parameters() that sets all "
-    "parameters and buffers of its own and none of the parts inside, as torch's layers have it; or build the module "
-    "without torch.device('meta')."
+    "modules: {} is on the meta device, without values, and {} {}. Give the class a "
+    "reset_parameters() that sets all parameters and buffers of its own and none of the parts "
+    "inside, as torch's layers have it; or build the module without torch.device('meta')."
 )
 UNSET = 0xA5  # in every byte: nothing that anybody sets all numbers of a tensor to
 
@@ -38,22 +38,25 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def give_values(name: str, module: nn.Module, device: str) -> None:
-    """Give what is on the meta device its first values, by the ``reset_parameters`` of each part of a module.
+    """Give what is on the meta device its first values, by the ``reset_parameters`` of each part of
+    a module.
 
-    Each part draws on the CPU from a seed of its own, made of the run's seed and the name of the part: the values do
-    not depend on the device, the strategy, or on what else is given values in the same call. Random numbers that are
-    drawn later stay the same.
+    Each part draws on the CPU from a seed of its own, made of the run's seed and the name of the
+    part: the values do not depend on the device, the strategy, or on what else is given values in
+    the same call. Random numbers that are drawn later stay the same.
 
     Args:
-        name: of the module, such as ``"net"`` for an entry of ``modules`` and ``"net.layers.0"`` for a part of it.
+        name: of the module, such as ``"net"`` for an entry of ``modules`` and ``"net.layers.0"``
+            for a part of it.
         module: is changed; what has values keeps them.
         device: where parameters and buffers go to, those that had values, too.
 
     Raises:
-        ConfigError: a part has no ``reset_parameters``, or it leaves a tensor of its own, or changes parts that are
-            divided over the ranks already.
+        ConfigError: a part has no ``reset_parameters``, or it leaves a tensor of its own, or
+            changes parts that are divided over the ranks already.
 
-    Ranks: local. Without ``seed_everything`` the values differ between ranks until rank 0 sends its own.
+    Ranks: local. Without ``seed_everything`` the values differ between ranks until rank 0 sends its
+    own.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 2, device="meta"))

@@ -1,7 +1,8 @@
 """A backward pass that reports to DDP that there is no gradient, which DDP takes for a zero.
 
-Source: torch's autograd engine runs the accumulation of an undefined gradient, and with it DDP's hook
-(``Reducer::autograd_hook`` of torch 2.13, which says that the hook may fire with an undefined gradient).
+Source: torch's autograd engine runs the accumulation of an undefined gradient, and with it DDP's
+hook (``Reducer::autograd_hook`` of torch 2.13, which says that the hook may fire with an undefined
+gradient).
 """
 
 from __future__ import annotations

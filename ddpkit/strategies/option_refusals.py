@@ -18,7 +18,8 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
     Args:
         chosen: what was chosen, such as ``"ddp_comm_hook=fp16"``.
         options: of the run.
-        reasons: why an option does not go with it, by ``"name"``; by ``"name=value"`` where it is one value.
+        reasons: why an option does not go with it, by ``"name"``; by ``"name=value"`` where it is
+            one value.
 
     Raises:
         ConfigError: an option is given that does not go with it.
@@ -29,7 +30,8 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
         >>> from ddpkit.run_opts import RunOptions
         >>> refuse_with("strategy='fsdp'", RunOptions(debug=True), {"debug": "it is not divided"})
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='fsdp' does not work with debug=True: it is not divided. Change one, ...
+        ddpkit.errors.ConfigError: strategy='fsdp' does not work with debug=True: it is not divided.
+        Change one, ...
     """
     for key, why in reasons.items():
         if is_given(options, key):
@@ -37,7 +39,8 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
             if value == "None":
                 raise ConfigError(f"{chosen} needs --{name}: {why}.")
             raise ConfigError(
-                f"{chosen} does not work with {name}={options[name]}: {why}. Change one, or leave it out."
+                f"{chosen} does not work with {name}={options[name]}: {why}. Change one, or leave "
+                "it out."
             )
 
 
@@ -48,7 +51,10 @@ def is_given(options: RunOptions, key: str) -> bool:
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> is_given(RunOptions(ema_decay=0.0), "ema_decay"), is_given(RunOptions(strategy="ddp"), "strategy=fsdp")
+        >>> (
+        ...     is_given(RunOptions(ema_decay=0.0), "ema_decay"),
+        ...     is_given(RunOptions(strategy="ddp"), "strategy=fsdp"),
+        ... )
         (True, False)
     """
     name, _, value = key.partition("=")

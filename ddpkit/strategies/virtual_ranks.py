@@ -1,9 +1,11 @@
-"""The same bits on any number of processes: a step is computed as by ``V`` virtual ranks, whoever computes them.
+"""The same bits on any number of processes: a step is computed as by ``V`` virtual ranks, whoever
+computes them.
 
-Every batch is cut into the same ``V`` shards. A process works on ``V / world_size`` of them, one after another, each
-with noise that belongs to the shard; their gradients are not summed up in the parameters, but taken away and added in
-the order of one tree (:mod:`ddpkit.comm.tree_sum`). So the gradient of a step, and with it the weights, do not depend
-on the number of processes. DDP takes no part in it.
+Every batch is cut into the same ``V`` shards. A process works on ``V / world_size`` of them, one
+after another, each with noise that belongs to the shard; their gradients are not summed up in the
+parameters, but taken away and added in the order of one tree (:mod:`ddpkit.comm.tree_sum`). So the
+gradient of a step, and with it the weights, do not depend on the number of processes. DDP takes no
+part in it.
 """
 
 from __future__ import annotations
@@ -32,29 +34,32 @@ if TYPE_CHECKING:
 
     from ddpkit.training import Feed, Progress, Window
 
-    Part = list[torch.Tensor | None]  # number of shards, count of the loss, moves of buffers, gradients
+    # number of shards, count of the loss, moves of buffers, gradients
+    Part = list[torch.Tensor | None]
 
 _NOISE, _EVALUATION = 0x5AAD, 0xE7A1  # what random numbers are for
 
 MISUSED = (
-    "virtual_ranks={}: fit_batch {}. The gradients of all shards are added up in one order: call self.backward(loss) "
-    "for each batch, and self.optimizers_step() once, where self.should_step is true. Clip with --max_grad_norm, or in "
-    "a hook of the optimizer (register_step_pre_hook)."
+    "virtual_ranks={}: fit_batch {}. The gradients of all shards are added up in one order: call "
+    "self.backward(loss) for each batch, and self.optimizers_step() once, where self.should_step "
+    "is true. Clip with --max_grad_norm, or in a hook of the optimizer (register_step_pre_hook)."
 )
 INSIDE = "called optimizers_step() in the middle of a step, or twice in one"
 
 
 class VirtualRanks(Strategy):
-    """``V`` virtual ranks: every process computes the gradients of its shards, which are added up in one order.
+    """``V`` virtual ranks: every process computes the gradients of its shards, which are added up
+    in one order.
 
-    A buffer that is saved and changes in a forward pass, such as the statistics of a BatchNorm, starts from the same
-    value in every shard; the mean of what the shards make of it is its next value, once per optimizer step.
+    A buffer that is saved and changes in a forward pass, such as the statistics of a BatchNorm,
+    starts from the same value in every shard; the mean of what the shards make of it is its next
+    value, once per optimizer step.
 
     Args:
         device: of this rank.
         number: ``V``, a multiple of the number of ranks.
-        is_strict: whether a step that is not made through the Brain is an error, as where a recipe has its own
-            ``fit_batch``.
+        is_strict: whether a step that is not made through the Brain is an error, as where a recipe
+            has its own ``fit_batch``.
 
     Attributes:
         shards: how many of them this process works on.
@@ -92,7 +97,8 @@ class VirtualRanks(Strategy):
 
     def _begin_step(self) -> None:
         self._tree = TreeSum(add_tensors)
-        self._parts: dict[int, Part] = {}  # of this process's shards, where each has several batches in a step
+        # of this process's shards, where each has several batches in a step
+        self._parts: dict[int, Part] = {}
         self._before: dict[str, torch.Tensor] = {}  # values of buffers at the beginning of the step
         self._count: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
@@ -114,16 +120,27 @@ class VirtualRanks(Strategy):
         self.follow(modules)
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows on the shards, and on batch statistics, which each shard takes from its own rows."""
-        shards = f"virtual ranks: {self.virtual_ranks}, {self.shards} on each process (--virtual_ranks)"
-        return {"strategy": shards, "batch norm": "each virtual rank by its own rows" if batch_norms(modules) else ""}
+        """Return rows on the shards, and on batch statistics, which each shard takes from its own
+        rows.
+        """
+        shards = (
+            f"virtual ranks: {self.virtual_ranks}, {self.shards} on each process (--virtual_ranks)"
+        )
+        return {
+            "strategy": shards,
+            "batch norm": "each virtual rank by its own rows" if batch_norms(modules) else "",
+        }
 
     def _require_additive(self, name: str, module: nn.Module) -> None:
         for part in module.modules():
-            if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)) or getattr(part, "sparse", False) is True:
+            if (
+                isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm))
+                or getattr(part, "sparse", False) is True
+            ):
                 raise ConfigError(
-                    f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] has a part, {type(part).__name__}, that "
-                    "shares statistics between processes, or has sparse gradients. Use nn.BatchNorm; leave sparse out."
+                    f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] has a part, "
+                    f"{type(part).__name__}, that shares statistics between processes, or has "
+                    "sparse gradients. Use nn.BatchNorm; leave sparse out."
                 )
 
     def follow(self, modules: nn.ModuleDict) -> None:
@@ -131,10 +148,13 @@ class VirtualRanks(Strategy):
         self._parameters = list(modules.parameters())
         owners, saved = dict(modules.named_modules()), modules.state_dict(keep_vars=True)
         names = [name for name, _ in modules.named_buffers() if name in saved]
-        self._buffers = {name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
+        self._buffers = {
+            name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names
+        }
         wide = wide_number(0.0, self.device)
         moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
-        dtypes = [getattr(one, "grad_dtype", None) or one.dtype for one in self._parameters]  # torch 2.8 has none
+        # torch 2.8 has none
+        dtypes = [getattr(one, "grad_dtype", None) or one.dtype for one in self._parameters]
         pairs = zip(self._parameters, dtypes, strict=True)
         self._like = [one.new_zeros((), dtype=dtype).expand(one.shape) for one, dtype in pairs]
         self._sum = OrderedSum([wide, wide, *moves, *self._like], self.virtual_ranks)
@@ -148,15 +168,22 @@ class VirtualRanks(Strategy):
         """
         known = {id(one) for one in self._parameters}
         for name, optimizer in optimizers.items():
-            given = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+            given = [
+                one
+                for group in optimizer.param_groups
+                for one in group["params"]
+                if one.requires_grad
+            ]
             if not known.issuperset(map(id, given)):
                 raise ConfigError(
-                    f"virtual_ranks={self.virtual_ranks}: the optimizer {name!r} has parameters that are not in "
-                    "modules: their gradients would not be added up over the processes. Put their module into modules."
+                    f"virtual_ranks={self.virtual_ranks}: the optimizer {name!r} has parameters "
+                    "that are not in modules: their gradients would not be added up over the "
+                    "processes. Put their module into modules."
                 )
 
     def feed(self, feed: Feed | StreamFeed, progress: Progress, seed: int) -> FeedThrough:
-        """Return the feed, which seeds the noise of each shard and takes its gradient away after it.
+        """Return the feed, which seeds the noise of each shard and takes its gradient away after
+        it.
 
         Raises:
             ConfigError: ``loss_weighting=batches`` with a stream.
@@ -165,16 +192,20 @@ class VirtualRanks(Strategy):
             feed.world_size = 1  # gradients are summed, not averaged
         elif feed.weighting == "batches":
             raise ConfigError(
-                f"virtual_ranks={self.virtual_ranks}: loss_weighting=batches does not work with a stream. Leave "
-                "--loss_weighting out."
+                f"virtual_ranks={self.virtual_ranks}: loss_weighting=batches does not work with a "
+                "stream. Leave --loss_weighting out."
             )
         else:
             block = 1 if feed.whole_batches else progress.loader.dataset.block_size
             feed.whole = float(block * feed.factor // self.shards)
         return FeedThrough(feed, functools.partial(self._shards_of, feed, progress, seed))
 
-    def _shards_of(self, feed: Feed | StreamFeed, progress: Progress, seed: int, window: Window) -> Iterator[Any]:
-        """Yield the shards, each after seeding the random streams by (seed, step, shard); take their gradients."""
+    def _shards_of(
+        self, feed: Feed | StreamFeed, progress: Progress, seed: int, window: Window
+    ) -> Iterator[Any]:
+        """Yield the shards, each after seeding the random streams by (seed, step, shard); take
+        their gradients.
+        """
         place = _NOISE, progress.epoch, progress.began_at
         self._window, self._adds_at_once = window, feed.factor == self.shards
         for number, batch in enumerate(feed.batches(window), feed.start):
@@ -192,7 +223,9 @@ class VirtualRanks(Strategy):
                 timer.begin_reading()
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
-        """Return the batches; the random streams are seeded by shard before each, and alike on all ranks at the end."""
+        """Return the batches; the random streams are seeded by shard before each, and alike on all
+        ranks at the end.
+        """
         return PassedThrough(batches, functools.partial(self._seeded, (seed, _EVALUATION, *place)))
 
     def _seeded(self, place: tuple[int, ...], batches: Iterator[Any]) -> Iterator[Any]:
@@ -201,7 +234,9 @@ class VirtualRanks(Strategy):
             yield batch
         seed_streams(*place)
 
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+    def backward_pass(
+        self, modules: nn.Module, *, closes: bool, counts: bool
+    ) -> AbstractContextManager[None]:
         """Refuse a backward pass after the gradients of the step were added up."""
         if self._is_added:
             raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
@@ -215,10 +250,14 @@ class VirtualRanks(Strategy):
     def _versions(self) -> list[Any]:
         """Return what tells whether a recipe has changed gradients."""
         gradients = (one.grad for one in self._parameters)
-        return [None if one is None else (id(one), getattr(one, "_version", 0)) for one in gradients]
+        return [
+            None if one is None else (id(one), getattr(one, "_version", 0)) for one in gradients
+        ]
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
-        """Take the count of the shard that closes a step; return what adds up the step, and gives its count."""
+        """Take the count of the shard that closes a step; return what adds up the step, and gives
+        its count.
+        """
         self._count = wide_number(count, device)
 
         def total() -> torch.Tensor:
@@ -248,7 +287,11 @@ class VirtualRanks(Strategy):
         for (name, before), move in zip(self._before.items(), sums, strict=False):
             after = before
             if move is not None and number is not None:
-                after = (before.to(move.dtype) + move / number).to(before.dtype).where(move != 0, before)
+                after = (
+                    (before.to(move.dtype) + move / number)
+                    .to(before.dtype)
+                    .where(move != 0, before)
+                )
             self._buffer(name).copy_(after)
         self._tree, self._parts, self._is_added = TreeSum(add_tensors), {}, True
         seed_streams(*self._place)  # alike on all ranks: an optimizer, or a hook after it, may draw
@@ -266,7 +309,8 @@ class VirtualRanks(Strategy):
 
     @torch.no_grad()
     def _end_shard(self, window: Window) -> None:
-        """Take a shard's gradient away; after the last one of a step, look whether they were added up.
+        """Take a shard's gradient away; after the last one of a step, look whether they were added
+        up.
 
         Raises:
             ConfigError: the step was made past the Brain.
@@ -283,19 +327,27 @@ class VirtualRanks(Strategy):
 
     def _take_shard(self, window: Window) -> None:
         if self._noted is not None and self._noted != self._versions():
-            raise ConfigError(MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()"))
+            raise ConfigError(
+                MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()")
+            )
         self._noted, gradients = None, [one.grad for one in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        if any(one is not None for one in gradients) and not (window.is_weighed or window.counted is not None):
-            raise ConfigError(MISUSED.format(self.virtual_ranks, "called loss.backward() past the Brain"))
+        if any(one is not None for one in gradients) and not (
+            window.is_weighed or window.counted is not None
+        ):
+            raise ConfigError(
+                MISUSED.format(self.virtual_ranks, "called loss.backward() past the Brain")
+            )
         self._check_dtypes(gradients)
         count, self._count = self._count, None
         if window.counted is not None and not window.closes:
             count, window.counted = wide_number(window.counted, self.device), 0.0
         contiguous = (None if one is None else one.contiguous() for one in gradients)
         pairs = [(self._buffer(name), before) for name, before in self._before.items()]
-        moves = [None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs]
+        moves = [
+            None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs
+        ]
         part: Part = [wide_number(1.0, self.device), count, *moves, *contiguous]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
@@ -309,8 +361,9 @@ class VirtualRanks(Strategy):
         for one, like in zip(gradients, self._like, strict=True):
             if one is not None and one.dtype != like.dtype:
                 raise ConfigError(
-                    f"virtual_ranks={self.virtual_ranks}: a gradient is {one.dtype}, and {like.dtype} was expected. "
-                    "Set grad_dtype, and the dtype of a parameter, before fit: the ranks agree on it once."
+                    f"virtual_ranks={self.virtual_ranks}: a gradient is {one.dtype}, and "
+                    f"{like.dtype} was expected. Set grad_dtype, and the dtype of a parameter, "
+                    "before fit: the ranks agree on it once."
                 )
 
     # ------------------------------------------------------------------ buffers
@@ -322,7 +375,8 @@ class VirtualRanks(Strategy):
 
     def _move(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         wide = self._widened(now)
-        return (now.to(wide) - before.to(wide)).where(now != before, 0.0)  # inf - inf is NaN, as in a mask
+        # inf - inf is NaN, as in a mask
+        return (now.to(wide) - before.to(wide)).where(now != before, 0.0)
 
     def _widened(self, buffer: torch.Tensor) -> torch.dtype:
         return torch.promote_types(buffer.dtype, self._dtype)

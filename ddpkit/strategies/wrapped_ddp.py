@@ -1,8 +1,8 @@
 """DDP around one entry of the modules.
 
-Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the
-wrapper with synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated
-so far.
+Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward
+pass through the wrapper with synchronisation on arms the reducer, and the backward pass after it
+reduces all gradients accumulated so far.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 
 
 UNUSED = (
-    "modules[{!r}] has parameters that the last batch of this optimizer step did not use: {}. DDP waits for the "
-    "gradient of each before it averages. Return all tensors that the loss is made of from forward(). Where steps "
-    "differ in what they use, give --find_unused_parameters, and not --static_graph; freeze what no step uses "
-    "(requires_grad_(False))."
+    "modules[{!r}] has parameters that the last batch of this optimizer step did not use: {}. DDP "
+    "waits for the gradient of each before it averages. Return all tensors that the loss is made "
+    "of from forward(). Where steps differ in what they use, give --find_unused_parameters, and "
+    "not --static_graph; freeze what no step uses (requires_grad_(False))."
 )
 
 
 class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
-    """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
+    """DDP through which attributes can be reached, and that stays out of the way when nothing is
+    trained.
 
-    Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate
-    different numbers of batches. An attribute that DDP has itself (``device``, ``logger``, ``join``, ...) hides the
-    module's; ``Brain.raw_modules`` has those.
+    Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may
+    evaluate different numbers of batches. An attribute that DDP has itself (``device``, ``logger``,
+    ``join``, ...) hides the module's; ``Brain.raw_modules`` has those.
 
     Attributes:
         gradient_reduction: whether the last backward pass averages the gradients over the ranks.
@@ -63,7 +64,9 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         self._register_hook()
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; where nothing is trained, without a detour through this one, unless it has hooks."""
+        """Run the module; where nothing is trained, without a detour through this one, unless it
+        has hooks.
+        """
         if (
             (self.training and torch.is_grad_enabled())
             or self._forward_hooks
@@ -97,7 +100,9 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         return output
 
     def pass_over(self) -> None:
-        """Let DDP go on after a batch whose gradients it was not to average, and of which none has come."""
+        """Let DDP go on after a batch whose gradients it was not to average, and of which none has
+        come.
+        """
         reduction = self.gradient_reduction
         reduction.skipped = False
         with temporarily(reduction, defers=True):
@@ -108,7 +113,8 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
 
         Args:
             hook: averages a bucket; None: DDP does.
-            watched: DDP decides when a backward pass comes, not in the forward pass before it, whether it averages.
+            watched: DDP decides when a backward pass comes, not in the forward pass before it,
+                whether it averages.
         """
         self.gradient_reduction.hook, self.gradient_reduction.watched = hook, watched
         self._register_hook()
@@ -118,12 +124,15 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
             self.register_comm_hook(self.gradient_reduction, average_or_defer)
 
     def reduce_leftovers(self, optimizers: Collection[Any] = (), *, is_only: bool = False) -> None:
-        """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
+        """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its
+        ``forward``.
 
-        The ranks may have taken different branches. A rank without any gradient takes part if it has called the module.
+        The ranks may have taken different branches. A rank without any gradient takes part if it
+        has called the module.
 
         Args:
-            optimizers: that step now. For others the backward pass through the module may come later.
+            optimizers: that step now. For others the backward pass through the module may come
+                later.
             is_only: whether no other module is wrapped: then this one always takes part.
         """
         reduction = self.gradient_reduction
@@ -131,7 +140,8 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         reduction.called = False
         if reduction.reduced:
             reduction.reduced = False
-            # DDP averages when all gradients of a bucket are there. While it waits, some are this rank's own.
+            # DDP averages when all gradients of a bucket are there. While it waits, some are this
+            # rank's own.
             if waits_for_gradients(self):
                 named = self.module.named_parameters()
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
@@ -140,7 +150,8 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
             if not reduction.awaited or not self.is_stepped_by(optimizers):
                 return  # else no backward pass has come here since the module was called
             was_called = is_only = False  # alike on all ranks
-        # Without gradients, too: other ranks that have called the module may have some, and would wait for this one.
+        # Without gradients, too: other ranks that have called the module may have some, and would
+        # wait for this one.
         if has_gradients(self) or ((was_called or is_only) and self.is_stepped_by(optimizers)):
             parameters = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad

@@ -1,15 +1,17 @@
 """ZeRO-1: DDP where each rank keeps the optimizer state of a part of the parameters only.
 
-Every rank has all weights and all gradients. A step updates on each rank the parameters that the rank *owns*; then the
-owners send them to the others. The numbers are those of DDP to the last bit, since an optimizer that works on each
-parameter by itself does not know which others it works on.
+Every rank has all weights and all gradients. A step updates on each rank the parameters that the
+rank *owns*; then the owners send them to the others. The numbers are those of DDP to the last bit,
+since an optimizer that works on each parameter by itself does not know which others it works on.
 
-The optimizer stays the recipe's own object, with all its parameters in ``param_groups``: schedulers, the gradient
-scaler, clipping and a recipe's attributes hold it. Only inside of its ``step`` the groups have the rank's own part.
+The optimizer stays the recipe's own object, with all its parameters in ``param_groups``:
+schedulers, the gradient scaler, clipping and a recipe's attributes hold it. Only inside of its
+``step`` the groups have the rank's own part.
 
-Source: stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
-(arXiv:1910.02054). How parameters are dealt out, the largest first to the rank with the least, is as in
-``torch.distributed.optim.ZeroRedundancyOptimizer``, which is not used itself (decision 0019).
+Source: stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020 (arXiv:1910.02054). How parameters are dealt out, the largest first to the
+rank with the least, is as in ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is not used
+itself (decision 0019).
 """
 
 from __future__ import annotations
@@ -39,26 +41,30 @@ if TYPE_CHECKING:
 PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
 
 NOT_WHOLE = (
-    "strategy='zero1': {}.state_dict() has a part of the state only, since each rank has its own. The state is whole "
-    "on the main process while the Brain's checkpointer saves: make the optimizer one of its recoverables."
+    "strategy='zero1': {}.state_dict() has a part of the state only, since each rank has its own. "
+    "The state is whole on the main process while the Brain's checkpointer saves: make the "
+    "optimizer one of its recoverables."
 )
-NOT_BY_PARAMETER = "is no torch.optim.Optimizer, has a state_dict of its own, or works on all parameters together."
+NOT_BY_PARAMETER = (
+    "is no torch.optim.Optimizer, has a state_dict of its own, or works on all parameters together."
+)
 CANNOT_DIVIDE = (
-    "strategy='zero1' cannot divide the optimizer {!r}: {} {} Use one that steps each parameter by itself, such as "
-    "torch.optim.AdamW; or --strategy=ddp."
+    "strategy='zero1' cannot divide the optimizer {!r}: {} {} Use one that steps each parameter "
+    "by itself, such as torch.optim.AdamW; or --strategy=ddp."
 )
 NOT_AVERAGED = (
-    "strategy='zero1': the gradients of the optimizer {!r} are not the same on all ranks, so that each parameter would "
-    "follow one rank's data. DDP averages what is computed through self.modules, not through hparams or a module's "
-    "inner parts. Call self.backward(loss) and self.optimizers_step(), which averages the rest, and not the "
-    "optimizer's own step()."
+    "strategy='zero1': the gradients of the optimizer {!r} are not the same on all ranks, so that "
+    "each parameter would follow one rank's data. DDP averages what is computed through "
+    "self.modules, not through hparams or a module's inner parts. Call self.backward(loss) and "
+    "self.optimizers_step(), which averages the rest, and not the optimizer's own step()."
 )
 
 MARK = "ddpkit_zero1"  # attribute of an optimizer that is divided already
 
 
 class DividedOptimizer:
-    """Has each rank step its own part of an optimizer's parameters, and keep the state of that part.
+    """Has each rank step its own part of an optimizer's parameters, and keep the state of that
+    part.
 
     Args:
         name: of the optimizer, for messages.
@@ -73,10 +79,13 @@ class DividedOptimizer:
         self._rank = dist.get_rank()
         self._owners: dict[torch.Tensor, int] = {}
         self._is_gathering = False
-        self._steps_of: list[list[int]] = []  # ids of the parameters that the plan below is for, by group
+        # ids of the parameters that the plan below is for, by group
+        self._steps_of: list[list[int]] = []
         self._own: list[list[torch.Tensor]] = []
-        self._sent: list[tuple[int, torch.Tensor | None, list[torch.Tensor]]] = []  # None: the parameter itself is
-        self._groups: list[list[torch.Tensor]] | None = None  # while a step hides the others' parameters
+        # None: the parameter itself is
+        self._sent: list[tuple[int, torch.Tensor | None, list[torch.Tensor]]] = []
+        # while a step hides the others' parameters
+        self._groups: list[list[torch.Tensor]] | None = None
         self._is_compared = False
         parameters = parameters_of([self.optimizer])
         self._deal([one for one in parameters if one.requires_grad])
@@ -94,7 +103,9 @@ class DividedOptimizer:
         return self._owners.get(parameter, self._rank) == self._rank
 
     def _deal(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest total."""
+        """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest
+        total.
+        """
         new = [one for one in parameters if one not in self._owners]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
             owner = self._loads.index(min(self._loads))
@@ -145,12 +156,16 @@ class DividedOptimizer:
         for owner, buffer, packed in self._sent:
             if buffer is not None and owner == self._rank:
                 torch.cat([one.flatten() for one in packed], out=buffer)
-            works.append(dist.broadcast(packed[0] if buffer is None else buffer, src=owner, async_op=True))
+            works.append(
+                dist.broadcast(packed[0] if buffer is None else buffer, src=owner, async_op=True)
+            )
         for work, (owner, buffer, packed) in zip(works, self._sent, strict=True):
             with waiting():
                 work.wait()
             if buffer is not None and owner != self._rank:
-                for one, values in zip(packed, torch.split(buffer, [one.numel() for one in packed]), strict=True):
+                for one, values in zip(
+                    packed, torch.split(buffer, [one.numel() for one in packed]), strict=True
+                ):
                     one.copy_(values.view_as(one))
         if not self._is_compared:
             self._is_compared = True
@@ -158,9 +173,13 @@ class DividedOptimizer:
 
     @reads_device
     def _require_equal_gradients(self) -> None:
-        """Refuse, in the first step, gradients that are not averages over the ranks: no weights would show it later."""
+        """Refuse, in the first step, gradients that are not averages over the ranks: no weights
+        would show it later.
+        """
         gradients = [one.grad for one in parameters_of([self.optimizer]) if one.grad is not None]
-        sizes = exchange(float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)), MARK)
+        sizes = exchange(
+            float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)), MARK
+        )
         if max(sizes) - min(sizes) > APART * max(sizes):
             raise ConfigError(NOT_AVERAGED.format(self.name))
 
@@ -170,7 +189,9 @@ class DividedOptimizer:
         """Keep only this rank's part of a loaded state, before it is copied to the device."""
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         by_number = dict(zip(numbers, parameters_of([self.optimizer]), strict=False))
-        own = {key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))}
+        own = {
+            key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))
+        }
         return {**state, "state": own}
 
     def _refuse_part(self, *_: Any) -> None:
@@ -188,7 +209,9 @@ class DividedOptimizer:
         parts, group = state["state"], control_group()
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
-                own = map_values(parts, lambda one: one.cpu() if isinstance(one, torch.Tensor) else one)
+                own = map_values(
+                    parts, lambda one: one.cpu() if isinstance(one, torch.Tensor) else one
+                )
                 dist.send_object_list([own], 0, group=group)
             elif self._rank == 0:
                 dist.recv_object_list(received := [None], source, group=group)
@@ -197,10 +220,12 @@ class DividedOptimizer:
 
 
 class Zero1(DDP):
-    """DDP with the optimizers' state divided over the ranks. Takes what :class:`~ddpkit.strategies.ddp.DDP` takes.
+    """DDP with the optimizers' state divided over the ranks. Takes what
+    :class:`~ddpkit.strategies.ddp.DDP` takes.
 
-    An optimizer must be torch's in this: a ``torch.optim.Optimizer`` that steps each parameter by itself and keeps its
-    state in ``state``. A parameter is not divided: the rank with the largest one has its whole state.
+    An optimizer must be torch's in this: a ``torch.optim.Optimizer`` that steps each parameter by
+    itself and keeps its state in ``state``. A parameter is not divided: the rank with the largest
+    one has its whole state.
 
     Ranks: collective.
 
@@ -223,18 +248,27 @@ class Zero1(DDP):
         """Divide the state of optimizers over the ranks.
 
         Raises:
-            ConfigError: an optimizer updates all its parameters together, or keeps its state in its own way.
+            ConfigError: an optimizer updates all its parameters together, or keeps its state in its
+                own way.
         """
         super().prepare_optimizers(optimizers)
         for name, one in optimizers.items():
             kind = type(one)
             is_torchs = isinstance(one, Optimizer) and kind.state_dict is Optimizer.state_dict
-            if not is_torchs or isinstance(one, LBFGS) or kind.load_state_dict is not Optimizer.load_state_dict:
+            if (
+                not is_torchs
+                or isinstance(one, LBFGS)
+                or kind.load_state_dict is not Optimizer.load_state_dict
+            ):
                 raise ConfigError(CANNOT_DIVIDE.format(name, kind.__name__, NOT_BY_PARAMETER))
-            divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(name, one, self._loads)
+            divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(
+                name, one, self._loads
+            )
             self.optimizers += [] if divided in self.optimizers else [divided]
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the whole states of the optimizers among some objects; on the CPU, but for rank 0's own part."""
+        """Return the whole states of the optimizers among some objects; on the CPU, but for rank
+        0's own part.
+        """
         found = {name: getattr(one, MARK, None) for name, one in objects.items()}
         return {name: one.whole() for name, one in found.items() if one is not None}

@@ -1,7 +1,8 @@
-"""Backward passes with gradients of zero, of a rank whose loss depends on no parameter, and what becomes of them.
+"""Backward passes with gradients of zero, of a rank whose loss depends on no parameter, and what
+becomes of them.
 
-Where no rank has a loss in a whole step, its parameters must end up without gradients, as on one process: an optimizer
-may move what has a gradient of zero. So ranks without a loss tell each other.
+Where no rank has a loss in a whole step, its parameters must end up without gradients, as on one
+process: an optimizer may move what has a gradient of zero. So ranks without a loss tell each other.
 """
 
 from __future__ import annotations
@@ -30,27 +31,30 @@ if TYPE_CHECKING:
     from ddpkit.strategies.wrapped_ddp import WrappedDDP
 
 OTHER_LOSSES = (
-    "the loss of a batch depends on no parameter, and backward(loss, retain_graph=True) says that another loss of the "
-    "batch follows. The other processes wait for this one in the SyncBatchNorm layers, and it is not known in which. "
-    "Return 0.0 * outputs.sum() for such a loss."
+    "the loss of a batch depends on no parameter, and backward(loss, retain_graph=True) says that "
+    "another loss of the batch follows. The other processes wait for this one in the "
+    "SyncBatchNorm layers, and it is not known in which. Return 0.0 * outputs.sum() for such a "
+    "loss."
 )
 NO_OUTPUTS = (
-    "the loss of a batch depends on no parameter, and what modules[{!r}] has returned has no tensor with a gradient. "
-    "The other processes wait for this one in its SyncBatchNorm layers. Return tensors, or 0.0 * outputs.sum() as the "
-    "loss."
+    "the loss of a batch depends on no parameter, and what modules[{!r}] has returned has no "
+    "tensor with a gradient. The other processes wait for this one in its SyncBatchNorm layers. "
+    "Return tensors, or 0.0 * outputs.sum() as the loss."
 )
 COMPLETED = -2  # in the place of a version
 
 
 class ZeroGradients:
-    """Goes backwards with gradients of zero, and knows which gradients of this rank come from no loss.
+    """Goes backwards with gradients of zero, and knows which gradients of this rank come from no
+    loss.
 
     Args:
         clock: has ``batch``, the number of backward passes so far.
 
     Attributes:
         outputs: what the modules have returned in the batch.
-        versions: of gradients since the last step that may come from no loss, by module. Without one no step asks more.
+        versions: of gradients since the last step that may come from no loss, by module. Without
+            one no step asks more.
 
     Ranks: collective.
 
@@ -130,7 +134,8 @@ class ZeroGradients:
         self.versions = {one: gradient_versions(one) for one in left}
 
     def announce_leftovers(self, step: int) -> list[WrappedDDP]:
-        """Return the modules that are averaged at an optimizer step, with no loss of this rank; tell the other ranks.
+        """Return the modules that are averaged at an optimizer step, with no loss of this rank;
+        tell the other ranks.
 
         Args:
             step: its number.

@@ -1,4 +1,6 @@
-"""One optimizer step and the loops around it, what they read, options on modules, and results of all ranks."""
+"""One optimizer step and the loops around it, what they read, options on modules, and results of
+all ranks.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ def move_ahead(loader: Any, device: str) -> None:
     """Move a loader's batches to a device one batch ahead of the current one.
 
     Args:
-        loader: of this rank. A stream, a loader of another kind, or one without workers is left as it is, with a
-            warning: there, to read a batch earlier would change which random numbers it is made with.
+        loader: of this rank. A stream, a loader of another kind, or one without workers is left as
+            it is, with a warning: there, to read a batch earlier would change which random numbers
+            it is made with.
         device: such as ``"cuda:1"``.
 
     Ranks: local.
@@ -39,19 +40,20 @@ def move_ahead(loader: Any, device: str) -> None:
     is_stream = isinstance(getattr(inner, "dataset", None), IterableDataset)
     if not isinstance(inner, SaveableDataLoader) or is_stream or not inner.num_workers:
         logger.warning_once(
-            "prefetch_to_device needs a dataset with a length and num_workers >= 1: the batches of a %s%s are moved "
-            "when they are used.", type(inner).__name__, "" if is_stream else " without workers",
+            "prefetch_to_device needs a dataset with a length and num_workers >= 1: the batches "
+            "of a %s%s are moved when they are used.", type(inner).__name__, "" if is_stream else " without workers",  # noqa: E501
         )  # fmt: skip
         return
     inner.passed_through = functools.partial(moved_ahead, device=torch.device(device))
 
 
 def moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yield batches on a device, each of which has begun to move before the one before it is yielded.
+    """Yield batches on a device, each of which has begun to move before the one before it is
+    yielded.
 
-    No memory of a batch is overwritten that a step still reads: before it allocates, the copying stream waits for what
-    the step's stream was given so far. ``Tensor.record_stream`` would do for tensors only, and not for objects of which
-    nobody knows the tensors.
+    No memory of a batch is overwritten that a step still reads: before it allocates, the copying
+    stream waits for what the step's stream was given so far. ``Tensor.record_stream`` would do for
+    tensors only, and not for objects of which nobody knows the tensors.
 
     Args:
         batches: read one ahead.
@@ -76,7 +78,8 @@ def moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         yield _arrived(*ahead, device)
 
 
-@functools.cache  # a stream has memory of its own: a new one each epoch would hold more and more of it
+# a stream has memory of its own: a new one each epoch would hold more and more of it
+@functools.cache
 def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -98,7 +101,9 @@ def _arrived(batch: Any, event: torch.cuda.Event | None, device: torch.device) -
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Move whatever has a method ``to``, inside of mappings and sequences too; what has none stays as it is."""
+    """Move whatever has a method ``to``, inside of mappings and sequences too; what has none stays
+    as it is.
+    """
     if hasattr(value, "to"):
         try:
             return value.to(device, non_blocking=True)
@@ -113,4 +118,6 @@ def _moved(value: Any, device: torch.device) -> Any:
         return alike
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_moved(one, device) for one in value))
-    return type(value)(_moved(one, device) for one in value) if type(value) in (list, tuple) else value
+    return (
+        type(value)(_moved(one, device) for one in value) if type(value) in (list, tuple) else value
+    )

@@ -1,4 +1,6 @@
-"""How far the current epoch of a call of ``fit`` is: what a checkpoint that is made now has to say of it."""
+"""How far the current epoch of a call of ``fit`` is: what a checkpoint that is made now has to say
+of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import enum
 
 
 class EpochPhase(enum.Enum):
-    """The phases of an epoch. Which stage runs, and in which hook, does not matter for a checkpoint.
+    """The phases of an epoch. Which stage runs, and in which hook, does not matter for a
+    checkpoint.
 
     Ranks: local; equal on all ranks.
 
@@ -19,7 +22,8 @@ class EpochPhase(enum.Enum):
     OUTSIDE = enum.auto()
     #: A checkpoint from the middle of an epoch was recovered, and that epoch has not begun again.
     RECOVERED = enum.auto()
-    #: The loop has asked for an epoch; its training stage has not begun, or the recipe trains in a way of its own.
+    #: The loop has asked for an epoch; its training stage has not begun, or the recipe trains in a
+    #: way of its own.
     ASKED = enum.auto()
     #: ``on_stage_start`` of the training stage.
     BEGUN = enum.auto()

@@ -1,4 +1,6 @@
-"""What a pass of training takes its batches from, where their number is known: how many, and what each weighs."""
+"""What a pass of training takes its batches from, where their number is known: how many, and what
+each weighs.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ class Feed:
     Attributes:
         loader: yields this rank's micro-batches.
         length: their number, the same on every rank.
-        counts: samples of each batch; None when they are not known, and every batch weighs the same.
+        counts: samples of each batch; None when they are not known, and every batch weighs the
+            same.
         factor: micro-batches per optimizer step.
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
         left_out: how many of those the loader yields again, to be left out.
         ready: called once, after the batches left out have been read and before the next one is.
-        weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
+        weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all
+            ranks together does.
 
     Ranks: local.
 
@@ -56,19 +60,27 @@ class Feed:
         length = self.length
         total, done = 1.0, self.start
         window.correction, window.count, window.weight = 1.0, 1, 1.0
-        source = itertools.islice(start_loading(self.loader), max(length - self.start, 0) + self.left_out)
+        source = itertools.islice(
+            start_loading(self.loader), max(length - self.start, 0) + self.left_out
+        )
         for _ in range(self.left_out):
             next(source, None)
         self.ready()
         counts, by_samples = self.counts, self.weighting == "samples"
-        whole = (counts.total if by_samples else counts.parts) if counts is not None else lambda _: self.world_size
+        whole = (
+            (counts.total if by_samples else counts.parts)
+            if counts is not None
+            else lambda _: self.world_size
+        )
         for number, batch in enumerate(source, self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
                 window.begin()
                 after = number - place + self.factor
                 is_one = after == number + 1
-                total = whole(number) if is_one else sum(map(whole, range(number, min(after, length))))
+                total = (
+                    whole(number) if is_one else sum(map(whole, range(number, min(after, length))))
+                )
             if counts is not None:
                 window.count = window.weight = counts.count(number)
                 if not by_samples:
@@ -79,6 +91,6 @@ class Feed:
             yield batch
         if done < length:
             raise DataError(
-                f"the training loader ended after {done} of {length} batches: its length must be the number of batches "
-                "that it yields, on every process."
+                f"the training loader ended after {done} of {length} batches: its length must be "
+                "the number of batches that it yields, on every process."
             )

@@ -1,8 +1,9 @@
-"""Who gets the gradients of the first optimizer step, and who is moved by it: what is not the same is told by name.
+"""Who gets the gradients of the first optimizer step, and who is moved by it: what is not the same
+is told by name.
 
-A module that a recipe computes with and that is in no entry of ``modules`` is not trained. Nor is what no optimizer
-has. torch says nothing of either. So the first loss of a training is followed back to the parameters that it depends
-on, once; the steps after it pay nothing.
+A module that a recipe computes with and that is in no entry of ``modules`` is not trained. Nor is
+what no optimizer has. torch says nothing of either. So the first loss of a training is followed
+back to the parameters that it depends on, once; the steps after it pay nothing.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ MOST_NODES = 200_000  # of a graph that are looked at, which takes about a quart
 _MOST_SHOWN = 4
 
 OUTSIDE = (
-    "%s: the loss depends on %s, in no entry of modules and in no optimizer. Nothing trains, averages "
-    "or saves them, or moves them to the device. Put the module into `modules`; or freeze it with "
-    "requires_grad_(False), if it shall stay as it is."
+    "%s: the loss depends on %s, in no entry of modules and in no optimizer. Nothing trains, "
+    "averages or saves them, or moves them to the device. Put the module into `modules`; or "
+    "freeze it with requires_grad_(False), if it shall stay as it is."
 )
 NOT_STEPPED = (
-    "%s: gradients come to parameters of `modules` that no optimizer has: %s. They are not trained. "
-    "Give them to an optimizer; or freeze them with requires_grad_(False), if they shall stay as they "
-    "are.%s"
+    "%s: gradients come to parameters of `modules` that no optimizer has: %s. They are not "
+    "trained. Give them to an optimizer; or freeze them with requires_grad_(False), if they shall "
+    "stay as they are.%s"
 )
 COPIED = (
-    " The optimizer %r has %d parameter(s) without a gradient that are in no entry of modules: was it "
-    "made from a copy?"
+    " The optimizer %r has %d parameter(s) without a gradient that are in no entry of modules: "
+    "was it made from a copy?"
 )
 NOTHING = (
-    "{}: nothing is trained. The loss depends on {}, and none of that is in the optimizer: {}. {} of "
-    "its parameters are in no entry of modules. Put what is trained into `modules`, and make the "
-    "optimizer in init_optimizers, of self.modules.parameters(). A copy of a module, or one that is "
-    "made anew, has parameters of its own."
+    "{}: nothing is trained. The loss depends on {}, and none of that is in the optimizer: {}. {} "
+    "of its parameters are in no entry of modules. Put what is trained into `modules`, and make "
+    "the optimizer in init_optimizers, of self.modules.parameters(). A copy of a module, or one "
+    "that is made anew, has parameters of its own."
 )
 NEVER = (
-    "{}: nothing is trained. In the whole first epoch no parameter of the optimizer got a gradient: "
-    "{}. Make it in init_optimizers, of self.modules.parameters(); look for torch.no_grad() and "
-    ".detach() between them and the loss."
+    "{}: nothing is trained. In the whole first epoch no parameter of the optimizer got a "
+    "gradient: {}. Make it in init_optimizers, of self.modules.parameters(); look for "
+    "torch.no_grad() and .detach() between them and the loss."
 )
 
 
@@ -61,8 +62,8 @@ def leaves_of(loss: torch.Tensor) -> dict[int, nn.Parameter]:
         loss: shape ``()``, before its backward pass.
 
     Returns:
-        By identity. Some may be missing: behind a node that hides them, as reentrant checkpointing does, and in a graph
-        of more than :data:`MOST_NODES` nodes.
+        By identity. Some may be missing: behind a node that hides them, as reentrant checkpointing
+        does, and in a graph of more than :data:`MOST_NODES` nodes.
 
     Ranks: local.
 
@@ -148,12 +149,14 @@ class FirstGradients:
         self._handles.clear()
 
     def compare(self, brain: Any, modules: nn.ModuleDict, optimizers: Mapping[str, Any]) -> None:
-        """Compare who has gradients with who is stepped, and warn of what is not. Once there are gradients, no more.
+        """Compare who has gradients with who is stepped, and warn of what is not. Once there are
+        gradients, no more.
 
         Args:
             brain: of the recipe; names are found in its attributes and in those of its ``hparams``.
             modules: of the recipe.
-            optimizers: all that the Brain knows, by name; others are found in the recipe's attributes.
+            optimizers: all that the Brain knows, by name; others are found in the recipe's
+                attributes.
 
         Raises:
             ConfigError: no optimizer has any parameter that the loss depends on.
@@ -263,7 +266,9 @@ def _listed(names: list[str], noun: str) -> str:
 
 
 def _modules_in(brain: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a recipe holds in attributes and in ``hparams``, and not in ``modules``."""
+    """Yield the modules that a recipe holds in attributes and in ``hparams``, and not in
+    ``modules``.
+    """
     own = {name: value for name, value in _attributes(brain).items() if name != "modules"}
     for prefix, attributes in (
         ("self.", own),

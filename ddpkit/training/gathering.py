@@ -1,7 +1,8 @@
 """Every sample's results once, in dataset order, on every rank.
 
-A rank knows from the sampling plan which samples it has seen, so that nothing needs to be written down while a stage
-runs: how many batches there were is enough. Only when results are gathered is the plan asked for their indices.
+A rank knows from the sampling plan which samples it has seen, so that nothing needs to be written
+down while a stage runs: how many batches there were is enough. Only when results are gathered is
+the plan asked for their indices.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Seen:
         sizes: samples of each batch of an evaluation.
         stream: the feed of a training over a stream; else None.
         samples_before: of this rank's, done before this run began.
-        of_stream: of such a training: samples, and further ones of batches that were repeated at its end.
+        of_stream: of such a training: samples, and further ones of batches that were repeated at
+            its end.
 
     Ranks: local.
 
@@ -106,26 +108,33 @@ class Seen:
         if self.stream is not None:
             self.of_stream = int(samples - self.samples_before), self.stream.repeated
             self.stream = None
-        self._plan = None if isinstance(self.loader, LoopedLoader) else copy.copy(plan_of(self.loader))
+        self._plan = (
+            None if isinstance(self.loader, LoopedLoader) else copy.copy(plan_of(self.loader))
+        )
 
     @property
     def is_known(self) -> bool:
-        """Whether the loader tells which samples it has yielded; a stream does not, nor do nominal epochs."""
+        """Whether the loader tells which samples it has yielded; a stream does not, nor do nominal
+        epochs.
+        """
         return self._plan is not None
 
     def batches(self) -> Iterator[tuple[int, list[Any], bool]]:
-        """Yield, for every batch seen: its number, its samples' indices, and whether it was repeated to keep step."""
+        """Yield, for every batch seen: its number, its samples' indices, and whether it was
+        repeated to keep step.
+        """
         plan, last = self._plan, self.last or 0
         plan.skip = self.first
         for number, (place, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
             yield number // plan.shards, indices, plan.keep_step and plan.count(place) == 0
 
 
-# ---------------------------------------------------------------------------------------------- one batch's rows
+# --------------------------------------------------------------------------------- one batch's rows
 
 
 def row_count(value: Any) -> int | None:
-    """Return the number of samples in a batch of results, along the first dimension; None if it has none.
+    """Return the number of samples in a batch of results, along the first dimension; None if it has
+    none.
 
     Args:
         value: a tensor, an array or a list; a tuple or a dict of such, all of one length.
@@ -133,7 +142,10 @@ def row_count(value: Any) -> int | None:
     Ranks: local.
 
     Example:
-        >>> row_count({"ids": ["a", "b"], "scores": torch.zeros(2, 5)}), row_count(torch.tensor(1.0))
+        >>> (
+        ...     row_count({"ids": ["a", "b"], "scores": torch.zeros(2, 5)}),
+        ...     row_count(torch.tensor(1.0)),
+        ... )
         (2, None)
     """
     if isinstance(value, (Tensor, np.ndarray)):
@@ -172,10 +184,12 @@ def rows_of(value: Any) -> list[Any]:
 
 @reads_device
 def on_cpu(value: Any) -> Any:
-    """Return a result with copies of its tensors, detached and on the CPU; none is a view of a larger one.
+    """Return a result with copies of its tensors, detached and on the CPU; none is a view of a
+    larger one.
 
     Args:
-        value: a tensor, or lists, tuples and dicts with tensors somewhere in them; anything else is left as it is.
+        value: a tensor, or lists, tuples and dicts with tensors somewhere in them; anything else is
+            left as it is.
 
     Ranks: local.
 
@@ -183,10 +197,12 @@ def on_cpu(value: Any) -> Any:
         >>> on_cpu([torch.ones(1, requires_grad=True), "a"])
         [tensor([1.]), 'a']
     """
-    return map_values(value, lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one)
+    return map_values(
+        value, lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one
+    )
 
 
-# ---------------------------------------------------------------------------------------------- what was seen
+# ------------------------------------------------------------------------------------ what was seen
 
 
 @dataclass(eq=False)
@@ -215,11 +231,16 @@ def _rows_seen(seen: Seen) -> _Rows:
     sizes = [len(indices) for _, indices, _ in batches]
     flat = [index for _, indices, _ in batches for index in indices]
     try:
-        places, has_indices = np.array([operator.index(index) for index in flat], dtype=np.int64), True
+        places, has_indices = (
+            np.array([operator.index(index) for index in flat], dtype=np.int64),
+            True,
+        )
     except (TypeError, OverflowError):  # a dataset that is indexed by names
         places, has_indices = np.zeros(len(flat), dtype=np.int64), False
     numbers = np.repeat(np.array([number for number, _, _ in batches], dtype=np.int64), sizes)
-    counted = np.repeat(np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes)
+    counted = np.repeat(
+        np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes
+    )
     counted_sizes = [len(indices) for _, indices, is_repeated in batches if not is_repeated]
     return _Rows(places, numbers, counted, sizes, counted_sizes, has_indices)
 
@@ -233,20 +254,31 @@ def _rows_of(seen: Seen, columns: list[Any]) -> _Rows:
 
 
 def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
-    """Take the samples of a stream that are given as seen: in its order where it was dealt out, else rank by rank."""
-    by_batch = any(isinstance(one, list) and [row_count(entry) for entry in one] == seen.sizes for one in columns)
+    """Take the samples of a stream that are given as seen: in its order where it was dealt out,
+    else rank by rank.
+    """
+    by_batch = any(
+        isinstance(one, list) and [row_count(entry) for entry in one] == seen.sizes
+        for one in columns
+    )
     size = sum(seen.sizes) if by_batch else len(columns[0]) if columns else 0
     places, everything = _stream_places(seen.loader, size), np.ones(size, dtype=np.bool_)
-    numbers = np.full(size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64)
+    numbers = np.full(
+        size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64
+    )
     indices = numbers if places is None else places
-    return _Rows(indices, numbers, everything, seen.sizes, seen.sizes, has_indices=places is not None)
+    return _Rows(
+        indices, numbers, everything, seen.sizes, seen.sizes, has_indices=places is not None
+    )
 
 
 def _rows_of_training(seen: Seen, columns: list[Any], samples: int, repeated: int) -> _Rows:
     """Take the samples of a training stream: at its end a rank may have repeated its last batch."""
     size = samples + repeated
     places, counted = _stream_places(seen.loader, size), np.arange(size) < samples
-    numbers = np.full(size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64)
+    numbers = np.full(
+        size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64
+    )
     indices = numbers if places is None else places
     rows = _Rows(indices, numbers, counted, has_indices=places is not None)
     for column in columns:
@@ -259,22 +291,28 @@ def _rows_of_training(seen: Seen, columns: list[Any], samples: int, repeated: in
 
 
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
-    """Return where in the whole stream a rank's first items stand, if they were dealt out by counting."""
+    """Return where in the whole stream a rank's first items stand, if they were dealt out by
+    counting.
+    """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, StreamShard) or dataset.of_batches or dataset.divides_itself:
         return None
     each, more = divmod(dataset.block_size, dataset.world_size)
     blocks, places = np.divmod(np.arange(size), each + (1 if dataset.rank < more else 0))
-    whole: NDArray[np.int64] = blocks * dataset.block_size + places * dataset.world_size + dataset.rank
+    whole: NDArray[np.int64] = (
+        blocks * dataset.block_size + places * dataset.world_size + dataset.rank
+    )
     return whole
 
 
-# ---------------------------------------------------------------------------------------------- gathering
+# ---------------------------------------------------------------------------------------- gathering
 
 
 @dataclass(eq=False)
 class _Part:
-    """What one rank gives: columns of results, what holds them together or is wrong with them, and its samples."""
+    """What one rank gives: columns of results, what holds them together or is wrong with them, and
+    its samples.
+    """
 
     columns: list[Any]
     skeleton: Any
@@ -298,7 +336,8 @@ def gather_results(seen: Seen, results: Any) -> Any:
         Of the form of ``results``, with the entries of all ranks.
 
     Raises:
-        ConfigError: the stage still runs, ``results`` has another form, or the samples seen are unknown.
+        ConfigError: the stage still runs, ``results`` has another form, or the samples seen are
+            unknown.
         DataError: not one entry per sample. On every rank.
 
     Ranks: collective if the stage was divided, else local.
@@ -307,7 +346,11 @@ def gather_results(seen: Seen, results: Any) -> Any:
         >>> from ddpkit.dataloader import Sharding, shard
         >>> from ddpkit.types import Stage
         >>> from torch.utils.data import SequentialSampler
-        >>> seen = Seen(Stage.TEST, shard(range(3), Sharding(), sampler=[2, 0, 1], batch_size=2), divided=False)
+        >>> seen = Seen(
+        ...     Stage.TEST,
+        ...     shard(range(3), Sharding(), sampler=[2, 0, 1], batch_size=2),
+        ...     divided=False,
+        ... )
         >>> seen.close(2)
         >>> gather_results(seen, ["two", "zero", "one"])
         ['zero', 'one', 'two']
@@ -318,7 +361,9 @@ def gather_results(seen: Seen, results: Any) -> Any:
         columns, skeleton, problem = _columns(results)
         rows = _rows_of(seen, columns)
         columns = [on_cpu(column) for column in columns]
-        return _Part([_pack(one) for one in columns] if seen.divided else columns, skeleton, problem, rows)
+        return _Part(
+            [_pack(one) for one in columns] if seen.divided else columns, skeleton, problem, rows
+        )
 
     if seen.divided:
         require_all_ranks("gather")
@@ -333,12 +378,17 @@ def gather_results(seen: Seen, results: Any) -> Any:
 def _check_seen(seen: Seen) -> None:
     if seen.last is None:
         raise ConfigError(
-            f"gather was called while the stage {seen.stage.name} runs: ranks may have different numbers of batches. "
-            "Collect the results batch by batch and call gather in on_stage_end, or after evaluate."
+            f"gather was called while the stage {seen.stage.name} runs: ranks may have different "
+            "numbers of batches. Collect the results batch by batch and call gather in "
+            "on_stage_end, or after evaluate."
         )
-    if getattr(seen.loader, "in_order", True) is False and getattr(seen.loader, "num_workers", 0) > 1:
+    if (
+        getattr(seen.loader, "in_order", True) is False
+        and getattr(seen.loader, "num_workers", 0) > 1
+    ):
         raise ConfigError(
-            "gather cannot know which samples the batches held: the loader was made with in_order=False. Leave it out."
+            "gather cannot know which samples the batches held: the loader was made with "
+            "in_order=False. Leave it out."
         )
     foreign = any(isinstance(one, DistributedSampler) for one in layers(seen.loader))
     is_looped = seen.stage is Stage.TRAIN and seen.of_stream is None
@@ -346,8 +396,8 @@ def _check_seen(seen: Seen) -> None:
         repeats = "is divided by a DistributedSampler, which repeats samples"
         kind = repeats if foreign else "is looped, or a stream of virtual ranks"
         raise ConfigError(
-            f"gather cannot know which results count once: the loader of {seen.stage.name} {kind}. Give the dataset "
-            "itself, or gather in a stage whose data is map-style."
+            f"gather cannot know which results count once: the loader of {seen.stage.name} "
+            f"{kind}. Give the dataset itself, or gather in a stage whose data is map-style."
         )
 
 
@@ -362,13 +412,21 @@ def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
     columns = [column for inner, _, _ in found for column in inner]
     skeletons = tuple(skeleton for _, skeleton, _ in found)
     problem = next((wrong for _, _, wrong in found if wrong), None)
-    return columns, dict(zip(results, skeletons, strict=True)) if isinstance(results, dict) else skeletons, problem
+    return (
+        columns,
+        dict(zip(results, skeletons, strict=True)) if isinstance(results, dict) else skeletons,
+        problem,
+    )
 
 
 def _rebuilt(skeleton: Any, columns: Iterator[Any]) -> Any:
     if isinstance(skeleton, dict):
         return {key: _rebuilt(one, columns) for key, one in skeleton.items()}
-    return tuple(_rebuilt(one, columns) for one in skeleton) if isinstance(skeleton, tuple) else next(columns)
+    return (
+        tuple(_rebuilt(one, columns) for one in skeleton)
+        if isinstance(skeleton, tuple)
+        else next(columns)
+    )
 
 
 def _forms(column: Any, rows: _Rows) -> set[str]:
@@ -393,26 +451,35 @@ def _agreed_forms(parts: list[_Part]) -> list[bool]:
     wrong = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
     if wrong:
         raise ConfigError(
-            f"gather cannot use these results: {'; '.join(wrong[:MOST_SHOWN])}. Give a list, a tensor or an array with "
-            "one entry per sample, or a dict or a tuple of such."
+            f"gather cannot use these results: {'; '.join(wrong[:MOST_SHOWN])}. Give a list, a "
+            "tensor or an array with one entry per sample, or a dict or a tuple of such."
         )
     holders = [part for part in parts if part.count or any(map(len, part.columns))]
     if any(part.skeleton != holders[0].skeleton for part in holders):
-        shown = "; ".join(f"rank {rank}: {part.skeleton!r}" for rank, part in enumerate(parts[:MOST_SHOWN]))
-        raise DataError(f"gather was given results of different forms: {shown}. Give the same on every rank.")
+        shown = "; ".join(
+            f"rank {rank}: {part.skeleton!r}" for rank, part in enumerate(parts[:MOST_SHOWN])
+        )
+        raise DataError(
+            f"gather was given results of different forms: {shown}. Give the same on every rank."
+        )
     found = [
-        set.intersection(*(_forms(column, part.rows) for column, part in zip(columns, holders, strict=True)))
+        set.intersection(
+            *(_forms(column, part.rows) for column, part in zip(columns, holders, strict=True))
+        )
         for columns in zip(*(part.columns for part in holders), strict=True)
     ]
     if not all(found):
         given = "; ".join(
-            f"rank {rank}: {'/'.join(map(str, sorted(set(map(len, part.columns))))) or 0} entries for {part.count} "
-            f"samples in {len(part.rows.counted_sizes)} batches"
+            (
+                f"rank {rank}: {'/'.join(map(str, sorted(set(map(len, part.columns))))) or 0} "
+                f"entries for {part.count} samples in {len(part.rows.counted_sizes)} batches"
+            )
             for rank, part in enumerate(parts[:MOST_SHOWN])
         )
         raise DataError(
-            "gather needs one entry per sample that a rank has seen, or one per batch of as many rows, and was given "
-            f"{given}. Collect in every batch, and start afresh in on_stage_start."
+            "gather needs one entry per sample that a rank has seen, or one per batch of as many "
+            f"rows, and was given {given}. Collect in every batch, and start afresh in "
+            "on_stage_start."
         )
     return ["sample" not in forms for forms in found]
 
@@ -426,10 +493,14 @@ class _Packed:
 
 
 def _pack(column: Any) -> Any:
-    dtypes = {getattr(entry, "dtype", None) for entry in column} if isinstance(column, list) else set()
+    dtypes = (
+        {getattr(entry, "dtype", None) for entry in column} if isinstance(column, list) else set()
+    )
     if len(dtypes) != 1 or not isinstance(column[0], Tensor):
         return column
-    return _Packed(torch.cat([entry.reshape(-1) for entry in column]), [entry.shape for entry in column])
+    return _Packed(
+        torch.cat([entry.reshape(-1) for entry in column]), [entry.shape for entry in column]
+    )
 
 
 def _unpacked(column: Any) -> Any:
@@ -440,13 +511,17 @@ def _unpacked(column: Any) -> Any:
 
 
 def _joined(parts: list[_Part], by_batch: list[bool]) -> Any:
-    """Merge the ranks' results: sorted by index, and several results of one sample by batch number."""
+    """Merge the ranks' results: sorted by index, and several results of one sample by batch
+    number.
+    """
     keys = [np.concatenate([part.rows.numbers[part.rows.counted] for part in parts])]
     if all(part.rows.has_indices for part in parts):
         keys.append(np.concatenate([part.rows.indices[part.rows.counted] for part in parts]))
     order = np.lexsort(keys)  # the last key decides first; what is equal stays as it is: by rank
     columns = (
-        _in_order([_counted(part.columns[number], is_batches, part.rows.counted) for part in parts], order)
+        _in_order(
+            [_counted(part.columns[number], is_batches, part.rows.counted) for part in parts], order
+        )
         for number, is_batches in enumerate(by_batch)
     )
     return _rebuilt(parts[0].skeleton, columns)
@@ -464,9 +539,12 @@ def _counted(column: Any, by_batch: bool, counted: NDArray[np.bool_]) -> Any:
 
 
 def _in_order(pieces: list[Any], order: NDArray[np.int64]) -> Any:
-    """Concatenate one column's pieces and sort the entries; a list if they do not fit in one tensor."""
+    """Concatenate one column's pieces and sort the entries; a list if they do not fit in one
+    tensor.
+    """
     kinds = {
-        (type(piece), tuple(piece.shape[1:]), piece.dtype) if hasattr(piece, "dtype") else None for piece in pieces
+        (type(piece), tuple(piece.shape[1:]), piece.dtype) if hasattr(piece, "dtype") else None
+        for piece in pieces
     }
     if len(kinds) == 1 and isinstance(pieces[0], Tensor):
         return torch.cat(pieces)[torch.from_numpy(order)]

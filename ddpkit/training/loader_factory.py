@@ -1,4 +1,6 @@
-"""Which loader a stage gets: made of a dataset, or a ready-made one that is divided over the ranks."""
+"""Which loader a stage gets: made of a dataset, or a ready-made one that is divided over the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.base import POSITION, temporarily
 from ddpkit.data import require_dataset
-from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, is_batches, reshard, shard
+from ddpkit.dataloader import (
+    LoopedLoader,
+    Sharding,
+    deal_batches,
+    default_seed,
+    is_batches,
+    reshard,
+    shard,
+)
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
@@ -50,7 +60,8 @@ class LoaderFactory:
     def __init__(self, options: RunOptions, hparams: SimpleNamespace, strategy: Strategy) -> None:
         self._options, self.hparams, self._strategy = options, hparams, strategy
         self._divides_evaluation = False
-        self._accumulation: tuple[int, int] | None = None  # what a recipe asked for, and what that came to
+        # what a recipe asked for, and what that came to
+        self._accumulation: tuple[int, int] | None = None
 
     def micro_batches(self) -> int:
         """Return how many batches each process works on per optimizer step.
@@ -59,9 +70,16 @@ class LoaderFactory:
             ConfigError: sizes that contradict each other.
         """
         options, shards = self._options, self._strategy.shards
-        if self._accumulation is not None and self._accumulation[1] == options.grad_accumulation_factor:
-            options.derive("grad_accumulation_factor", self._accumulation[0])  # `fit` has written the result there
-        asked, found = options.grad_accumulation_factor, micro_batches(options, get_world_size() * shards) * shards
+        if (
+            self._accumulation is not None
+            and self._accumulation[1] == options.grad_accumulation_factor
+        ):
+            # `fit` has written the result there
+            options.derive("grad_accumulation_factor", self._accumulation[0])
+        asked, found = (
+            options.grad_accumulation_factor,
+            micro_batches(options, get_world_size() * shards) * shards,
+        )
         self._accumulation = (asked, found)
         return found
 
@@ -69,15 +87,20 @@ class LoaderFactory:
         """Make the loader of a dataset.
 
         Args:
-            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields
+                batches.
             stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
             loader_kwargs: as for :meth:`ddpkit.brain.Brain.make_dataloader`; may be changed.
         """
         is_read_again = stage is not Stage.TEST or bool(loader_kwargs)
-        has_own_indices = any(loader_kwargs.get(name) is not None for name in ("sampler", "batch_sampler"))
+        has_own_indices = any(
+            loader_kwargs.get(name) is not None for name in ("sampler", "batch_sampler")
+        )
         require_dataset(dataset, is_read_again=is_read_again, has_own_indices=has_own_indices)
         looped = loader_kwargs.pop("looped_nominal_epoch", None)
-        if str(self._options.device).startswith("cuda") and (loader_kwargs or not is_batches(dataset)):
+        if str(self._options.device).startswith("cuda") and (
+            loader_kwargs or not is_batches(dataset)
+        ):
             loader_kwargs.setdefault("pin_memory", True)
         if stage is Stage.TRAIN:
             loader_kwargs = self._by_sorting(dataset, loader_kwargs)
@@ -113,36 +136,48 @@ class LoaderFactory:
             return self._moved_ahead(loader)
         planned = reshard(loader, self._sharding(stage))
         if planned is not loader and not getattr(planned, "of_batches", False):
-            logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
+            logger.info(
+                "%s: the ready-made loader is planned anew, with its dataset, order and sizes.",
+                stage.name,
+            )
         return self._moved_ahead(planned)
 
     def _moved_ahead(self, loader: Any) -> Any:
-        """Return a loader, which with the option ``prefetch_to_device`` moves its batches to the GPU."""
+        """Return a loader, which with the option ``prefetch_to_device`` moves its batches to the
+        GPU.
+        """
         if self._options.prefetch_to_device:
             move_ahead(loader, str(self._options.device))
         return loader
 
     def dividing_evaluation(self) -> AbstractContextManager[None]:
-        """Return a context in which VALID and TEST are divided over the ranks, whatever the option says."""
+        """Return a context in which VALID and TEST are divided over the ranks, whatever the option
+        says.
+        """
         return temporarily(self, _divides_evaluation=True)
 
     def _require_fixed_length(self, stage: Stage) -> None:
-        """Refuse nominal epochs whose batches are another part of a step on another number of processes."""
+        """Refuse nominal epochs whose batches are another part of a step on another number of
+        processes.
+        """
         size, strategy = self._options.micro_batch_size, self._strategy
         if strategy.same_bits and (stage is Stage.TRAIN or self._options.shard_evaluation):
             raise ConfigError(
-                f"nominal epochs (looped_nominal_epoch, LoopedLoader) do not work with {strategy.name}: they count "
-                "batches of a process. Leave one of them out."
+                "nominal epochs (looped_nominal_epoch, LoopedLoader) do not work with "
+                f"{strategy.name}: they count batches of a process. Leave one of them out."
             )
         if stage is Stage.TRAIN and size is not None:
             raise ConfigError(
-                f"micro_batch_size={size} lets the batches per step depend on the number of processes, and nominal "
-                "epochs (looped_nominal_epoch, LoopedLoader) count batches: give grad_accumulation_factor instead."
+                f"micro_batch_size={size} lets the batches per step depend on the number of "
+                "processes, and nominal epochs (looped_nominal_epoch, LoopedLoader) count "
+                "batches: give grad_accumulation_factor instead."
             )
 
     def _by_sorting(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
-        given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
+        given = {"sampler", "batch_sampler"} & {
+            key for key, value in loader_kwargs.items() if value is not None
+        }
         is_ordered = isinstance(dataset, IterableDataset) or is_batches(dataset)
         if hasattr(self.hparams, "sorting") and not given and not is_ordered:
             return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
@@ -151,9 +186,16 @@ class LoaderFactory:
     def _sharding(self, stage: Stage) -> Sharding:
         options, virtual_ranks = self._options, self._strategy.virtual_ranks
         if stage is Stage.TRAIN:
-            size, factor = options.global_batch_size, options.grad_accumulation_factor // self._strategy.shards
+            size, factor = (
+                options.global_batch_size,
+                options.grad_accumulation_factor // self._strategy.shards,
+            )
             micro = 1 if size is None else factor
-            return Sharding.of_this_rank(global_batch_size=size, micro_batches=micro, virtual_ranks=virtual_ranks)
+            return Sharding.of_this_rank(
+                global_batch_size=size, micro_batches=micro, virtual_ranks=virtual_ranks
+            )
         if options.shard_evaluation or self._divides_evaluation:
-            return Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks, may_drop=False)
+            return Sharding.of_this_rank(
+                keep_step=False, virtual_ranks=virtual_ranks, may_drop=False
+            )
         return Sharding(seed=default_seed(), may_drop=False)

@@ -1,18 +1,21 @@
-"""One optimizer step and the loops around it: a pass of training, a pass of evaluation, and where they stand.
+"""One optimizer step and the loops around it: a pass of training, a pass of evaluation, and where
+they stand.
 
-A step weighs and back-propagates the losses of a window, clips, and steps or skips on all ranks alike. For
-micro-batches ``m`` over ranks ``r``, with weights ``w[m, r]`` and losses that are means, the optimizer steps on
-``sum(w * grad) / sum(w)``. DDP averages over the ranks, so that each of them back-propagates
-``loss * w * world_size / total``; the total is known from the plan, before the first backward pass of the window.
-If ``compute_objectives`` returns a sum and a count, the gradients of the sums are accumulated, the counts are added up
-over the ranks once per window, and the division is part of the optimizer step.
+A step weighs and back-propagates the losses of a window, clips, and steps or skips on all ranks
+alike. For micro-batches ``m`` over ranks ``r``, with weights ``w[m, r]`` and losses that are means,
+the optimizer steps on ``sum(w * grad) / sum(w)``. DDP averages over the ranks, so that each of them
+back-propagates ``loss * w * world_size / total``; the total is known from the plan, before the
+first backward pass of the window. If ``compute_objectives`` returns a sum and a count, the
+gradients of the sums are accumulated, the counts are added up over the ranks once per window, and
+the division is part of the optimizer step.
 
 The step is :class:`~ddpkit.training.train_step.TrainStep`. Where in its window a batch is, says
-:class:`~ddpkit.training.window.Window`; how far the run is, :class:`~ddpkit.training.progress.Progress`.
+:class:`~ddpkit.training.window.Window`; how far the run is,
+:class:`~ddpkit.training.progress.Progress`.
 
-The loops know no files, models or ranks. What differs between ranks, and what the ranks must agree on, comes in
-through the :class:`~ddpkit.training.recipe.LoopHooks` and a few callables, so that a loop can be tested with a stub
-and no model.
+The loops know no files, models or ranks. What differs between ranks, and what the ranks must agree
+on, comes in through the :class:`~ddpkit.training.recipe.LoopHooks` and a few callables, so that a
+loop can be tested with a stub and no model.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from ddpkit.reporting import ProgressBar
     from ddpkit.training.feed import Feed
     from ddpkit.training.stream_feed import StreamFeed
-
 
 
 def train_epoch(
@@ -104,7 +106,8 @@ def evaluate_epoch(
     sync: PeriodicSync,
     after_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Evaluate every batch of a loader. Ranks may have different numbers of batches: only ``after_batch`` communicates.
+    """Evaluate every batch of a loader. Ranks may have different numbers of batches: only
+    ``after_batch`` communicates.
 
     Args:
         brain: of the recipe.
@@ -113,7 +116,8 @@ def evaluate_epoch(
         bar: told about once a second.
         count: tells the number of samples from a batch's number and the batch.
         sync: a sync of this rank alone.
-        after_batch: called with the step, if given; may sync with the other ranks at a step that all of them reach.
+        after_batch: called with the step, if given; may sync with the other ranks at a step that
+            all of them reach.
 
     Ranks: local.
     """
@@ -139,9 +143,7 @@ def evaluate_epoch(
                 after_batch(progress.step)
 
 
-# ---------------------------------------------------------------------------------------- a loss and its backward pass
+# --------------------------------------------------------------------- a loss and its backward pass
 
 
-# -------------------------------------------------------------------------------------------------- the optimizer step
-
-
+# ------------------------------------------------------------------------------- the optimizer step

@@ -17,26 +17,33 @@ FREED_SAYS = "storage of size 0"  # so a tensor whose memory was freed says, in 
 ONCE = "DDP averages each gradient once in a step"
 
 PARTS = (
-    f"{{}}.fit_batch called backward() twice on losses that share a part of one module, and {ONCE}: "
-    '"{}". Add the losses up and call self.backward once; or put all passes under `with self.no_sync():`.'
+    f"{{}}.fit_batch called backward() twice on losses that share a part of one module, and "
+    f"{ONCE}: "
+    '"{}". Add the losses up and call self.backward once; or put all passes under `with '
+    "self.no_sync():`."
 )
 REENTRANT = (
-    f"{{}}: activation checkpointing with use_reentrant=True ran the same part of a module again, and {ONCE}: "
-    '"{}". Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False). Where that is out of reach, as in a '
+    f"{{}}: activation checkpointing with use_reentrant=True ran the same part of a module again, "
+    f"and {ONCE}: "
+    '"{}". Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False). Where that is out of '
+    "reach, as in a "
     "library, give --static_graph, if every step uses the same parameters."
 )
 OUTSIDE = (
     f"{{}}: the backward pass came to a parameter of one module twice, and {ONCE}: "
-    '"{}". Call the entry of modules, self.modules.net(inputs), and not a layer of it or its weight from outside. '
+    '"{}". Call the entry of modules, self.modules.net(inputs), and not a layer of it or its '
+    "weight from outside. "
     "Or give --static_graph, if every step uses the same parameters."
 )
 FREED = (
-    '{}: the backward pass came to weights that --strategy=fsdp has freed: "{}". Four things lead there. An operation '
-    "in place on the output of a module (outputs += 1, outputs.masked_fill_(...)), which cuts off what gathers them: "
-    "write outputs = outputs + 1. A module that returns an object, in which torch does not find the tensors: return "
-    "them, or a tuple, list, dict or dataclass of them. Gradients of gradients (torch.autograd.grad with "
-    "create_graph=True, as for a gradient penalty): use --strategy=zero1 or ddp. A second backward pass over one "
-    "forward pass: add the losses up, or call the module once more."
+    '{}: the backward pass came to weights that --strategy=fsdp has freed: "{}". Four things lead '
+    "there. An operation "
+    "in place on the output of a module (outputs += 1, outputs.masked_fill_(...)), which cuts off "
+    "what gathers them: write outputs = outputs + 1. A module that returns an object, in which "
+    "torch does not find the tensors: return them, or a tuple, list, dict or dataclass of them. "
+    "Gradients of gradients (torch.autograd.grad with create_graph=True, as for a gradient "
+    "penalty): use --strategy=zero1 or ddp. A second backward pass over one forward pass: add the "
+    "losses up, or call the module once more."
 )
 SHOWN_KEYS = 5
 
@@ -56,7 +63,8 @@ def explained_backward(
 
     Example:
         >>> print(explained_backward(TypeError("no tensor"), 3.0, "Line", has_own_fit_batch=False))
-        Line.compute_objectives returned a float, not a tensor: return the loss itself, without .item().
+        Line.compute_objectives returned a float, not a tensor: return the loss itself, without
+        .item().
     """
     text = str(error)
     if READY_TWICE_SAYS in text:
@@ -92,7 +100,10 @@ def loss_problem(loss: Any) -> str | None:
         keys = [repr(key) for key in loss]
         shown = ", ".join(keys[:SHOWN_KEYS]) + (", ..." if len(keys) > SHOWN_KEYS else "")
         what = f"with the keys {shown}" if keys else "without a key"
-        return f"{kind} {what}: return one loss, such as the sum of its parts, and give the parts to self.log."
+        return (
+            f"{kind} {what}: return one loss, such as the sum of its parts, and give the parts to "
+            "self.log."
+        )
     if isinstance(loss, (list, tuple)):
         return f"{kind} of {len(loss)}: return the mean loss, or the tuple (loss_sum, count)."
     if isinstance(loss, (int, float)):
@@ -102,12 +113,15 @@ def loss_problem(loss: Any) -> str | None:
 
 def _tensor_problem(loss: torch.Tensor) -> str | None:
     if loss.numel() != 1:
-        return f"a tensor of shape {tuple(loss.shape)}, not one number: return its mean over the batch."
+        return (
+            f"a tensor of shape {tuple(loss.shape)}, not one number: return its mean over the "
+            "batch."
+        )
     if loss.requires_grad:
         return None
     return (
-        "a loss that does not require a gradient: it does not depend on a trainable parameter. Look for "
-        "torch.no_grad(), .detach() and frozen parameters."
+        "a loss that does not require a gradient: it does not depend on a trainable parameter. "
+        "Look for torch.no_grad(), .detach() and frozen parameters."
     )
 
 

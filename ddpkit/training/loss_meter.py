@@ -22,8 +22,8 @@ _Entry = tuple[Tensor | float, Tensor | float]  # loss sum and count
 class LossMeter:
     """The running loss of a stage: what the loop pays per step is one ``append``.
 
-    Losses are kept as they come and added up every 64, on their device, so no step waits for it. A loss that
-    is not finite counts in neither the sum nor the count; it is counted by itself.
+    Losses are kept as they come and added up every 64, on their device, so no step waits for it. A
+    loss that is not finite counts in neither the sum nor the count; it is counted by itself.
 
     Args:
         copies: keep copies of losses, where the next step overwrites them: outputs of CUDA graphs.
@@ -54,8 +54,9 @@ class LossMeter:
         """Take in one step's loss. Does not wait for the device.
 
         Args:
-            loss: the mean over ``count`` samples: a **detached** tensor of one element on any device, or a
-                float. It is read up to 64 steps later, so nobody may write into the tensor.
+            loss: the mean over ``count`` samples: a **detached** tensor of one element on any
+                device, or a float. It is read up to 64 steps later, so nobody may write into the
+                tensor.
             count: number of samples (or tokens, or whatever the loss is a mean over).
 
         Ranks: local.
@@ -71,31 +72,38 @@ class LossMeter:
         """Add a sum of losses and its count. Does not wait for the device.
 
         Args:
-            loss_sum: over ``count`` things: a **detached** tensor of one element on any device, or a float.
-            count: how many; a tensor of one element, or a number. Where it is 0 nothing is taken in.
+            loss_sum: over ``count`` things: a **detached** tensor of one element on any device, or
+                a float.
+            count: how many; a tensor of one element, or a number. Where it is 0 nothing is taken
+                in.
 
         Ranks: local.
         """
         if not (isinstance(loss_sum, Tensor) or isinstance(count, Tensor)):
             self._add(loss_sum, count)
             return
-        self._sums.append((_copied(loss_sum), _copied(count)) if self._copies else (loss_sum, count))
+        self._sums.append(
+            (_copied(loss_sum), _copied(count)) if self._copies else (loss_sum, count)
+        )
         if len(self._sums) >= FLUSH_AFTER:
             self._flush()
 
     @reads_device
     def sums(self) -> tuple[float, float, int]:
-        """Return the sums since the last reset. Waits for the device; changes nothing, however often it is called.
+        """Return the sums since the last reset. Waits for the device; changes nothing, however
+        often it is called.
 
         Returns:
-            (sum of loss times count, sum of counts, number of losses that were not finite). The first two are
-            over finite losses only, so their quotient is the mean loss per sample.
+            (sum of loss times count, sum of counts, number of losses that were not finite). The
+            first two are over finite losses only, so their quotient is the mean loss per sample.
 
         Ranks: local; add them up over the ranks before dividing.
         """
         partial = self._added()
         on_device = [0.0, 0.0, 0.0] if partial is None else partial.tolist()
-        loss, count, nonfinite = (held + more for held, more in zip(self._host, on_device, strict=True))
+        loss, count, nonfinite = (
+            held + more for held, more in zip(self._host, on_device, strict=True)
+        )
         return loss, count, int(nonfinite)
 
     def totals(self) -> list[Any]:
@@ -130,7 +138,8 @@ class LossMeter:
 
     @reads_device
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on to the last bit: the order in which numbers are added up is part of it.
+        """Return all that is needed to go on to the last bit: the order in which numbers are added
+        up is part of it.
 
         Returns:
             Lists of floats, and the samples. Waits for the device.
@@ -183,7 +192,8 @@ class LossMeter:
 
 
 class ExactMeter(LossMeter):
-    """A :class:`LossMeter` that rounds nothing: its sums depend neither on their order nor on who has added up what.
+    """A :class:`LossMeter` that rounds nothing: its sums depend neither on their order nor on who
+    has added up what.
 
     It reads losses from their device every 64.
 
@@ -213,7 +223,9 @@ class ExactMeter(LossMeter):
         return float(loss), float(count), nonfinite
 
     def totals(self) -> list[Any]:
-        """Return the sums as fractions, to be added up over the ranks, and the number of losses left out."""
+        """Return the sums as fractions, to be added up over the ranks, and the number of losses
+        left out.
+        """
         self._flush()
         return list(self._exact)
 
@@ -254,8 +266,11 @@ class ExactMeter(LossMeter):
     def _flush(self) -> None:
         for entries, are_means in ((self._means, True), (self._sums, False)):
             numbers = [one for entry in entries for one in entry]
-            device = next((one.device for one in reversed(numbers) if isinstance(one, Tensor)), None)
-            read: list[float] = [] if device is None else _column(numbers, device).tolist()  # all at once
+            device = next(
+                (one.device for one in reversed(numbers) if isinstance(one, Tensor)), None
+            )
+            # all at once
+            read: list[float] = [] if device is None else _column(numbers, device).tolist()
             for loss, count in zip(read[::2], read[1::2], strict=True):
                 self._add(loss * count if are_means else loss, count)
             entries.clear()
@@ -277,9 +292,13 @@ def _thawed(entry: list[Any]) -> Any:
 
 
 def _finite_sums(entries: Sequence[_Entry], *, are_means: bool) -> Tensor:
-    """Return three numbers on the losses' device: sum of losses, of what they count, number not finite."""
+    """Return three numbers on the losses' device: sum of losses, of what they count, number not
+    finite.
+    """
     # The last one is new, and where all will be; the first may have been read from a checkpoint.
-    device = next(one.device for entry in reversed(entries) for one in entry if isinstance(one, Tensor))
+    device = next(
+        one.device for entry in reversed(entries) for one in entry if isinstance(one, Tensor)
+    )
     values = _column([loss for loss, _ in entries], device)
     counts = _column([count for _, count in entries], device)
     empty = counts == 0
@@ -291,14 +310,22 @@ def _finite_sums(entries: Sequence[_Entry], *, are_means: bool) -> Tensor:
 
 
 def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Put numbers, some of them tensors of one element, into one wide tensor on a device, without waiting for it."""
+    """Put numbers, some of them tensors of one element, into one wide tensor on a device, without
+    waiting for it.
+    """
     wide = widest_float(device)
     kinds = {*map(type, numbers)}
     if not any(issubclass(kind, Tensor) for kind in kinds):
-        # A copy from pageable memory with non_blocking is staged at once and makes nobody wait; torch.tensor(...,
-        # device=) would wait for the device.
+        # A copy from pageable memory with non_blocking is staged at once and makes nobody wait;
+        # torch.tensor(..., device=) would wait for the device.
         return torch.tensor(numbers, dtype=wide).to(device, non_blocking=True)
-    if kinds == {Tensor} and len({(one.dtype, one.device, one.ndim) for one in cast("Any", numbers)}) == 1:
+    if (
+        kinds == {Tensor}
+        and len({(one.dtype, one.device, one.ndim) for one in cast("Any", numbers)}) == 1
+    ):
         return torch.stack(cast("Any", numbers)).detach().reshape(-1).to(device, wide)
-    tensors = [number if isinstance(number, Tensor) else torch.full((), number, device=device) for number in numbers]
+    tensors = [
+        number if isinstance(number, Tensor) else torch.full((), number, device=device)
+        for number in numbers
+    ]
     return torch.stack([one.detach().reshape(()).to(device, wide) for one in tensors])

@@ -26,7 +26,8 @@ def backward(
     has_own_fit_batch: bool = True,
     timer: StepTimer | None = None,
 ) -> None:
-    """Back-propagate a weighted loss; if that fails, raise an error that names the problem with the loss.
+    """Back-propagate a weighted loss; if that fails, raise an error that names the problem with the
+    loss.
 
     Args:
         loss: mean over the micro-batch, shape ``()``.
@@ -38,8 +39,8 @@ def backward(
         timer: measures the pass, if it measures the present step; or None.
 
     Raises:
-        BatchError: the loss is not a tensor of one number, or does not depend on any parameter; DDP has averaged a part
-            of the gradients already; or FSDP has freed weights that it needs.
+        BatchError: the loss is not a tensor of one number, or does not depend on any parameter; DDP
+            has averaged a part of the gradients already; or FSDP has freed weights that it needs.
 
     Ranks: collective under DDP.
 
@@ -94,8 +95,8 @@ def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tup
     """Check that a loss is a pair of sum and count, and return both.
 
     Args:
-        pair: ``(loss_sum, count)``: a tensor of one element, and a tensor of one element or a number that is not
-            negative.
+        pair: ``(loss_sum, count)``: a tensor of one element, and a tensor of one element or a
+            number that is not negative.
         name: of the recipe's class, for the message.
         hook: which, for the message.
 
@@ -119,7 +120,10 @@ def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tup
         if isinstance(count, torch.Tensor):
             count = count.detach()
             if count.numel() != 1:
-                problem = f"a count of shape {tuple(count.shape)}, not one number: return (loss_sum, count)."
+                problem = (
+                    f"a count of shape {tuple(count.shape)}, not one number: return (loss_sum, "
+                    "count)."
+                )
             elif count.dim():
                 count = count.reshape(())
         elif (

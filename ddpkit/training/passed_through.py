@@ -32,7 +32,11 @@ class FeedThrough:
     Example:
         >>> from ddpkit.training import Window
         >>> feed = Feed(loader="abc", length=3)
-        >>> list(FeedThrough(feed, lambda window: map(str.upper, feed.batches(window))).batches(Window()))
+        >>> list(
+        ...     FeedThrough(feed, lambda window: map(str.upper, feed.batches(window))).batches(
+        ...         Window()
+        ...     )
+        ... )
         ['A', 'B', 'C']
     """
 
@@ -66,7 +70,9 @@ class PassedThrough:
 
     num_workers = 0  # of its own: without it every pass would be prepared for a fork
 
-    def __init__(self, loader: Iterable[Any], through: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    def __init__(
+        self, loader: Iterable[Any], through: Callable[[Iterator[Any]], Iterator[Any]]
+    ) -> None:
         self.loader, self.through = loader, through
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,8 +87,11 @@ def first_of(loader: Iterable[Any], number: int | None) -> PassedThrough:
     return PassedThrough(loader, lambda batches: itertools.islice(batches, number))
 
 
-def profiled(profiler: Any, ranges: NamedRanges, left_out: int, batches: Iterator[Any]) -> Iterator[Any]:
-    """Tell the profiler after each batch that a step is over, except batches that a resume only skips.
+def profiled(
+    profiler: Any, ranges: NamedRanges, left_out: int, batches: Iterator[Any]
+) -> Iterator[Any]:
+    """Tell the profiler after each batch that a step is over, except batches that a resume only
+    skips.
 
     Args:
         profiler: has ``step``.
@@ -100,9 +109,11 @@ def profiled(profiler: Any, ranges: NamedRanges, left_out: int, batches: Iterato
 
 
 def cuda_graph_steps(batches: Iterator[Any]) -> Iterator[Any]:
-    """Tell torch before each batch that a step begins, in which CUDA graphs may overwrite the outputs of the last one.
+    """Tell torch before each batch that a step begins, in which CUDA graphs may overwrite the
+    outputs of the last one.
 
-    Untold, each call of a compiled module is a step of its own, and one module could not use the output of another.
+    Untold, each call of a compiled module is a step of its own, and one module could not use the
+    output of another.
 
     Ranks: local.
 

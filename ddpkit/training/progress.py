@@ -31,14 +31,17 @@ class Progress(optim.StepCounters):
         step: batches of the current stage, on this rank.
         began_at: updates before the current epoch.
         phase: how far the current epoch is.
-        is_whole: whether the last training stage has read all of its data; not if ``optimizer_step_limit`` ended it.
+        is_whole: whether the last training stage has read all of its data; not if
+            ``optimizer_step_limit`` ended it.
         validates: whether this call of ``fit`` has data for a validation.
         is_validated: whether the validation of this epoch is over, but for ``on_stage_end``.
-        window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped;
-            in an epoch that goes on from a checkpoint and has not begun again, those of the checkpoint.
-        train_meter: losses of the training stage of this epoch on this rank, up to ``window_end``; None before it.
-        train_sums: their sum over all ranks, its weight, and the samples, where nothing has been trained since; else
-            None.
+        window_end: batches of the current or last training stage up to the end of the last window,
+            stepped or skipped; in an epoch that goes on from a checkpoint and has not begun again,
+            those of the checkpoint.
+        train_meter: losses of the training stage of this epoch on this rank, up to ``window_end``;
+            None before it.
+        train_sums: their sum over all ranks, its weight, and the samples, where nothing has been
+            trained since; else None.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         skipped_norm: the gradients' norm of the last step that was skipped; None before the first.
@@ -48,11 +51,14 @@ class Progress(optim.StepCounters):
         meter: losses of the current stage on this rank.
         seen: which samples this rank has seen in the current or last stage; None before the first.
         loader: of the current or last training stage.
-        result: the return value of ``fit_batch`` once its loss is known; it may belong to an older batch.
+        result: the return value of ``fit_batch`` once its loss is known; it may belong to an older
+            batch.
         result_of: number of the batch of ``result``.
-        result_at: the same, once the optimizers have stepped too, or have had their chance: ``on_fit_batch_end`` runs.
+        result_at: the same, once the optimizers have stepped too, or have had their chance:
+            ``on_fit_batch_end`` runs.
         epochs: number of epochs that ended in this call of ``fit``.
-        train_loss: mean training loss of the last finished epoch, over all ranks; None before the first.
+        train_loss: mean training loss of the last finished epoch, over all ranks; None before the
+            first.
         valid_loss: likewise of the validation.
         logged: values logged by the recipe.
         new_meter: makes a meter of losses.
@@ -95,13 +101,17 @@ class Progress(optim.StepCounters):
     add_totals: Callable[[list[Any]], list[Any]] = sum_over_ranks
 
     def round_nothing(self) -> None:
-        """Add losses and logged values up exactly, so that no rounding depends on the number of processes."""
+        """Add losses and logged values up exactly, so that no rounding depends on the number of
+        processes.
+        """
         self.new_meter, self.add_totals = ExactMeter, sum_exactly
         self.meter = self.new_meter()
         self.logged = LoggedValues(self.new_meter, self.add_totals)
 
     def copy_losses(self) -> None:
-        """Keep copies of losses until they are added up, as CUDA graphs overwrite theirs in the next step."""
+        """Keep copies of losses until they are added up, as CUDA graphs overwrite theirs in the
+        next step.
+        """
         if not isinstance(self.new_meter, functools.partial):
             self.new_meter = functools.partial(self.new_meter, copies=True)
             self.meter = self.new_meter()
@@ -113,13 +123,17 @@ class Progress(optim.StepCounters):
 
     @property
     def has_done_stages(self) -> bool:
-        """Whether nothing of this epoch is left but to end its last hook, if the epoch goes no further."""
+        """Whether nothing of this epoch is left but to end its last hook, if the epoch goes no
+        further.
+        """
         is_trained = self.phase in {EpochPhase.TRAINED, EpochPhase.OVER}
         return self.is_validated or (is_trained and not self.validates)
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the last call of ``fit`` has ended, or gone no further than its checkpoint, inside of an epoch."""
+        """Whether the last call of ``fit`` has ended, or gone no further than its checkpoint,
+        inside of an epoch.
+        """
         has_ended = self.phase in {EpochPhase.OVER, EpochPhase.RECOVERED} and not self.is_fitting
         return has_ended and not self.is_whole
 
@@ -183,7 +197,9 @@ class Progress(optim.StepCounters):
         self.is_validated = False
 
     def begin_pass(self) -> None:
-        """Note that the training stage reads its batches now; the last result is of the epoch before."""
+        """Note that the training stage reads its batches now; the last result is of the epoch
+        before.
+        """
         self.phase = _IN_PASS
         self.window_end = self.step
         self.train_meter = self.meter.copy()
@@ -202,7 +218,9 @@ class Progress(optim.StepCounters):
 
     @property
     def clipped_share(self) -> float:
-        """The share of the current epoch's updates whose gradients were clipped, 0 to 1; equal on all ranks."""
+        """The share of the current epoch's updates whose gradients were clipped, 0 to 1; equal on
+        all ranks.
+        """
         made = self.optimizer_step - self.began_at
         return self.clipped / made if made else 0.0
 
@@ -211,8 +229,8 @@ class Progress(optim.StepCounters):
 
         Args:
             norm: equal on all ranks, so all ranks count and give up alike.
-            patience: how many of them an epoch may have; None: this rank alone has such gradients, and steps with
-                zeros.
+            patience: how many of them an epoch may have; None: this rank alone has such gradients,
+                and steps with zeros.
             step: the batch of the step; None: the present one.
 
         Raises:
@@ -243,7 +261,7 @@ class Progress(optim.StepCounters):
         """
         if self.nonfinite > patience:
             raise NonFiniteLossError(
-                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite ({which}), and "
-                f"nonfinite_patience={patience}. All were skipped. Lower the learning rate, clip harder "
-                "(--max_grad_norm), or look at the data."
+                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite "
+                f"({which}), and nonfinite_patience={patience}. All were skipped. Lower the "
+                "learning rate, clip harder (--max_grad_norm), or look at the data."
             )

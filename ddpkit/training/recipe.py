@@ -23,7 +23,9 @@ class LoopHooks(Protocol):
     progress: Progress
 
     def fit_batch(self, batch: Any) -> Any:
-        """Train on one micro-batch and return its mean loss, or a loss sum and its count, detached."""
+        """Train on one micro-batch and return its mean loss, or a loss sum and its count,
+        detached.
+        """
 
     def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
         """Evaluate one batch and return its mean loss, or a loss sum and its count."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RunLength:
-    """How long a call of ``fit`` trains, from its first epoch on, as far as that is known beforehand.
+    """How long a call of ``fit`` trains, from its first epoch on, as far as that is known
+    beforehand.
 
     Attributes:
         epochs: of the call; an upper bound where a counter may stop early.
@@ -30,7 +31,13 @@ class RunLength:
 
     @classmethod
     def of(
-        cls, length: int | None, factor: int, epochs: int | None, options: RunOptions, *, ahead: int = 0
+        cls,
+        length: int | None,
+        factor: int,
+        epochs: int | None,
+        options: RunOptions,
+        *,
+        ahead: int = 0,
     ) -> RunLength:
         """Work it out.
 
@@ -39,7 +46,8 @@ class RunLength:
             factor: batches per optimizer step.
             epochs: as :func:`count_epochs` returned them.
             options: ``debug``, ``debug_batches`` and ``optimizer_step_limit`` count.
-            ahead: steps that a resumed run has made beyond those that the present batches would have made.
+            ahead: steps that a resumed run has made beyond those that the present batches would
+                have made.
         """
         limit = options.optimizer_step_limit
         if length is not None and options.debug:
@@ -56,11 +64,13 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
     """Return how many epochs an epoch counter yields from its first one on.
 
     Args:
-        epoch_counter: one with a ``limit``, such as :class:`~ddpkit.epoch_loop.EpochCounter`, or with a length.
+        epoch_counter: one with a ``limit``, such as :class:`~ddpkit.epoch_loop.EpochCounter`, or
+            with a length.
         options: ``debug`` and ``debug_epochs`` count.
 
     Returns:
-        The number, an upper bound if the counter may stop early; None if unknown, as of a generator.
+        The number, an upper bound if the counter may stop early; None if unknown, as of a
+        generator.
 
     Raises:
         ConfigError: it cannot be iterated, as a number of epochs.
@@ -71,14 +81,19 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
         >>> from ddpkit.epoch_loop import EpochCounter
         >>> from ddpkit.run_opts import RunOptions
         >>> options = RunOptions(debug=True, debug_epochs=2)
-        >>> [count_epochs(each, RunOptions()) for each in (EpochCounter(5), range(10, 15), iter([1]))]
+        >>> [
+        ...     count_epochs(each, RunOptions())
+        ...     for each in (EpochCounter(5), range(10, 15), iter([1]))
+        ... ]
         [5, 5, None]
         >>> [count_epochs(each, options) for each in (EpochCounter(5), range(5), range(10, 15))]
         [2, 3, 1]
     """
     if not hasattr(epoch_counter, "__iter__") and not hasattr(epoch_counter, "__getitem__"):
         given = f"fit: the epoch_counter is {epoch_counter!r}"
-        raise ConfigError(f"{given}, which yields no epochs: give EpochCounter(limit=N) or range(1, N + 1).")
+        raise ConfigError(
+            f"{given}, which yields no epochs: give EpochCounter(limit=N) or range(1, N + 1)."
+        )
     number = getattr(epoch_counter, "limit", None)
     if not isinstance(number, int):
         try:
@@ -89,5 +104,7 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
     if last <= 0:
         return number
     if isinstance(epoch_counter, Sequence):
-        return next((count for count, epoch in enumerate(epoch_counter, 1) if epoch >= last), number)
+        return next(
+            (count for count, epoch in enumerate(epoch_counter, 1) if epoch >= last), number
+        )
     return last if number is None else min(number, last)

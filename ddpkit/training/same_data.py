@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def require_same_draw(loader: Any) -> None:
-    """Make sure that a user's sampler or a stream's shuffle is the same on all ranks, where each takes its part.
+    """Make sure that a user's sampler or a stream's shuffle is the same on all ranks, where each
+    takes its part.
 
     Raises:
         RankMismatchError: it is not. On every rank.
@@ -34,7 +35,8 @@ def require_same_draw(loader: Any) -> None:
 
 
 def selected_facts(name: str, loader: Any) -> dict[str, str]:
-    """Describe which samples a planned loader's dataset selects, and a sampler where its draw is divided.
+    """Describe which samples a planned loader's dataset selects, and a sampler where its draw is
+    divided.
 
     Args:
         name: such as ``"train"``.
@@ -61,7 +63,8 @@ def selected_facts(name: str, loader: Any) -> dict[str, str]:
 
 
 def compare_samples(name: str, loader: Any) -> None:
-    """Make sure that all ranks hold the same dataset, where each is given its part of it: by a few samples.
+    """Make sure that all ranks hold the same dataset, where each is given its part of it: by a few
+    samples.
 
     Args:
         name: such as ``"train"``.
@@ -85,18 +88,21 @@ def compare_samples(name: str, loader: Any) -> None:
         return None if found is None else found[1]
 
     require_alike(
-        spread_samples(inner, FEW_ITEMS) or spread_samples(inner, 1),  # one of the few may be broken
+        # one of the few may be broken
+        spread_samples(inner, FEW_ITEMS) or spread_samples(inner, 1),
         read_again,
-        f"{name}: the ranks do not hold the same data, and each would be given one part in {plan.world_size} of it: "
-        f"the samples of {type(inner.dataset).__name__} differ, and most would be lost in silence. Let every rank load "
-        "all files, in the same order (sort a list of files), and seed what is random, such as a split. If each rank "
-        "shall keep files of its own, give a DataLoader of them with `loader.is_sharded = True`",
+        f"{name}: the ranks do not hold the same data, and each would be given one part in "
+        f"{plan.world_size} of it: the samples of {type(inner.dataset).__name__} differ, and most "
+        "would be lost in silence. Let every rank load all files, in the same order (sort a list "
+        "of files), and seed what is random, such as a split. If each rank shall keep files of "
+        "its own, give a DataLoader of them with `loader.is_sharded = True`",
         f"some samples of {name}",
     )
 
 
 def compared(loader: Any, stage: Stage) -> Iterable[Any]:
-    """Return an iterable over a loader's batches that compares the ranks' data after the first batch.
+    """Return an iterable over a loader's batches that compares the ranks' data after the first
+    batch.
 
     Args:
         loader: of this rank.
@@ -124,10 +130,11 @@ def _checked(inner: StreamLoader, stage: Stage, batches: Iterator[Any]) -> Itera
     require_alike(
         inner.first,
         lambda: None,
-        f"{stage.name}: the ranks do not read the same {items}, and each would keep one in {get_world_size()} of "
-        f"{type(inner.whole).__name__}: samples would be lost in silence. If it divides itself over the ranks, set "
-        f"`is_sharded = True` on the {kind}. If it is random, seed it: draw from Python's, numpy's or torch's global "
-        "generator, which are seeded alike on all ranks while it is read. If it lists files, sort them",
+        f"{stage.name}: the ranks do not read the same {items}, and each would keep one in "
+        f"{get_world_size()} of {type(inner.whole).__name__}: samples would be lost in silence. "
+        f"If it divides itself over the ranks, set `is_sharded = True` on the {kind}. If it is "
+        "random, seed it: draw from Python's, numpy's or torch's global generator, which are "
+        "seeded alike on all ranks while it is read. If it lists files, sort them",
         f"the first {items} of {stage.name}",
     )
     yield from first

@@ -62,7 +62,8 @@ def length_of(loader: Any) -> int | None:
 
 
 def size_of(loader: Any) -> Callable[[Any], int | None]:
-    """Return a function that counts the samples of the batch just read; it gives None for another rank's batch.
+    """Return a function that counts the samples of the batch just read; it gives None for another
+    rank's batch.
 
     Ranks: local.
     """
@@ -70,7 +71,8 @@ def size_of(loader: Any) -> Callable[[Any], int | None]:
 
 
 def counting(loader: Any) -> Callable[[int, Any], int]:
-    """Return a function that counts a batch's samples: from the plan, otherwise from the loader or the batch.
+    """Return a function that counts a batch's samples: from the plan, otherwise from the loader or
+    the batch.
 
     Ranks: local.
     """

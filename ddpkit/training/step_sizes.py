@@ -1,8 +1,9 @@
 """How many samples and batches an optimizer step has.
 
-``batch_size`` counts per process, as recipes expect, so more processes make a larger step. ``global_batch_size`` counts
-the samples of one optimizer step over all processes, so that the number of processes changes nothing;
-``micro_batch_size`` says how many of them fit on a process at once, and the accumulation follows.
+``batch_size`` counts per process, as recipes expect, so more processes make a larger step.
+``global_batch_size`` counts the samples of one optimizer step over all processes, so that the
+number of processes changes nothing; ``micro_batch_size`` says how many of them fit on a process at
+once, and the accumulation follows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
     """Return how many batches each process works on per optimizer step.
 
     Args:
-        options: ``grad_accumulation_factor``; or ``global_batch_size`` and ``micro_batch_size``, from which it follows.
+        options: ``grad_accumulation_factor``; or ``global_batch_size`` and ``micro_batch_size``,
+            from which it follows.
         world_size: number of ranks.
 
     Raises:
@@ -36,20 +38,25 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
         >>> micro_batches(RunOptions(global_batch_size=100, micro_batch_size=16), world_size=2)
         4
     """
-    given, micro, whole = options.grad_accumulation_factor, options.micro_batch_size, options.global_batch_size
+    given, micro, whole = (
+        options.grad_accumulation_factor,
+        options.micro_batch_size,
+        options.global_batch_size,
+    )
     if micro is None:
         return given
     if whole is None:
         raise ConfigError(
-            f"micro_batch_size={micro} divides a global batch, and global_batch_size is not given. Give "
-            "global_batch_size (samples per optimizer step over all processes), or use batch_size and "
-            "grad_accumulation_factor."
+            f"micro_batch_size={micro} divides a global batch, and global_batch_size is not "
+            "given. Give global_batch_size (samples per optimizer step over all processes), or "
+            "use batch_size and grad_accumulation_factor."
         )
     needed = -(-whole // (micro * world_size))
     if given not in {1, needed}:
         raise ConfigError(
-            f"grad_accumulation_factor={given} contradicts global_batch_size={whole} with micro_batch_size={micro}, "
-            f"which needs {needed} batches per step on {world_size} rank(s). Leave one of the three out."
+            f"grad_accumulation_factor={given} contradicts global_batch_size={whole} with "
+            f"micro_batch_size={micro}, which needs {needed} batches per step on {world_size} "
+            "rank(s). Leave one of the three out."
         )
     return needed
 
@@ -60,21 +67,23 @@ class BatchSizes:
 
     Attributes:
         world_size: number of ranks; of virtual ranks, where there are such.
-        per_process: samples of a full batch of one process: the smallest and the largest; None where a recipe's batch
-            sampler or a stream decides.
+        per_process: samples of a full batch of one process: the smallest and the largest; None
+            where a recipe's batch sampler or a stream decides.
         factor: batches of each process per optimizer step.
         per_step: samples of a full optimizer step over all ranks; None where it is not known.
         steps: optimizer steps per epoch; None where it is not known.
         samples: samples per epoch over all ranks; None where it is not known.
-        alone: samples of a full optimizer step of one process with the same ``batch_size``; None where
-            ``global_batch_size`` cannot be used, because others make the batches.
-        virtual_on: number of processes that virtual ranks are divided over; None: the ranks are not virtual.
+        alone: samples of a full optimizer step of one process with the same ``batch_size``; None
+            where ``global_batch_size`` cannot be used, because others make the batches.
+        virtual_on: number of processes that virtual ranks are divided over; None: the ranks are not
+            virtual.
 
     Ranks: local; equal on all ranks.
 
     Example:
         >>> print(BatchSizes(2, (32, 32), 2, 128, 15, 1797))
-        2 processes x batch 32 x accumulation 2 = 128 samples per optimizer step; 15 steps, 1797 samples per epoch
+        2 processes x batch 32 x accumulation 2 = 128 samples per optimizer step; 15 steps, 1797
+        samples per epoch
     """
 
     world_size: int
@@ -98,12 +107,16 @@ class BatchSizes:
         line = f"{processes} x {batch} x accumulation {self.factor}"
         if self.per_step is not None:
             line += f" = {_number_of(self.per_step, 'sample')} per optimizer step"
-        steps = "an unknown number of steps" if self.steps is None else _number_of(self.steps, "step")
+        steps = (
+            "an unknown number of steps" if self.steps is None else _number_of(self.steps, "step")
+        )
         samples = "" if self.samples is None else f", {_number_of(self.samples, 'sample')}"
         return f"{line}; {steps}{samples} per epoch"
 
     def advice(self) -> str:
-        """Say how several processes train as one does, where ``batch_size`` was given; nothing for one process."""
+        """Say how several processes train as one does, where ``batch_size`` was given; nothing for
+        one process.
+        """
         if self.world_size == 1 or self.alone is None or self.virtual_on is not None:
             return ""
         return (
@@ -134,15 +147,25 @@ def batch_sizes(
         >>> from ddpkit.dataloader import Sharding, shard
         >>> loader = shard(range(10), Sharding(world_size=2), batch_size=2)
         >>> str(batch_sizes(loader, len(loader), 1, 2))
-        '2 processes x batch 2 x accumulation 1 = 4 samples per optimizer step; 3 steps, 10 samples per epoch'
+        '2 processes x batch 2 x accumulation 1 = 4 samples per optimizer step; 3 steps, 10 samples
+        per epoch'
     """
-    steps, on = None if length is None else -(-length // factor), world_size if virtual_ranks else None
-    world_size, inner = virtual_ranks or world_size, loader.loader if isinstance(loader, LoopedLoader) else loader
+    steps, on = (
+        None if length is None else -(-length // factor),
+        world_size if virtual_ranks else None,
+    )
+    world_size, inner = (
+        virtual_ranks or world_size,
+        loader.loader if isinstance(loader, LoopedLoader) else loader,
+    )
     per_process, per_step = _sizes(inner, factor, world_size)
     planned, samples = plan_of(inner), None
-    is_divided = isinstance(planned, PlannedBatchSampler) or isinstance(getattr(inner, "dataset", None), StreamShard)
+    is_divided = isinstance(planned, PlannedBatchSampler) or isinstance(
+        getattr(inner, "dataset", None), StreamShard
+    )
     alone = per_step // world_size if is_divided and per_step is not None else None
-    if inner is loader and getattr(inner, "batch_sampler", None) is not None:  # else not a whole pass, or of batches
+    # else not a whole pass, or of batches
+    if inner is loader and getattr(inner, "batch_sampler", None) is not None:
         if isinstance(planned, PlannedBatchSampler):
             samples = planned.plan.used_samples
         elif isinstance(planned, DealtBatchSampler):
@@ -151,7 +174,9 @@ def batch_sizes(
 
 
 def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] | None, int | None]:
-    """Return the smallest and largest full batch of one process, and a full optimizer step of all, in samples."""
+    """Return the smallest and largest full batch of one process, and a full optimizer step of all,
+    in samples.
+    """
     planned, batches = plan_of(loader), getattr(loader, "batch_sampler", None)
     dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
     if isinstance(planned, PlannedBatchSampler):

@@ -1,7 +1,8 @@
 """Batches of a stream, whose length is unknown, and what each weighs.
 
-Each rank announces the size of its next batch one or two batches ahead. All ranks end together; a rank without batches
-repeats one with weight 0 (another rank's, if it has read that too, else its own last). Every sample weighs the same.
+Each rank announces the size of its next batch one or two batches ahead. All ranks end together; a
+rank without batches repeats one with weight 0 (another rank's, if it has read that too, else its
+own last). Every sample weighs the same.
 """
 
 from __future__ import annotations
@@ -36,26 +37,33 @@ def _nothing(**_: bool) -> AbstractContextManager[None]:
 class StreamFeed:
     """Batches of a training pass over a stream, whose length is unknown.
 
-    The weights of a window's later batches are not known when the first one is worked on. So each is weighed as if the
-    window were full and all its batches had as many samples as the first; the error is corrected at its end.
-    For equal batches there is nothing to correct, to the last bit.
+    The weights of a window's later batches are not known when the first one is worked on. So each
+    is weighed as if the window were full and all its batches had as many samples as the first; the
+    error is corrected at its end. For equal batches there is nothing to correct, to the last bit.
 
-    The sums are started before a batch is worked on, and waited for after it. They need a group of processes that
-    gradients do not travel on.
+    The sums are started before a batch is worked on, and waited for after it. They need a group of
+    processes that gradients do not travel on.
 
     Attributes:
         loader: yields this rank's micro-batches, however many.
         factor: micro-batches per optimizer step.
-        weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
-        whole: what a full step weighs, where gradients are summed over the ranks; 0: they are averaged.
-        whole_batches: whether the data yields whole batches; with ``"batches"`` every rank's batch then counts one.
+        weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all
+            ranks together does.
+        whole: what a full step weighs, where gradients are summed over the ranks; 0: they are
+            averaged.
+        whole_batches: whether the data yields whole batches; with ``"batches"`` every rank's batch
+            then counts one.
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
         left_out: how many of those the loader yields again; they are skipped.
-        ready: called once, after the batches left out have been read, and as many ahead as this feed always reads.
-        start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
-        size_of: counts the samples of a batch; None for another rank's batch, which does not count here.
-        uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
+        ready: called once, after the batches left out have been read, and as many ahead as this
+            feed always reads.
+        start_sum: starts to add up a few numbers over the ranks, and returns what waits for the
+            sums.
+        size_of: counts the samples of a batch; None for another rank's batch, which does not count
+            here.
+        uneven: makes a context for a batch that does not count on all ranks, from whether it does
+            on this one.
         length: None: unknown.
         repeated: samples of this rank's batches that were repeated to keep step, so far.
 
@@ -65,7 +73,10 @@ class StreamFeed:
         >>> from ddpkit.training import Window
         >>> window = Window()
         >>> feed = StreamFeed(iter(["abc", "def", "g"]), factor=2)
-        >>> [(batch, window.closes, window.scale, window.correction) for batch in feed.batches(window)]
+        >>> [
+        ...     (batch, window.closes, window.scale, window.correction)
+        ...     for batch in feed.batches(window)
+        ... ]
         [('abc', False, 0.5, 1.0), ('def', True, 0.5, 1.0), ('g', True, 0.5, 2.0)]
     """
 
@@ -108,32 +119,45 @@ class StreamFeed:
             window.count = turn.count
             self.repeated += turn.repeated
             window.weight, total = self._weigh(turn)
-            # A backward pass cannot wait for the window's end. So the first batch stands for all, and its guess is kept
-            # for the whole window: all losses are off by one factor, which the step puts right in the gradients.
+            # A backward pass cannot wait for the window's end. So the first batch stands for all,
+            # and its guess is kept for the whole window: all losses are off by one factor, which
+            # the step puts right in the gradients.
             whole = whole or self.whole or self.factor * total
             done += total
-            window.loss_scale = window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
+            window.loss_scale = (
+                window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
+            )
             window.closes = place == self.factor or not ahead[0].told().ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:
                 place, done, whole = 0, 0.0, 0.0
-            with self.uneven(counts=turn.count > 0) if turn.told().ranks < self.world_size else _nothing():
+            with (
+                self.uneven(counts=turn.count > 0)
+                if turn.told().ranks < self.world_size
+                else _nothing()
+            ):
                 yield turn.batch
 
     def _read(self, batches: Iterator[Any]) -> Iterator[_Turn]:
-        """Read the batches, the last one again and again after the end; start telling the other ranks of each."""
+        """Read the batches, the last one again and again after the end; start telling the other
+        ranks of each.
+        """
         last, able, last_size = None, 0.0, 0
-        for done in itertools.islice(batches, self.left_out):  # the last of which may have to be repeated
+        # the last of which may have to be repeated
+        for done in itertools.islice(batches, self.left_out):
             last, able, last_size = done, 1.0, guess_batch_size(done)
         while True:
             size = None
             for batch in itertools.islice(batches, 1):
                 last, able, size = batch, 1.0, self.size_of(batch)
-                last_size = guess_batch_size(batch) if size is None else size  # None: another rank's
+                # None: another rank's
+                last_size = guess_batch_size(batch) if size is None else size
             present, count = int(size is not None), size or 0
             repeated = 0 if present else last_size
             sums = self.start_sum([float(present), float(count), able])
-            yield _Turn(last, present, count, repeated, functools.cache(lambda sums=sums: _Told(*sums())))
+            yield _Turn(
+                last, present, count, repeated, functools.cache(lambda sums=sums: _Told(*sums()))
+            )
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
@@ -147,9 +171,10 @@ class StreamFeed:
     def _require_batches(self, first: _Turn) -> None:
         if first.told().able < self.world_size:
             raise DataError(
-                f"the stream gives a first batch to {first.told().able:.0f} of {self.world_size} rank(s) only: it is "
-                "empty, or has too few items for this many processes and this batch size, or yields nothing when it is "
-                "iterated again. Look at the stream, start fewer processes, or use a smaller batch_size."
+                f"the stream gives a first batch to {first.told().able:.0f} of {self.world_size} "
+                "rank(s) only: it is empty, or has too few items for this many processes and this "
+                "batch size, or yields nothing when it is iterated again. Look at the stream, "
+                "start fewer processes, or use a smaller batch_size."
             )
 
 

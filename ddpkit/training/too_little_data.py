@@ -27,10 +27,14 @@ def check_train_data(loader: Any, batches: int | None) -> None:
     """
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
     if plan is not None and 0 < plan.num_samples < plan.world_size:
-        words = "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one with weight 0."
+        words = (
+            "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one "
+            "with weight 0."
+        )
         logger.warning(words, plan.num_samples, plan.world_size)
     if batches == 0:
         raise DataError(
-            "the training loader yields no batch. Either the set is empty, or it does not fill one global batch and "
-            "drop_last=True leaves the rest out: use a smaller batch_size, fewer (virtual) ranks, or drop_last=False."
+            "the training loader yields no batch. Either the set is empty, or it does not fill "
+            "one global batch and drop_last=True leaves the rest out: use a smaller batch_size, "
+            "fewer (virtual) ranks, or drop_last=False."
         )

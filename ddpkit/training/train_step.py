@@ -1,4 +1,5 @@
-"""The backward passes of an accumulation window, and the optimizer step at its end: clipped, made or skipped.
+"""The backward passes of an accumulation window, and the optimizer step at its end: clipped, made
+or skipped.
 
 The formula that it follows stands at the top of :mod:`ddpkit.training.loop`.
 """
@@ -44,32 +45,37 @@ _IN_PASS = EpochPhase.IN_PASS  # to look a member up costs a call
 
 
 MIXED = (
-    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and (loss_sum, count) for "
-    "others. Return the same kind for every training batch."
+    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and "
+    "(loss_sum, count) for others. Return the same kind for every training batch."
 )
 TWO_SUMS = (
-    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(). If both count the same, add up "
-    "the sums; if they belong to two optimizers, step after each, with grad_accumulation_factor=1; else pass means."
+    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(). If both "
+    "count the same, add up the sums; if they belong to two optimizers, step after each, with "
+    "grad_accumulation_factor=1; else pass means."
 )
 NOT_DIVIDED = (
-    "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
-    "divides by the count. Call self.optimizers_step() where self.should_step is true."
+    "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without "
+    "optimizers_step(), which divides by the count. Call self.optimizers_step() where "
+    "self.should_step is true."
 )
 NOT_STATIC = (
-    "{}.compute_objectives returned a loss that depends on no parameter, and static_graph=True promises that every "
-    "batch uses the same parameters. Leave --static_graph out, or return 0.0 * predictions.sum() for such a batch."
+    "{}.compute_objectives returned a loss that depends on no parameter, and static_graph=True "
+    "promises that every batch uses the same parameters. Leave --static_graph out, or return 0.0 "
+    "* predictions.sum() for such a batch."
 )
 APART = (
-    "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the weights of %s are "
-    "not the same on all of them, and rank 0's are saved. DDP averages what is computed through self.modules, not "
-    "through hparams or a module's inner parts. Call self.optimizers_step(), which averages the rest, and not the "
-    "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
+    "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the "
+    "weights of %s are not the same on all of them, and rank 0's are saved. DDP averages what is "
+    "computed through self.modules, not through hparams or a module's inner parts. Call "
+    "self.optimizers_step(), which averages the rest, and not the optimizer's own step(); "
+    "--check_parity 2 shows whether the gradients are then those of one process."
 )
 NO_OPTIMIZERS = "{}.freeze_optimizers returned None: look for a missing return."
 NO_STEP = (
-    "No optimizer step of %s was counted in its first epoch. Give opt_class, or fill optimizers_dict in "
-    "init_optimizers; return optimizers from freeze_optimizers; in a fit_batch of your own call self.backward(loss), "
-    "and where self.should_step is true self.optimizers_step(): saves, limits, schedules and logs do not see step()."
+    "No optimizer step of %s was counted in its first epoch. Give opt_class, or fill "
+    "optimizers_dict in init_optimizers; return optimizers from freeze_optimizers; in a fit_batch "
+    "of your own call self.backward(loss), and where self.should_step is true "
+    "self.optimizers_step(): saves, limits, schedules and logs do not see step()."
 )
 
 
@@ -80,7 +86,8 @@ class _Prepared:
     Attributes:
         optimizers: for which they were made ready.
         multiplier: what is still to be applied to them.
-        updates: whether the scaler chooses its next scale after the step; None: nothing is unscaled.
+        updates: whether the scaler chooses its next scale after the step; None: nothing is
+            unscaled.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -109,7 +116,8 @@ class TrainStep:
         optimizer: the single one, where a recipe has no names; or None.
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
-        gc_interval: optimizer steps from one collection of garbage to the next; 0: Python decides. Of this ``fit``.
+        gc_interval: optimizer steps from one collection of garbage to the next; 0: Python decides.
+            Of this ``fit``.
         first_gradients: watches the training until its first step with gradients; None after it.
         agree: called before the ranks send each other anything of an optimizer step; or None.
         timer: measures steps; or None.
@@ -152,7 +160,8 @@ class TrainStep:
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._prepared: _Prepared | None = None
         self._stepped: list[torch.optim.Optimizer] | None = None
-        self._waiting: list[torch.optim.Optimizer] = []  # have stepped in the window that is not over
+        # have stepped in the window that is not over
+        self._waiting: list[torch.optim.Optimizer] = []
 
     @property
     def _active_scaler(self) -> torch.amp.GradScaler | None:
@@ -174,14 +183,16 @@ class TrainStep:
         return self.strategy.no_sync()
 
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
-        """Back-propagate a loss of the current micro-batch, weighed against the others of its window.
+        """Back-propagate a loss of the current micro-batch, weighed against the others of its
+        window.
 
         Args:
             loss: the mean over the batch's samples, shape ``()``; or ``(loss_sum, count)``.
             retain_graph: keep the graph for another loss that shares a part of it.
 
         Raises:
-            BatchError: the loss is not one number, does not depend on a parameter, or cannot be added to earlier ones.
+            BatchError: the loss is not one number, does not depend on a parameter, or cannot be
+                added to earlier ones.
         """
         window = self.progress.window
         if window.deferred_at != self.progress.step and (
@@ -207,7 +218,9 @@ class TrainStep:
             self.first_gradients.note(loss, self.progress.step)
         if count is not None:
             scale = self._count(count)
-        with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
+        with self.strategy.backward_pass(
+            self.modules, closes=window.closes, counts=window.count > 0
+        ):
             backward(
                 loss,
                 scale,
@@ -218,14 +231,19 @@ class TrainStep:
                 timer=self.timer,
             )
 
-    def _pass_without_backward(self, count: torch.Tensor | float | None, *, retain_graph: bool) -> None:
+    def _pass_without_backward(
+        self, count: torch.Tensor | float | None, *, retain_graph: bool
+    ) -> None:
         window = self.progress.window
-        with self.strategy.without_backward(closes=window.closes, counts=window.count > 0, retain_graph=retain_graph):
+        with self.strategy.without_backward(
+            closes=window.closes, counts=window.count > 0, retain_graph=retain_graph
+        ):
             if count is not None:
                 self._count(count)
 
     def _depends_on_nothing(self, loss: torch.Tensor, count: torch.Tensor | float | None) -> bool:
-        """Say whether a loss without a graph is meant so: a batch that uses nothing, as one without ground truth.
+        """Say whether a loss without a graph is meant so: a batch that uses nothing, as one without
+        ground truth.
 
         That is a tensor which requires a gradient all the same, or a sum over nothing.
 
@@ -254,24 +272,32 @@ class TrainStep:
         progress, result = self.progress, loss
         if loss.__class__ is tuple:
             loss_sum, count = sum_and_count(loss, self.name)
-            result, loss = (loss_sum.detach(), count if progress.window.count else 0.0), loss_sum / count
+            result, loss = (
+                (loss_sum.detach(), count if progress.window.count else 0.0),
+                loss_sum / count,
+            )
         else:
             result = loss.detach()
         progress.result, progress.result_of = result, progress.step
         return result, loss
 
     def _count(self, count: torch.Tensor | float) -> float:
-        """Add to the window's count, and return the factor for the loss sum; at the window's end, start to average."""
+        """Add to the window's count, and return the factor for the loss sum; at the window's end,
+        start to average.
+        """
         window = self.progress.window
         if window.has_means:
             raise BatchError(MIXED.format(self.name), hook="compute_objectives")
-        if window.counted is not None and (window.is_overdue or window.counted_at == self.progress.step):
+        if window.counted is not None and (
+            window.is_overdue or window.counted_at == self.progress.step
+        ):
             words = NOT_DIVIDED if window.is_overdue else TWO_SUMS
             raise BatchError(words.format(self.name), hook="fit_batch")
         if not window.count:
             count = 0.0
         elif isinstance(count, torch.Tensor):
-            # Bytes would wrap around, half precision would round, and CUDA graphs overwrite theirs in the next batch.
+            # Bytes would wrap around, half precision would round, and CUDA graphs overwrite theirs
+            # in the next batch.
             count = count.to(widest_float(count.device), copy=True)
         if window.counted is None:
             window.divisor = self._divisor_of_sums(count)
@@ -285,9 +311,11 @@ class TrainStep:
 
     @reads_device
     def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
-        """Return what loss sums are divided by, so that they stay in the range of fp16 where it is used; else 1.
+        """Return what loss sums are divided by, so that they stay in the range of fp16 where it is
+        used; else 1.
 
-        A power of two, near what the ranks' first sums of the run count. It is agreed on once, and saved.
+        A power of two, near what the ranks' first sums of the run count. It is agreed on once, and
+        saved.
         """
         if self._active_scaler is None and self.options["ddp_comm_hook"] != "fp16":
             return 1.0
@@ -301,14 +329,16 @@ class TrainStep:
     # ------------------------------------------------------------------ the optimizer step
 
     def step_optimizers(self, brain: StepHooks) -> None:
-        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
+        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all
+        ranks alike.
 
         Args:
             brain: of the recipe.
 
         Raises:
             BatchError: the counts of the window add up to less than 0.
-            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
+            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not
+                finite.
         """
         timer = self.timer
         if timer is None or not timer.measures:
@@ -334,12 +364,14 @@ class TrainStep:
         finish(optimizers)
         if self.first_gradients is not None:
             self._compare_first_gradients(brain)
-        # Three ways. With skip_nonfinite_grads a hook drops gradients that are not finite, and the rest is stepped on.
-        # It may keep what it sees, so views of DDP's buckets are copied. On a GPU the kernels skip by themselves, and
-        # the host reads the norm in a later batch. Otherwise the norm is read before the step: fp16 has a scale to
-        # lower, a CPU has nothing to wait for, and not every optimizer can skip by itself.
+        # Three ways. With skip_nonfinite_grads a hook drops gradients that are not finite, and the
+        # rest is stepped on. It may keep what it sees, so views of DDP's buckets are copied. On a
+        # GPU the kernels skip by themselves, and the host reads the norm in a later batch.
+        # Otherwise the norm is read before the step: fp16 has a scale to lower, a CPU has nothing
+        # to wait for, and not every optimizer can skip by itself.
         scaler = self._active_scaler
-        if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
+        # by name: a call less in every step
+        if scaler is None and self.options["skip_nonfinite_grads"]:
             optim.own_gradients(optimizers)
             brain.check_gradients()
         elif scaler is None and self._is_on_gpu and self._step_late(optimizers, multiplier):
@@ -360,10 +392,12 @@ class TrainStep:
 
     @contextlib.contextmanager
     def final_gradients(self, brain: StepHooks) -> Iterator[None]:
-        """Return a context for an ``optimizers_step`` of the recipe, which finds the gradients as a step uses them.
+        """Return a context for an ``optimizers_step`` of the recipe, which finds the gradients as a
+        step uses them.
 
-        They are averages over the ranks, divided by the window's count and by the scale of fp16. What the recipe makes
-        of them is stepped on by ``super().optimizers_step()``, which does none of that again.
+        They are averages over the ranks, divided by the window's count and by the scale of fp16.
+        What the recipe makes of them is stepped on by ``super().optimizers_step()``, which does
+        none of that again.
 
         Args:
             brain: of the recipe.
@@ -396,7 +430,8 @@ class TrainStep:
         return _Prepared(optimizers, 1.0, updates)
 
     def drop_casts_after_steps(self, optimizers: Mapping[str, Any]) -> None:
-        """Have autocast cast weights anew after each step, where a step may be made inside of its context.
+        """Have autocast cast weights anew after each step, where a step may be made inside of its
+        context.
 
         Args:
             optimizers: by name.
@@ -423,7 +458,9 @@ class TrainStep:
             first.watch(named, lambda *_: first.compare(brain, self.modules, named))
 
     def _compare_first_gradients(self, brain: StepHooks) -> None:
-        """Warn, before the first step with gradients, of parameters that are not trained; look no more after it."""
+        """Warn, before the first step with gradients, of parameters that are not trained; look no
+        more after it.
+        """
         first = self.first_gradients
         if first is None:
             return
@@ -434,14 +471,23 @@ class TrainStep:
             first.compare(brain, self.modules, self.named_optimizers())
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
-        """Step without a wait for the GPU, if that can be; look at it at once where something follows each step."""
-        progress, norm, alone = self.progress, self.options["max_grad_norm"], self.strategy.steps_alone
+        """Step without a wait for the GPU, if that can be; look at it at once where something
+        follows each step.
+        """
+        progress, norm, alone = (
+            self.progress,
+            self.options["max_grad_norm"],
+            self.strategy.steps_alone,
+        )
         if alone or (late := optim.take_late_step(optimizers, norm, multiplier)) is None:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
-        step, number = progress.step, progress.window.number  # the result is looked at in a later batch
-        progress.leave_open(lambda: self._follow(optimizers, multiplier, late.result(), step, number))
+        # the result is looked at in a later batch
+        step, number = progress.step, progress.window.number
+        progress.leave_open(
+            lambda: self._follow(optimizers, multiplier, late.result(), step, number)
+        )
         by_step = self.schedule is not None and self.schedule.every == "step"
         if self.ema is not None or by_step or self.options["ddp_comm_hook"] is not None:
             progress.settle()
@@ -450,7 +496,9 @@ class TrainStep:
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
-            chosen = brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
+            chosen = (
+                brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
+            )
             if chosen is None:
                 raise BatchError(NO_OPTIMIZERS.format(self.name), hook="freeze_optimizers")
             return list(chosen.values())
@@ -473,10 +521,11 @@ class TrainStep:
         return self.recipe.freezes and bool(self.optimizers)
 
     def drop_frozen_gradients(self) -> None:
-        """Drop a window's gradients that no step has used, also those that came after an optimizer's step.
+        """Drop a window's gradients that no step has used, also those that came after an
+        optimizer's step.
 
-        Under :meth:`no_sync` an optimizer that has stepped accumulates for its next step. These gradients stay, and
-        nothing is saved before that step.
+        Under :meth:`no_sync` an optimizer that has stepped accumulates for its next step. These
+        gradients stay, and nothing is saved before that step.
         """
         stepped, self._stepped = self._stepped, None
         if stepped is not None:
@@ -489,24 +538,34 @@ class TrainStep:
                 self._unscaled = ()
 
     def prepare_flush(self, brain: StepHooks) -> bool:
-        """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set its multiplier."""
+        """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set
+        its multiplier.
+        """
         window = self.progress.window
         pending = window.pending(self.progress.step)
         if not (pending and optim.gradients(self.optimizers_to_step(brain))):
             return False
         if not (window.is_weighed or window.has_means or window.counted is not None):
-            window.multiplier = self.options.grad_accumulation_factor / pending  # it was divided by the factor
+            # it was divided by the factor
+            window.multiplier = self.options.grad_accumulation_factor / pending
         return True
 
     def warn_if_diverged(self) -> None:
-        """Warn, after an epoch, if an own ``fit_batch`` has let the ranks' weights part; of each entry once."""
-        diverged = self.strategy.diverged_entries(self.modules) if self.recipe.has_own_fit_batch else []
+        """Warn, after an epoch, if an own ``fit_batch`` has let the ranks' weights part; of each
+        entry once.
+        """
+        diverged = (
+            self.strategy.diverged_entries(self.modules) if self.recipe.has_own_fit_batch else []
+        )
         if diverged:
-            logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged))
+            logger.warning_once(
+                APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged)
+            )
 
     @contextlib.contextmanager
     def warning_without_steps(self) -> Iterator[None]:
-        """Warn if no optimizer step is counted in the first epoch, though all of its gradients were finite.
+        """Warn if no optimizer step is counted in the first epoch, though all of its gradients were
+        finite.
 
         Raises:
             ConfigError: no optimizer has had a gradient in any step.
@@ -516,7 +575,9 @@ class TrainStep:
         yield
         has_stepped = progress.optimizer_step > before or progress.nonfinite
         # fp16 may skip all steps of a short epoch.
-        if progress.window_end > first and not (has_stepped or progress.epochs or self.scaler.is_enabled()):
+        if progress.window_end > first and not (
+            has_stepped or progress.epochs or self.scaler.is_enabled()
+        ):
             logger.warning(NO_STEP, self.name)
         if self.first_gradients is not None and progress.window_end > first:
             self.first_gradients.require(self.named_optimizers())
@@ -531,11 +592,18 @@ class TrainStep:
         if window.counted is not None:
             average = window.average or self.strategy.start_average(window.counted, self.device)
             count = average()  # of sums, averaged over the ranks as their gradients are
-            window.multiplier = window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
+            window.multiplier = (
+                window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
+            )
         return window.stepped()
 
     def _follow(
-        self, optimizers: list[Any], multiplier: Any, result: optim.StepResult, step: int, number: int
+        self,
+        optimizers: list[Any],
+        multiplier: Any,
+        result: optim.StepResult,
+        step: int,
+        number: int,
     ) -> None:
         """Do what follows a step, made or skipped, in the window of this number."""
         if self.timer is not None:
@@ -545,27 +613,34 @@ class TrainStep:
         else:
             self._follow_skipped(multiplier, result, step, number)
 
-    def _follow_skipped(self, multiplier: Any, result: optim.StepResult, step: int, number: int) -> None:
+    def _follow_skipped(
+        self, multiplier: Any, result: optim.StepResult, step: int, number: int
+    ) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
         scaler, window = self._active_scaler, self.progress.window
         if result.norm < 0:  # by the multiplier's sign
             raise BatchError(
-                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
-                "count must be >= 0.",
+                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add "
+                "up to less than 0: count must be >= 0.",
                 hook="compute_objectives",
             )
         if math.isinf(multiplier):
             logger.warning_once(
-                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
+                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such "
+                "steps are left out."
             )
-        elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more the scale is to blame, and has been lowered
+        elif scaler is None or scaler.get_scale() < 1.0:
+            # at 1 or more the scale is to blame, and has been lowered
             self.strategy.forget_errors()
             if window.skipped_in != number:
                 window.skipped_in = number
                 self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
 
-    def _follow_step(self, stepped: list[torch.optim.Optimizer], result: optim.StepResult, step: int, n: int) -> None:
-        """Count the window of this number, in which optimizers have stepped; average the weights, step the schedule.
+    def _follow_step(
+        self, stepped: list[torch.optim.Optimizer], result: optim.StepResult, step: int, n: int
+    ) -> None:
+        """Count the window of this number, in which optimizers have stepped; average the weights,
+        step the schedule.
 
         Several steps in one window count once, as ``total_steps`` counts windows.
         """
@@ -588,19 +663,25 @@ class TrainStep:
 
     @property
     def waits_for_window(self) -> bool:
-        """Whether something follows a window only when it is over: an own ``fit_batch`` may step several times."""
+        """Whether something follows a window only when it is over: an own ``fit_batch`` may step
+        several times.
+        """
         by_step = self.schedule is not None and self.schedule.every == "step"
         return self.recipe.has_own_fit_batch and (self.ema is not None or by_step)
 
     def forget_window(self) -> None:
-        """Forget what an interrupted pass has left; drop its gradients, where ``zero_grad`` sees a part of them."""
+        """Forget what an interrupted pass has left; drop its gradients, where ``zero_grad`` sees a
+        part of them.
+        """
         self._waiting.clear()
         self._stepped = None
         if self.freezes:
             optim.zero_gradients((self.optimizers or {}).values(), set_to_none=True)
 
     def end_window(self) -> None:
-        """Average the weights and step the schedule after a window in which an own ``fit_batch`` has stepped."""
+        """Average the weights and step the schedule after a window in which an own ``fit_batch``
+        has stepped.
+        """
         if self._waiting:
             stepped, self._waiting = self._waiting, []
             self._follow_window(stepped)
@@ -612,10 +693,13 @@ class TrainStep:
             self.schedule.after_step(stepped)
 
     def _note_unscaled(self, optimizers: list[torch.optim.Optimizer]) -> bool:
-        """Note which optimizers are unscaled; return whether no gradients wait with the present scale."""
+        """Note which optimizers are unscaled; return whether no gradients wait with the present
+        scale.
+        """
         known = [] if self.optimizers is None else [*self.optimizers.values()]
         if any(one is other for one in optimizers for other in self._unscaled):
-            self.scaler.update(self.scaler.get_scale())  # they step once more, with gradients of the present scale
+            # they step once more, with gradients of the present scale
+            self.scaler.update(self.scaler.get_scale())
             self._unscaled = ()
         done = (*self._unscaled, *(one for one in optimizers if optim.gradients([one])))
         waiting = optim.gradients([one for one in known if all(one is not other for other in done)])

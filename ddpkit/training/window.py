@@ -16,7 +16,8 @@ class Window:
     """The micro-batches of one optimizer step; where in it the loop is.
 
     Attributes:
-        closes: whether the current micro-batch is the last of its window, after which the optimizer steps.
+        closes: whether the current micro-batch is the last of its window, after which the optimizer
+            steps.
         count: this rank's samples in the current micro-batch; 0 for a repeated one.
         weight: of its loss in the mean of the epoch: the samples, or this rank's part of the batch.
         loss_scale: factor on the current loss before its backward pass.
@@ -24,7 +25,8 @@ class Window:
         is_weighed: whether the losses of the window are multiplied by ``loss_scale``.
         correction: factor on the gradients of the window, if the weights were not known in advance.
         multiplier: what else the next optimizer step multiplies the gradients by.
-        deferred: micro-batches in a row, up to step ``deferred_at``, whose gradients wait for a step.
+        deferred: micro-batches in a row, up to step ``deferred_at``, whose gradients wait for a
+            step.
         deferred_at: the last such step; -1 once the optimizers have stepped.
         is_asked: whether the recipe knows that the current micro-batch closes the window.
         has_means: whether gradients of means wait for a step.
@@ -69,7 +71,9 @@ class Window:
 
     @property
     def scale(self) -> float:
-        """The factor on the current loss before its backward pass. Who reads it multiplies: it sets ``is_weighed``."""
+        """The factor on the current loss before its backward pass. Who reads it multiplies: it sets
+        ``is_weighed``.
+        """
         self.is_weighed = True
         return self.loss_scale
 
@@ -80,13 +84,17 @@ class Window:
         self.is_overdue = self.counted is not None
 
     def defer(self, step: int) -> None:
-        """Note that the gradients of a micro-batch are only accumulated; it may be called more than once for one."""
+        """Note that the gradients of a micro-batch are only accumulated; it may be called more than
+        once for one.
+        """
         if step != self.deferred_at:
             self.deferred = self.deferred + 1 if step == self.deferred_at + 1 else 1
             self.deferred_at = step
 
     def pending(self, step: int) -> int:
-        """Return how many micro-batches up to ``step`` wait for an optimizer step; 0 if ``step`` is not of them."""
+        """Return how many micro-batches up to ``step`` wait for an optimizer step; 0 if ``step`` is
+        not of them.
+        """
         return self.deferred if step == self.deferred_at else 0
 
     def stepped(self) -> float | torch.Tensor:

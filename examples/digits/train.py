@@ -19,7 +19,9 @@ from ddpkit.metrics import Accuracy
 
 
 class DigitBrain(ddpkit.Brain):
-    """Says what a batch computes. Every method here is called on every process, with that process's data."""
+    """Says what a batch computes. Every method here is called on every process, with that process's
+    data.
+    """
 
     def compute_forward(self, batch, stage):
         images, _ = batch
@@ -39,16 +41,21 @@ class DigitBrain(ddpkit.Brain):
         if stage is ddpkit.Stage.TRAIN:
             self.train_stats = {"loss": stage_loss}
             return
-        # The accuracy has counted this process's part only, and adds up the counts of all processes here. So all of
-        # them have to come here: not under `if ddpkit.if_main_process():`.
+        # The accuracy has counted this process's part only, and adds up the counts of all processes
+        # here. So all of them have to come here: not under `if ddpkit.if_main_process():`.
         stats = {"loss": stage_loss, "error": self.accuracy.error()}
         if stage is ddpkit.Stage.VALID:
-            self.hparams.train_logger.log_stats({"epoch": epoch}, self.train_stats, valid_stats=stats)
-            # Keeps two checkpoints: the newest, to go on from, and the one with the smallest error, to test.
+            self.hparams.train_logger.log_stats(
+                {"epoch": epoch}, self.train_stats, valid_stats=stats
+            )
+            # Keeps two checkpoints: the newest, to go on from, and the one with the smallest error,
+            # to test.
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
         else:
             self.test_error = stats["error"]
-            self.hparams.train_logger.log_stats({"epoch": self.hparams.epoch_counter.current}, test_stats=stats)
+            self.hparams.train_logger.log_stats(
+                {"epoch": self.hparams.epoch_counter.current}, test_stats=stats
+            )
 
 
 def prepare_digits(data_file, split_seed, valid_size, test_size):
@@ -60,7 +67,8 @@ def prepare_digits(data_file, split_seed, valid_size, test_size):
             "The digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8), 0 to 1
+    # (1797, 1, 8, 8), 0 to 1
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     # A generator of its own: the split must not depend on what has drawn random numbers before.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
@@ -97,7 +105,8 @@ def main():
         hparams["epoch_counter"],
         data["train"],
         data["valid"],
-        train_loader_kwargs={"shuffle": True},  # the option global_batch_size says how many samples make a step
+        # the option global_batch_size says how many samples make a step
+        train_loader_kwargs={"shuffle": True},
         valid_loader_kwargs=evaluation,
     )
     brain.evaluate(data["test"], min_key="error", test_loader_kwargs=evaluation)
@@ -108,8 +117,8 @@ def main():
         processes = get_world_size()
         print(
             f"test accuracy {100 * right / tested:.1f} % ({right} of {tested}), "
-            f"{processes} process{'es' if processes > 1 else ''}, {time.monotonic() - started:.0f} s; "
-            f"run directory {hparams['output_folder']}"
+            f"{processes} process{'es' if processes > 1 else ''}, "
+            f"{time.monotonic() - started:.0f} s; run directory {hparams['output_folder']}"
         )
 
 

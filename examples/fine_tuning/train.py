@@ -3,7 +3,8 @@
     python train.py hparams.yaml                                        one process
     torchrun --standalone --nproc_per_node=2 train.py hparams.yaml      two
 
-First the new head is trained on the frozen trunk, then both, the trunk with a smaller learning rate.
+First the new head is trained on the frozen trunk, then both, the trunk with a smaller learning
+rate.
 """
 
 from pathlib import Path
@@ -29,7 +30,8 @@ class FineTuning(ddpkit.Brain):
     def on_stage_start(self, stage, epoch=None):
         self.accuracy = Accuracy()
         if stage is ddpkit.Stage.TRAIN:
-            # DDP and the average follow. A parameter without a gradient is left as it is by the optimizer.
+            # DDP and the average follow. A parameter without a gradient is left as it is by the
+            # optimizer.
             self.modules.trunk.requires_grad_(epoch > self.hparams.frozen_epochs)
 
     def compute_forward(self, batch, stage):
@@ -46,15 +48,20 @@ class FineTuning(ddpkit.Brain):
             self.train_stats = stats
         elif stage is ddpkit.Stage.VALID:
             self.hparams.train_logger.log_stats({"epoch": epoch}, self.train_stats, stats)
-            self.hparams.epoch_counter.update_metric(stats["error"])  # before the save, which has the counter in it
+            # before the save, which has the counter in it
+            self.hparams.epoch_counter.update_metric(stats["error"])
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
         else:
-            self.hparams.train_logger.log_stats({"epoch": self.hparams.epoch_counter.current}, test_stats=stats)
+            self.hparams.train_logger.log_stats(
+                {"epoch": self.hparams.epoch_counter.current}, test_stats=stats
+            )
             self.test_error = stats["error"]
 
 
 def digits(kinds):
-    """Return the images of some digits, shape (size, 1, 8, 8), and their labels from 0, in an order drawn once."""
+    """Return the images of some digits, shape (size, 1, 8, 8), and their labels from 0, in an order
+    drawn once.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -62,7 +69,10 @@ def digits(kinds):
             "The digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    images, labels = (
+        torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16,
+        torch.tensor(data.target),
+    )
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images, labels = images[order], labels[order]
     chosen = torch.isin(labels, torch.tensor(kinds))
@@ -70,14 +80,18 @@ def digits(kinds):
 
 
 def pretrain(trunk, file):
-    """Train the trunk on the digits 0 to 4 and write it to a file: in life somebody else has done that."""
+    """Train the trunk on the digits 0 to 4 and write it to a file: in life somebody else has done
+    that.
+    """
     if Path(file).exists():
         return
     images, labels = digits(range(5))
     net = torch.nn.Sequential(trunk, torch.nn.Linear(144, 5))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.003)
     for _ in range(5):
-        for batch in torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).split(50):
+        for batch in torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).split(
+            50
+        ):
             optimizer.zero_grad()
             cross_entropy(net(images[batch]), labels[batch]).backward()
             optimizer.step()
@@ -92,15 +106,19 @@ def main():
     hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
-    ddpkit.run_on_main(pretrain, args=[hparams["trunk"], hparams["pretrained_file"]])  # the others wait
+    # the others wait
+    ddpkit.run_on_main(pretrain, args=[hparams["trunk"], hparams["pretrained_file"]])
     hparams["trunk"].load_state_dict(torch.load(hparams["pretrained_file"], weights_only=True))
     hparams["trunk"].requires_grad_(False)
     images, labels = digits(range(5, 10))
     train, valid, test = (
-        TensorDataset(images[part], labels[part]) for part in (slice(100), slice(100, 300), slice(300, None))
+        TensorDataset(images[part], labels[part])
+        for part in (slice(100), slice(100, 300), slice(300, None))
     )
 
-    brain = FineTuning(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
+    brain = FineTuning(
+        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+    )
     evaluation = {"batch_size": 100}
     brain.fit(
         hparams["epoch_counter"],

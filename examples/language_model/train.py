@@ -3,7 +3,8 @@
     python train.py hparams.yaml                                        one process
     torchrun --standalone --nproc_per_node=2 train.py hparams.yaml      two
 
-The loss is a mean over characters, not over lines: compute_objectives returns a sum and what it is over.
+The loss is a mean over characters, not over lines: compute_objectives returns a sum and what it is
+over.
 """
 
 import math
@@ -28,7 +29,8 @@ class LanguageModel(ddpkit.Brain):
         wanted = batch[:, 1:].to(self.device)  # after each character the next one
         real = wanted != PADDING
         losses = F.cross_entropy(predictions.transpose(1, 2), wanted, reduction="none")
-        # Not the mean: a process whose lines are short has fewer characters, and each must count the same.
+        # Not the mean: a process whose lines are short has fewer characters, and each must count
+        # the same.
         return (losses * real).sum(), real.sum()
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
@@ -36,7 +38,9 @@ class LanguageModel(ddpkit.Brain):
         if stage is ddpkit.Stage.TRAIN:
             self.train_stats = {**stats, "lr": self.optimizer.param_groups[0]["lr"]}
         elif stage is ddpkit.Stage.VALID:
-            self.hparams.train_logger.log_stats({"epoch": epoch}, self.train_stats, valid_stats=stats)
+            self.hparams.train_logger.log_stats(
+                {"epoch": epoch}, self.train_stats, valid_stats=stats
+            )
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["bits"])
         else:
             self.test_bits = stats["bits"]
@@ -49,14 +53,17 @@ class LanguageModel(ddpkit.Brain):
         codes, memory = torch.tensor([list(text.encode("ascii"))], device=self.device), None
         while len(text) < length and not text.endswith("\n"):
             states, memory = modules.memory(modules.embedding(codes), memory)
-            likely = (2 * modules.head(states[0, -1])).softmax(-1).cpu()  # twice: rather too likely than too wild
+            # twice: rather too likely than too wild
+            likely = (2 * modules.head(states[0, -1])).softmax(-1).cpu()
             codes = torch.multinomial(likely, 1, generator=chance).to(self.device).unsqueeze(0)
             text += chr(codes.item())
         return text.rstrip("\n")
 
 
 def lines_of(text_file):
-    """Return every line, with its end, as a tensor of ASCII codes; it begins with the end of the line before."""
+    """Return every line, with its end, as a tensor of ASCII codes; it begins with the end of the
+    line before.
+    """
     lines = Path(text_file).read_text(encoding="ascii").splitlines()
     return [torch.tensor(list(f"\n{line}\n".encode("ascii"))) for line in lines]
 
@@ -92,10 +99,18 @@ def main():
         valid_loader_kwargs={**loading, "batch_size": 4},
     )
     brain.evaluate(valid, min_key="bits", test_loader_kwargs={**loading, "batch_size": 4})
-    # On all processes: with --strategy=fsdp each has a part of the weights, and a forward pass needs them all.
-    texts = [brain.continued(start, length=80, seed=hparams["seed"]) for start in ("The sea", "In the evening")]
+    # On all processes: with --strategy=fsdp each has a part of the weights, and a forward pass
+    # needs them all.
+    texts = [
+        brain.continued(start, length=80, seed=hparams["seed"])
+        for start in ("The sea", ("In the evening"))
+    ]
     if ddpkit.if_main_process():
-        print(f"{brain.test_bits:.2f} bits per character of lines that it has not read", *texts, sep="\n")
+        print(
+            f"{brain.test_bits:.2f} bits per character of lines that it has not read",
+            *texts,
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def evaluate(net, loader):
     for points, arms in loader:
         scores = net(points)
         right = (scores.argmax(1) == arms).sum()
-        sums += torch.stack([cross_entropy(scores, arms, reduction="sum"), right, torch.tensor(len(arms))])
+        sums += torch.stack(
+            [cross_entropy(scores, arms, reduction="sum"), right, torch.tensor(len(arms))]
+        )
     if dist.is_initialized():
         dist.all_reduce(sums)
     loss, right, count = sums.tolist()
@@ -49,7 +51,8 @@ def main():
         dist.init_process_group("gloo")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(SEED)
-    net = network()  # torch's SyncBatchNorm runs on GPUs only: each process has statistics of its own
+    # torch's SyncBatchNorm runs on GPUs only: each process has statistics of its own
+    net = network()
     model = DistributedDataParallel(net) if dist.is_initialized() else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
     start = 1
@@ -60,7 +63,8 @@ def main():
         start = saved["epoch"] + 1
 
     train_set, valid_set = spirals(1000, seed=1), spirals(300, seed=2)
-    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED)  # repeats samples to divide them evenly
+    # repeats samples to divide them evenly
+    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler)
     valid_part = Subset(valid_set, range(rank, len(valid_set), world_size))
     valid_loader = DataLoader(valid_part, EVALUATION_BATCH_SIZE)
@@ -72,10 +76,14 @@ def main():
             print(f"epoch: {epoch} - valid loss: {loss:.2e}, valid accuracy: {accuracy:.2e}")
             CHECKPOINT.parent.mkdir(exist_ok=True)
             new = CHECKPOINT.with_suffix(".new")
-            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, new)
+            torch.save(
+                {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, new
+            )
             new.replace(CHECKPOINT)
     if dist.is_initialized():
-        del model  # if it outlives the group, torch may hang: the group's last thread and Python's wait for each other
+        # if it outlives the group, torch may hang: the group's last thread and Python's wait for
+        # each other
+        del model
         dist.destroy_process_group()
 
 

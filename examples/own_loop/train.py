@@ -1,11 +1,11 @@
-"""A loop of one's own, made of ddpkit's parts. The weights are those of with_brain.py, to the last bit.
+"""A loop of one's own, made of ddpkit's parts. The weights are those of with_brain.py, to the last
+bit.
 
     python train.py hparams.yaml                                        one process
     torchrun --standalone --nproc_per_node=2 train.py hparams.yaml      two
 
 hparams.yaml says what is trained, for both scripts.
 """
-
 
 import torch
 from spirals import spirals
@@ -24,10 +24,12 @@ def train(net, loader, optimizer, hparams, device):
     """Make one step for each batch of all processes; return the mean loss over their samples."""
     net.train()
     mean = Mean()
-    window = Window()  # says of each batch what it weighs: this process's samples, among those of all
+    # says of each batch what it weighs: this process's samples, among those of all
+    window = Window()
     feed = Feed(loader, len(loader), plan_of(loader), world_size=get_world_size())
     for points, arms in feed.batches(window):
-        with counted_by(window):  # nothing, where a batch has fewer samples than there are processes
+        # nothing, where a batch has fewer samples than there are processes
+        with counted_by(window):
             loss = cross_entropy(net(points.to(device)), arms.to(device))
             mean.update(loss.detach(), window.count)
         (loss * window.scale).backward()  # here DDP averages the gradients
@@ -62,7 +64,8 @@ def main():
 
     part = Sharding.of_this_rank(global_batch_size=hparams["global_batch_size"])
     train_loader = shard(spirals(1000, seed=1), part, shuffle=True)
-    part = Sharding.of_this_rank(keep_step=False)  # no process need have as many batches as the others
+    # no process need have as many batches as the others
+    part = Sharding.of_this_rank(keep_step=False)
     valid_loader = shard(spirals(300, seed=2), part, batch_size=hparams["evaluation_batch_size"])
     for epoch in hparams["epoch_counter"]:
         train_loader.set_epoch(epoch)

@@ -6,7 +6,6 @@
 hparams.yaml says what is trained, for both scripts.
 """
 
-
 from spirals import spirals
 from torch.nn.functional import cross_entropy
 
@@ -41,7 +40,9 @@ def main():
     hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
-    brain = Spirals({"net": hparams["net"]}, hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
+    brain = Spirals(
+        {"net": hparams["net"]}, hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+    )
     brain.fit(
         hparams["epoch_counter"],
         spirals(1000, seed=1),

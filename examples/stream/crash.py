@@ -14,7 +14,14 @@ from ddpkit.checkpoints import safe_load
 
 
 def train(folder, *words):
-    command = [sys.executable, "train.py", "hparams.yaml", f"--output_folder={folder}", *words, *sys.argv[1:]]
+    command = [
+        sys.executable,
+        "train.py",
+        "hparams.yaml",
+        f"--output_folder={folder}",
+        *words,
+        *sys.argv[1:],
+    ]
     print("python", *command[1:], flush=True)
     return subprocess.run(command, check=False).returncode
 
@@ -36,14 +43,22 @@ def main():
     if train("results/whole"):
         sys.exit("The run that nobody kills has failed.")
     if not train("results/killed", "--kill_at_step=85"):
-        sys.exit("The run was to kill itself, and has not. Has it been here before? Remove results.")
+        sys.exit(
+            "The run was to kill itself, and has not. Has it been here before? Remove results."
+        )
     if train("results/killed"):
         sys.exit("The run that was started again has failed.")
     for name in ("net", "optimizer"):
         files = [newest(folder) / f"{name}.ckpt" for folder in ("results/whole", "results/killed")]
         if not same(*map(safe_load, files)):
-            sys.exit(f"{name}: the run that was killed has ended otherwise: {files[0]} and {files[1]} differ.")
-    print("Killed and started again, it has ended with the same weights and optimizer state, to the last bit.")
+            sys.exit(
+                f"{name}: the run that was killed has ended otherwise: {files[0]} and {files[1]} "
+                "differ."
+            )
+    print(
+        "Killed and started again, it has ended with the same weights and optimizer state, to the "
+        "last bit."
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python crash.py                                                     killed in the middle, and started again
 
 All three train the same network, the last one with the same bits as the first.
-"""
+"""  # noqa: E501
 
 import math
 import os
@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 import ddpkit
 from ddpkit.metrics import Accuracy
 
-# In float32 the loss would end at 0.33 or at 0.34, by rounding alone: on another kind of CPU, or number of processes.
-# So small a network is as fast in float64.
+# In float32 the loss would end at 0.33 or at 0.34, by rounding alone: on another kind of CPU, or
+# number of processes. So small a network is as fast in float64.
 torch.set_default_dtype(torch.float64)
 
 TIME = torch.linspace(0, 6 * math.pi, 64)  # three periods
@@ -39,10 +39,12 @@ def recorded(number):
 
 
 class Waves(IterableDataset):
-    """Recordings one after the other, as from a file that is too large to be shuffled; in training with augmentation.
+    """Recordings one after the other, as from a file that is too large to be shuffled; in training
+    with augmentation.
 
-    The numbers of `torch.rand` (and of `random` and `numpy.random`) follow here from the seed and the epoch, on any
-    number of processes and workers. There is no code for several processes: ddpkit divides what is yielded.
+    The numbers of `torch.rand` (and of `random` and `numpy.random`) follow here from the seed and
+    the epoch, on any number of processes and workers. There is no code for several processes:
+    ddpkit divides what is yielded.
     """
 
     def __init__(self, numbers, augments):
@@ -53,11 +55,13 @@ class Waves(IterableDataset):
             self.done += 1
             wave, kind = recorded(number)
             if self.augments:
-                wave = (0.5 + torch.rand(())) * wave + 0.3 * torch.randn(64)  # louder or softer, and noise
+                # louder or softer, and noise
+                wave = (0.5 + torch.rand(())) * wave + 0.3 * torch.randn(64)
             yield wave.unsqueeze(0), kind
         self.done = 0
 
-    # Without these two a resumed run reads the epoch again up to where it was; with them it goes on there.
+    # Without these two a resumed run reads the epoch again up to where it was; with them it goes on
+    # there.
 
     def state_dict(self):
         return {"done": self.done}
@@ -98,7 +102,9 @@ def main():
     hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
-    brain = WaveBrain(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
+    brain = WaveBrain(
+        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+    )
     loading = {"num_workers": hparams["num_workers"]}
     result = brain.fit(
         hparams["epoch_counter"],
@@ -108,7 +114,9 @@ def main():
         valid_loader_kwargs={"batch_size": 50, **loading},
     )
     if result.epochs and ddpkit.if_main_process():
-        print(f"{result.optimizer_steps} optimizer steps in all; valid loss {result.valid_loss:.4f}")
+        print(
+            f"{result.optimizer_steps} optimizer steps in all; valid loss {result.valid_loss:.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python train.py hparams.yaml --grad_accumulation_factor=2           one process
     torchrun --standalone --nproc_per_node=2 train.py hparams.yaml      two
 
-Sequences have 4 to 60 characters. Batches are of similar lengths, padded, and all of about the same size.
+Sequences have 4 to 60 characters. Batches are of similar lengths, padded, and all of about the same
+size.
 """
 
 import random
@@ -16,7 +17,8 @@ from ddpkit.batch import PaddedBatch
 from ddpkit.metrics import Accuracy
 from ddpkit.sampler import DynamicBatchSampler
 
-# In float32 the loss of the last epoch would differ from one kind of CPU to another, by rounding alone.
+# In float32 the loss of the last epoch would differ from one kind of CPU to another, by rounding
+# alone.
 torch.set_default_dtype(torch.float64)
 
 CHARACTERS = "_ab()"  # by their numbers; the first is padding
@@ -24,7 +26,9 @@ DEEPEST = 4
 
 
 def tagged_sequences(size, seed):
-    """Return texts such as `a(b(ab))` as dicts of tensors, with the depth of each character as its tag."""
+    """Return texts such as `a(b(ab))` as dicts of tensors, with the depth of each character as its
+    tag.
+    """
     chance, samples = random.Random(seed), []
     for number in range(size):
         text, tags, depth = "", [], 0
@@ -50,7 +54,8 @@ class Tagger(ddpkit.Brain):
         real = torch.arange(longest, device=self.device) < (lengths * longest).round().unsqueeze(1)
         self.accuracy.update(predictions[real], tags[real])
         losses = cross_entropy(predictions.transpose(1, 2), tags, reduction="none")
-        return (losses * real).sum(), real.sum()  # not the mean: batches have different numbers of characters
+        # not the mean: batches have different numbers of characters
+        return (losses * real).sum(), real.sum()
 
     def on_stage_start(self, stage, epoch=None):
         self.accuracy = Accuracy()
@@ -62,7 +67,10 @@ class Tagger(ddpkit.Brain):
             return
         self.hparams.train_logger.log_stats({"epoch": epoch}, self.train_stats, stats)
         self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
-        self.last = f"{100 * stats['error']:.2f} % of the characters of the last validation have a wrong tag"
+        self.last = (
+            f"{100 * stats['error']:.2f} % of the characters of the last validation have a wrong "
+            "tag"
+        )
 
 
 def main():
@@ -82,7 +90,9 @@ def main():
         )
         for name, samples in data.items()
     }
-    brain = Tagger(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
+    brain = Tagger(
+        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+    )
     result = brain.fit(
         hparams["epoch_counter"],
         data["train"],

@@ -1,9 +1,9 @@
-"""Count what each process holds of the model under every strategy, after two steps; the fullest process is shown.
+"""Count what each process holds of the model under every strategy, after two steps; the fullest
+process is shown.
 
 python memory.py hparams.yaml --width=256 --depth=6
 torchrun --standalone --nproc_per_node=2 memory.py hparams.yaml --width=256 --depth=6
 """
-
 
 from train import Sorting, strings
 
@@ -14,7 +14,8 @@ WAYS = ("ddp", "zero1", "fsdp")
 
 def size(tensors):
     """Return how many megabytes of some tensors are in this process."""
-    own = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]  # of one that is sharded, its part
+    # of one that is sharded, its part
+    own = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
     return sum(one.numel() * one.element_size() for one in own) / 1e6
 
 
@@ -43,7 +44,10 @@ def main():
     hparams_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
     processes = ddpkit.distributed.get_world_size()
-    rows = ["| strategy | processes | parameters | gradients | optimizer state | together |", "|" + "---|" * 6]
+    rows = [
+        "| strategy | processes | parameters | gradients | optimizer state | together |",
+        "|" + "---|" * 6,
+    ]
     for way in WAYS if processes > 1 else ("single",):
         hparams = ddpkit.load_hparams(hparams_file, overrides)
         found = count(hparams, {**run_opts, "strategy": way})

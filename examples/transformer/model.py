@@ -6,7 +6,9 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Looks at all symbols so far, then works on each place by itself. The unit that repeats, and that fsdp shards."""
+    """Looks at all symbols so far, then works on each place by itself. The unit that repeats, and
+    that fsdp shards.
+    """
 
     def __init__(self, width, heads):
         super().__init__()
@@ -19,7 +21,9 @@ class Block(nn.Module):
 
     def forward(self, states):
         batch, length, width = states.shape
-        parts = self.looked_up(self.norm(states)).view(batch, length, 3, self.heads, width // self.heads)
+        parts = self.looked_up(self.norm(states)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         states = states + self.joined(seen.transpose(1, 2).reshape(states.shape))

@@ -2,8 +2,7 @@
 
 python train.py hparams.yaml                                                       one process
 torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --strategy=zero1    two, half of the optimizer each
-"""
-
+"""  # noqa: E501
 
 import torch
 from torch.nn import functional as F
@@ -18,7 +17,8 @@ class Sorting(ddpkit.Brain):
         question, answer = (part.to(self.device) for part in batch)
         between = torch.full_like(question[:, :1], BETWEEN)
         read = torch.cat([question, between, answer[:, :-1]], dim=1)
-        return self.modules.transformer(read)[:, -answer.shape[1] :]  # what it says from the sign between on
+        # what it says from the sign between on
+        return self.modules.transformer(read)[:, -answer.shape[1] :]
 
     def compute_objectives(self, predictions, batch, stage):
         return F.cross_entropy(predictions.transpose(1, 2), batch[1].to(self.device))
@@ -36,7 +36,9 @@ class Sorting(ddpkit.Brain):
         if stage is ddpkit.Stage.TRAIN:
             self.train_stats = stats
         elif stage is ddpkit.Stage.VALID:
-            self.hparams.train_logger.log_stats({"epoch": epoch}, self.train_stats, valid_stats=stats)
+            self.hparams.train_logger.log_stats(
+                {"epoch": epoch}, self.train_stats, valid_stats=stats
+            )
             # On every rank: with zero1 and fsdp each has a part of what is saved.
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["loss"])
 

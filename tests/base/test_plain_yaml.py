@@ -93,8 +93,20 @@ def test_k7_what_has_no_plain_form_is_stored_as_text_with_a_warning(caplog):
 
 
 def test_k7_what_older_libraries_wrote_is_understood():
-    meta = {"loss": np.float64(0.25), "epoch": np.int64(7), "big": np.float32(1.5), "shape": (1, 2), "p": Path("/a/b")}
-    assert load_plain_yaml(yaml.dump(meta)) == {"loss": 0.25, "epoch": 7, "big": 1.5, "shape": (1, 2), "p": "/a/b"}
+    meta = {
+        "loss": np.float64(0.25),
+        "epoch": np.int64(7),
+        "big": np.float32(1.5),
+        "shape": (1, 2),
+        "p": Path("/a/b"),
+    }
+    assert load_plain_yaml(yaml.dump(meta)) == {
+        "loss": 0.25,
+        "epoch": 7,
+        "big": 1.5,
+        "shape": (1, 2),
+        "p": "/a/b",
+    }
     assert isinstance(load_plain_yaml(yaml.dump({"t": torch.ones(2)}))["t"], UnreadableValue)
 
 
@@ -103,10 +115,19 @@ EVIL = [
     "!!python/object/apply:subprocess.check_output [[touch, {0}]]",
     "!!python/object/new:os.system ['touch {0}']",
     "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath ['{0}']]",
-    "!!python/object/new:type {{args: [x, !!python/tuple [], {{extend: !!python/name:exec }}], listitems: ['{0}']}}",
-    "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:numpy.dtype {{args: [O]}}, 'x']",
+    (
+        "!!python/object/new:type {{args: [x, !!python/tuple [], {{extend: !!python/name:exec }}], "
+        "listitems: ['{0}']}}"
+    ),
+    (
+        "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:numpy.dtype "
+        "{{args: [O]}}, 'x']"
+    ),
     "!!python/object/apply:numpy.dtype {{args: ['{0}'], state: [3, '<']}}",
-    "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:os.getcwd [], !!binary AAAA]",
+    (
+        "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:os.getcwd [], "
+        "!!binary AAAA]"
+    ),
     "!new:pathlib.Path.touch ['{0}']",
     "!apply:os.mknod ['{0}']",
     "!!python/name:os.system",
@@ -130,7 +151,9 @@ def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch, poisoned):
         called.append(suffix)
 
     monkeypatch.setattr(poisoned, "yaml_multi_constructors", {"!": construct, "tag:": construct})
-    monkeypatch.setattr(poisoned, "yaml_constructors", {None: lambda loader, node: called.append("x")})
+    monkeypatch.setattr(
+        poisoned, "yaml_constructors", {None: lambda loader, node: called.append("x")}
+    )
     assert yaml.safe_load("!new:x 3") is None
     assert len(called) == 1
     called.clear()
@@ -176,7 +199,13 @@ def test_k2_text_that_is_no_yaml_is_one_kind_of_error(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [1\nb: 2\n", r"while parsing a flow sequence .* expected ',' or '\]', but got ':' .* line 2, column 2:.*"),
+        (
+            "a: [1\nb: 2\n",
+            (
+                r"while parsing a flow sequence .* expected ',' or '\]', but got ':' .* line 2, "
+                r"column 2:.*"
+            ),
+        ),
         ("a: 1\nb: \x00", "unacceptable character #x0000: .*"),
         ("a: *b", "found undefined alias 'b' in .* line 1, column 4:.*"),
     ],
@@ -189,17 +218,61 @@ def test_text_that_is_no_yaml_is_told_with_its_line(text, words):
 TEXTS = st.one_of(st.text("aeoynstfAEN0123456789_./+-", max_size=45), st.text(max_size=20))
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3))
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
 )
 
 
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
-@example({"no": "yes", "off": "1e3", "1": ".5", "a": "2026-01-02", "b": "0x1F", "c": "1_000", "d": "~", "e": "-"})
-@example({"a": 1e22, "b": -0.0, "c": 5e-324, "d": float("-inf"), "e": 1 << 63, "f": "a/b.c", "g": {}, "h": [], "i": ""})
-@example({"null": None, "True": "null", "k": "Null", "m": ".nan", "n": "---", "o": "...", "p": "12e03", "q": "+"})
+@example(
+    {
+        "no": "yes",
+        "off": "1e3",
+        "1": ".5",
+        "a": "2026-01-02",
+        "b": "0x1F",
+        "c": "1_000",
+        "d": "~",
+        "e": "-",
+    }
+)
+@example(
+    {
+        "a": 1e22,
+        "b": -0.0,
+        "c": 5e-324,
+        "d": float("-inf"),
+        "e": 1 << 63,
+        "f": "a/b.c",
+        "g": {},
+        "h": [],
+        "i": "",
+    }
+)
+@example(
+    {
+        "null": None,
+        "True": "null",
+        "k": "Null",
+        "m": ".nan",
+        "n": "---",
+        "o": "...",
+        "p": "12e03",
+        "q": "+",
+    }
+)
 @example({"a": "it stopped..."})
 @example(
-    {"a": "x: y", "b": "#", "c": "- 1", "d": "{a", "e": "line\nline", "f": "\u2028\U0001f600\x7f", "=": "<<", "<<": "="}
+    {
+        "a": "x: y",
+        "b": "#",
+        "c": "- 1",
+        "d": "{a",
+        "e": "line\nline",
+        "f": "\u2028\U0001f600\x7f",
+        "=": "<<",
+        "<<": "=",
+    }
 )
 def test_what_is_written_is_read_as_it_was(value):
     found = load_plain_yaml(dump_plain_yaml(value))
@@ -207,6 +280,18 @@ def test_what_is_written_is_read_as_it_was(value):
 
 
 def test_a_line_of_the_file_is_an_entry():
-    value = {"unixtime": 1e9, "end-of-epoch": True, "WER": 3.5, "of": [1, 2.0, "x y"], "by": {"a": 1, "b": None}}
-    lines = ["unixtime: 1000000000.0", "end-of-epoch: true", "WER: 3.5", "of: [1, 2.0, x y]", "by: {a: 1, b: null}"]
+    value = {
+        "unixtime": 1e9,
+        "end-of-epoch": True,
+        "WER": 3.5,
+        "of": [1, 2.0, "x y"],
+        "by": {"a": 1, "b": None},
+    }
+    lines = [
+        "unixtime: 1000000000.0",
+        "end-of-epoch: true",
+        "WER: 3.5",
+        "of: [1, 2.0, x y]",
+        ("by: {a: 1, b: null}"),
+    ]
     assert dump_plain_yaml(value).splitlines() == lines

@@ -10,7 +10,9 @@ import pytest
 from ddpkit.base import has_ended, state_and_start
 from tests.launching import wait_until
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to look at")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="there is no /proc to look at"
+)
 
 
 @pytest.fixture
@@ -18,7 +20,9 @@ def start():
     started = []
 
     def start(*command):
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         started.append(process)
         return process
 
@@ -35,7 +39,9 @@ def born(process):
 def test_a_zombie_has_ended(start):
     process = start("true")
     started = born(process)
-    assert wait_until(lambda: has_ended(process.pid, started), 5), "nobody has asked for its exit code yet"
+    assert wait_until(lambda: has_ended(process.pid, started), 5), (
+        "nobody has asked for its exit code yet"
+    )
 
 
 def test_of_a_process_whose_start_nobody_knows_nothing_is_said():

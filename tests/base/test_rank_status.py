@@ -58,8 +58,12 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
 
 
 @pytest.mark.parametrize("with_nccl", [True, False])
-def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(monkeypatch, with_nccl):
-    """NCCL's collectives return at once; where Python waits is ``.item()``, which has no frame of its own."""
+def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(
+    monkeypatch, with_nccl
+):
+    """NCCL's collectives return at once; where Python waits is ``.item()``, which has no frame of
+    its own.
+    """
     lock = threading.Lock()
     monkeypatch.setattr(step, "norm_of_all", lambda _: SimpleNamespace(item=lock.acquire))
     lock.acquire()
@@ -68,7 +72,9 @@ def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(mon
     try:
         position = Position(main_thread=thread.ident, waits_for_device=with_nccl)
         end = time.monotonic() + 60
-        while "step.py" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
+        while (
+            "step.py" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end
+        ):
             time.sleep(0.01)
         found = position.own_status(0, 1.0, look=True)
     finally:
@@ -126,7 +132,8 @@ def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
         places.append(position.own_status(0, 0.0, look=False).place())
 
     stage = SimpleNamespace(stage=SimpleNamespace(name="VALID"))
-    progress = SimpleNamespace(epoch=3, step=7, optimizer_step=0, seen=stage)  # of a call of fit that is over
+    # of a call of fit that is over
+    progress = SimpleNamespace(epoch=3, step=7, optimizer_step=0, seen=stage)
     note()
     with position.inside(progress, "fit"):
         note()
@@ -154,13 +161,22 @@ def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
 
 
 def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
-    ranks = [RankStatus(n, "a", n, "TRAIN", 2, 9, 31.0, "train.py:1 in main", waits=True) for n in (0, 1, 2, 5)]
-    ranks += [RankStatus(3, "b", 33, "TRAIN", 2, 9, 40.0, "data.py:12 in load"), RankStatus(4, "b", 34, step=7)]
+    ranks = [
+        RankStatus(n, "a", n, "TRAIN", 2, 9, 31.0, "train.py:1 in main", waits=True)
+        for n in (0, 1, 2, 5)
+    ]
+    ranks += [
+        RankStatus(3, "b", 33, "TRAIN", 2, 9, 40.0, "data.py:12 in load"),
+        RankStatus(4, "b", 34, step=7),
+    ]
     lines = table(ranks, {4: 12.0}).splitlines()
     assert lines == [
         "rank 3 (b, pid 33): in TRAIN of epoch 2 at step 9, for 40 s at data.py:12 in load",
         "rank 4 (b, pid 34): silent for 12 s, last outside of fit and evaluate",
-        "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at train.py:1 in main",
+        (
+            "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at "
+            "train.py:1 in main"
+        ),
     ]
 
 
@@ -172,7 +188,9 @@ def test_around_an_evaluation_no_step_is_named():
 
 @pytest.mark.parametrize("file", ["comm/late_ranks.py", "renamed.py"])
 def test_a_marked_function_waits_for_others_whatever_its_file_is_called(file):
-    """Its line in the report is the user's, and behind it the function of ddpkit in which the rank waits."""
+    """Its line in the report is the user's, and behind it the function of ddpkit in which the rank
+    waits.
+    """
     lock = threading.Lock()
     work = SimpleNamespace(is_completed=lambda: True, wait=lock.acquire)
     await_late = moved(late_ranks, file)["await_late"]
@@ -182,7 +200,9 @@ def test_a_marked_function_waits_for_others_whatever_its_file_is_called(file):
 
     found = status_while_waiting(train, lock, until=PurePath(file).name)
     assert re.fullmatch(
-        rf"test_rank_status\.py:\d+ in train, which is in {PurePath(file).name}:\d+ in await_late", found.where
+        rf"test_rank_status\.py:\d+ in train, which is in {PurePath(file).name}:\d+ "
+        r"in await_late",
+        found.where,
     )
     assert found.waits
     assert "waiting for other ranks at test_rank_status.py" in table([found])
@@ -215,7 +235,9 @@ def test_a_function_beside_a_marked_one_does_not_wait_for_others():
 @pytest.mark.parametrize("with_nccl", [True, False])
 def test_a_read_of_a_number_in_a_renamed_file_waits_for_others_under_nccl(with_nccl):
     lock = threading.Lock()
-    gradient = SimpleNamespace(is_sparse=True, coalesce=lambda: SimpleNamespace(values=lock.acquire))
+    gradient = SimpleNamespace(
+        is_sparse=True, coalesce=lambda: SimpleNamespace(values=lock.acquire)
+    )
     dense = moved(step, "renamed.py")["_dense"]
 
     def train():
@@ -227,7 +249,9 @@ def test_a_read_of_a_number_in_a_renamed_file_waits_for_others_under_nccl(with_n
 
 
 def moved(module, file):
-    """Return the names of a module of ddpkit that was loaded once more, from a file of another name."""
+    """Return the names of a module of ddpkit that was loaded once more, from a file of another
+    name.
+    """
     path = f"/usr/lib/site-packages/ddpkit/{file}"
     names = {"__name__": module.__name__, "__file__": path}
     exec(compile(inspect.getsource(module), path, "exec"), names)
@@ -242,7 +266,10 @@ def status_while_waiting(function, lock, *, until, with_nccl=False):
     try:
         position = Position(main_thread=thread.ident, waits_for_device=with_nccl)
         end = time.monotonic() + 60
-        while f"which is in {until}" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
+        while (
+            f"which is in {until}" not in position.own_status(0, 1.0, look=True).where
+            and time.monotonic() < end
+        ):
             time.sleep(0.001)
         return position.own_status(0, 1.0, look=True)
     finally:
@@ -256,7 +283,9 @@ def test_files_of_a_user_in_a_clone_of_the_same_name_are_the_users():
     clone = package.parent.with_name("ddpkit")
     files = [clone / "optim.py", clone / "distributed.py", clone / "recipe" / "gathering.py"]
     found = {path.name: status_in(path) for path in files}
-    assert [(name, status.waits) for name, status in found.items()] == [(path.name, False) for path in files]
+    assert [(name, status.waits) for name, status in found.items()] == [
+        (path.name, False) for path in files
+    ]
     assert [name for name, status in found.items() if f"{name}:1 in" not in status.where] == []
     assert not is_library(str(package.with_name("ddpkit_recipes") / "train.py"))
 
@@ -271,7 +300,9 @@ def status_in(path):
     try:
         position = Position(main_thread=thread.ident, waits_for_device=True)
         end = time.monotonic() + 60
-        while path.name not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
+        while (
+            path.name not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end
+        ):
             time.sleep(0.001)
         return position.own_status(0, 1.0, look=True)
     finally:

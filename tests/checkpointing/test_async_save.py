@@ -27,7 +27,9 @@ from ddpkit.errors import CheckpointError, FolderInUseError
 
 
 class Gate(FileOperations):
-    """Holds the writing thread at its first large file until it is opened; fails then, if told so."""
+    """Holds the writing thread at its first large file until it is opened; fails then, if told
+    so.
+    """
 
     def __init__(self):
         self.open = threading.Event()
@@ -52,7 +54,9 @@ def gate(monkeypatch):
 
 
 def stamp(model, value):
-    """Give all values of a model one number, so that a mixture of two states can be seen anywhere."""
+    """Give all values of a model one number, so that a mixture of two states can be seen
+    anywhere.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
@@ -63,7 +67,9 @@ def stamps_in(path):
 
 
 def saver_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpkit saves")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("ddpkit saves")
+    ]
 
 
 @pytest.fixture
@@ -84,7 +90,7 @@ def names(checkpointer):
     return sorted(path.name for path in checkpointer.checkpoints_dir.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------ the thread
+# --------------------------------------------------------------------------------------- the thread
 
 
 def test_the_thread_lives_while_there_is_work_and_its_error_comes_out_once():
@@ -98,7 +104,7 @@ def test_the_thread_lives_while_there_is_work_and_its_error_comes_out_once():
     background.wait()
 
 
-# ------------------------------------------------------------------------------------------------ saving
+# ------------------------------------------------------------------------------------------- saving
 
 
 def test_a_default_device_of_the_recipe_is_not_that_of_the_copies(checkpointer, model):
@@ -112,7 +118,9 @@ def test_a_default_device_of_the_recipe_is_not_that_of_the_copies(checkpointer, 
     assert stamps_in(saved.paramfiles["model"]) == {1}
 
 
-def test_where_the_system_grants_no_thread_the_save_fails_and_the_next_one_does_not(checkpointer, monkeypatch):
+def test_where_the_system_grants_no_thread_the_save_fails_and_the_next_one_does_not(
+    checkpointer, monkeypatch
+):
     with monkeypatch.context() as patched:
         start = threading.Thread.start
 
@@ -130,7 +138,9 @@ def test_where_the_system_grants_no_thread_the_save_fails_and_the_next_one_does_
     assert names(checkpointer) == ["CKPT+next"]
 
 
-def test_the_working_directory_may_change_while_a_relative_folder_is_written(tmp_path, monkeypatch, model, gate):
+def test_the_working_directory_may_change_while_a_relative_folder_is_written(
+    tmp_path, monkeypatch, model, gate
+):
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer("save", {"model": model})
     checkpointer.asynchronous = True
@@ -158,7 +168,9 @@ def test_a_save_returns_before_anything_large_is_written(checkpointer, gate):
     assert (found, found.meta, found.paramfiles) == (saved, saved.meta, saved.paramfiles)
 
 
-def test_what_is_on_the_disk_is_the_state_at_the_call_though_training_goes_on(checkpointer, gate, model):
+def test_what_is_on_the_disk_is_the_state_at_the_call_though_training_goes_on(
+    checkpointer, gate, model
+):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     checkpointer.add_recoverable("optimizer", optimizer)
     paths = []
@@ -215,12 +227,18 @@ def test_loading_waits_for_the_save_too(checkpointer, gate, model):
     assert model[0].weight.unique().tolist() == [7.0]
 
 
-def test_names_of_the_same_second_count_the_one_that_is_still_written(checkpointer, monkeypatch, gate):
+def test_names_of_the_same_second_count_the_one_that_is_still_written(
+    checkpointer, monkeypatch, gate
+):
     monkeypatch.setattr(folder.time, "strftime", lambda *form: "2026-01-02+03-04-05")
     gate.open.set()
     saved = [checkpointer.save_checkpoint().path.name for _ in range(3)]
     checkpointer.wait()
-    assert saved == names(checkpointer) == [f"CKPT+2026-01-02+03-04-05+0{number}" for number in range(3)]
+    assert (
+        saved
+        == names(checkpointer)
+        == [f"CKPT+2026-01-02+03-04-05+0{number}" for number in range(3)]
+    )
 
 
 def test_two_checkpointers_of_one_folder_do_not_disturb_each_other(checkpointer, gate, model):
@@ -268,13 +286,16 @@ def test_other_savers_write_before_the_call_returns(checkpointer, gate):
 def test_the_files_are_those_of_a_synchronous_save(tmp_path, model):
     for asynchronous in (False, True):
         checkpointer = Checkpointer(
-            tmp_path / str(asynchronous), {"model": model, "sgd": torch.optim.SGD([nn.Parameter(torch.ones(3))])}
+            tmp_path / str(asynchronous),
+            {"model": model, "sgd": torch.optim.SGD([nn.Parameter(torch.ones(3))])},
         )
         checkpointer.asynchronous = asynchronous
         checkpointer.save_checkpoint(meta={"unixtime": 5.0}, name="a")
         checkpointer.wait()
     one, two = tmp_path / "False" / "CKPT+a", tmp_path / "True" / "CKPT+a"
-    assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}
+    assert {p.name: p.read_bytes() for p in one.iterdir()} == {
+        p.name: p.read_bytes() for p in two.iterdir()
+    }
 
 
 def test_memory_is_given_back_when_it_is_switched_off(checkpointer):
@@ -286,10 +307,14 @@ def test_memory_is_given_back_when_it_is_switched_off(checkpointer):
     assert not checkpointer._memory._kept
 
 
-def test_where_memory_is_short_the_save_waits_and_says_so_once(checkpointer, monkeypatch, caplog, model):
+def test_where_memory_is_short_the_save_waits_and_says_so_once(
+    checkpointer, monkeypatch, caplog, model
+):
     monkeypatch.setattr(async_save, "available_bytes", lambda: 1000)
     ran = []
-    checkpointer.add_recoverable("other", {}, lambda *_: None, lambda obj, path: ran.append(path.write_text("x")))
+    checkpointer.add_recoverable(
+        "other", {}, lambda *_: None, lambda obj, path: ran.append(path.write_text("x"))
+    )
     stamp(model, 6)
     for _ in range(2):
         saved = checkpointer.save_checkpoint()
@@ -298,10 +323,13 @@ def test_where_memory_is_short_the_save_waits_and_says_so_once(checkpointer, mon
         assert verify(saved.path) == []
     assert stamps_in(saved.path / "model.ckpt") == {6.0}
     assert len(ran) == 2
-    assert caplog.text.count("written while training waits, because the state cannot be copied first") == 1
+    assert (
+        caplog.text.count("written while training waits, because the state cannot be copied first")
+        == 1
+    )
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def fail_in_the_background(checkpointer, gate):
@@ -325,7 +353,11 @@ def fail_in_the_background(checkpointer, gate):
 )
 def test_the_next_call_raises_what_went_wrong_once(checkpointer, gate, call):
     bad = fail_in_the_background(checkpointer, gate)
-    with pytest.raises(CheckpointError, match=r"cannot save .*CKPT\+bad: .*no space left .* bytes needed") as raised:
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot save .*CKPT\+bad: .*no space left .* "
+        r"bytes needed",
+    ) as raised:
         call(checkpointer)
     assert raised.value.__cause__.errno == errno.ENOSPC
     gate.error = None
@@ -340,7 +372,9 @@ def test_the_bytes_needed_are_those_of_the_state(checkpointer, gate, model):
         checkpointer.asynchronous = asynchronous
         gate.error = errno.ENOSPC
         gate.open.set()
-        with pytest.raises(CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free"):
+        with pytest.raises(
+            CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free"
+        ):
             checkpointer.save_checkpoint() and checkpointer.wait()
 
 
@@ -368,7 +402,9 @@ def test_with_warn_a_save_that_cannot_even_begin_returns_none(checkpointer, capl
     assert "Training goes on." in caplog.text
 
 
-def test_with_warn_a_retention_that_fails_does_not_take_the_checkpoint_back(checkpointer, monkeypatch, caplog):
+def test_with_warn_a_retention_that_fails_does_not_take_the_checkpoint_back(
+    checkpointer, monkeypatch, caplog
+):
     checkpointer.on_error, checkpointer.asynchronous = "warn", False
     checkpointer.save_checkpoint(name="old", meta={"unixtime": 1})
 
@@ -409,7 +445,9 @@ def test_a_state_that_could_not_be_loaded_again_is_refused_in_the_background(che
 
     checkpointer.add_recoverable("odd", Odd())
     checkpointer.save_checkpoint()
-    with pytest.raises(CheckpointError, match="recoverable 'odd': CheckpointError: its state holds pathlib"):
+    with pytest.raises(
+        CheckpointError, match="recoverable 'odd': CheckpointError: its state holds pathlib"
+    ):
         checkpointer.wait()
     assert names(checkpointer) == []
 
@@ -437,7 +475,7 @@ def test_a_run_that_has_lost_the_folder_changes_nothing_in_it(checkpointer, monk
     assert names(checkpointer) == before
 
 
-# ------------------------------------------------------------------------------------------------ ends of all kinds
+# -------------------------------------------------------------------------------- ends of all kinds
 
 
 def test_a_checkpointer_that_is_collected_finishes_its_save_first(tmp_path, model, gate):
@@ -506,7 +544,9 @@ SCRIPT = """
         ("os.kill(os.getpid(), 9)", -9, ["CKPT+one"]),
     ],
 )
-def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that_alone(tmp_path, end, code, kept):
+def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that_alone(
+    tmp_path, end, code, kept
+):
     script = textwrap.dedent(SCRIPT) + end + "\n"
     seconds = "600" if "kill" in end else "0.5"
     command = [sys.executable, "-c", script, tmp_path / "save", seconds]
@@ -529,7 +569,9 @@ def test_forked_loader_workers_are_not_disturbed_and_disturb_nothing(checkpointe
     assert verify(saved.path) == []
 
 
-@pytest.mark.parametrize("use", [lambda c: None, lambda c: c.wait(), lambda c: c.list_checkpoints()])
+@pytest.mark.parametrize(
+    "use", [lambda c: None, lambda c: c.wait(), lambda c: c.list_checkpoints()]
+)
 def test_a_forked_process_has_nothing_to_wait_for(checkpointer, gate, use):
     saved = checkpointer.save_checkpoint()
     assert gate.waiting.wait(60)

@@ -196,7 +196,7 @@ def test_a_state_that_cannot_be_copied_raises_what_copying_raises():
         SnapshotMemory().take({"a": {"f": threading.Lock()}})
 
 
-# ------------------------------------------------------------------------------------------------ available memory
+# --------------------------------------------------------------------------------- available memory
 
 
 def write(root, files):

@@ -62,7 +62,7 @@ def flip_a_byte(path):
     path.write_bytes(content)
 
 
-# ------------------------------------------------------------------------------------------------ layout
+# ------------------------------------------------------------------------------------------- layout
 
 
 def test_the_layout_is_that_of_the_contract(checkpointer):
@@ -72,7 +72,11 @@ def test_the_layout_is_that_of_the_contract(checkpointer):
     assert len(date) == 10
     assert len(clock) == 8
     assert number == "00"
-    assert sorted(path.name for path in ckpt.path.iterdir()) == ["CKPT.yaml", "manifest.json", "value.ckpt"]
+    assert sorted(path.name for path in ckpt.path.iterdir()) == [
+        "CKPT.yaml",
+        "manifest.json",
+        "value.ckpt",
+    ]
     text = (ckpt.path / "CKPT.yaml").read_text()
     assert text.startswith("# yamllint disable\n")
     meta = yaml.safe_load(text)
@@ -110,7 +114,9 @@ def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
     assert names(checkpointer) == []
 
 
-@pytest.mark.parametrize("name", ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."])
+@pytest.mark.parametrize(
+    "name", ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."]
+)
 def test_any_other_name_will_do(tmp_path, name):
     checkpointer = Checkpointer(tmp_path, {name: Value(3), f"{name[:100]}x": nn.Linear(1, 1)})
     checkpointer.save_checkpoint(name=name)
@@ -118,12 +124,17 @@ def test_any_other_name_will_do(tmp_path, name):
     other = Checkpointer(tmp_path, {name: Value(), f"{name[:100]}x": nn.Linear(1, 1)})
     assert other.recover_if_possible() == saved
     assert other.recoverables[name].value == 3
-    assert other.recoverables[f"{name[:100]}x"].weight == checkpointer.recoverables[f"{name[:100]}x"].weight
+    assert (
+        other.recoverables[f"{name[:100]}x"].weight
+        == checkpointer.recoverables[f"{name[:100]}x"].weight
+    )
     other.delete_checkpoints(num_to_keep=0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_optimizer_does_not_take_the_place_of_a_module_nor_a_module_that_of_an_optimizer(tmp_path):
+def test_an_optimizer_does_not_take_the_place_of_a_module_nor_a_module_that_of_an_optimizer(
+    tmp_path,
+):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     for first, second in ((model, optimizer), (optimizer, model)):
@@ -149,7 +160,9 @@ def test_the_folder_is_made_at_construction_with_its_parents(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="checkpoints_dir='.*file/save' cannot be written: Not a directory"):
+    with pytest.raises(
+        ConfigError, match="checkpoints_dir='.*file/save' cannot be written: Not a directory"
+    ):
         Checkpointer(tmp_path / "file" / "save")
 
 
@@ -183,14 +196,16 @@ def test_checkpoints_are_equal_and_hash_by_path():
     assert one != ("a", {}, {})
 
 
-# ------------------------------------------------------------------------------------------------ round trip
+# --------------------------------------------------------------------------------------- round trip
 
 
 def test_everything_comes_back(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    checkpointer = Checkpointer(tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    checkpointer = Checkpointer(
+        tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    )
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     scheduler.step()
@@ -238,7 +253,12 @@ def test_custom_hooks_go_before_those_of_the_class(tmp_path):
 
     value = Value()
     for checkpointer in (
-        Checkpointer(tmp_path / "a", {"v": value}, custom_load_hooks={"v": loader}, custom_save_hooks={"v": saver}),
+        Checkpointer(
+            tmp_path / "a",
+            {"v": value},
+            custom_load_hooks={"v": loader},
+            custom_save_hooks={"v": saver},
+        ),
         Checkpointer(tmp_path / "b"),
     ):
         checkpointer.add_recoverable("v2", value, custom_load_hook=loader, custom_save_hook=saver)
@@ -304,16 +324,24 @@ def test_k7_listing_a_hostile_checkpoint_runs_nothing(checkpointer, tmp_path):
     target = tmp_path / "touched"
     evil = checkpointer.checkpoints_dir / "CKPT+evil"
     evil.mkdir()
-    (evil / "CKPT.yaml").write_text(f"unixtime: 1\na: !!python/object/apply:os.system ['touch {target}']\n")
+    (evil / "CKPT.yaml").write_text(
+        f"unixtime: 1\na: !!python/object/apply:os.system ['touch {target}']\n"
+    )
     assert [ckpt.path.name for ckpt in checkpointer.list_checkpoints()] == ["CKPT+evil"]
-    assert checkpointer.find_checkpoint(max_key="a").path.name == "CKPT+evil"  # has the key, though no number
+    # has the key, though no number
+    assert checkpointer.find_checkpoint(max_key="a").path.name == "CKPT+evil"
     assert not target.exists()
 
 
 def test_a_checkpoint_made_by_speechbrain_is_loaded(tmp_path):
     path = tmp_path / "CKPT+2025-01-02+03-04-05+00"
     path.mkdir()
-    meta = {"unixtime": 1735786800.5, "end-of-epoch": True, "WER": np.float64(12.5), "shape": (1, 2)}
+    meta = {
+        "unixtime": 1735786800.5,
+        "end-of-epoch": True,
+        "WER": np.float64(12.5),
+        "shape": (1, 2),
+    }
     (path / "CKPT.yaml").write_text("# yamllint disable\n" + yaml.dump(meta))
     old = nn.Linear(2, 1)
     torch.save(old.state_dict(), path / "model.ckpt")
@@ -330,7 +358,7 @@ def test_a_checkpoint_made_by_speechbrain_is_loaded(tmp_path):
         checkpointer.recover_if_possible()
 
 
-# ------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------ finding
 
 
 def test_the_newest_is_best_unless_told_otherwise(checkpointer):
@@ -339,10 +367,17 @@ def test_the_newest_is_best_unless_told_otherwise(checkpointer):
     assert checkpointer.find_checkpoint().meta["n"] == 0
     assert checkpointer.find_checkpoint(max_key="n").meta["n"] == 2
     assert checkpointer.find_checkpoint(min_key="n").meta["n"] == 0
-    assert checkpointer.find_checkpoint(importance_key=lambda ckpt: -abs(ckpt.meta["n"] - 1)).meta["n"] == 1
-    assert checkpointer.find_checkpoint(ckpt_predicate=lambda ckpt: ckpt.meta["n"] > 0).meta["n"] == 1
+    assert (
+        checkpointer.find_checkpoint(importance_key=lambda ckpt: -abs(ckpt.meta["n"] - 1)).meta["n"]
+        == 1
+    )
+    assert (
+        checkpointer.find_checkpoint(ckpt_predicate=lambda ckpt: ckpt.meta["n"] > 0).meta["n"] == 1
+    )
     assert [ckpt.meta["n"] for ckpt in checkpointer.find_checkpoints(max_key="n")] == [2, 1, 0]
-    assert [ckpt.meta["n"] for ckpt in checkpointer.find_checkpoints(max_key="n", max_num_checkpoints=2)] == [2, 1]
+    assert [
+        ckpt.meta["n"] for ckpt in checkpointer.find_checkpoints(max_key="n", max_num_checkpoints=2)
+    ] == [2, 1]
     assert checkpointer.find_checkpoints(max_num_checkpoints=0) == []
     assert checkpointer.find_checkpoint(max_key="no such key") is None
     assert sorted(map(ckpt_recency, checkpointer.list_checkpoints())) == [98.0, 99.0, 100.0]
@@ -363,14 +398,20 @@ def test_among_equals_the_newest_is_best(checkpointer):
 
 
 def test_two_kinds_of_keys_are_an_error(checkpointer):
-    for method in (checkpointer.find_checkpoint, checkpointer.recover_if_possible, checkpointer.find_checkpoints):
+    for method in (
+        checkpointer.find_checkpoint,
+        checkpointer.recover_if_possible,
+        checkpointer.find_checkpoints,
+    ):
         with pytest.raises(ValueError, match="max_key and min_key are given"):
             method(max_key="a", min_key="b")
     with pytest.raises(ValueError, match="islice"):
         checkpointer.find_checkpoints(max_num_checkpoints=-1)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), None, "low", torch.tensor(float("nan")), torch.ones(2), [1]])
+@pytest.mark.parametrize(
+    "bad", [float("nan"), None, "low", torch.tensor(float("nan")), torch.ones(2), [1]]
+)
 def test_k6_what_is_no_number_ranks_worst(checkpointer, bad):
     for n, loss in enumerate([3.0, bad, 1.0, bad, 2.0]):
         save(checkpointer, n=n, loss=loss)
@@ -378,11 +419,17 @@ def test_k6_what_is_no_number_ranks_worst(checkpointer, bad):
     assert [c.meta["n"] for c in checkpointer.find_checkpoints(max_key="loss")] == [0, 4, 2, 3, 1]
 
 
-@pytest.mark.parametrize("importance", [lambda c: c.meta["loss"], lambda c: (c.meta["loss"], c.meta["n"])])
+@pytest.mark.parametrize(
+    "importance", [lambda c: c.meta["loss"], lambda c: (c.meta["loss"], c.meta["n"])]
+)
 def test_k6_nan_ranks_worst_by_an_importance_key_too(checkpointer, importance):
     for n, loss in enumerate([3.0, float("nan"), 1.0]):
         save(checkpointer, n=n, loss=loss)
-    assert [c.meta["n"] for c in checkpointer.find_checkpoints(importance_key=importance)] == [0, 2, 1]
+    assert [c.meta["n"] for c in checkpointer.find_checkpoints(importance_key=importance)] == [
+        0,
+        2,
+        1,
+    ]
 
 
 def test_k6_tensor_metrics_are_numbers(checkpointer):
@@ -391,7 +438,7 @@ def test_k6_tensor_metrics_are_numbers(checkpointer):
     assert [c.meta["n"] for c in checkpointer.find_checkpoints(min_key="loss")] == [1, 2, 0]
 
 
-# ------------------------------------------------------------------------------------------------ deleting
+# ----------------------------------------------------------------------------------------- deleting
 
 
 def test_k6_nan_never_deletes_the_best(checkpointer):
@@ -436,7 +483,12 @@ def test_only_what_matches_the_predicate_or_has_the_key_is_deleted(checkpointer)
 
 def test_save_and_keep_only_returns_nothing_and_keeps_the_newest_as_well(checkpointer):
     for n, loss in enumerate([1.0, 2.0, 3.0]):
-        assert checkpointer.save_and_keep_only(meta={"n": n, "loss": loss, "unixtime": n}, min_keys=["loss"]) is None
+        assert (
+            checkpointer.save_and_keep_only(
+                meta={"n": n, "loss": loss, "unixtime": n}, min_keys=["loss"]
+            )
+            is None
+        )
     assert values(checkpointer) == [0, 2]
     checkpointer.save_and_keep_only(meta={"n": 3, "loss": 9.0, "unixtime": 3}, num_to_keep=0)
     assert values(checkpointer) == []
@@ -460,7 +512,11 @@ def test_k5_a_save_lists_the_folder_a_constant_number_of_times(checkpointer):
     active = True
 
     def hook(event, args):
-        if active and event in {"os.listdir", "os.scandir"} and Path(str(args[0])) == checkpointer.checkpoints_dir:
+        if (
+            active
+            and event in {"os.listdir", "os.scandir"}
+            and Path(str(args[0])) == checkpointer.checkpoints_dir
+        ):
             listings.append(args[0])
 
     sys.addaudithook(hook)  # cannot be taken away again: `active` ends it
@@ -485,7 +541,7 @@ def test_k11_saving_under_a_name_again_leaves_no_stale_file(tmp_path):
     assert names(checkpointer) == ["CKPT+x"]
 
 
-# ------------------------------------------------------------------------------------------------ missing files
+# ------------------------------------------------------------------------------------ missing files
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -529,7 +585,9 @@ def test_nothing_is_loaded_when_something_is_missing(tmp_path):
 def test_a_loader_that_fails_is_named(checkpointer):
     checkpointer.save_checkpoint()
     checkpointer.custom_load_hooks["value"] = lambda obj, path, end: 1 / 0
-    with pytest.raises(CheckpointError, match=r"'value' from .*value.ckpt: ZeroDivisionError") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"'value' from .*value.ckpt: ZeroDivisionError"
+    ) as raised:
         checkpointer.recover_if_possible()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
@@ -541,7 +599,7 @@ def test_recoverables_must_be_a_mapping(checkpointer, tmp_path):
         Checkpointer(tmp_path, [Value()])
 
 
-# ------------------------------------------------------------------------------------------------ damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def remove_file(ckpt):
@@ -584,7 +642,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_k2_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(checkpointer, value, caplog, damage):
+def test_k2_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(
+    checkpointer, value, caplog, damage
+):
     good = save(checkpointer, 1, n=1)
     bad = save(checkpointer, 2, n=2)
     damage(bad)
@@ -601,7 +661,11 @@ def test_k2_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(checkpoin
 def test_k2_a_run_does_not_start_from_scratch_without_a_word(checkpointer, value, damage):
     bad = save(checkpointer, 2)
     damage(bad)
-    for method in (checkpointer.recover_if_possible, checkpointer.find_checkpoint, checkpointer.find_checkpoints):
+    for method in (
+        checkpointer.recover_if_possible,
+        checkpointer.find_checkpoint,
+        checkpointer.find_checkpoints,
+    ):
         with pytest.raises(CheckpointError, match="is whole") as raised:
             method()
         assert bad.path.name in str(raised.value)
@@ -669,7 +733,7 @@ def test_other_directories_and_files_are_no_checkpoints(checkpointer):
     assert names(checkpointer) == ["CKPT+empty", "CKPT+file", "other"]
 
 
-# ------------------------------------------------------------------------------------------------ failed saves
+# ------------------------------------------------------------------------------------- failed saves
 
 
 def test_k1_a_saver_that_fails_leaves_nothing_and_names_itself(checkpointer):
@@ -737,7 +801,7 @@ def test_k1_death_between_the_two_renames_loses_nothing(checkpointer, value, mon
     assert value.value == 1
 
 
-# ------------------------------------------------------------------------------------------------ averaging
+# ---------------------------------------------------------------------------------------- averaging
 
 
 def test_k14_averaging_changes_no_input_and_keeps_counters():
@@ -772,7 +836,9 @@ def test_k14_averaging_changes_no_input_and_keeps_counters():
 
 def test_k14_half_precision_does_not_overflow():
     states = [{"w": torch.tensor([60000.0], dtype=torch.float16)}] * 3
-    assert average_state_dicts(states)["w"].item() == torch.tensor(60000.0, dtype=torch.float16).item()
+    assert (
+        average_state_dicts(states)["w"].item() == torch.tensor(60000.0, dtype=torch.float16).item()
+    )
 
 
 @pytest.mark.parametrize(
@@ -811,7 +877,9 @@ def test_averaging_checkpoints(tmp_path):
         calls.append(map_location)
         return path
 
-    assert average_checkpoints(found, "model", loader, list) == [ckpt.paramfiles["model"] for ckpt in found]
+    assert average_checkpoints(found, "model", loader, list) == [
+        ckpt.paramfiles["model"] for ckpt in found
+    ]
     assert calls == ["cpu"] * 3
     with pytest.raises(CheckpointError, match="no file for 'other'"):
         average_checkpoints(found, "other")
@@ -820,8 +888,19 @@ def test_averaging_checkpoints(tmp_path):
 def test_recipes_import_it_all_from_here():
     for name in checkpoints.__all__:
         assert hasattr(checkpoints, name)
-    wanted = {"Checkpointer", "DEFAULT_LOAD_HOOKS", "DEFAULT_SAVE_HOOKS", "DEFAULT_TRANSFER_HOOKS", "torch_save"}
-    wanted |= {"torch_recovery", "torch_parameter_transfer", "mark_as_transfer", "register_checkpoint_hooks"}
+    wanted = {
+        "Checkpointer",
+        "DEFAULT_LOAD_HOOKS",
+        "DEFAULT_SAVE_HOOKS",
+        "DEFAULT_TRANSFER_HOOKS",
+        "torch_save",
+    }
+    wanted |= {
+        "torch_recovery",
+        "torch_parameter_transfer",
+        "mark_as_transfer",
+        "register_checkpoint_hooks",
+    }
     assert wanted <= set(checkpoints.__all__)
 
 
@@ -835,7 +914,7 @@ def test_a_key_that_no_checkpoint_has_is_worth_a_warning(checkpointer, caplog):
     assert "has 'eror' in its meta: nothing is loaded" in caplog.messages[-1]
 
 
-# ------------------------------------------------------------------------------------------------ a clock that jumps
+# ------------------------------------------------------------------------------- a clock that jumps
 
 
 def test_a_clock_that_is_set_back_does_not_make_the_newest_old(tmp_path, monkeypatch):
@@ -870,10 +949,12 @@ def test_what_a_replacement_has_left_does_not_stop_a_deletion(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------ relative folders
+# --------------------------------------------------------------------------------- relative folders
 
 
-def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(tmp_path, monkeypatch):
+def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(
+    tmp_path, monkeypatch
+):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     value = Value(1)
@@ -898,7 +979,9 @@ def test_a_folder_keeps_its_links(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Checkpointer("run/save").checkpoints_dir == tmp_path / "run" / "save"
     beside = Checkpointer("run/../save")
-    assert beside.checkpoints_dir.samefile(tmp_path / "far" / "save"), "as the system reads it: beside what it links to"
+    assert beside.checkpoints_dir.samefile(tmp_path / "far" / "save"), (
+        "as the system reads it: beside what it links to"
+    )
 
 
 def test_a_relative_path_to_resume_from_is_found_once_more_from_elsewhere(tmp_path, monkeypatch):
@@ -913,7 +996,7 @@ def test_a_relative_path_to_resume_from_is_found_once_more_from_elsewhere(tmp_pa
     assert checkpointer.last_loaded == tmp_path / "old" / "CKPT+a"
 
 
-# ------------------------------------------------------------------------------------------------ what is not taken up
+# ----------------------------------------------------------------------------- what is not taken up
 
 
 def test_what_no_recoverable_has_taken_up_is_known(tmp_path):
@@ -931,7 +1014,7 @@ def test_what_no_recoverable_has_taken_up_is_known(tmp_path):
     assert checkpointer.not_taken == ()
 
 
-# ------------------------------------------------------------------------------------------------ 8 bits
+# ------------------------------------------------------------------------------------------- 8 bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -949,7 +1032,9 @@ def test_a_name_is_not_used_again_within_a_second(checkpointer, monkeypatch):
     assert found == [f"CKPT+2026-01-02+03-04-05+{number:02d}" for number in range(3)]
 
 
-def test_the_name_of_a_checkpoint_of_an_earlier_process_is_not_used_again_either(checkpointer, monkeypatch):
+def test_the_name_of_a_checkpoint_of_an_earlier_process_is_not_used_again_either(
+    checkpointer, monkeypatch
+):
     monkeypatch.setattr(checkpoint_folder.time, "strftime", lambda *_: "2026-01-02+03-04-05")
     checkpointer.save_checkpoint()
     again = Checkpointer(checkpointer.checkpoints_dir, {"value": Value()})
@@ -967,7 +1052,9 @@ def test_a_checkpoint_that_was_saved_under_the_name_of_another_is_another(checkp
     assert {second: "loss"}[checkpointer.find_checkpoint()] == "loss"
 
 
-def test_a_save_in_the_second_of_one_by_another_process_takes_a_free_name(tmp_path, value, monkeypatch):
+def test_a_save_in_the_second_of_one_by_another_process_takes_a_free_name(
+    tmp_path, value, monkeypatch
+):
     monkeypatch.setattr("time.strftime", lambda *_: "2020-01-01+00-00-00")
     first, second = (Checkpointer(tmp_path, {"value": value}).save_checkpoint() for _ in range(2))
     assert [one.path.name[-2:] for one in (first, second)] == ["00", "01"]

@@ -73,7 +73,7 @@ def make_counter(**options):
     return Counter
 
 
-# ------------------------------------------------------------------------------------------------ marks
+# -------------------------------------------------------------------------------------------- marks
 
 
 @pytest.mark.parametrize("options", [{}, {"save_on_main_only": True}, {"save_on_main_only": False}])
@@ -87,7 +87,9 @@ def test_marked_methods_become_the_hooks_of_the_class(tmp_path, options):
     assert loaded.count == 4
     find_transfer_hook(loaded)(loaded, path)
     assert loaded.count == -3
-    assert saves_on_every_rank(find_save_hook(loaded)) == (options.get("save_on_main_only") is False)
+    assert saves_on_every_rank(find_save_hook(loaded)) == (
+        options.get("save_on_main_only") is False
+    )
 
 
 def test_the_nearest_class_with_a_hook_or_speechbrain_s_mark_decides(tmp_path):
@@ -201,7 +203,11 @@ def test_a_module_with_marked_methods_uses_them_instead_of_torchs():
         (mark_as_saver, lambda self, path, more=1: None, lambda self, path, more: None),
         (mark_as_saver, lambda *args: None, lambda: None),
         (mark_as_loader, lambda self, path, end_of_epoch: None, lambda self, path: None),
-        (mark_as_loader, lambda self, path, end_of_epoch, device=None: None, lambda self, path, *, end_of_epoch: None),
+        (
+            mark_as_loader,
+            lambda self, path, end_of_epoch, device=None: None,
+            lambda self, path, *, end_of_epoch: None,
+        ),
         (mark_as_transfer, lambda self, path: None, lambda self, path, end_of_epoch: None),
     ],
 )
@@ -225,7 +231,7 @@ def test_two_methods_with_one_mark_are_an_error():
         register_checkpoint_hooks(Two)
 
 
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 def test_tables_are_extended_from_outside_and_looked_up_by_mro():
@@ -280,7 +286,7 @@ def test_an_object_that_nothing_can_save_has_no_hook():
     assert find_load_hook([1]) is None
 
 
-# ------------------------------------------------------------------------------------------------ torch
+# -------------------------------------------------------------------------------------------- torch
 
 
 def schedulers(optimizer):
@@ -291,7 +297,9 @@ def schedulers(optimizer):
     yield lr.CyclicLR(optimizer, 0.1, 0.2, scale_fn=lambda x: 1.0)
     yield lr.OneCycleLR(optimizer, 0.1, 10)
     yield lr.LambdaLR(optimizer, lambda step: 0.5**step)
-    yield lr.SequentialLR(optimizer, [lr.ConstantLR(optimizer), lr.ExponentialLR(optimizer, 0.5)], [2])
+    yield lr.SequentialLR(
+        optimizer, [lr.ConstantLR(optimizer), lr.ExponentialLR(optimizer, 0.5)], [2]
+    )
 
 
 @pytest.mark.parametrize("number", range(7))
@@ -307,7 +315,8 @@ def test_every_scheduler_of_torch_is_saved_and_loaded(tmp_path, number):
         needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         scheduler.step(1.0) if needs_metric else scheduler.step()
 
-    warnings.simplefilter("ignore")  # torch's own, about the order of steps and deprecated arguments
+    # torch's own, about the order of steps and deprecated arguments
+    warnings.simplefilter("ignore")
     optimizer, scheduler = make()
     for _ in range(3):
         step(optimizer, scheduler)
@@ -319,7 +328,9 @@ def test_every_scheduler_of_torch_is_saved_and_loaded(tmp_path, number):
     for _ in range(3):
         step(optimizer, scheduler)
         step(other_optimizer, other_scheduler)
-        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in other_optimizer.param_groups]
+        assert [g["lr"] for g in optimizer.param_groups] == [
+            g["lr"] for g in other_optimizer.param_groups
+        ]
 
 
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path):
@@ -364,7 +375,9 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
         def load_state_dict(self, state):
             pass
 
-    with pytest.raises(CheckpointError, match="numpy.*could not be loaded again without running code"):
+    with pytest.raises(
+        CheckpointError, match="numpy.*could not be loaded again without running code"
+    ):
         torch_save(Odd(), tmp_path / "odd.ckpt")
 
 
@@ -377,7 +390,9 @@ def test_a_module_of_another_size_names_some_parameters_with_both_shapes_and_wha
     assert "0.weight" in lines[1]
     assert "[2, 2]" in lines[1]
     assert "[3, 3]" in lines[1]
-    assert lines[6].startswith("\t... and 3 more. Make it as it was when this was saved. Or begin anew from")
+    assert lines[6].startswith(
+        "\t... and 3 more. Make it as it was when this was saved. Or begin anew from"
+    )
     assert len(lines) == 7
 
 
@@ -396,7 +411,11 @@ def test_an_optimizer_of_an_older_version_or_with_entries_of_a_recipe_is_loaded(
 def test_a_state_that_does_not_fit_names_the_file_and_the_keys(tmp_path):
     path = tmp_path / "model.ckpt"
     torch_save(nn.Sequential(nn.Linear(2, 1)), path)
-    with pytest.raises(CheckpointError, match=r"model.ckpt does not fit this Linear(.|\n)*weight(.|\n)*0.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.ckpt does not fit this "
+        r"Linear(.|\n)*weight(.|\n)*0.weight",
+    ):
         torch_recovery(nn.Linear(2, 1), path, True)
     with pytest.raises(CheckpointError, match=r"does not fit this SGD"):
         torch_recovery(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), path, True)
@@ -405,7 +424,7 @@ def test_a_state_that_does_not_fit_names_the_file_and_the_keys(tmp_path):
         torch_recovery(nn.Linear(2, 1), path, True)
 
 
-# ------------------------------------------------------------------------------------------------ wrappers
+# ----------------------------------------------------------------------------------------- wrappers
 
 
 class Compiled(nn.Module):
@@ -496,7 +515,9 @@ def test_torch_compile_really_names_its_module_so(tmp_path):
     torch_recovery(compiled, tmp_path / "a", True)
 
 
-@pytest.mark.parametrize("load", [torch_parameter_transfer, functools.partial(torch_recovery, end_of_epoch=True)])
+@pytest.mark.parametrize(
+    "load", [torch_parameter_transfer, functools.partial(torch_recovery, end_of_epoch=True)]
+)
 def test_a_path_may_be_a_text(tmp_path, load):
     saved, loaded = nn.Linear(2, 1), nn.Linear(2, 1)
     torch_save(saved, tmp_path / "a")
@@ -519,7 +540,7 @@ def test_transfer_is_not_strict_and_names_what_is_missing_and_unused(tmp_path, c
         torch_parameter_transfer(model, path)
 
 
-# ------------------------------------------------------------------------------------------------ safety
+# ------------------------------------------------------------------------------------------- safety
 
 
 class Evil:
@@ -532,9 +553,12 @@ class Evil:
 
 @pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_k8_loading_runs_no_code_whatever_the_environment_says(tmp_path, monkeypatch, variable, as_zip):
+def test_k8_loading_runs_no_code_whatever_the_environment_says(
+    tmp_path, monkeypatch, variable, as_zip
+):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", variable)
-    warnings.simplefilter("ignore")  # else torch's warning, an error in tests, would stop an unsafe load
+    # else torch's warning, an error in tests, would stop an unsafe load
+    warnings.simplefilter("ignore")
     path, target = tmp_path / "model.ckpt", tmp_path / "touched"
     torch.save({"weight": Evil(target)}, path, _use_new_zipfile_serialization=as_zip)
     for load in (
@@ -560,7 +584,9 @@ def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
     assert target.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100])
+@pytest.mark.parametrize(
+    "content", [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100]
+)
 @pytest.mark.parametrize("mmap", [False, True])
 def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
     path = tmp_path / "model.ckpt"
@@ -610,7 +636,13 @@ def stored(path, how, state=None):
 
 @pytest.mark.parametrize("how", ["new", "old", "compressed"])
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(4096, 1, bias=False), lambda: Keeps(4096, 1), KeepsByHook, keeps_by_its_instance]
+    "make",
+    [
+        lambda: nn.Linear(4096, 1, bias=False),
+        lambda: Keeps(4096, 1),
+        KeepsByHook,
+        keeps_by_its_instance,
+    ],
 )
 def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
     path, module = tmp_path / "a.ckpt", make()
@@ -643,11 +675,29 @@ def loaded_into_an_optimizer(path, state, monkeypatch, how="new", threads=True):
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("how", ["new", "old", "compressed"])
-def test_the_state_of_an_optimizer_depends_on_its_file_no_longer(tmp_path, monkeypatch, how, threads):
+def test_the_state_of_an_optimizer_depends_on_its_file_no_longer(
+    tmp_path, monkeypatch, how, threads
+):
     whole, nothing = torch.arange(5000.0), torch.empty(3, 0)
-    kinds = {"double": whole.double(), "bf16": whole.bfloat16(), "complex": torch.complex(whole, whole)}
-    state = {0: {"a": whole, "b": whole[10:].view(4990, 1), "c": whole[:4].view(2, 2).t(), "same": whole}, 1: kinds}
-    state[2] = {"step": torch.tensor(3.0), "nothing": nothing, "list": [(nothing, torch.ones(2, dtype=torch.bool))]}
+    kinds = {
+        "double": whole.double(),
+        "bf16": whole.bfloat16(),
+        "complex": torch.complex(whole, whole),
+    }
+    state = {
+        0: {
+            "a": whole,
+            "b": whole[10:].view(4990, 1),
+            "c": whole[:4].view(2, 2).t(),
+            "same": whole,
+        },
+        1: kinds,
+    }
+    state[2] = {
+        "step": torch.tensor(3.0),
+        "nothing": nothing,
+        "list": [(nothing, torch.ones(2, dtype=torch.bool))],
+    }
     loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", state, monkeypatch, how, threads)
     torch.testing.assert_close(loaded, state, rtol=0, atol=0)
     assert loaded[0]["c"].stride() == (1, 2)
@@ -664,7 +714,9 @@ def with_attribute():
 
 
 def per_channel():
-    return torch.quantize_per_channel(torch.ones(5000, 1), torch.full((5000,), 0.5), torch.zeros(5000), 0, torch.qint8)
+    return torch.quantize_per_channel(
+        torch.ones(5000, 1), torch.full((5000,), 0.5), torch.zeros(5000), 0, torch.qint8
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantized tensors
@@ -673,7 +725,10 @@ def per_channel():
     [
         (lambda: torch.eye(500).to_sparse(), lambda x: x.to_dense().diagonal()),
         (lambda: torch.eye(99).to_sparse_csr(), lambda x: x.values()),
-        (lambda: torch.nested.nested_tensor([torch.ones(5000), torch.ones(2)]), lambda x: x.unbind()[0]),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(5000), torch.ones(2)]),
+            lambda x: x.unbind()[0],
+        ),
         (per_channel, lambda x: x.dequantize()),
         (lambda: torch.complex(torch.ones(5000), torch.ones(5000)).conj(), lambda x: -x.imag),
         (lambda: torch.complex(torch.ones(5000), torch.ones(5000)).conj().imag, lambda x: -x),
@@ -717,7 +772,8 @@ def test_a_damaged_directory_of_an_optimizer_s_file_is_told_with_its_path(tmp_pa
     path = tmp_path / "a.ckpt"
     stored(path, "new", {"state": torch.ones(5000), "param_groups": []})
     content = path.read_bytes()
-    place = content.index(b"PK\1\2")  # of the first file's entry: its flags are at 8, its name at 46
+    # of the first file's entry: its flags are at 8, its name at 46
+    place = content.index(b"PK\1\2")
     damaged = bytearray(content)
     damaged[place + 9] |= 8  # the name is UTF-8
     damaged[place + 46] = 0xFF
@@ -733,13 +789,17 @@ def test_an_optimizer_is_loaded_where_no_thread_can_be_started(tmp_path, monkeyp
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    loaded = loaded_into_an_optimizer(tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch)
+    loaded = loaded_into_an_optimizer(
+        tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch
+    )
     assert loaded[0]["a"].eq(1).all()
 
 
 @pytest.mark.parametrize("make", [KeepsState, lambda: nn.Linear(4096, 1, bias=False)])
 def test_a_file_is_not_changed_when_it_is_loaded(tmp_path, monkeypatch, make):
-    """torch swaps the bytes of another machine's file in its pages, which a shared mapping writes back."""
+    """torch swaps the bytes of another machine's file in its pages, which a shared mapping writes
+    back.
+    """
     path, obj = tmp_path / "a.ckpt", make()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
@@ -764,7 +824,9 @@ def test_a_state_that_holds_itself_is_loaded(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which will drop such tensors
 @pytest.mark.parametrize("channels", [None, 0])
 def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_path, channels):
-    """A tensor that is quantised per channel shares its scales with the one that it is copied from."""
+    """A tensor that is quantised per channel shares its scales with the one that it is copied
+    from.
+    """
 
     class Quantised(nn.Module):
         def __init__(self, scale):
@@ -782,9 +844,13 @@ def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_pa
     assert torch.equal(module.codes.dequantize(), torch.ones(4096, 1))
 
 
-@pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])
+@pytest.mark.parametrize(
+    "load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer]
+)
 def test_a_module_keeps_its_parameters_though_the_file_asks_for_new_ones(tmp_path, load):
-    """torch notes ``assign=True`` in the metadata of the state that a caller gave, and does so again after a save."""
+    """torch notes ``assign=True`` in the metadata of the state that a caller gave, and does so
+    again after a save.
+    """
     path, source, module = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1)
     state = source.state_dict()
     nn.Linear(4, 1).load_state_dict(state, assign=True)
@@ -809,13 +875,19 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
     assert torch.equal(module.weight, source.weight)
 
 
-@pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])
+@pytest.mark.parametrize(
+    "load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer]
+)
 def test_a_module_is_loaded_without_a_copy_of_its_state_in_memory(tmp_path, load):
     path, model = tmp_path / "a.ckpt", nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
     torch_save(model, path)
     with profile(profile_memory=True, acc_events=False) as profiler:
         load(model, path)
-    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [
+        event.nbytes()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     assert 4 * 256 * 256 not in sizes
 
 
@@ -829,7 +901,7 @@ def test_types_that_the_user_allows_are_loaded(tmp_path):
         assert safe_load(path) == {"path": 3.0}
 
 
-# ------------------------------------------------------------------------------------------------ SpeechBrain's names
+# ------------------------------------------------------------------------------ SpeechBrain's names
 
 
 def test_the_default_hook_is_that_of_the_nearest_class():
@@ -842,8 +914,14 @@ def test_the_default_hook_is_that_of_the_nearest_class():
 
 
 def test_names_of_an_old_state_dict_are_replaced_wherever_the_text_stands():
-    old = {"a.atn.0.weight": torch.ones(1), "b.weight": torch.zeros(1), "matnx.atn.bias": torch.ones(2)}
-    expected = dict(zip(("a.head.0.weight", "b.weight", "matnx.head.bias"), old.values(), strict=True))
+    old = {
+        "a.atn.0.weight": torch.ones(1),
+        "b.weight": torch.zeros(1),
+        "matnx.atn.bias": torch.ones(2),
+    }
+    expected = dict(
+        zip(("a.head.0.weight", "b.weight", "matnx.head.bias"), old.values(), strict=True)
+    )
     found = map_old_state_dict_weights(old, {".atn": ".attn", ".attn": ".head"})
     assert found is old
     assert list(found) == list(expected)

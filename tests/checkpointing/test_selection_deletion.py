@@ -40,7 +40,7 @@ def train(checkpointer, losses=LOSSES, **how):
     return left
 
 
-# ---------------------------------------------------------------------------------------------- the newest N
+# ------------------------------------------------------------------------------------- the newest N
 
 
 def test_the_newest_n_and_the_best_k(checkpointer):
@@ -77,20 +77,34 @@ def test_without_the_newest_the_keys_decide(checkpointer, off):
 
 
 def test_recency_among_the_keys_keeps_as_many_as_the_number_says(checkpointer):
-    assert train(checkpointer, keep_recent=1, num_to_keep=2, importance_keys=[ckpt_recency])[-1] == [5]
+    assert train(checkpointer, keep_recent=1, num_to_keep=2, importance_keys=[ckpt_recency])[
+        -1
+    ] == [5]
     checkpointer.delete_checkpoints(num_to_keep=0)
-    assert train(checkpointer, keep_recent=False, num_to_keep=2, importance_keys=[ckpt_recency])[-1] == [4, 5]
+    assert train(checkpointer, keep_recent=False, num_to_keep=2, importance_keys=[ckpt_recency])[
+        -1
+    ] == [4, 5]
 
 
 def test_what_was_just_saved_is_kept_by_any_number(checkpointer):
     for keep_recent in (1, 2, True):
-        left = train(checkpointer, losses=[1.0, 2.0, float("nan")], keep_recent=keep_recent, min_keys=["loss"])
+        left = train(
+            checkpointer,
+            losses=[1.0, 2.0, float("nan")],
+            keep_recent=keep_recent,
+            min_keys=["loss"],
+        )
         assert all(numbers[-1] == n for n, numbers in enumerate(left))
         checkpointer.delete_checkpoints(num_to_keep=0)
 
 
 def test_k6_nan_ranks_worst_beside_the_newest(checkpointer):
-    left = train(checkpointer, losses=[3.0, float("nan"), 1.0, float("nan"), 2.0], keep_recent=2, min_keys=["loss"])
+    left = train(
+        checkpointer,
+        losses=[3.0, float("nan"), 1.0, float("nan"), 2.0],
+        keep_recent=2,
+        min_keys=["loss"],
+    )
     assert left == [[0], [0, 1], [1, 2], [2, 3], [2, 3, 4]]
 
 
@@ -113,7 +127,7 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(checkpointer):
     assert saved[5].path.exists()
 
 
-# ---------------------------------------------------------------------------------------------- deleting alone
+# ----------------------------------------------------------------------------------- deleting alone
 
 
 @pytest.mark.parametrize(
@@ -126,7 +140,10 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(checkpointer):
         ({"keep_recent": 1, "num_to_keep": 3, "min_keys": ["loss"]}, [1, 3, 4, 5]),
         ({"keep_recent": 2, "num_to_keep": 0}, [4, 5]),
         ({"keep_recent": 2, "num_to_keep": 1, "importance_keys": [], "max_keys": ["loss"]}, [4, 5]),
-        ({"keep_recent": True, "num_to_keep": 1, "importance_keys": (), "min_keys": ["loss"]}, [1, 5]),
+        (
+            {"keep_recent": True, "num_to_keep": 1, "importance_keys": (), "min_keys": ["loss"]},
+            [1, 5],
+        ),
         ({"importance_keys": None, "min_keys": ["loss"]}, [1]),
         ({"keep_recent": np.int64(2), "num_to_keep": np.int64(1), "min_keys": ["loss"]}, [1, 4, 5]),
     ],
@@ -143,7 +160,8 @@ def test_what_is_no_count_is_refused_before_anything_is_saved_or_deleted(checkpo
     save(checkpointer, loss=1.0)
     save(checkpointer, loss=2.0)
     for name, call in itertools.product(
-        ("keep_recent", "num_to_keep"), (checkpointer.save_and_keep_only, checkpointer.delete_checkpoints)
+        ("keep_recent", "num_to_keep"),
+        (checkpointer.save_and_keep_only, checkpointer.delete_checkpoints),
     ):
         if isinstance(value, np.bool_) and name == "num_to_keep":
             continue
@@ -152,14 +170,16 @@ def test_what_is_no_count_is_refused_before_anything_is_saved_or_deleted(checkpo
     assert kept(checkpointer) == [0, 1]
 
 
-# ---------------------------------------------------------------------------------------------- as a property
+# ------------------------------------------------------------------------------------ as a property
 
 
 def brute_force(checkpoints, keep_recent, num_to_keep):
     """Say what must stay: plainly, from sorted lists."""
     by_time = sorted(checkpoints, key=lambda one: one.meta["unixtime"], reverse=True)
     numbers = [one for one in by_time if one.meta["loss"] == one.meta["loss"]]
-    by_loss = sorted(numbers, key=lambda one: one.meta["loss"]) + [one for one in by_time if one not in numbers]
+    by_loss = sorted(numbers, key=lambda one: one.meta["loss"]) + [
+        one for one in by_time if one not in numbers
+    ]
     newest = num_to_keep if keep_recent is True else keep_recent
     stay = set(by_loss[:num_to_keep]) | set(by_time[: int(newest)])
     return {one.path.name for one in checkpoints if one not in stay}
@@ -169,7 +189,10 @@ def brute_force(checkpoints, keep_recent, num_to_keep):
 @pytest.mark.parametrize("num_to_keep", [0, 1, 3, 9])
 def test_every_choice_leaves_the_union(keep_recent, num_to_keep):
     for losses in itertools.permutations([1.0, 1.0, 2.0, float("nan"), 3.0]):
-        checkpoints = [Checkpoint(Path(f"CKPT+{n}"), {"unixtime": n, "loss": x}, {}) for n, x in enumerate(losses)]
+        checkpoints = [
+            Checkpoint(Path(f"CKPT+{n}"), {"unixtime": n, "loss": x}, {})
+            for n, x in enumerate(losses)
+        ]
         retention = Retention(num_to_keep, min_keys=("loss",), keep_recent=keep_recent)
         found = {one.path.name for one in deletable(checkpoints, retention)}
         assert found == brute_force(checkpoints, keep_recent, num_to_keep)
@@ -194,5 +217,6 @@ def test_a_key_that_the_meta_does_not_have_is_warned_of_once(checkpointer, keys,
         checkpointer.save_and_keep_only(meta={"loss": loss}, min_keys=keys)
     told = [one.getMessage() for one in caplog.records if "in the meta" in one.getMessage()]
     assert told == [
-        f"No {key!r} in the meta: by this key the checkpoint is not one of the best to keep." for key in keys
+        (f"No {key!r} in the meta: by this key the checkpoint is not one of the best to keep.")
+        for key in keys
     ]

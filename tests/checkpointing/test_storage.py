@@ -398,7 +398,9 @@ def test_a_file_that_may_not_be_written_any_more_is_saved(tmp_path, monkeypatch)
     if is_root:
         os.seteuid(65534)
     try:
-        commit_directory(Path("CKPT+a"), lambda folder: shutil.copy(source.name, folder / "spm.ckpt"))
+        commit_directory(
+            Path("CKPT+a"), lambda folder: shutil.copy(source.name, folder / "spm.ckpt")
+        )
     finally:
         if is_root:
             os.seteuid(0)

@@ -1,4 +1,6 @@
-"""The quick part of what tests/faults does at length: kill -9 in a save, losses of power, random damage."""
+"""The quick part of what tests/faults does at length: kill -9 in a save, losses of power, random
+damage.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ IN_PLACE = "in place, and one deleted"
 
 
 def test_f5_death_at_some_points_of_a_save(ranks, tmp_path):
-    [(points, outcomes)] = ranks.run(crash_everywhere, tmp_path, IN_PLACE, "async", 40, world_size=1, init=False)
+    [(points, outcomes)] = ranks.run(
+        crash_everywhere, tmp_path, IN_PLACE, "async", 40, world_size=1, init=False
+    )
     assert len(points) > 100
-    assert {steps for steps, _ in outcomes} <= {frozenset(steps) for steps in SCENARIOS[IN_PLACE].allowed}
+    assert {steps for steps, _ in outcomes} <= {
+        frozenset(steps) for steps in SCENARIOS[IN_PLACE].allowed
+    }
     assert frozenset({1, 2}) in {steps for steps, _ in outcomes}
 
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from ddpkit.checkpointing import storage
-from ddpkit.checkpointing.storage import FileOperations, commit_staging, make_staging, verify, write_file
+from ddpkit.checkpointing.storage import (
+    FileOperations,
+    commit_staging,
+    make_staging,
+    verify,
+    write_file,
+)
 from tests.launching import Run, python
 
 MIB = 1 << 20
@@ -21,15 +27,31 @@ def pieces_of(*sizes):
 
 @pytest.mark.parametrize(
     "sizes",
-    [(), (0,), (1,), (MIB,), (MIB, 1), (MIB + 1,), (3, 5 * MIB, 7), (4 * MIB,) * 4, (17 * MIB + 3,), (1000,) * 6000],
+    [
+        (),
+        (0,),
+        (1,),
+        (MIB,),
+        (MIB, 1),
+        (MIB + 1,),
+        (3, 5 * MIB, 7),
+        (4 * MIB,) * 4,
+        (17 * MIB + 3,),
+        (1000,) * 6000,
+    ],
 )
 def test_the_checksum_is_that_of_all_that_was_written(tmp_path, sizes):
     pieces, path = pieces_of(*sizes), tmp_path / "a"
     digest = write_file(path, lambda handle: [handle.write(piece) for piece in pieces])
     assert path.read_bytes() == b"".join(pieces)
-    parts = [path.read_bytes()[start : start + 16 * MIB] for start in range(0, max(sum(sizes), 1), 16 * MIB)]
+    parts = [
+        path.read_bytes()[start : start + 16 * MIB]
+        for start in range(0, max(sum(sizes), 1), 16 * MIB)
+    ]
     sums = [hashlib.sha256(part).digest() for part in parts]
-    assert digest == (sums[0].hex() if len(sums) == 1 else hashlib.sha256(b"".join(sums)).hexdigest())
+    assert digest == (
+        sums[0].hex() if len(sums) == 1 else hashlib.sha256(b"".join(sums)).hexdigest()
+    )
     assert digest == storage.file_sha256(path)
 
 
@@ -57,7 +79,7 @@ write_file(make_staging(final) / "model.ckpt", die)
     assert [path.name[:5] for path in sorted(folder.iterdir())] == [".tmp-", "CKPT+"]
 
 
-# ------------------------------------------------------------------------------------------------ in a commit
+# -------------------------------------------------------------------------------------- in a commit
 
 
 def commit(final, write):
@@ -92,7 +114,9 @@ def test_each_piece_of_a_large_file_is_verified_and_what_ddpkit_0_1_has_saved(tm
     for place in (0, 16 * MIB - 1, 16 * MIB, 32 * MIB + 5, 33 * MIB - 1):
         content[place] ^= 1
         (final / "a.ckpt").write_bytes(content)
-        assert verify(final) == ["a.ckpt fails its checksum: its content has changed since it was saved"], place
+        assert verify(final) == [
+            ("a.ckpt fails its checksum: its content has changed since it was saved")
+        ], place
         content[place] ^= 1
     first, second, rest = content[: 16 * MIB], content[16 * MIB : 32 * MIB], content[32 * MIB :]
     (final / "a.ckpt").write_bytes(second + first + rest)
@@ -105,7 +129,11 @@ def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):
     def write(folder):
         (folder / "own.ckpt").write_text("by itself")
         path = folder / "model.ckpt"
-        return {path: write_file(path, lambda handle: torch.save({"w": torch.randn(1000, 1000)}, handle))}
+        return {
+            path: write_file(
+                path, lambda handle: torch.save({"w": torch.randn(1000, 1000)}, handle)
+            )
+        }
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "file_sha256", lambda path: (read.append(path.name), real(path))[1])
@@ -114,7 +142,9 @@ def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):
     assert verify(tmp_path / "CKPT+a") == []
 
 
-def test_the_checksum_is_of_what_was_to_be_written_and_not_of_what_the_disk_made_of_it(tmp_path, monkeypatch):
+def test_the_checksum_is_of_what_was_to_be_written_and_not_of_what_the_disk_made_of_it(
+    tmp_path, monkeypatch
+):
     class Rotten(FileOperations):
         def write(self, path, writer):
             super().write(path, writer)
@@ -127,4 +157,6 @@ def test_the_checksum_is_of_what_was_to_be_written_and_not_of_what_the_disk_made
 
     monkeypatch.setattr(storage, "FILES", Rotten())
     commit(tmp_path / "CKPT+a", write)
-    assert verify(tmp_path / "CKPT+a") == ["a.ckpt fails its checksum: its content has changed since it was saved"]
+    assert verify(tmp_path / "CKPT+a") == [
+        ("a.ckpt fails its checksum: its content has changed since it was saved")
+    ]

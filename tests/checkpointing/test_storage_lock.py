@@ -1,4 +1,6 @@
-"""The lock of a folder, within one process; with real processes in tests/faults/test_run_lock.py."""
+"""The lock of a folder, within one process; with real processes in
+tests/faults/test_run_lock.py.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def test_a_relative_folder_is_the_same_wherever_the_working_directory_is(tmp_pat
     assert names(tmp_path / "save") == []
 
 
-# ------------------------------------------------------------------------------------------------ what is there
+# ------------------------------------------------------------------------------------ what is there
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 100, b"process 1 on elsewhere, since then UTC\n"])
@@ -139,13 +141,16 @@ def test_who_has_it_is_named(tmp_path, lock, content, words):
     (tmp_path / LOCK_NAME).write_bytes(content)
     with (tmp_path / LOCK_NAME).open() as file:  # another open file is as another process
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(FolderInUseError, match=f"{tmp_path} is in use by another run: {words}. Wait for it, end"):
+        with pytest.raises(
+            FolderInUseError,
+            match=f"{tmp_path} is in use by another run: {words}. Wait for it, end",
+        ):
             lock.acquire()
     assert not lock.held
     assert (tmp_path / LOCK_NAME).read_bytes() == content
 
 
-# ------------------------------------------------------------------------------------------------ losing it
+# ---------------------------------------------------------------------------------------- losing it
 
 
 def lose(folder, how):
@@ -188,7 +193,7 @@ def test_a_lost_lock_is_noticed_before_anything_is_touched(tmp_path, how, words)
         assert LOCK_NAME in names(folder), "a late release leaves the new owner's lock alone"
 
 
-# ------------------------------------------------------------------------------------------------ under the lock
+# ----------------------------------------------------------------------------------- under the lock
 
 
 def test_clean_removes_leftovers_and_puts_back_what_was_being_replaced(tmp_path, lock):
@@ -200,7 +205,7 @@ def test_clean_removes_leftovers_and_puts_back_what_was_being_replaced(tmp_path,
     assert names(tmp_path) == [".tmp-notes", "CKPT+one", "CKPT+two"]
 
 
-# ------------------------------------------------------------------------------------------------ no lock to be had
+# -------------------------------------------------------------------------------- no lock to be had
 
 
 @pytest.mark.parametrize("number", storage.CANNOT_LOCK, ids=errno.errorcode.get)
@@ -222,9 +227,15 @@ def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_f
 @pytest.mark.parametrize("operation", ["open", "write", "sync_file"])
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "no space left"), (errno.EROFS, "Read-only file system"), (errno.EIO, "Input/output error")],
+    [
+        (errno.ENOSPC, "no space left"),
+        (errno.EROFS, "Read-only file system"),
+        (errno.EIO, ("Input/output error")),
+    ],
 )
-def test_a_folder_that_takes_no_lock_says_why(tmp_path, lock, monkeypatch, operation, number, words):
+def test_a_folder_that_takes_no_lock_says_why(
+    tmp_path, lock, monkeypatch, operation, number, words
+):
     with monkeypatch.context() as broken:
         broken.setattr(os if operation == "open" else storage.FILES, operation, fail(number))
         with pytest.raises(CheckpointError, match=words) as refused:

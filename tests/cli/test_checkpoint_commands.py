@@ -123,12 +123,17 @@ def picture(folder):
     """What a folder holds, to the nanosecond."""
     paths = sorted([folder, *folder.rglob("*")])
     return {
-        path: (path.lstat().st_mtime_ns, path.lstat().st_ctime_ns, path.lstat().st_size, path.lstat().st_mode)
+        path: (
+            path.lstat().st_mtime_ns,
+            path.lstat().st_ctime_ns,
+            path.lstat().st_size,
+            path.lstat().st_mode,
+        )
         for path in paths
     }
 
 
-# ------------------------------------------------------------------------------------------------ ls
+# ----------------------------------------------------------------------------------------------- ls
 
 
 def test_ls_lists_the_newest_first_with_what_is_known_of_each(ckpt, three):
@@ -198,7 +203,9 @@ def test_ls_without_a_folder_takes_the_current_one(ckpt, three, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_checkpoint_may_be_the_current_folder_or_have_another_name(ckpt, three, monkeypatch, command):
+def test_a_checkpoint_may_be_the_current_folder_or_have_another_name(
+    ckpt, three, monkeypatch, command
+):
     (three.path / "CKPT+two").rename(three.path / "best")
     assert ckpt(command, three.path / "best")[0] == 0
     monkeypatch.chdir(three.path / "best")
@@ -213,15 +220,20 @@ def test_a_folder_without_checkpoints_says_so(ckpt, three, tmp_path, command):
     status, out, err = ckpt(command, tmp_path / "nowhere")
     assert (status, out) == (1, [])
     assert err == [
-        f"python -m ddpkit: error: '{tmp_path}/nowhere' cannot be read as a folder: No such file or directory."
+        (
+            f"python -m ddpkit: error: '{tmp_path}/nowhere' cannot be read as a folder: No such "
+            "file or directory."
+        )
     ]
     (tmp_path / "file").write_text("")
     status, out, err = ckpt(command, tmp_path / "file")
     assert (status, out) == (1, [])
-    assert err == [f"python -m ddpkit: error: '{tmp_path}/file' cannot be read as a folder: Not a directory."]
+    assert err == [
+        (f"python -m ddpkit: error: '{tmp_path}/file' cannot be read as a folder: Not a directory.")
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ show
+# --------------------------------------------------------------------------------------------- show
 
 
 def test_show_tells_what_is_in_each_file(ckpt, three):
@@ -256,7 +268,9 @@ def test_a_large_file_of_the_brain_is_read_for_step_and_batch(ckpt, three):
     """As with thousands of parameters that were frozen."""
     path = three.path / "CKPT+two"
     frozen = ", ".join(f"layer.{number}: true" for number in range(20_000))
-    (path / "brain.ckpt").write_text(f"step: 3\nepoch: 2\noptimizer_step: 77\ndata: {{a: 1}}\ntrained: {{{frozen}}}\n")
+    (path / "brain.ckpt").write_text(
+        f"step: 3\nepoch: 2\noptimizer_step: 77\ndata: {{a: 1}}\ntrained: {{{frozen}}}\n"
+    )
     meta = path / "CKPT.yaml"
     meta.write_text(meta.read_text().replace("end-of-epoch: true", "end-of-epoch: false"))
     _, out, _ = ckpt("show", path)
@@ -323,7 +337,9 @@ def save_ranks(path, states):
     torch.save({"format": 1, "world_size": len(states), "ranks": states}, path)
 
 
-@pytest.mark.parametrize("states", [[], [None], [3], [{}], [{"random": {}}], [[torch.ones(1)]], ["x\x1b[2J"]])
+@pytest.mark.parametrize(
+    "states", [[], [None], [3], [{}], [{"random": {}}], [[torch.ones(1)]], ["x\x1b[2J"]]
+)
 def test_states_of_ranks_of_any_shape_are_shown(ckpt, tmp_path, states):
     path = tmp_path / "CKPT+a"
     path.mkdir()
@@ -357,22 +373,31 @@ def test_show_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
 
     torch.save({"large": torch.zeros(100_000), "small": torch.tensor([3.0])}, tmp_path / "a.ckpt")
     real, places = commands.safe_load, []
-    monkeypatch.setattr(commands, "safe_load", lambda path, place: places.append(place) or real(path, place))
+    monkeypatch.setattr(
+        commands, "safe_load", lambda path, place: places.append(place) or real(path, place)
+    )
     assert commands.describe(tmp_path / "a.ckpt") == ["100,001 number(s) in 2 tensor(s): 2 float32"]
     assert places == ["meta"]
 
 
-# ------------------------------------------------------------------------------------------------ verify
+# ------------------------------------------------------------------------------------------- verify
 
 
 def test_verify_reads_every_byte(ckpt, three):
     status, out, _ = ckpt("verify", three.path)
     assert status == 0
-    assert [line.split(" (")[0] for line in out] == ["CKPT+middle: whole", "CKPT+two: whole", "CKPT+one: whole"]
+    assert [line.split(" (")[0] for line in out] == [
+        "CKPT+middle: whole",
+        "CKPT+two: whole",
+        ("CKPT+one: whole"),
+    ]
     flip_a_byte(three.path / "CKPT+two" / "optimizer.ckpt")
     status, out, err = ckpt("verify", three.path)
     assert (status, err) == (1, [])
-    assert "CKPT+two: damaged: optimizer.ckpt fails its checksum: its content has changed since it was saved" in out
+    assert (
+        "CKPT+two: damaged: optimizer.ckpt fails its checksum: its content has changed since it "
+        "was saved"
+    ) in out
     assert sum("whole" in line for line in out) == 2
     assert ckpt("verify", three.path / "CKPT+two")[0] == 1
     assert ckpt("verify", three.path / "CKPT+one", three.path / "CKPT+middle")[0] == 0
@@ -405,7 +430,7 @@ def test_verify_without_a_manifest_says_how_far_it_can_tell(ckpt, three):
     assert out[0].startswith("CKPT+two: damaged: model.ckpt")
 
 
-# ------------------------------------------------------------------------------------------------ average
+# ------------------------------------------------------------------------------------------ average
 
 
 @pytest.mark.parametrize(
@@ -421,7 +446,9 @@ def test_average(ckpt, folder, tmp_path, words, mean, names):
     for name, loss in (("a", 0.1), ("b", 0.2), ("c", 0.9), ("d", float("nan"))):
         folder.epoch(name, loss=loss)
     output = tmp_path / "mean.pt"
-    status, out, err = ckpt("average", folder.path, "--recoverable", "model", "--output", output, *words)
+    status, out, err = ckpt(
+        "average", folder.path, "--recoverable", "model", "--output", output, *words
+    )
     assert (status, err) == (0, [])
     assert out[0].count("CKPT+") == names
     assert out[1] == f"wrote {output}: 7 tensor(s), {size_text(output.stat().st_size)}"
@@ -434,7 +461,9 @@ def test_average(ckpt, folder, tmp_path, words, mean, names):
 
 def test_average_of_named_checkpoints(ckpt, three, tmp_path):
     paths = [three.path / "CKPT+one", three.path / "CKPT+two"]
-    status, out, _ = ckpt("average", *paths, "--recoverable", "model", "--output", tmp_path / "mean.pt")
+    status, out, _ = ckpt(
+        "average", *paths, "--recoverable", "model", "--output", tmp_path / "mean.pt"
+    )
     assert status == 0
     assert out[0] == "from CKPT+two, CKPT+one"
     assert torch.load(tmp_path / "mean.pt", weights_only=True)["0.weight"][0, 0].item() == 1.5
@@ -446,21 +475,37 @@ def test_average_of_what_is_damaged_is_refused(ckpt, three, tmp_path):
     status, out, err = ckpt("average", three.path, *words)
     assert (status, out) == (1, [])
     reason = "model.ckpt fails its checksum: its content has changed since it was saved"
-    assert f"{three.path}/CKPT+two is damaged: {reason}. Name the checkpoints that are to be used." in err[0]
+    assert (
+        f"{three.path}/CKPT+two is damaged: {reason}. Name the checkpoints that are to be used."
+    ) in err[0]
     assert ckpt("average", three.path, "--num", "1", *words)[0] == 0, "the others are not looked at"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--recoverable", "modle"), r"has no file for 'modle'; it has \['brain', 'counter', 'model', 'optimizer'\]\."),
+        (
+            ("--recoverable", "modle"),
+            (
+                r"has no file for 'modle'; it has \['brain', 'counter', "
+                r"'model', 'optimizer'\]\."
+            ),
+        ),
         (("--recoverable", "optimizer"), r"does not hold a module's state"),
         (("--recoverable", "counter"), r"cannot load .*counter\.ckpt"),
-        (("--recoverable", "model", "--max-key", "PER"), r"has 'PER' in its meta; there are: .*WER, .*loss"),
+        (
+            ("--recoverable", "model", "--max-key", "PER"),
+            (
+                r"has 'PER' in its meta; there are: "
+                r".*WER, .*loss"
+            ),
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["average", "export"])
-def test_what_cannot_be_written_is_said_and_nothing_is_left(ckpt, three, tmp_path, command, words, message):
+def test_what_cannot_be_written_is_said_and_nothing_is_left(
+    ckpt, three, tmp_path, command, words, message
+):
     before = picture(tmp_path)
     status, out, err = ckpt(command, three.path, *words, "--output", tmp_path / "out.pt")
     assert (status, out) == (1, [])
@@ -474,20 +519,27 @@ def test_average_of_different_models(ckpt, folder, tmp_path):
     folder.epoch("one")
     other = Checkpointer(folder.path, {"model": nn.Linear(2, 2)})
     other.save_checkpoint(name="other")
-    status, _, err = ckpt("average", folder.path, "--recoverable", "model", "--output", tmp_path / "mean.pt")
+    status, _, err = ckpt(
+        "average", folder.path, "--recoverable", "model", "--output", tmp_path / "mean.pt"
+    )
     assert status == 1
     assert "the states differ in" in err[0]
 
 
-# ------------------------------------------------------------------------------------------------ export
+# ------------------------------------------------------------------------------------------- export
 
 
 @pytest.mark.parametrize("form", ["pt", "safetensors"])
 def test_export(ckpt, three, tmp_path, form):
     output = tmp_path / f"model.{form}"
-    status, out, err = ckpt("export", three.path / "CKPT+one", "--recoverable", "model", "--output", output)
+    status, out, err = ckpt(
+        "export", three.path / "CKPT+one", "--recoverable", "model", "--output", output
+    )
     assert (status, err) == (0, [])
-    assert out == ["from CKPT+one", f"wrote {output}: 7 tensor(s), {size_text(output.stat().st_size)}"]
+    assert out == [
+        "from CKPT+one",
+        (f"wrote {output}: 7 tensor(s), {size_text(output.stat().st_size)}"),
+    ]
     if form == "pt":
         state = torch.load(output, weights_only=True)
     else:
@@ -500,7 +552,11 @@ def test_export(ckpt, three, tmp_path, form):
 
 
 def test_export_of_a_folder_takes_the_best_or_the_newest(ckpt, three, tmp_path):
-    for words, name in ((("--max-key", "loss"), "one"), (("--min-key", "loss"), "two"), ((), "middle")):
+    for words, name in (
+        (("--max-key", "loss"), "one"),
+        (("--min-key", "loss"), "two"),
+        ((), "middle"),
+    ):
         to = ("--recoverable", "model", "--output", tmp_path / f"{name}.pt")
         assert ckpt("export", three.path, *words, *to)[1][0] == f"from CKPT+{name}"
 
@@ -542,7 +598,8 @@ def test_export_of_shared_memory_and_of_what_is_no_tensor(ckpt, tmp_path, form):
     assert "_extra_state" not in state
 
 
-@pytest.mark.filterwarnings("ignore:.*sparse:UserWarning")  # torch 2.14 says that it looks at their indices
+# torch 2.14 says that it looks at their indices
+@pytest.mark.filterwarnings("ignore:.*sparse:UserWarning")
 def test_export_of_what_safetensors_cannot_hold(ckpt, tmp_path):
     folder = tmp_path / "CKPT+a"
     folder.mkdir()
@@ -560,7 +617,9 @@ def test_export_of_what_safetensors_cannot_hold(ckpt, tmp_path):
 def test_safetensors_that_is_not_installed_is_named(ckpt, three, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    status, _, err = ckpt("export", three.path, "--recoverable", "model", "--output", tmp_path / "a.safetensors")
+    status, _, err = ckpt(
+        "export", three.path, "--recoverable", "model", "--output", tmp_path / "a.safetensors"
+    )
     assert status == 1
     assert "run `pip install safetensors`, or give --format=pt" in err[0]
     assert not (tmp_path / "a.safetensors").exists()
@@ -603,12 +662,14 @@ def test_an_output_that_fails_on_the_way_leaves_the_old_one(ckpt, three, tmp_pat
     words = ("export", three.path, "--recoverable", "model", "--output", output, "--force")
     status, _, err = ckpt(*words)
     assert status == 1
-    assert err == [f"python -m ddpkit: error: cannot write '{output}' as pt: No space left on device."]
+    assert err == [
+        (f"python -m ddpkit: error: cannot write '{output}' as pt: No space left on device.")
+    ]
     assert output.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "save"]
 
 
-# ------------------------------------------------------------------------------------------------ usage
+# -------------------------------------------------------------------------------------------- usage
 
 
 @pytest.mark.parametrize(
@@ -618,16 +679,33 @@ def test_an_output_that_fails_on_the_way_leaves_the_old_one(ckpt, three, tmp_pat
         (("list",), "invalid choice: 'list'"),
         (("show",), "the following arguments are required: CKPT"),
         (("ls", "--json"), "unrecognized arguments: --json"),
-        (("average", ".", "--output", "a.pt"), "the following arguments are required: --recoverable"),
+        (
+            ("average", ".", "--output", "a.pt"),
+            ("the following arguments are required: --recoverable"),
+        ),
         (
             ("average", ".", "--recoverable", "m", "--output", "a.pt", "--num", "0"),
             "'0' is not a whole number from 1 on",
         ),
         (
-            ("export", ".", "--recoverable", "m", "--output", "a.pt", "--min-key", "a", "--max-key", "b"),
+            (
+                "export",
+                ".",
+                "--recoverable",
+                "m",
+                "--output",
+                "a.pt",
+                "--min-key",
+                "a",
+                "--max-key",
+                "b",
+            ),
             "not allowed with argument",
         ),
-        (("export", ".", "--recoverable", "m", "--output", "a.zip"), "the suffix is none of .safetensors, .pt"),
+        (
+            ("export", ".", "--recoverable", "m", "--output", "a.zip"),
+            ("the suffix is none of .safetensors, .pt"),
+        ),
     ],
 )
 def test_wrong_usage(ckpt, words, message):
@@ -646,13 +724,18 @@ def test_help_names_the_commands(ckpt):
 
 
 def test_help_does_not_load_torch():
-    script = "import sys\nfrom ddpkit.cli import main\ntry:\n  main(['ckpt', '--help'])\nexcept SystemExit: pass\n"
+    script = (
+        "import sys\nfrom ddpkit.cli import main\ntry:\n  main(['ckpt', '--help'])\nexcept "
+        "SystemExit: pass\n"
+    )
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-# ------------------------------------------------------------------------------------------------ looking only
+# ------------------------------------------------------------------------------------- looking only
 
 
 READING = [
@@ -697,13 +780,13 @@ sys.addaudithook(watch)
 for words in (["ls"], ["show", "--tensors"], ["verify"]):
     assert main(["ckpt", words[0], {str(three.path)!r}, *words[1:]]) == 0
 assert not bad, bad
-"""
+"""  # noqa: E501
     (tmp_path / "look.py").write_text(script)
     looked = Run(python("look.py"), tmp_path, warm=True).wait()
     assert looked.code == 0, looked.err
 
 
-# ------------------------------------------------------------------------------------------------ hostile
+# ------------------------------------------------------------------------------------------ hostile
 
 
 class Evil:
@@ -713,7 +796,9 @@ class Evil:
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """A checkpoint without a manifest, to be filled with what a friend would not send; the folder to run in."""
+    """A checkpoint without a manifest, to be filled with what a friend would not send; the folder
+    to run in.
+    """
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "save" / "CKPT+evil"
     path.mkdir(parents=True)
@@ -739,7 +824,9 @@ def all_commands(ckpt, path, output="out.pt"):
 @pytest.mark.parametrize("how", ["pickle", "torch"])
 def test_a_pickle_that_runs_code_does_not(ckpt, hostile, protocol, how):
     if how == "torch":
-        torch.save({"w": torch.ones(1), "x": Evil()}, hostile / "model.ckpt", pickle_protocol=protocol)
+        torch.save(
+            {"w": torch.ones(1), "x": Evil()}, hostile / "model.ckpt", pickle_protocol=protocol
+        )
     else:
         (hostile / "model.ckpt").write_bytes(pickle.dumps(Evil(), protocol))
     said = "\n".join(all_commands(ckpt, hostile.parent))
@@ -751,7 +838,9 @@ def test_a_meta_file_that_runs_code_does_not(ckpt, hostile):
         "unixtime: 1.5\nloss: !!python/object/apply:os.mkdir [ran]\nx: !!python/name:os.system\n"
     )
     (hostile / "counter.ckpt").write_text("!!python/object/apply:os.mkdir [ran]")
-    (hostile / "brain.ckpt").write_text("step: !!python/object/apply:os.mkdir [ran]\noptimizer_step: {a: [b]}")
+    (hostile / "brain.ckpt").write_text(
+        "step: !!python/object/apply:os.mkdir [ran]\noptimizer_step: {a: [b]}"
+    )
     torch.save({"w": torch.ones(1)}, hostile / "model.ckpt")
     assert "UnreadableValue" in "\n".join(all_commands(ckpt, hostile.parent))
 
@@ -785,7 +874,9 @@ def test_yaml_that_never_ends_ends(ckpt, hostile):
     all_commands(ckpt, hostile.parent)
 
 
-@pytest.mark.parametrize("name", ["CKPT.yaml", "manifest.json", "model.ckpt", "brain.ckpt", "counter.ckpt"])
+@pytest.mark.parametrize(
+    "name", ["CKPT.yaml", "manifest.json", "model.ckpt", "brain.ckpt", "counter.ckpt"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "device", "broken link", "directory"])
 def test_a_file_that_is_none_is_not_opened(ckpt, hostile, name, kind):
     (hostile / name).unlink(missing_ok=True)
@@ -830,14 +921,25 @@ def test_a_file_that_would_blow_up_is_not_loaded(ckpt, hostile):
 
 def test_manifests_of_any_shape(ckpt, three):
     path = three.path / "CKPT+two" / "manifest.json"
-    for text in ("", "[]", "null", "{", '{"files": 3}', '{"world_size": {"a": [1]}}', "[" * 100_000, "\xff"):
+    for text in (
+        "",
+        "[]",
+        "null",
+        "{",
+        '{"files": 3}',
+        '{"world_size": {"a": [1]}}',
+        "[" * 100_000,
+        "\xff",
+    ):
         path.write_text(text, encoding="latin-1")
         said = "\n".join(all_commands(ckpt, three.path, output=three.path / "out.pt"))
         (three.path / "out.pt").unlink(missing_ok=True)
         assert "manifest.json" in said
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
+)
 def test_damage_of_any_kind_gives_words_and_no_exception(ckpt, three, tmp_path, seed):
     import random
 
@@ -859,11 +961,13 @@ def test_damage_of_any_kind_gives_words_and_no_exception(ckpt, three, tmp_path, 
         path.write_bytes(content)
 
 
-# ------------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 def list_to(three, out):
-    """List the checkpoints in a process that writes to a file; return its exit code and its words on stderr."""
+    """List the checkpoints in a process that writes to a file; return its exit code and its words
+    on stderr.
+    """
     with tempfile.TemporaryFile("w+") as err:
         code = WarmProcess([*PROGRAM, "ls", str(three.path)], stdout=out, stderr=err).wait()
         err.seek(0)
@@ -879,13 +983,19 @@ def test_whoever_reads_may_stop_reading(three):
 
 def test_an_output_that_cannot_take_more_is_an_error_without_a_traceback(three):
     with Path("/dev/full").open("w") as full:
-        assert list_to(three, full) == (1, "python -m ddpkit: error: [Errno 28] No space left on device\n")
+        assert list_to(three, full) == (
+            1,
+            ("python -m ddpkit: error: [Errno 28] No space left on device\n"),
+        )
 
 
 def test_an_output_that_knows_no_unicode(three, monkeypatch, capsys):
     three.save("µ", 9000, note="naïve")
     out = io.BytesIO()
-    with io.TextIOWrapper(out, "ascii", write_through=True) as stdout, monkeypatch.context() as patch:
+    with (
+        io.TextIOWrapper(out, "ascii", write_through=True) as stdout,
+        monkeypatch.context() as patch,
+    ):
         patch.setattr(sys, "stdout", stdout)  # as with PYTHONIOENCODING=ascii
         assert main(["ckpt", "ls", str(three.path)]) == 0
         assert rb"CKPT+\xb5" in out.getvalue()
@@ -920,12 +1030,19 @@ def test_a_checkpoint_that_is_deleted_while_it_is_looked_at(ckpt, three, monkeyp
     assert "CKPT.yaml cannot be read" in "\n".join(out)
 
 
-# ------------------------------------------------------------------------------------------------ words
+# -------------------------------------------------------------------------------------------- words
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0B"), (999, "999B"), (1000, "1.0kB"), (99_960, "100.0kB"), (999_499, "999.5kB"), (5 * 10**12, "5.0TB")],
+    [
+        (0, "0B"),
+        (999, "999B"),
+        (1000, "1.0kB"),
+        (99_960, "100.0kB"),
+        (999_499, "999.5kB"),
+        (5 * 10**12, "5.0TB"),
+    ],
 )
 def test_sizes(size, text):
     assert size_text(size) == text

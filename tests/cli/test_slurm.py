@@ -40,7 +40,9 @@ def write(recipe, capsys):
 
 def bash(*words, text, **environment):
     found = {**os.environ, **environment}
-    done = subprocess.run(["bash", *words], input=text, capture_output=True, text=True, check=False, env=found)
+    done = subprocess.run(
+        ["bash", *words], input=text, capture_output=True, text=True, check=False, env=found
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -59,7 +61,13 @@ def call_of_srun(text, **environment):
     at = words.index("bash")
     inner = words[at + 2].replace("exec ", "printf '%s\\0' ", 1)
     task = {"python": "py", "head": "n1", "port": "20001", "restart": "0", **environment}
-    done = subprocess.run(["bash", "-c", inner, *words[at + 3 :]], capture_output=True, text=True, check=True, env=task)
+    done = subprocess.run(
+        ["bash", "-c", inner, *words[at + 3 :]],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=task,
+    )
     return words[:at], done.stdout.split("\0")[:-1]
 
 
@@ -77,7 +85,8 @@ def test_the_usual_script(write):
         "open-mode": "append",
     }
     assert text.startswith("#!/bin/bash\n")
-    assert text.index("#SBATCH --open-mode") < text.index("restart=")  # sbatch stops reading at the first command
+    # sbatch stops reading at the first command
+    assert text.index("#SBATCH --open-mode") < text.index("restart=")
     assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in text
     assert 'scontrol show hostnames "$SLURM_JOB_NODELIST"' in text
     assert f"\npython={sys.executable}\n" in text
@@ -86,7 +95,13 @@ def test_the_usual_script(write):
 
 def test_what_runs_on_a_node(write):
     srun, task = call_of_srun(write(*USUAL), SLURM_NODEID="1", SLURM_JOB_ID="77")
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--export=ALL"} <= set(srun)
+    assert {
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=16",
+        "--export=ALL",
+    } <= set(srun)
     assert {"--kill-on-bad-exit=0", "--wait=270"} <= set(srun)
     assert task[:3] == ["py", "-m", "torch.distributed.run"]
     assert task[-2:] == ["train.py", "hparams.yaml"]
@@ -107,17 +122,31 @@ def test_torchrun_knows_every_option(write):
     from torch.distributed.run import parse_args
 
     for more, backend in ((), "static"), (("--max-restarts=3",), "c10d"):
-        _, task = call_of_srun(write(*USUAL, *more), SLURM_NODEID="0", SLURM_JOB_ID="77", SLURMD_NODENAME="n1")
+        _, task = call_of_srun(
+            write(*USUAL, *more), SLURM_NODEID="0", SLURM_JOB_ID="77", SLURMD_NODENAME="n1"
+        )
         found = parse_args(task[3:])
-        assert (found.rdzv_backend, found.rdzv_id, found.max_restarts) == (backend, "77.0", 3 if more else 0)
+        assert (found.rdzv_backend, found.rdzv_id, found.max_restarts) == (
+            backend,
+            "77.0",
+            3 if more else 0,
+        )
         assert (found.nnodes, found.nproc_per_node, found.shutdown_timeout) == ("2", "4", 270)
         assert found.training_script_args == ["hparams.yaml"]
-    assert (found.rdzv_conf, found.local_addr, found.rdzv_endpoint) == ("is_host=1", "n1", "n1:20001")
+    assert (found.rdzv_conf, found.local_addr, found.rdzv_endpoint) == (
+        "is_host=1",
+        "n1",
+        "n1:20001",
+    )
 
 
-@pytest.mark.parametrize("word", ["a b", "it's", '"', "$HOME", "`id`", "$(id)", "; id", "\\", "*", "~", "--x=é", ""])
+@pytest.mark.parametrize(
+    "word", ["a b", "it's", '"', "$HOME", "`id`", "$(id)", "; id", "\\", "*", "~", "--x=é", ""]
+)
 def test_what_goes_to_the_recipe_arrives_as_it_was(write, word):
-    _, task = call_of_srun(write(*USUAL, "--", "--lr=0.1", word), SLURM_NODEID="0", SLURM_JOB_ID="1")
+    _, task = call_of_srun(
+        write(*USUAL, "--", "--lr=0.1", word), SLURM_NODEID="0", SLURM_JOB_ID="1"
+    )
     assert task[-4:] == ["train.py", "hparams.yaml", "--lr=0.1", word]
 
 
@@ -139,11 +168,24 @@ def test_every_option_is_in_the_script(write):
         "--job-name=big-1",
         "--signal-before=120",
     ]
-    more = ["--sbatch=--constraint=a100", "--sbatch=--mem=0", "--setup=module load cuda", "--setup=ulimit -n 65536"]
+    more = [
+        "--sbatch=--constraint=a100",
+        "--sbatch=--mem=0",
+        "--setup=module load cuda",
+        ("--setup=ulimit -n 65536"),
+    ]
     text = write(*USUAL, *words, *more, "--no-requeue")
     found = options(text)
-    assert (found["partition"], found["account"], found["cpus-per-task"]) == ("gpu,long", "speech", "32")
-    assert (found["job-name"], found["signal"], found["constraint"]) == ("big-1", "B:USR1@120", "a100")
+    assert (found["partition"], found["account"], found["cpus-per-task"]) == (
+        "gpu,long",
+        "speech",
+        "32",
+    )
+    assert (found["job-name"], found["signal"], found["constraint"]) == (
+        "big-1",
+        "B:USR1@120",
+        "a100",
+    )
     assert (found["mem"], found["no-requeue"]) == ("0", "")
     assert "requeue" not in found
     assert "\nrequeues=0 " in text
@@ -152,7 +194,9 @@ def test_every_option_is_in_the_script(write):
 
 
 def test_nodes_without_gpus(write):
-    text = write(*USUAL[:3], "--gpus-per-node=0", "--nproc-per-node=16", "--time=90", "--cpus-per-task=32")
+    text = write(
+        *USUAL[:3], "--gpus-per-node=0", "--nproc-per-node=16", "--time=90", "--cpus-per-task=32"
+    )
     assert "gpus-per-node" not in options(text)
     assert options(text)["cpus-per-task"] == "32"
     assert "OMP_NUM_THREADS:-2}" in text
@@ -182,13 +226,22 @@ def test_this_torch_is_looked_at_without_loading_it(recipe):
 
 @pytest.mark.parametrize(
     ("time", "seconds"),
-    [("90", 5400), ("2:30", 150), ("20:00:00", 72000), ("1-0", 86400), ("1-12:30", 131400), ("0-0:0:30", 30)],
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("20:00:00", 72000),
+        ("1-0", 86400),
+        ("1-12:30", 131400),
+        ("0-0:0:30", 30),
+    ],
 )
 def test_limits(time, seconds):
     assert seconds_of(time) == seconds
 
 
-@pytest.mark.parametrize("time", ["", "1h", "-5", "1:2:3:4", "1-", "x", "0", "00:00:00", "1-2:3:4:5", "10\n", "1.5"])
+@pytest.mark.parametrize(
+    "time", ["", "1h", "-5", "1:2:3:4", "1-", "x", "0", "00:00:00", "1-2:3:4:5", "10\n", "1.5"]
+)
 def test_limits_that_are_none(time):
     with pytest.raises(ConfigError, match=r"--time=.*Give 20:00:00"):
         seconds_of(time)
@@ -265,7 +318,10 @@ def waiting(text, training, counted=0):
     So often Slurm says, after srun has ended, that it counts tasks of the step.
     """
     [requeues] = re.findall(r"^requeues=.", text, re.MULTILINE)
-    traps, rest = text[text.index("asked_to_stop=0") : text.index("# One task")], text[text.index("training=$!") :]
+    traps, rest = (
+        text[text.index("asked_to_stop=0") : text.index("# One task")],
+        text[text.index("training=$!") :],
+    )
     stand_ins = f"""
         scancel() {{ echo "scancel $*"; kill -USR1 "$training"; }}
         scontrol() {{
@@ -274,7 +330,7 @@ def waiting(text, training, counted=0):
             [ "$*" != "show step 77" ] || [ $(wc -l < "$asked") -gt {counted} ] || echo "  X=1 Name=ranks Y=2"
         }}
         sleep() {{ [ "$1" = 1 ] && command sleep 0.05 || command sleep "$1"; }}
-    """
+    """  # noqa: E501
     with tempfile.NamedTemporaryFile() as asked:
         done = subprocess.run(
             ["bash", "-c", f"{requeues}\n{stand_ins}{traps}{training} &\n{rest}"],
@@ -286,8 +342,12 @@ def waiting(text, training, counted=0):
     return done.returncode, re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", done.stdout).splitlines()
 
 
-# Signals the shell as Slurm does, once this has come to `wait`, and ends when the signal is passed on to it.
-STOPS = "bash -c 'trap \"exit 3\" USR1; sleep 0.3; kill -USR1 $PPID; for n in {1..1200}; do sleep 0.05; done; exit 9'"
+# Signals the shell as Slurm does, once this has come to `wait`, and ends when the signal is passed
+# on to it.
+STOPS = (
+    'bash -c \'trap "exit 3" USR1; sleep 0.3; kill -USR1 $PPID; for n in {1..1200}; do sleep '
+    "0.05; done; exit 9'"
+)
 
 
 def test_the_shell_waits_and_requeues_after_the_signal(write):
@@ -304,7 +364,9 @@ def test_the_shell_waits_and_requeues_after_the_signal(write):
             "scontrol requeue 77",
         ],
     )
-    assert waiting(text, STOPS.replace("exit 3", "exit 0"))[1][-1] == "ended with status 0", "it was done anyway"
+    assert waiting(text, STOPS.replace("exit 3", "exit 0"))[1][-1] == "ended with status 0", (
+        "it was done anyway"
+    )
     code, said = waiting(write(*USUAL, "--no-requeue"), STOPS)
     assert (code, said[-1]) == (3, "ended with status 3")
 
@@ -318,10 +380,17 @@ def test_the_shell_waits_for_slurm_to_find_out_that_a_node_is_lost(write):
     asked = "for n in {1..1200}; do [ $(wc -l < $asked) -gt 3 ] && break; sleep 0.05; done"
     late = f"bash -c '({asked}; kill -USR1 $PPID) & exit 7'"
     code, said = waiting(text, late, counted=1000)
-    assert (code, said[1:3], said[-1]) == (0, [waits, "the time limit is near"], "scontrol requeue 77")
+    assert (code, said[1:3], said[-1]) == (
+        0,
+        [waits, "the time limit is near"],
+        ("scontrol requeue 77"),
+    )
     ended = waiting(text, late.replace("USR1", "TERM"), counted=1000)
     assert ended == (7, ["ended with status 7", waits]), "scancel ends it for good"
-    assert waiting(write(*USUAL, "--no-requeue"), failure, counted=1000) == (7, ["ended with status 7"])
+    assert waiting(write(*USUAL, "--no-requeue"), failure, counted=1000) == (
+        7,
+        [("ended with status 7")],
+    )
 
 
 def test_term_does_not_end_the_shell_before_the_training(write):

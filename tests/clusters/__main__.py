@@ -1,4 +1,6 @@
-"""``python -m tests.clusters``: install what clusters are made of, and a browser, with more time than a test has."""
+"""``python -m tests.clusters``: install what clusters are made of, and a browser, with more time
+than a test has.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ SECONDS = 600.0
 
 def main() -> int:
     try:
-        need({**slurm_cluster.PROGRAMS, **two_hosts.PROGRAMS, **mpi.PROGRAMS, **browser.PROGRAMS}, SECONDS)
+        need(
+            {**slurm_cluster.PROGRAMS, **two_hosts.PROGRAMS, **mpi.PROGRAMS, **browser.PROGRAMS},
+            SECONDS,
+        )
     except CannotSetUpError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -1,7 +1,8 @@
-"""Clusters for the tests: each is set up once, when a test first wants it, and taken down at the end.
+"""Clusters for the tests: each is set up once, when a test first wants it, and taken down at the
+end.
 
-Where a cluster cannot be set up its tests skip, and the end of the run says so. With DDPKIT_REQUIRE_CLUSTERS=1 they
-fail instead.
+Where a cluster cannot be set up its tests skip, and the end of the run says so. With
+DDPKIT_REQUIRE_CLUSTERS=1 they fail instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Clusters:
         self.ready: dict[str, object] = {}
 
     def get(self, name: str, make: Callable[[], T]) -> T:
-        """Return a cluster, or skip; what cannot be made is tried once and not again for every test."""
+        """Return a cluster, or skip; what cannot be made is tried once and not again for every
+        test.
+        """
         reasons = self.config.stash[NOT_SET_UP]
         if name not in self.ready and name not in reasons:
             try:
@@ -48,7 +51,9 @@ class Clusters:
 
 def _give_up(reason: str) -> NoReturn:
     if os.environ.get(REQUIRE, "") not in {"", "0"}:
-        pytest.fail(f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False)
+        pytest.fail(
+            f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False
+        )
     pytest.skip(reason)
 
 
@@ -62,10 +67,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         _give_up(str(error))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for name, reason in config.stash.get(NOT_SET_UP, {}).items():
         terminalreporter.section(f"NOT TESTED on a real cluster: {name}", red=True, bold=True)
-        terminalreporter.line(f"{reason.strip()}\nAs root on Debian the tests set it up themselves; {REQUIRE}=1 fails.")
+        terminalreporter.line(
+            f"{reason.strip()}\nAs root on Debian the tests set it up themselves; {REQUIRE}=1 "
+            "fails."
+        )
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +96,8 @@ def hosts(clusters, tmp_path_factory):
     """Two hosts with a whole cable; what a test leaves running there is killed."""
     made, stack = clusters
     both = made.get(
-        "a network of two hosts", lambda: stack.enter_context(two_hosts(tmp_path_factory.mktemp("two_hosts")))
+        "a network of two hosts",
+        lambda: stack.enter_context(two_hosts(tmp_path_factory.mktemp("two_hosts"))),
     )
     both.mend()
     yield both

@@ -1,8 +1,9 @@
-"""Commands on real clusters, seen from outside: what runs, on which rank, how long it takes to go, what it said.
+"""Commands on real clusters, seen from outside: what runs, on which rank, how long it takes to go,
+what it said.
 
-Every process of a command is known by a marker in its environment, wherever a launcher has put it: a process that
-lost its parent, or that Slurm's daemon started, is found as well. "Gone" means that no ``/proc/*/environ`` has the
-marker.
+Every process of a command is known by a marker in its environment, wherever a launcher has put it:
+a process that lost its parent, or that Slurm's daemon started, is found as well. "Gone" means that
+no ``/proc/*/environ`` has the marker.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from pathlib import Path
 
 from tests.launching import MARKER, NOT_HANDED_DOWN, Run, wait_until
 
-__all__ = ["MARKER", "Found", "Run", "clean_environment", "find", "kill", "rank_of", "run_on", "seconds_until", "tail"]
+__all__ = [
+    "MARKER",
+    "Found",
+    "Run",
+    "clean_environment",
+    "find",
+    "kill",
+    "rank_of",
+    "run_on",
+    "seconds_until",
+    "tail",
+]
 
 TAIL_LINES = 40
 
@@ -51,14 +63,21 @@ def find(name: str, value: str) -> list[Found]:
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is none of ours
             texts = folder.joinpath("environ").read_bytes().decode(errors="replace").split("\0")
             if wanted in texts:
-                command = folder.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                command = (
+                    folder.joinpath("cmdline")
+                    .read_bytes()
+                    .decode(errors="replace")
+                    .split("\0")[:-1]
+                )
                 environment = dict(text.split("=", 1) for text in texts if "=" in text)
                 found.append(Found(int(folder.name), environment, command))
     return sorted(found, key=lambda one: one.pid)
 
 
 def kill(processes: Callable[[], Sequence[Found]], seconds: float = 10.0) -> None:
-    """Kill whatever is found until nothing is: a process may start others while it is being killed."""
+    """Kill whatever is found until nothing is: a process may start others while it is being
+    killed.
+    """
 
     def gone() -> bool:
         left = processes()
@@ -70,18 +89,25 @@ def kill(processes: Callable[[], Sequence[Found]], seconds: float = 10.0) -> Non
 
 
 def rank_of(processes: Sequence[Found], script: str) -> dict[int, Found]:
-    """Return the processes that run a script, by rank: not the launchers that name it, nor loader workers."""
+    """Return the processes that run a script, by rank: not the launchers that name it, nor loader
+    workers.
+    """
     ranks: dict[int, Found] = {}
     for process in processes:
         name = next((name for name in RANK_VARIABLES if name in process.environment), None)
-        words = [word for word in process.command[1:] if word != "-u"]  # with which torchrun starts Python
+        # with which torchrun starts Python
+        words = [word for word in process.command[1:] if word != "-u"]
         if name and process.is_python and words and Path(words[0]).name == script:
             ranks.setdefault(int(process.environment[name]), process)
     return ranks
 
 
-def seconds_until(condition: Callable[[], object], at_most: float, what: str, more: Callable[[], str] = str) -> float:
-    """Wait for a condition and return how long that took; fail, with what ``more`` says, if it takes too long."""
+def seconds_until(
+    condition: Callable[[], object], at_most: float, what: str, more: Callable[[], str] = str
+) -> float:
+    """Wait for a condition and return how long that took; fail, with what ``more`` says, if it
+    takes too long.
+    """
     start = time.monotonic()
     assert wait_until(condition, at_most), f"not within {at_most} s: {what}\n{more()}"
     return time.monotonic() - start
@@ -95,7 +121,9 @@ def tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without what a launcher of this process may have put there."""
+    """Return this process's environment without what a launcher of this process may have put
+    there.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -105,8 +133,12 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def run_on(starts: Sequence[tuple[Sequence[str], str]], folder: Path, **environment: str) -> Iterator[list[Run]]:
-    """Start commands that belong together and have their own names; kill what is left of them at the end."""
+def run_on(
+    starts: Sequence[tuple[Sequence[str], str]], folder: Path, **environment: str
+) -> Iterator[list[Run]]:
+    """Start commands that belong together and have their own names; kill what is left of them at
+    the end.
+    """
     runs: list[Run] = []
     try:
         for command, name in starts:

@@ -1,7 +1,9 @@
-"""Several machines on one: each has a network, a host name, an ``/etc/hosts`` of its own, and a cable to the next.
+"""Several machines on one: each has a network, a host name, an ``/etc/hosts`` of its own, and a
+cable to the next.
 
-A machine is a process that sleeps in namespaces of its own. They end with the last process in them and take their
-interfaces and mounts along, so there is nothing to remove but processes. Process ids are those of the real machine.
+A machine is a process that sleeps in namespaces of its own. They end with the last process in them
+and take their interfaces and mounts along, so there is nothing to remove but processes. Process ids
+are those of the real machine.
 """
 
 from __future__ import annotations
@@ -18,11 +20,21 @@ from tests.launching import wait_until
 from .harness import Found, find, kill
 from .packages import CannotSetUpError
 
-__all__ = ["OWNER", "Machine", "connect", "cut", "may_have_namespaces", "mend", "new_machines", "sweep"]
+__all__ = [
+    "OWNER",
+    "Machine",
+    "connect",
+    "cut",
+    "may_have_namespaces",
+    "mend",
+    "new_machines",
+    "sweep",
+]
 
 CABLE = "cable0"
 NETWORK = "10.77.0"
-OWNER = "DDPKIT_TEST_CLUSTER"  # the mark of daemons and sleepers; its value begins with the process that started them
+# the mark of daemons and sleepers; its value begins with the process that started them
+OWNER = "DDPKIT_TEST_CLUSTER"
 SET_UP = """
     hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" /etc/nsswitch.conf &&
     ip link set lo up && echo up && exec sleep infinity
@@ -32,7 +44,9 @@ START_SECONDS = 10.0
 
 def may_have_namespaces() -> bool:
     """Say whether this process may make namespaces for networks, host names and mounts."""
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False
+    )
     return tried.returncode == 0
 
 
@@ -49,7 +63,9 @@ def _started(pid: int) -> str:
 
 
 def sweep() -> None:
-    """Kill what a run of the tests has left that was killed itself: whoever started it is no more."""
+    """Kill what a run of the tests has left that was killed itself: whoever started it is no
+    more.
+    """
 
     def orphans() -> list[Found]:
         found = []
@@ -93,15 +109,21 @@ class Machine:
         self._network = Path(f"/proc/{self.sleeper.pid}/ns/net").readlink()
 
     def enter(self, *command: str, folder: Path | None = None) -> list[str]:
-        """Return the command line that runs a command here; the process that is started becomes that command."""
+        """Return the command line that runs a command here; the process that is started becomes
+        that command.
+        """
         inside = ["env", "-C", str(folder)] if folder else []
         spaces = ["--target", str(self.sleeper.pid), "--net", "--uts", "--mount"]
         return ["nsenter", *spaces, "--", *inside, *command]
 
     def run(self, *command: str) -> str:
         """Run a short command here and return what it printed; it must succeed."""
-        done = subprocess.run(self.enter(*command), capture_output=True, text=True, check=False, timeout=20)
-        assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stderr or done.stdout}"
+        done = subprocess.run(
+            self.enter(*command), capture_output=True, text=True, check=False, timeout=20
+        )
+        assert done.returncode == 0, (
+            f"{self.name}: {' '.join(command)}: {done.stderr or done.stdout}"
+        )
         return done.stdout
 
     def processes(self) -> list[Found]:
@@ -109,7 +131,10 @@ class Machine:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if folder.joinpath("ns", "net").readlink() == self._network and int(folder.name) != self.sleeper.pid:
+                if (
+                    folder.joinpath("ns", "net").readlink() == self._network
+                    and int(folder.name) != self.sleeper.pid
+                ):
                     found.append(Found(int(folder.name), {}, []))
         return found
 
@@ -122,7 +147,19 @@ class Machine:
 
 def connect(one: Machine, other: Machine) -> None:
     """Lay a cable between two machines."""
-    one.run("ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", str(other.sleeper.pid))
+    one.run(
+        "ip",
+        "link",
+        "add",
+        CABLE,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        CABLE,
+        "netns",
+        str(other.sleeper.pid),
+    )
     for machine in (one, other):
         machine.run("ip", "address", "add", f"{machine.address}/24", "dev", CABLE)
         machine.run("ip", "link", "set", CABLE, "up")

@@ -39,12 +39,16 @@ def need(packages: Mapping[str, str], seconds: float = INSTALL_SECONDS) -> None:
     if not missing:
         return
     if os.geteuid() != 0 or not _there("apt-get"):
-        raise CannotSetUpError(f"not installed: {', '.join(missing)}, and only root with apt-get could do that")
+        raise CannotSetUpError(
+            f"not installed: {', '.join(missing)}, and only root with apt-get could do that"
+        )
     with _no_services_started():
         said = _install(missing, seconds)
     still = sorted(program for program in packages if not _there(program))
     if still:
-        raise CannotSetUpError(f"apt-get install {' '.join(missing)} did not bring {', '.join(still)}: {said[-1000:]}")
+        raise CannotSetUpError(
+            f"apt-get install {' '.join(missing)} did not bring {', '.join(still)}: {said[-1000:]}"
+        )
 
 
 def _there(program: str) -> bool:
@@ -52,16 +56,24 @@ def _there(program: str) -> bool:
 
 
 def _install(packages: list[str], seconds: float) -> str:
-    """Try until it works or the time is over: mirrors fail for a moment, and somebody else may be installing."""
+    """Try until it works or the time is over: mirrors fail for a moment, and somebody else may be
+    installing.
+    """
     end, said = time.monotonic() + seconds, ""
     for attempt in range(ATTEMPTS):
-        lock = ["-o", f"DPkg::Lock::Timeout={max(1, round(min(LOCK_SECONDS, end - time.monotonic())))}"]
+        lock = [
+            "-o",
+            f"DPkg::Lock::Timeout={max(1, round(min(LOCK_SECONDS, end - time.monotonic())))}",
+        ]
         if attempt:
             time.sleep(min(PAUSE_SECONDS * attempt, max(0.0, end - time.monotonic())))
             if "dpkg --configure -a" in said:  # somebody has been interrupted
                 said += _run("dpkg", "--configure", "-a", end=end)[1]
-            said += _run(*APT_GET, "update", end=end)[1]  # no lists of packages yet, or old ones; or it failed
-        status, more = _run(*APT_GET, *lock, "install", "--yes", "--no-install-recommends", *packages, end=end)
+            # no lists of packages yet, or old ones; or it failed
+            said += _run(*APT_GET, "update", end=end)[1]
+        status, more = _run(
+            *APT_GET, *lock, "install", "--yes", "--no-install-recommends", *packages, end=end
+        )
         said += more
         if status == 0 or time.monotonic() > end:
             break
@@ -87,7 +99,9 @@ def _run(*command: str, end: float) -> tuple[int, str]:
 
 @contextmanager
 def _no_services_started() -> Iterator[None]:
-    """Keep packages from starting their daemons; Debian asks this script, which a container often has already."""
+    """Keep packages from starting their daemons; Debian asks this script, which a container often
+    has already.
+    """
     if POLICY.exists():
         yield
         return

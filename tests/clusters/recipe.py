@@ -1,8 +1,9 @@
-"""A small real recipe that tells where it is: ``python recipe.py hparams.yaml``, under any launcher.
+"""A small real recipe that tells where it is: ``python recipe.py hparams.yaml``, under any
+launcher.
 
-Each training step of each rank becomes a line of ``steps.jsonl`` in the output folder, and the end of each rank a file
-``end.RANK.json``. A file ``wait`` in that folder, with the number of a step in it, holds the ranks after that step, so
-that a test can act while they are all there.
+Each training step of each rank becomes a line of ``steps.jsonl`` in the output folder, and the end
+of each rank a file ``end.RANK.json``. A file ``wait`` in that folder, with the number of a step in
+it, holds the ranks after that step, so that a test can act while they are all there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Step:
 
 
 def read_steps(folder: Path) -> list[Step]:
-    """Return the lines that were written so far; a line that a dying process has cut off is not one."""
+    """Return the lines that were written so far; a line that a dying process has cut off is not
+    one.
+    """
     path = folder / "steps.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [Step(**json.loads(line)) for line in lines if line.endswith("}")]
@@ -106,7 +109,11 @@ class Line(ddpkit.Brain):
             host=socket.gethostname(),
             pid=os.getpid(),
             time=time.time(),
-            restart=int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            restart=int(
+                os.environ.get("SLURM_RESTART_COUNT")
+                or os.environ.get("TORCHELASTIC_RESTART_COUNT")
+                or 0
+            ),
             weights=digest(self.raw_modules),
             samples=((batch[0].flatten() + 1) / 2 * (SAMPLES - 1)).round().int().tolist(),
         )
@@ -139,7 +146,9 @@ def main() -> None:
     ddpkit.create_experiment_directory(hparams["output_folder"], file, overrides)
     inputs = torch.linspace(-1, 1, SAMPLES).unsqueeze(1)
     data = TensorDataset(inputs, 3 * inputs + 1)
-    brain = Line(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
+    brain = Line(
+        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+    )
     brain.fit(hparams["epoch_counter"], data, data, train_loader_kwargs={"shuffle": True})
     end = {
         "rank": get_rank() or 0,

@@ -1,8 +1,10 @@
-"""A real Slurm of two nodes on one machine: munge, slurmctld and two slurmd, up in about three seconds.
+"""A real Slurm of two nodes on one machine: munge, slurmctld and two slurmd, up in about three
+seconds.
 
-Each node is a machine of its own (see ``machines.py``), so host names differ and the cable between them can be cut.
-Where namespaces are refused, both slurmd run side by side on the loopback. There is no systemd, no cgroup and no
-account in it; users, limits and GPUs are therefore not part of what the tests can see.
+Each node is a machine of its own (see ``machines.py``), so host names differ and the cable between
+them can be cut. Where namespaces are refused, both slurmd run side by side on the loopback. There
+is no systemd, no cgroup and no account in it; users, limits and GPUs are therefore not part of what
+the tests can see.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from pathlib import Path
 from tests.launching import free_port, wait_until
 
 from .harness import MARKER, Found, clean_environment, find, kill, rank_of, seconds_until, tail
-from .machines import OWNER, Machine, cut, may_have_namespaces, mend, new_machines, owner_mark, sweep
+from .machines import (
+    OWNER,
+    Machine,
+    cut,
+    may_have_namespaces,
+    mend,
+    new_machines,
+    owner_mark,
+    sweep,
+)
 from .packages import CannotSetUpError, need
 
 __all__ = ["Job", "SlurmCluster", "slurm_cluster"]
@@ -51,16 +62,24 @@ ENDED = {
     "DEADLINE",
 }
 
-# Of a job, in a report: what Slurm knows, and how many lines of its output and of each daemon's log.
+# Of a job, in a report: what Slurm knows, and how many lines of its output and of each daemon's
+# log.
 TOLD = ("JobId", "JobState", "Reason", "Restarts", "ExitCode", "RunTime", "StartTime", "NodeList")
 OUTPUT_LINES = 25
 LOG_LINES = 15
 LINE_LENGTH = 160
-NODE_LINE = re.compile(r"not responding|now responding|returned to service|slurmd version|_rpc_signal_tasks: ")
-DETAIL = re.compile(r"\] debug:(?! +(?:_rpc|_handle_signal|credential|signal for))|debug levels|plugin loaded")
+NODE_LINE = re.compile(
+    r"not responding|now responding|returned to service|slurmd "
+    r"version|_rpc_signal_tasks: "
+)
+DETAIL = re.compile(
+    r"\] debug:(?! +(?:_rpc|_handle_signal|credential|signal for))|debug "
+    r"levels|plugin loaded"
+)
 
-# Credentials that expire soon make a requeued job start again after six seconds instead of two minutes. What Slurm had
-# to tell its nodes about the first attempt may then still be under way: see `bring_back`.
+# Credentials that expire soon make a requeued job start again after six seconds instead of two
+# minutes. What Slurm had to tell its nodes about the first attempt may then still be under way: see
+# `bring_back`.
 SETTINGS = """\
 ClusterName=ddpkit
 SlurmctldHost={head}
@@ -152,20 +171,37 @@ class Job:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={limit}")
 
     def report(self) -> str:
-        """Return what helps when something goes wrong; short, as a long one is cut off where it is shown."""
+        """Return what helps when something goes wrong; short, as a long one is cut off where it is
+        shown.
+        """
         known = self.facts()
         state = " ".join(f"{name}={known.get(name)}" for name in TOLD)
-        logs = [self._said(path) for path in sorted(self.cluster.folder.glob("slurm*.log")) if ".said" not in path.name]
-        nodes = self.cluster.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T %E")
+        logs = [
+            self._said(path)
+            for path in sorted(self.cluster.folder.glob("slurm*.log"))
+            if ".said" not in path.name
+        ]
+        nodes = self.cluster.run(
+            "sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T %E"
+        )
         left = [f"{one.pid}: {' '.join(one.command)}" for one in self.processes()]
         output = tail(self.folder / f"slurm-{self.number}.out", OUTPUT_LINES)
         return "\n".join([state, nodes, *logs, "processes:", *left, output])
 
     def _said(self, log: Path) -> str:
-        """Return the last lines of a daemon's log that are about this job, or about a node that comes or goes."""
-        own = re.compile(rf"JobId={self.number}\b|\bjob(id)? {self.number}\b|StepId={self.number}\.|\[{self.number}\.")
+        """Return the last lines of a daemon's log that are about this job, or about a node that
+        comes or goes.
+        """
+        own = re.compile(
+            rf"JobId={self.number}\b|\bjob(id)? "
+            rf"{self.number}\b|StepId={self.number}\.|\[{self.number}\."
+        )
         lines = log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if (own.search(line) or NODE_LINE.search(line)) and not DETAIL.search(line)]
+        told = [
+            line
+            for line in lines
+            if (own.search(line) or NODE_LINE.search(line)) and not DETAIL.search(line)
+        ]
         return "\n".join([f"--- {log.name}", *(line[:LINE_LENGTH] for line in told[-LOG_LINES:])])
 
 
@@ -203,9 +239,13 @@ class SlurmCluster:
 
     @contextlib.contextmanager
     def submit(self, folder: Path, *words: str, **environment: str) -> Iterator[Job]:
-        """Submit a job: options of sbatch, the script and its arguments. What is left of it at the end is killed."""
+        """Submit a job: options of sbatch, the script and its arguments. What is left of it at the
+        end is killed.
+        """
         marker = uuid.uuid4().hex
-        said = self.run("sbatch", "--parsable", *words, folder=folder, **environment, **{MARKER: marker})
+        said = self.run(
+            "sbatch", "--parsable", *words, folder=folder, **environment, **{MARKER: marker}
+        )
         job = Job(self, said.strip().partition(";")[0], folder, marker)
         try:
             yield job
@@ -219,7 +259,9 @@ class SlurmCluster:
             assert wait_until(self._is_idle, 20), self.run("sinfo", "-N", "-l")
 
     def cut(self) -> None:
-        """Cut the cable between the nodes. The first node and the controller are on the same side."""
+        """Cut the cable between the nodes. The first node and the controller are on the same
+        side.
+        """
         cut(self.machines)
 
     def mend(self) -> None:
@@ -228,26 +270,38 @@ class SlurmCluster:
         assert wait_until(self._is_idle, 60), self.run("sinfo", "-N", "-l")
 
     def lose(self, node: int) -> None:
-        """Kill all that runs on a node, its slurmd too: it has crashed. Not the first, which has the controller."""
+        """Kill all that runs on a node, its slurmd too: it has crashed. Not the first, which has
+        the controller.
+        """
         assert node > 0
         kill(self.machines[node].processes)
 
     def bring_back(self, node: int) -> None:
-        """Start a node again that Slurm has found to be lost, and give it no job before it has its old messages.
+        """Start a node again that Slurm has found to be lost, and give it no job before it has its
+        old messages.
 
-        The controller keeps what it could not deliver: for ten seconds it tries to end the jobs that the node had, and
-        once a minute to kill the steps that srun gave up. These messages name no attempt of a job: if it runs again
-        when they come, they end its new processes. So this takes a minute.
+        The controller keeps what it could not deliver: for ten seconds it tries to end the jobs
+        that the node had, and once a minute to kill the steps that srun gave up. These messages
+        name no attempt of a job: if it runs again when they come, they end its new processes. So
+        this takes a minute.
         """
-        self.run("scontrol", "update", f"NodeName={NODES[node]}", "State=DRAIN", "Reason=it comes back")
+        self.run(
+            "scontrol", "update", f"NodeName={NODES[node]}", "State=DRAIN", "Reason=it comes back"
+        )
         self.daemons.start_node(node)
-        assert wait_until(lambda: self._states()[node] == "drained", START_SECONDS), self.run("sinfo", "-N", "-l")
+        assert wait_until(lambda: self._states()[node] == "drained", START_SECONDS), self.run(
+            "sinfo", "-N", "-l"
+        )
         # A message on its way from the queue to the one who sends it is in neither: so look twice.
-        assert wait_until(lambda: self._has_sent_all() and self._has_sent_all(), 90), self.run("sdiag")
+        assert wait_until(lambda: self._has_sent_all() and self._has_sent_all(), 90), self.run(
+            "sdiag"
+        )
         self.run("scontrol", "update", f"NodeName={NODES[node]}", "State=RESUME")
 
     def _has_sent_all(self) -> bool:
-        """Say whether the controller has no message left that it is sending, or has to send again."""
+        """Say whether the controller has no message left that it is sending, or has to send
+        again.
+        """
         time.sleep(0.1)
         said = self.run("sdiag")
         counts = re.findall(r"^Agent (?:count|queue size):\s*(\d+)", said, re.MULTILINE)
@@ -273,10 +327,13 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     if os.geteuid() != 0:
         raise CannotSetUpError("the daemons of Slurm are started as root, and this process is not")
     sweep()
-    folder = Path(tempfile.mkdtemp(prefix="slurm."))  # short: a path to a socket has at most 107 characters
+    # short: a path to a socket has at most 107 characters
+    folder = Path(tempfile.mkdtemp(prefix="slurm."))
     try:
         with contextlib.ExitStack() as stack:
-            machines = stack.enter_context(new_machines(NODES, folder)) if may_have_namespaces() else []
+            machines = (
+                stack.enter_context(new_machines(NODES, folder)) if may_have_namespaces() else []
+            )
             mark = machines[0].mark if machines else owner_mark()
             stack.callback(kill, lambda: find(OWNER, mark) if not machines else [])
             cluster = SlurmCluster(folder, machines, mark)
@@ -319,10 +376,18 @@ class _Daemons:
     def _write_settings(self) -> None:
         apart = bool(self.cluster.machines)
         ports = [6817, 6818, 6818] if apart else [free_port() for _ in range(3)]
-        head = f"{NODES[0]}({self.cluster.machines[0].address})" if apart else f"{os.uname().nodename}(127.0.0.1)"
+        head = (
+            f"{NODES[0]}({self.cluster.machines[0].address})"
+            if apart
+            else f"{os.uname().nodename}(127.0.0.1)"
+        )
         nodes = [
-            f"NodeName={name} NodeHostname={name if apart else os.uname().nodename} Port={port} CPUs={CPUS_PER_NODE}"
-            f" NodeAddr={self.cluster.machines[number].address if apart else '127.0.0.1'} State=UNKNOWN"
+            (
+                f"NodeName={name} NodeHostname={name if apart else os.uname().nodename} "
+                f"Port={port} CPUs={CPUS_PER_NODE} "
+                f"NodeAddr={self.cluster.machines[number].address if apart else '127.0.0.1'} "
+                "State=UNKNOWN"
+            )
             for number, (name, port) in enumerate(zip(NODES, ports[1:], strict=True))
         ]
         text = SETTINGS.format(head=head, ports=ports, folder=self.folder, nodes="\n".join(nodes))
@@ -334,11 +399,19 @@ class _Daemons:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         self.folder.chmod(0o755)  # all users may pass, and only root may write: munge looks at both
-        at = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        at = {
+            "socket": "socket",
+            "key-file": "key",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         places = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in at.items()]
         self._start("munged", "--foreground", "--force", *places, node=None)
         if not wait_until((self.folder / "munge.socket").exists, 5):
-            raise CannotSetUpError(f"munge does not start here:\n{tail(self.folder / 'munged.said.log')}")
+            raise CannotSetUpError(
+                f"munge does not start here:\n{tail(self.folder / 'munged.said.log')}"
+            )
 
     def _start(self, program: str, *words: str, node: int | None = 0) -> None:
         path = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")

@@ -1,4 +1,6 @@
-"""The set-up itself: that it leaves nothing behind, does without namespaces, and says loudly where it cannot."""
+"""The set-up itself: that it leaves nothing behind, does without namespaces, and says loudly where
+it cannot.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,41 @@ from .packages import CannotSetUpError, need
 
 
 def traces():
-    """What a cluster of this run of the tests could leave: processes, interfaces, mounts, a name."""
+    """What a cluster of this run of the tests could leave: processes, interfaces, mounts, a
+    name.
+    """
     marked = [folder.name for folder in Path("/proc").glob("[0-9]*") if _is_marked(folder)]
     return {
         "processes": marked,
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         # but for those of the tests that run beside
-        "mounts": sorted(one for one in Path("/proc/mounts").read_text().splitlines() if "/pytest-of-" not in one),
+        "mounts": sorted(
+            one for one in Path("/proc/mounts").read_text().splitlines() if "/pytest-of-" not in one
+        ),
         "host name": socket.gethostname(),
     }
 
 
 def _is_marked(folder):
     try:
-        return f"\0{OWNER}={os.getpid()}." in "\0" + folder.joinpath("environ").read_text(errors="replace")
+        return f"\0{OWNER}={os.getpid()}." in "\0" + folder.joinpath("environ").read_text(
+            errors="replace"
+        )
     except OSError:
         return False
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two machines", "loopback"])
 def test_a_cluster_comes_twice_and_leaves_nothing(clusters, tmp_path, monkeypatch, apart):
-    clusters[0].get("Slurm", lambda: clusters[1].enter_context(slurm_cluster.slurm_cluster()))  # or skip
+    # or skip
+    clusters[0].get("Slurm", lambda: clusters[1].enter_context(slurm_cluster.slurm_cluster()))
     if apart and not may_have_namespaces():
         pytest.skip("no namespaces here")
     monkeypatch.setattr(slurm_cluster, "may_have_namespaces", lambda: apart)
     before = traces()
-    (tmp_path / "job.sh").write_text("#!/bin/bash\nsrun sh -c 'echo task $SLURM_PROCID on $SLURMD_NODENAME'\n")
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\nsrun sh -c 'echo task $SLURM_PROCID on $SLURMD_NODENAME'\n"
+    )
     for _ in range(2):
         with slurm_cluster.slurm_cluster() as cluster:
             assert len(cluster.machines) == 2 * apart
@@ -60,14 +71,26 @@ def test_a_cluster_comes_twice_and_leaves_nothing(clusters, tmp_path, monkeypatc
 
 
 def test_a_job_that_runs_when_the_cluster_ends_leaves_nothing(clusters, tmp_path):
-    clusters[0].get("Slurm", lambda: clusters[1].enter_context(slurm_cluster.slurm_cluster()))  # or skip
+    # or skip
+    clusters[0].get("Slurm", lambda: clusters[1].enter_context(slurm_cluster.slurm_cluster()))
     before = traces()
-    (tmp_path / "job.sh").write_text("#!/bin/bash\ntrap '' TERM\nsrun sh -c \"trap '' TERM; sleep 600\"\n")
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\ntrap '' TERM\nsrun sh -c \"trap '' TERM; sleep 600\"\n"
+    )
     with slurm_cluster.slurm_cluster() as cluster:
-        said = cluster.run("sbatch", "--parsable", "--nodes=2", "job.sh", folder=tmp_path, **{MARKER: "left running"})
+        said = cluster.run(
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "job.sh",
+            folder=tmp_path,
+            **{MARKER: ("left running")},
+        )
         job = slurm_cluster.Job(cluster, said.strip(), tmp_path, "left running")
         job.until(lambda: job.state == "RUNNING", 10, "the start of the job")
-        job.until(lambda: sum("sleep" in one.command for one in job.processes()) == 2, 10, "its tasks")
+        job.until(
+            lambda: sum("sleep" in one.command for one in job.processes()) == 2, 10, "its tasks"
+        )
     assert wait_until(lambda: not job.processes(), 5), job.processes()
     assert wait_until(lambda: traces() == before, 5), (before, traces())
 
@@ -95,18 +118,24 @@ def test_programs_that_are_missing(monkeypatch):
 
 
 class AptGet:
-    """Stands in for apt-get and dpkg: it answers by turns, and brings the program with its last answer."""
+    """Stands in for apt-get and dpkg: it answers by turns, and brings the program with its last
+    answer.
+    """
 
     def __init__(self, monkeypatch, *answers):
         self.answers, self.called = list(answers), []
         monkeypatch.setattr(packages.os, "geteuid", lambda: 0)
-        monkeypatch.setattr(packages, "_there", lambda program: program == "apt-get" or not self.answers)
+        monkeypatch.setattr(
+            packages, "_there", lambda program: program == "apt-get" or not self.answers
+        )
         monkeypatch.setattr(packages, "_no_services_started", contextlib.nullcontext)
         monkeypatch.setattr(packages, "_run", self.run)
         monkeypatch.setattr(packages.time, "sleep", lambda seconds: None)
 
     def run(self, *command, end):
-        self.called.append(next(word for word in command[1:] if word in {"install", "update", "--configure"}))
+        self.called.append(
+            next(word for word in command[1:] if word in {"install", "update", "--configure"})
+        )
         return self.answers.pop(0)
 
 
@@ -118,7 +147,9 @@ def test_a_mirror_that_fails_once_and_a_lock_that_somebody_has(monkeypatch):
 
 
 def test_an_installation_that_was_interrupted_is_completed(monkeypatch):
-    apt = AptGet(monkeypatch, (100, "you must manually run 'dpkg --configure -a'"), (0, ""), (0, ""), (0, ""))
+    apt = AptGet(
+        monkeypatch, (100, "you must manually run 'dpkg --configure -a'"), (0, ""), (0, ""), (0, "")
+    )
     need({"prog": "package"})
     assert apt.called == ["install", "--configure", "update", "install"]
 
@@ -188,7 +219,7 @@ def test_a_run_of_the_tests_says_it_at_its_end(tmp_path):
         os.geteuid = lambda: 1000
         which = shutil.which
         shutil.which = lambda name, *more, **named: None if "slurm" in name else which(name, *more, **named)
-        """)
+        """)  # noqa: E501
     )
     words = ["-q", "-p", "no:cacheprovider", "tests/clusters/test_slurm.py", "-k", "test_bare_srun"]
     done = subprocess.run(

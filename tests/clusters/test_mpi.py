@@ -43,7 +43,9 @@ def test_openmpi_without_an_address(openmpi_here, tmp_path):
             # Two that start at once fail now and then where both make Open MPI's folder.
             own = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpi"))
             command = openmpi(2, *RECIPE, options=("--mca", "orte_tmpdir_base", own))
-            starts.append(stack.enter_context(run_on([(command, "mpirun")], folder, **clean_environment())))
+            starts.append(
+                stack.enter_context(run_on([(command, "mpirun")], folder, **clean_environment()))
+            )
         for [run], folder in zip(starts, folders, strict=True):
             assert run.wait(90).code == 0, run.tail(40)
             results(folder, 2, this_host())
@@ -58,7 +60,10 @@ def test_openmpi_on_two_hosts(openmpi_here, hosts, tmp_path):
 
 def test_a_rank_that_fails_ends_an_openmpi_run(openmpi_here, tmp_path):
     """The exit code of the rank is that of mpirun, and nobody stays behind."""
-    text = "import os, sys, time; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and sys.exit(7); time.sleep(60)"
+    text = (
+        "import os, sys, time; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and sys.exit(7); "
+        "time.sleep(60)"
+    )
     run = Run(openmpi(2, sys.executable, "-c", text), tmp_path, clean_environment())
     assert run.wait(20).code == 7, run.tail()
 

@@ -23,7 +23,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 exec srun --nodes=2 --ntasks-per-node=1 {BIN}/torchrun --nnodes=2 --nproc-per-node=1 \\
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:29500" {SCRIPT} {HPARAMS} "$@"
-"""
+"""  # noqa: E501
 
 
 BARE = f"#!/bin/bash\nexec srun {PYTHON} {SCRIPT} {HPARAMS}\n"
@@ -56,7 +56,9 @@ def agreed(folder: Path, world_size: int) -> None:
 
 
 def held(folder: Path, after: int = 1) -> Path:
-    """Let the ranks of the coming run wait after a step, until the file that is returned is removed."""
+    """Let the ranks of the coming run wait after a step, until the file that is returned is
+    removed.
+    """
     gate = folder / "results" / "wait"
     gate.parent.mkdir(exist_ok=True)
     gate.write_text(str(after))
@@ -68,7 +70,9 @@ def both_at(folder: Path, step: int = 1, ranks: int = 2) -> bool:
 
 
 def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
-    with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)) as job:
+    with slurm.submit(
+        tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)
+    ) as job:
         assert job.wait() == "COMPLETED", job.report()
     results(tmp_path, 2, {"node1", "node2"})
     agreed(tmp_path, 2)
@@ -76,7 +80,9 @@ def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
 
 def test_scancel_ends_every_process(slurm, tmp_path):
     held(tmp_path)
-    with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)) as job:
+    with slurm.submit(
+        tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)
+    ) as job:
         job.until(lambda: both_at(tmp_path), 60, "the first step of both ranks")
         assert set(job.ranks()) == {0, 1}
         job.cancel()
@@ -92,7 +98,11 @@ def test_requeue_starts_again_and_goes_on(slurm, tmp_path):
         job.until(lambda: both_at(tmp_path, 12), 60, "the second epoch")
         first = {one.pid for one in job.processes()}
         job.requeue()
-        job.until(lambda: not first & {one.pid for one in job.processes()}, 15, "the end of the first processes")
+        job.until(
+            lambda: not first & {one.pid for one in job.processes()},
+            15,
+            "the end of the first processes",
+        )
         gate.unlink()
         assert job.wait() == "COMPLETED", job.report()
         assert job.facts()["Restarts"] == "1"
@@ -103,7 +113,9 @@ def test_requeue_starts_again_and_goes_on(slurm, tmp_path):
 
 
 def test_bare_srun(slurm, tmp_path):
-    """No torchrun: each task is a rank; the address is that of the first node, the port comes from job and step."""
+    """No torchrun: each task is a rank; the address is that of the first node, the port comes from
+    job and step.
+    """
     with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=2", script(tmp_path, BARE)) as job:
         assert job.wait() == "COMPLETED", job.report()
     ends = results(tmp_path, 4, {"node1", "node2"})
@@ -123,14 +135,20 @@ def test_neighbours_of_a_cyclic_distribution(slurm, tmp_path):
         killed.signal(signal.SIGKILL)
         job.until(lambda: not job.ranks(), 5, "the end of all ranks, which are in the user's code")
         assert job.wait() == "FAILED"
-        said = f"rank 3 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step 1: it was killed"
+        said = (
+            f"rank 3 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step 1: it was "
+            "killed"
+        )
         assert said in job.output, job.report()
 
 
 def test_two_steps_of_one_job_beside_each_other(slurm, tmp_path):
     """They share the job's variables and must not meet on one port."""
     step = f"srun --exact -N2 -n2 {PYTHON} {SCRIPT} {HPARAMS}"
-    text = f"#!/bin/bash\n{step} --output_folder=one/results &\n{step} --output_folder=other/results --seed=2 &\nwait\n"
+    text = (
+        f"#!/bin/bash\n{step} --output_folder=one/results &\n{step} --output_folder=other/results "
+        "--seed=2 &\nwait\n"
+    )
     with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=2", script(tmp_path, text)) as job:
         assert job.wait() == "COMPLETED", job.report()
     one, other = (results(tmp_path / name, 2, {"node1", "node2"}) for name in ("one", "other"))
@@ -148,18 +166,25 @@ def test_the_batch_script_itself_is_one_process(slurm, tmp_path):
 
 def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
     gate = held(tmp_path)
-    with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)) as job:
+    with slurm.submit(
+        tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)
+    ) as job:
         job.until(lambda: both_at(tmp_path), 60, "the first step of both ranks")
         killed = job.ranks()[1]
         killed.signal(signal.SIGKILL)
         gate.unlink()
         assert wait_until(lambda: not job.ranks(), 10), job.report()
         assert job.wait() == "FAILED"
-        assert f"rank 1 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step" in job.output, job.report()
+        assert (
+            f"rank 1 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step"
+            in job.output
+        ), job.report()
 
 
 def names_the_failure(text: str, rank: int) -> None:
-    """Check that the last lines name the rank, its host, where it was, and show its own traceback."""
+    """Check that the last lines name the rank, its host, where it was, and show its own
+    traceback.
+    """
     last = text.rstrip().splitlines()[-30:]
     shown = "\n".join(last)
     assert "ValueError: so it was asked for" in shown, text

@@ -24,9 +24,25 @@ def written(tmp_path):
     shutil.copy(HPARAMS, tmp_path / "hparams.yaml")
 
     def write(*words, processes=1, time="10:00", recipe=()):
-        numbers = ["--nodes=2", "--gpus-per-node=0", f"--nproc-per-node={processes}", f"--time={time}"]
-        command = [sys.executable, "-m", "ddpkit", "slurm", "recipe.py", "hparams.yaml", *numbers, *words]
-        done = subprocess.run([*command, "--", *recipe], cwd=tmp_path, capture_output=True, text=True, check=False)
+        numbers = [
+            "--nodes=2",
+            "--gpus-per-node=0",
+            f"--nproc-per-node={processes}",
+            f"--time={time}",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "ddpkit",
+            "slurm",
+            "recipe.py",
+            "hparams.yaml",
+            *numbers,
+            *words,
+        ]
+        done = subprocess.run(
+            [*command, "--", *recipe], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         (tmp_path / "train.sbatch").write_text(done.stdout)
         return "train.sbatch"
@@ -36,7 +52,9 @@ def written(tmp_path):
 
 def test_it_trains(slurm, tmp_path, written):
     """Two processes on each of two nodes; what is quoted arrives as it was."""
-    script = written("--job-name=digits", "--sbatch=--comment='a test'", "--partition=other", processes=2)
+    script = written(
+        "--job-name=digits", "--sbatch=--comment='a test'", "--partition=other", processes=2
+    )
     with slurm.submit(tmp_path, script) as job:
         assert job.wait() == "COMPLETED", job.report()
         facts = job.facts()
@@ -55,12 +73,18 @@ def test_it_trains(slurm, tmp_path, written):
 
 
 def test_with_restarts_by_torchrun_a_killed_rank_comes_back(slurm, tmp_path, written):
-    """Both agents meet through the c10d rendezvous of the first node, and all ranks start again within the job."""
+    """Both agents meet through the c10d rendezvous of the first node, and all ranks start again
+    within the job.
+    """
     gate = held(tmp_path, after=6)
     script = written("--max-restarts=2", recipe=["--ckpt_interval_steps=4"])
     with slurm.submit(tmp_path, script) as job:
         job.until(lambda: both_at(tmp_path, 6), 60, "the sixth step of both ranks")
-        job.until(lambda: list((tmp_path / "results" / "save").glob("CKPT*")), 5, "the checkpoint of the fourth step")
+        job.until(
+            lambda: list((tmp_path / "results" / "save").glob("CKPT*")),
+            5,
+            "the checkpoint of the fourth step",
+        )
         first = job.ranks()
         first[1].signal(signal.SIGKILL)
         gate.unlink()
@@ -73,10 +97,14 @@ def test_with_restarts_by_torchrun_a_killed_rank_comes_back(slurm, tmp_path, wri
     assert min(one.step for one in again) == 5, "and went on after the checkpoint"
 
 
-def test_the_signal_before_the_limit_ends_the_attempt_and_queues_the_job_again(slurm, tmp_path, written):
-    """Slurm itself sends it, up to 30 s early as it looks at the limits every 30 s: here 50 to 80 s after the start.
+def test_the_signal_before_the_limit_ends_the_attempt_and_queues_the_job_again(
+    slurm, tmp_path, written
+):
+    """Slurm itself sends it, up to 30 s early as it looks at the limits every 30 s: here 50 to 80 s
+    after the start.
 
-    Then the job gets more time, so that its further attempts can start and end on a machine of any speed.
+    Then the job gets more time, so that its further attempts can start and end on a machine of any
+    speed.
     """
     gate = held(tmp_path, after=2)
     script = written("--signal-before=100", time="3:00", recipe=["--step_seconds=0.2"])
@@ -98,13 +126,19 @@ def test_the_signal_before_the_limit_ends_the_attempt_and_queues_the_job_again(s
 
 
 def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
-    """A bare srun and the written script at the same time: the node is lost to both, and both go on by themselves.
+    """A bare srun and the written script at the same time: the node is lost to both, and both go on
+    by themselves.
 
-    The script has to wait for Slurm to find out: its srun gives up after 5 s here, and Slurm knows after 15 s.
+    The script has to wait for Slurm to find out: its srun gives up after 5 s here, and Slurm knows
+    after 15 s.
     """
     if not slurm.machines:
-        pytest.skip("no namespaces here: both nodes are this machine, and cannot be lost one by one")
-    text = f"#!/bin/bash\nexec srun {sys.executable} {SCRIPT} {HPARAMS} --output_folder=bare/results\n"
+        pytest.skip(
+            "no namespaces here: both nodes are this machine, and cannot be lost one by one"
+        )
+    text = (
+        f"#!/bin/bash\nexec srun {sys.executable} {SCRIPT} {HPARAMS} --output_folder=bare/results\n"
+    )
     (tmp_path / "bare").mkdir()
     bare, own = script(tmp_path, text), written("--signal-before=10", time="3:00")
     gates = [held(folder, after=12) for folder in (tmp_path / "bare", tmp_path)]
@@ -117,7 +151,9 @@ def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
         slurm.lose(1)
         for gate in gates:
             gate.unlink()
-        one.until(lambda: not any(path.exists() for path in survivors), 10, "the end of the other ranks")
+        one.until(
+            lambda: not any(path.exists() for path in survivors), 10, "the end of the other ranks"
+        )
         (tmp_path / "uninterrupted").mkdir()
         reference = Run(torchrun(2, str(SCRIPT), str(HPARAMS)), tmp_path / "uninterrupted").wait()
         assert reference.code == 0, reference.tail()
@@ -127,7 +163,11 @@ def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
         slurm.bring_back(1)
         for folder, job in jobs.items():
             assert job.wait(90) == "COMPLETED", job.report()
-            assert re.search(r"rank 1 \(node2, pid \d+\) disappeared in TRAIN of epoch 2 at step \d", job.output)
+            assert re.search(
+                r"rank 1 \(node2, pid \d+\) disappeared in TRAIN of epoch 2 at "
+                r"step \d",
+                job.output,
+            )
             assert {end["weights"] for end in results(folder, 2, {"node1", "node2"})} == {weights}
             again = [step.step for step in read_steps(folder / "results") if step.restart == 1]
             assert min(again) == 11, f"it goes on after the first epoch, where it saved: {again}"

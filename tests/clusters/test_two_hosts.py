@@ -20,9 +20,15 @@ from .test_slurm import agreed, both_at, held, results
 HANG_SECONDS = 10
 HOSTS = {"host1", "host2"}
 STATIC = ("--nproc-per-node=1", "--node-rank={rank}", "--master-addr=host1", "--master-port=29500")
-C10D = ("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=host1:29500")
-# A host that starts late is waited for, and one that is silent for some seconds is not lost: else torchrun begins with
-# one host on a loaded machine, and then again, when the two may miss each other for good.
+C10D = (
+    "--nproc-per-node=1",
+    "--rdzv-backend=c10d",
+    "--rdzv-id=test",
+    "--rdzv-endpoint=host1:29500",
+)
+# A host that starts late is waited for, and one that is silent for some seconds is not lost: else
+# torchrun begins with one host on a loaded machine, and then again, when the two may miss each
+# other for good.
 ELASTIC = (
     *C10D,
     "--nnodes=1:2",
@@ -55,8 +61,13 @@ def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_pat
         assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
         found = {}
         for run in runs:
-            found |= {rank: one.pid for rank, one in rank_of(find(MARKER, run.marker), SCRIPT.name).items()}
-        assert found == {one.rank: one.pid for one in read_steps(tmp_path / "results")}, "the harness finds them"
+            found |= {
+                rank: one.pid
+                for rank, one in rank_of(find(MARKER, run.marker), SCRIPT.name).items()
+            }
+        assert found == {one.rank: one.pid for one in read_steps(tmp_path / "results")}, (
+            "the harness finds them"
+        )
         hosts.cut()
         gate.unlink()
         cut_at = time.time()
@@ -69,14 +80,20 @@ def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_pat
 
 
 def ends(run, seconds):
-    """Wait until a host has no process of the run any more, torchrun included, and return what was said there."""
+    """Wait until a host has no process of the run any more, torchrun included, and return what was
+    said there.
+    """
     assert run.wait(seconds).code != 0
     return run.err
 
 
 def test_a_cable_that_stays_cut_ends_both_sides(hosts, tmp_path):
-    """In the middle of an epoch. At a c10d rendezvous torchrun itself would wait for TCP to give up."""
-    with training(hosts, tmp_path, STATIC, "--step_seconds=0.1", f"--hang_timeout={HANG_SECONDS}") as runs:
+    """In the middle of an epoch. At a c10d rendezvous torchrun itself would wait for TCP to give
+    up.
+    """
+    with training(
+        hosts, tmp_path, STATIC, "--step_seconds=0.1", f"--hang_timeout={HANG_SECONDS}"
+    ) as runs:
         assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
         hosts.cut()
         end = time.monotonic() + HANG_SECONDS + 10
@@ -87,16 +104,22 @@ def test_a_cable_that_stays_cut_ends_both_sides(hosts, tmp_path):
 
 
 def test_a_cable_that_is_cut_while_the_main_process_works_alone(hosts, tmp_path):
-    """Who waits for it learns that the network is gone; the main process has its time, and then as long as others."""
+    """Who waits for it learns that the network is gone; the main process has its time, and then as
+    long as others.
+    """
     words = ["--main_seconds=4", f"--hang_timeout={HANG_SECONDS}"]
     with training(hosts, tmp_path, STATIC, *words) as runs:
-        assert wait_until((tmp_path / "results" / "main_works").exists, 60), "the work of the main process"
+        assert wait_until((tmp_path / "results" / "main_works").exists, 60), (
+            "the work of the main process"
+        )
         time.sleep(0.5)
         hosts.cut()
         start = time.monotonic()
         waiting = ends(runs[1], HANG_SECONDS + 10)
         working = ends(runs[0], start + 4 + HANG_SECONDS + 10 - time.monotonic())
-    assert re.search(r"rank 1 \(host2\): no answer for \d+ s from the store on host1", waiting), waiting
+    assert re.search(r"rank 1 \(host2\): no answer for \d+ s from the store on host1", waiting), (
+        waiting
+    )
     assert re.search(r"rank 1 \(host2, pid \d+\): silent for \d+ s", working), working
 
 
@@ -114,7 +137,9 @@ ddpkit.distributed.exchange("here")
 
 
 def test_a_rank_that_is_killed_is_named_by_who_waits_for_it_at_the_store(hosts, tmp_path):
-    """No collective is running whose connection breaks, and the torchrun that ends is not that of rank 0."""
+    """No collective is running whose connection breaks, and the torchrun that ends is not that of
+    rank 0.
+    """
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     with hosts.torchrun(tmp_path, str(script), options=STATIC) as runs:
@@ -147,7 +172,9 @@ def test_the_other_host_goes_on_alone_with_the_same_batches(hosts, tmp_path, how
         batches[one.world_size].setdefault(one.step, set()).update(one.samples)
     alone, together = batches[1], batches[2]
     assert sorted(alone | together) == list(range(1, 21))
-    assert {5, 6} <= set(alone) & set(together), "taken again, after the checkpoint of the fourth step"
+    assert {5, 6} <= set(alone) & set(together), (
+        "taken again, after the checkpoint of the fourth step"
+    )
     for step in set(alone) & set(together) - {max(together)}:
         assert alone[step] == together[step], f"step {step} has the same samples"
     for epoch in (range(1, 11), range(11, 21)):
@@ -162,14 +189,19 @@ def test_a_slow_and_lossy_cable_does_not_end_the_run(hosts, tmp_path):
 
 def test_hosts_that_are_far_apart(hosts, tmp_path):
     """20 ms one way and 1 % loss: a step takes at least one way there and back."""
-    with hosts.far_apart(delay_ms=20, loss_percent=1), training(hosts, tmp_path, STATIC, "--step_seconds=0") as runs:
+    with (
+        hosts.far_apart(delay_ms=20, loss_percent=1),
+        training(hosts, tmp_path, STATIC, "--step_seconds=0") as runs,
+    ):
         to_the_end(runs, tmp_path)
     times = [one.time for one in read_steps(tmp_path / "results") if one.rank == 0]
     assert times[-1] - times[0] > 0.04 * (len(times) / 2)
 
 
 def round_trip(one, other):
-    """Return how many seconds it takes at best to be told by the other host that nobody listens; one is too long."""
+    """Return how many seconds it takes at best to be told by the other host that nobody listens;
+    one is too long.
+    """
     text = f"""
         import socket, time
         found, lost = [], []

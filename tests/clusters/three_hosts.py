@@ -1,4 +1,6 @@
-"""Three hosts on one machine, each with a cable of its own to each other one: a single pair can be slow."""
+"""Three hosts on one machine, each with a cable of its own to each other one: a single pair can be
+slow.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class ThreeHosts:
 
 
 def _connect(machines: Sequence[Machine]) -> None:
-    """Lay the cables. Each host has one address, on all of its cables, and a route to each other one."""
+    """Lay the cables. Each host has one address, on all of its cables, and a route to each other
+    one.
+    """
     for one, other in itertools.combinations(machines, 2):
         ends = cable_to(other.name), cable_to(one.name)
         netns = str(other.sleeper.pid)

@@ -1,8 +1,10 @@
-"""A cable that is slow, long or bad, in user space: two TUN devices, and a process that carries packets between them.
+"""A cable that is slow, long or bad, in user space: two TUN devices, and a process that carries
+packets between them.
 
-The kernels that the tests run on often lack netem, which would delay packets. Run it as
-``python tun_link.py SLEEPER_A ADDRESS_A SLEEPER_B ADDRESS_B DELAY_MS LOSS_PERCENT RATE_MBIT``; it prints ``up``,
-carries packets until it is killed, and the devices go with it. Standard library only: it starts in a tenth of a second.
+The kernels that the tests run on often lack netem, which would delay packets. Run it as ``python
+tun_link.py SLEEPER_A ADDRESS_A SLEEPER_B ADDRESS_B DELAY_MS LOSS_PERCENT
+RATE_MBIT``; it prints ``up``, carries packets until it is killed, and the devices go with it.
+Standard library only: it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def enter_network(path: str) -> None:
 
 
 def open_tun(sleeper: str, address: str, peer: str) -> int:
-    """Make a device in the network of a process; it stays there when this process leaves that network."""
+    """Make a device in the network of a process; it stays there when this process leaves that
+    network.
+    """
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     enter_network(f"/proc/{sleeper}/ns/net")
     handle = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -75,7 +79,9 @@ class Direction:
             start = max(now, self.free_at)
             if random.random() < self.loss or start - now > LONGEST_QUEUE_SECONDS:
                 continue
-            self.free_at = start + (len(packet) / self.bytes_per_second if self.bytes_per_second else 0.0)
+            self.free_at = start + (
+                len(packet) / self.bytes_per_second if self.bytes_per_second else 0.0
+            )
             self.count += 1
             heapq.heappush(self.waiting, (self.free_at + self.delay, self.count, packet))
 
@@ -87,10 +93,17 @@ class Direction:
 
 def main() -> None:
     sleeper_a, address_a, sleeper_b, address_b, *numbers = sys.argv[1:]
-    delay, loss, rate = float(numbers[0]) / 1e3, float(numbers[1]) / 100, float(numbers[2]) * 1e6 / 8
+    delay, loss, rate = (
+        float(numbers[0]) / 1e3,
+        float(numbers[1]) / 100,
+        float(numbers[2]) * 1e6 / 8,
+    )
     one = open_tun(sleeper_a, address_a, address_b)
     other = open_tun(sleeper_b, address_b, address_a)
-    ways = {one: Direction(one, other, delay, loss, rate), other: Direction(other, one, delay, loss, rate)}
+    ways = {
+        one: Direction(one, other, delay, loss, rate),
+        other: Direction(other, one, delay, loss, rate),
+    }
     selector = selectors.DefaultSelector()
     for end in ways:
         selector.register(end, selectors.EVENT_READ)

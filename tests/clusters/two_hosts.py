@@ -45,12 +45,19 @@ class TwoHosts:
     def torchrun(
         self, folder: Path, *words: str, options: Sequence[str] = (), **environment: str
     ) -> Iterator[list[Run]]:
-        """Run torchrun on both hosts, the same but for what ``{rank}`` stands for in its options."""
+        """Run torchrun on both hosts, the same but for what ``{rank}`` stands for in its
+        options.
+        """
         starts = []
         for rank, machine in enumerate(self.machines):
             own = [option.format(rank=rank) for option in options]
             command = [str(BIN / "torchrun"), "--nnodes=2", *own, *words]
-            starts.append((machine.enter("env", f"HOSTNAME={machine.name}", *command, folder=folder), machine.name))
+            starts.append(
+                (
+                    machine.enter("env", f"HOSTNAME={machine.name}", *command, folder=folder),
+                    machine.name,
+                )
+            )
         with run_on(starts, folder, **clean_environment(), **environment) as runs:
             yield runs
 
@@ -65,7 +72,15 @@ class TwoHosts:
     @contextlib.contextmanager
     def slow(self, megabits: float) -> Iterator[None]:
         """Limit the rate, of each direction."""
-        limit = ["tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", "64kb", "latency", "400ms"]
+        limit = [
+            "tbf",
+            "rate",
+            f"{round(megabits * 1000)}kbit",
+            "burst",
+            "64kb",
+            "latency",
+            "400ms",
+        ]
         with contextlib.ExitStack() as stack:
             for machine in self.machines:
                 machine.run("tc", "qdisc", "replace", "dev", CABLE, "root", *limit)
@@ -79,13 +94,23 @@ class TwoHosts:
             for machine in self.machines:
                 machine.run("nft", f"add table ip {LOSS_TABLE}")
                 stack.callback(machine.run, "nft", f"delete table ip {LOSS_TABLE}")
-                machine.run("nft", f"add chain ip {LOSS_TABLE} in {{ type filter hook input priority 0; }}")
-                machine.run("nft", f"add rule ip {LOSS_TABLE} in iif {CABLE} numgen random mod 100 < {percent} drop")
+                machine.run(
+                    "nft", f"add chain ip {LOSS_TABLE} in {{ type filter hook input priority 0; }}"
+                )
+                machine.run(
+                    "nft",
+                    f"add rule ip {LOSS_TABLE} in iif {CABLE} numgen random mod 100 < {percent} "
+                    "drop",
+                )
             yield
 
     @contextlib.contextmanager
-    def far_apart(self, delay_ms: float, loss_percent: float = 0.0, megabits: float = 0.0) -> Iterator[None]:
-        """Put a cable in user space in place of the real one: it delays, loses and limits; 0 megabits is no limit."""
+    def far_apart(
+        self, delay_ms: float, loss_percent: float = 0.0, megabits: float = 0.0
+    ) -> Iterator[None]:
+        """Put a cable in user space in place of the real one: it delays, loses and limits; 0
+        megabits is no limit.
+        """
         ends = [word for one in self.machines for word in (str(one.sleeper.pid), one.address)]
         numbers = [str(number) for number in (delay_ms, loss_percent, megabits)]
         link = subprocess.Popen(
@@ -126,7 +151,9 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     """
     need(PROGRAMS)
     if not may_have_namespaces():
-        raise CannotSetUpError("this process may not make network namespaces (unshare --net --uts --mount)")
+        raise CannotSetUpError(
+            "this process may not make network namespaces (unshare --net --uts --mount)"
+        )
     sweep()
     with new_machines(NAMES, folder) as machines:
         yield TwoHosts(machines, folder)

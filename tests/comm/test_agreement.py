@@ -1,4 +1,6 @@
-"""What the ranks compare before they start, and what they say when they differ; with simulated ranks."""
+"""What the ranks compare before they start, and what they say when they differ; with simulated
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class Ranks:
             return list(pool.map(one, range(self.world_size)))
 
 
-# ---------------------------------------------------------------------------------------------- facts
+# -------------------------------------------------------------------------------------------- facts
 
 
 def test_model_facts():
@@ -75,7 +77,15 @@ def test_option_facts_leave_out_what_is_a_ranks_own():
     options = RunOptions.from_dictionary({"device": "cpu", "precision": "bf16"}).resolved({})
     facts = option_facts(options)
     assert facts["option precision"] == "'bf16'"
-    own = {"device", "local_rank", "param_file", "log_config", "noprogressbar", "tqdm_colored_bar", "tqdm_barcolor"}
+    own = {
+        "device",
+        "local_rank",
+        "param_file",
+        "log_config",
+        "noprogressbar",
+        "tqdm_colored_bar",
+        "tqdm_barcolor",
+    }
     assert not {f"option {name}" for name in own} & set(facts)
     assert facts == option_facts({name: options[name] for name in options} | {"device": "cuda:1"})
 
@@ -86,17 +96,23 @@ def test_facts_hold_nothing_that_differs_from_process_to_process():
     class Thing:
         pass
 
-    assert option_facts({"mine": Thing(), "call": len}) == option_facts({"mine": Thing(), "call": len})
+    assert option_facts({"mine": Thing(), "call": len}) == option_facts(
+        {"mine": Thing(), "call": len}
+    )
     assert option_facts({"mine": object()}) == {"option mine": "<object object>"}
     assert option_facts({"names": {"b", "a", 3}}) == {"option names": "['a', 'b', 3]"}
     weight = nn.Parameter(torch.ones(1))
-    facts = optimizer_facts({"adam": torch.optim.Adam([weight], lr=torch.tensor(0.5), capturable=True)})
+    facts = optimizer_facts(
+        {"adam": torch.optim.Adam([weight], lr=torch.tensor(0.5), capturable=True)}
+    )
     assert facts["optimizer adam group 0 lr"] == "0.5"
 
 
 def test_optimizer_facts():
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5, "owner": object()}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [first]}, {"params": [second], "lr": 0.5, "owner": object()}], lr=0.1
+    )
     facts = optimizer_facts({"sgd": optimizer})
     assert facts["optimizer sgd"] == "SGD"
     assert facts["optimizer sgd group 0 params"] == "1"
@@ -117,12 +133,16 @@ def test_data_facts():
     assert "valid batches" not in data_facts("valid", loader, 3, sharded=False)
     assert data_facts("valid", None, None, sharded=False) == {}
     own = DataLoader(range(7), batch_size=2)
-    assert data_facts("valid", own, 4, sharded=False) == {}, "a set that a recipe may have divided itself"
-    dealt = data_facts("train", shard(range(4), Sharding(), batch_sampler=[[0], [1]]), 2, sharded=True)
+    assert data_facts("valid", own, 4, sharded=False) == {}, (
+        "a set that a recipe may have divided itself"
+    )
+    dealt = data_facts(
+        "train", shard(range(4), Sharding(), batch_sampler=[[0], [1]]), 2, sharded=True
+    )
     assert set(dealt) == {"train batches", "train shuffling seed", "train samples"}
 
 
-# ---------------------------------------------------------------------------------------- over the ranks
+# ----------------------------------------------------------------------------------- over the ranks
 
 
 def test_agreement_of_one_process_is_not_asked_for(monkeypatch):
@@ -137,7 +157,10 @@ def test_all_ranks_agree(monkeypatch):
 
 def test_what_each_rank_tells_of_itself_may_differ(monkeypatch):
     ranks = Ranks(3, monkeypatch)
-    assert ranks.run(lambda rank: require_agreement({"a": "1"}, about=rank * 10, site="here")) == [[0, 10, 20]] * 3
+    assert (
+        ranks.run(lambda rank: require_agreement({"a": "1"}, about=rank * 10, site="here"))
+        == [[0, 10, 20]] * 3
+    )
     assert ranks.sites == [["here"]] * 3
 
 
@@ -145,13 +168,17 @@ def test_a_file_that_one_rank_alone_has_imported_is_no_difference(monkeypatch):
     """The digests differ then, and the ranks look closer; and go on."""
     ranks = Ranks(2, monkeypatch)
     facts = [{"a": "1"}, {"a": "1", "module plots": "code 0a"}]
-    assert ranks.run(lambda rank: require_agreement(facts[rank], about=rank, site="x")) == [[0, 1]] * 2
+    assert (
+        ranks.run(lambda rank: require_agreement(facts[rank], about=rank, site="x")) == [[0, 1]] * 2
+    )
     assert ranks.sites == [["x", "x, in detail"]] * 2
 
 
 def test_all_ranks_raise_the_same(monkeypatch):
     ranks = Ranks(3, monkeypatch)
-    results = ranks.run(lambda rank: require_agreement({"model": "same", "train batches": str(rank // 2)}))
+    results = ranks.run(
+        lambda rank: require_agreement({"model": "same", "train batches": str(rank // 2)})
+    )
     assert {type(result) for result in results} == {RankMismatchError}
     assert len(set(map(str, results))) == 1
     assert "train batches: 0 on ranks 0-1; 1 on rank 2" in str(results[0])
@@ -169,7 +196,11 @@ def test_together_everybody_works_or_everybody_fails(monkeypatch):
         return rank
 
     results = ranks.run(lambda rank: together(lambda: work(rank)))
-    assert [type(result) for result in results] == [RankFailedError, FileNotFoundError, FileNotFoundError]
+    assert [type(result) for result in results] == [
+        RankFailedError,
+        FileNotFoundError,
+        FileNotFoundError,
+    ]
     assert str(results[0]) == (
         "the run cannot start, because it failed elsewhere: rank 1: FileNotFoundError: data of 1; "
         "rank 2: FileNotFoundError: data of 2"

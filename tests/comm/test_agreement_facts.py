@@ -1,4 +1,6 @@
-"""What is compared before ranks work together, and what they say when they differ; with made-up ranks."""
+"""What is compared before ranks work together, and what they say when they differ; with made-up
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from ddpkit.comm.agreement import (
 from ddpkit.errors import LaunchError, RankMismatchError
 from tests.launching import Run, python
 
-# ---------------------------------------------------------------------------------------------- facts
+# -------------------------------------------------------------------------------------------- facts
 
 
 def test_versions_are_those_that_run():
@@ -44,7 +46,9 @@ def test_what_cannot_be_read_has_no_digest(tmp_path):
     huge.write_bytes(b"#" * (LARGEST_FILE_BYTES + 1))
     fits = tmp_path / "fits.py"
     fits.write_bytes(b"#" * LARGEST_FILE_BYTES)
-    assert [file_digest(str(path)) for path in (huge, tmp_path, tmp_path / "none.py", "\0")] == [""] * 4
+    assert [file_digest(str(path)) for path in (huge, tmp_path, tmp_path / "none.py", "\0")] == [
+        ""
+    ] * 4
     assert len(file_digest(str(fits))) == 8
 
 
@@ -73,17 +77,24 @@ def test_the_code_of_a_recipe_is_what_was_imported_and_is_no_library(tmp_path):
     (tmp_path / "h.yaml").write_text("lr: 1\n")
     names = ("nets.py", "parts/conv.py", "unused.py", "lib/site-packages/other.py")
     (tmp_path / "lib/site-packages").mkdir(parents=True)
-    script = "import sys; sys.path.append('lib/site-packages'); import nets, parts.conv, other, json, numpy\n"
+    script = (
+        "import sys; sys.path.append('lib/site-packages'); import nets, parts.conv, other, json, "
+        "numpy\n"
+    )
     facts = of_script(tmp_path, script + textwrap.dedent(FACTS), *names)
     recipe = {"script", "Brain", "hyperparameter file", "module nets", "module parts.conv"}
-    assert {name for name in facts if not name.startswith(("module tests", "module __mp"))} == recipe
+    assert {
+        name for name in facts if not name.startswith(("module tests", "module __mp"))
+    } == recipe
     assert facts["script"] == f"train.py (code {file_digest(str(tmp_path / 'train.py'))})"
     assert facts["Brain"] == "Mine"
     assert facts["module nets"].replace("nets", "conv") == facts["module parts.conv"]
 
 
 def test_a_script_that_has_gone_is_not_compared(tmp_path):
-    """It was started and deleted, or the working folder is another one now: that is no difference to other ranks."""
+    """It was started and deleted, or the working folder is another one now: that is no difference
+    to other ranks.
+    """
     facts = of_script(tmp_path, "import os; os.unlink('train.py')\n" + textwrap.dedent(FACTS))
     assert "script" not in facts
     (tmp_path / "elsewhere").mkdir()
@@ -93,7 +104,10 @@ def test_a_script_that_has_gone_is_not_compared(tmp_path):
 
 @pytest.mark.slow
 def test_there_is_no_script_on_the_command_line_or_in_a_notebook(tmp_path):
-    command = "from ddpkit.comm.agreement import *; print(recipe_facts(type('Mine', (), {}), 'none.yaml'))"
+    command = (
+        "from ddpkit.comm.agreement import *; print(recipe_facts(type('Mine', (), {}), "
+        "'none.yaml'))"
+    )
     run = Run(python("-c", command), tmp_path).wait()
     assert run.out.strip() == "{'Brain': 'Mine'}", run.err
 
@@ -117,7 +131,7 @@ def test_a_module_that_makes_its_attributes_when_asked_is_not_asked(monkeypatch)
     assert recipe_facts(dict)["Brain"] == "dict"
 
 
-# ------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------- messages
 
 
 PLACES = [f"gpu0{rank} (pid {rank})" for rank in range(500)]
@@ -163,7 +177,11 @@ def test_a_fact_that_a_rank_cannot_know_is_no_difference():
 def test_the_order_is_a_difference():
     one, other = torch.nn.Linear(1, 1), torch.nn.PReLU()
     facts = [model_facts({"a": one, "b": other}), model_facts({"b": other, "a": one})]
-    assert describe_differences(facts, PLACES).splitlines()[1].startswith("  the order of the parameters: ")
+    assert (
+        describe_differences(facts, PLACES)
+        .splitlines()[1]
+        .startswith("  the order of the parameters: ")
+    )
 
 
 def test_long_lists_are_cut():
@@ -176,16 +194,21 @@ def test_long_lists_are_cut():
     assert "; and more" in text
 
 
-# ---------------------------------------------------------------------------------------- over the store
+# ----------------------------------------------------------------------------------- over the store
 
 
 @pytest.fixture
 def store():
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    server = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
     return lambda rank: (
         PrefixStore("one", server)
         if rank == 0
-        else PrefixStore("one", TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10)))
+        else PrefixStore(
+            "one",
+            TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10)),
+        )
     )
 
 
@@ -223,5 +246,7 @@ def test_every_rank_raises_the_same(store, odd):
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_does_not_come_is_named(rank, missing):
-    with pytest.raises(LaunchError, match=f"rank {missing} joined the run and has not come further"):
+    with pytest.raises(
+        LaunchError, match=f"rank {missing} joined the run and has not come further"
+    ):
         compare_over_store(HashStore(), rank, 2, {"a": "1"}, 0.05)

@@ -1,4 +1,6 @@
-"""A rank that comes late to a barrier is waited for, past the limit of collectives, and is named."""
+"""A rank that comes late to a barrier is waited for, past the limit of collectives, and is
+named.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Said(logging.Handler):
 
 
 def main_prepares(call, said_after):
-    """Rank 0 works alone, for longer than a collective may take; it tells where it is, as its watchdog does."""
+    """Rank 0 works alone, for longer than a collective may take; it tells where it is, as its
+    watchdog does.
+    """
     get_runtime().timeout = timedelta(seconds=LIMIT)
     ddp.control_group()
     with Said() as words, temporarily(late_ranks, FIRST_WARNING_SECONDS=said_after):

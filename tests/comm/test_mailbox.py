@@ -50,7 +50,10 @@ def boxes(request):
         stores = [HashStore()] * 2
     else:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        stores = [server, TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)]
+        stores = [
+            server,
+            TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False),
+        ]
     spied = [Spied(store) for store in stores]
     spied[1].keys = spied[0].keys
     return [Mailbox(FailureReport(store, rank, 2)) for rank, store in enumerate(spied)]
@@ -131,7 +134,8 @@ def test_what_nobody_will_read_is_not_posted_or_is_forgotten(boxes):
     post(main, Outcome(2), "main alone")
     post(main, Outcome(3), "both")
     assert read(other, "both").value == 3
-    with main.forgetting():  # a collective: the others are past these calls, but not past those that it makes itself
+    # a collective: the others are past these calls, but not past those that it makes itself
+    with main.forgetting():
         post(main, Outcome(4), "in it")
         assert any("main alone" in key for key in main.store.keys)
     assert not any("main alone" in key for key in main.store.keys)
@@ -141,7 +145,7 @@ def test_what_nobody_will_read_is_not_posted_or_is_forgotten(boxes):
     assert main.store.keys == set()
 
 
-# ------------------------------------------------------------------------------------------ failures
+# ----------------------------------------------------------------------------------------- failures
 
 
 def test_a_failure_arrives_with_its_traceback(boxes):
@@ -158,7 +162,9 @@ def test_a_failure_arrives_with_its_traceback(boxes):
     with pytest.raises(MainProcessError) as raised:
         raise_as_reader(reason, SITE, 0)
     text = str(raised.value)
-    assert text.startswith("rank 0 failed in the call at train.py:12 in prepare: KeyError: 'lost'\n")
+    assert text.startswith(
+        "rank 0 failed in the call at train.py:12 in prepare: KeyError: 'lost'\n"
+    )
     assert "--- traceback of rank 0 ---\nTraceback (most recent call last):" in text
     assert "in broken" in text
     assert "#0a1b" not in text
@@ -187,7 +193,10 @@ def test_a_value_that_cannot_be_pickled_becomes_none(boxes, caplog, value):
     with caplog.at_level(logging.WARNING):
         post(main, Outcome(value))
     assert read(other) == Outcome()
-    assert f"train.py:12 in prepare: the value of this main-only call, a {type(value).__name__}, cannot" in caplog.text
+    assert (
+        f"train.py:12 in prepare: the value of this main-only call, a {type(value).__name__}, "
+        "cannot"
+    ) in caplog.text
 
 
 def test_a_value_that_cannot_be_read_becomes_none(boxes, caplog):
@@ -195,7 +204,10 @@ def test_a_value_that_cannot_be_read_becomes_none(boxes, caplog):
     post(main, Outcome(Unreadable()))
     with caplog.at_level(logging.WARNING):
         assert read(other) == Outcome()
-    assert "cannot be read on rank 1 (ModuleNotFoundError: not on this rank), which gets None" in caplog.text
+    assert (
+        "cannot be read on rank 1 (ModuleNotFoundError: not on this rank), which gets None"
+        in caplog.text
+    )
     assert main.store.keys == set()
 
 
@@ -204,7 +216,11 @@ def test_a_poster_that_has_left(boxes):
     post(main, Outcome("before it left"))
     main.report.depart()
     assert read(other).value == "before it left"
-    with pytest.raises(RankFailedError, match=r"rank 1 waits at train.py:12 in prepare for rank 0, which has come"):
+    with pytest.raises(
+        RankFailedError,
+        match=r"rank 1 waits at train.py:12 in prepare for rank "
+        r"0, which has come",
+    ):
         read(other)
 
 
@@ -212,7 +228,11 @@ def test_a_poster_that_left_because_of_a_failure(boxes):
     main, other = boxes
     main.report.tell(Reason.of(0, ValueError("boom"), is_final=True))
     main.report.depart()
-    with pytest.raises(RankFailedError, match=r"^rank 0 \(.*\) failed first: ValueError: boom\n\(rank 1 was waiting"):
+    with pytest.raises(
+        RankFailedError,
+        match=r"^rank 0 \(.*\) failed first: ValueError: "
+        r"boom\n\(rank 1 was waiting",
+    ):
         read(other)
 
 
@@ -221,7 +241,9 @@ def test_f4_a_poster_that_was_killed_is_named_as_that(boxes):
     other.report.tell(Reason(0, "disappeared: it was killed.", "node7", 5, is_final=True))
     other.report.depart(0)
     with pytest.raises(
-        RankFailedError, match=r"^rank 0 \(node7, pid 5\) disappeared: it was killed.\n\(rank 1 was wai"
+        RankFailedError,
+        match=r"^rank 0 \(node7, pid 5\) disappeared: it was killed.\n\(rank 1 "
+        r"was wai",
     ):
         read(other)
 
@@ -242,7 +264,10 @@ def test_a_lost_store():
         def check(self, keys):
             raise RuntimeError("Connection reset by peer")
 
-    words = r"connection to another rank or to the store was lost(?s:.*) waiting at train.py:12 in prepare for rank 0"
+    words = (
+        r"connection to another rank or to the store was lost(?s:.*) waiting at train.py:12 in "
+        r"prepare for rank 0"
+    )
     with pytest.raises(RankFailedError, match=words) as caught:
         read(Mailbox(FailureReport(Lost(), 1, 2)))
     assert str(caught.value.__cause__) == "Connection reset by peer"
@@ -260,10 +285,14 @@ def test_long_waits_are_told(boxes, caplog, monkeypatch):
         waiting.result(60)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1, "now and then, not at every look"
-    assert re.match(r"rank 1 has waited \d+ s at train.py:12 in prepare for rank 0\. If that is not", told[0])
+    assert re.match(
+        r"rank 1 has waited \d+ s at train.py:12 in prepare for rank 0\. If that is "
+        r"not",
+        told[0],
+    )
 
 
-# ----------------------------------------------------------------------------------------- call sites
+# --------------------------------------------------------------------------------------- call sites
 
 
 def site():

@@ -1,4 +1,6 @@
-"""A process that fails because another one has: how long it stays, so that torchrun sees whose fault it was."""
+"""A process that fails because another one has: how long it stays, so that torchrun sees whose
+fault it was.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,22 @@ def seconds_for(other):
 
 
 def test_it_stays_a_moment_once_the_other_process_has_ended(long):
-    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     known = reason(other.pid)
     other.communicate()
     assert SEEN_SECONDS <= seconds_for(known) < long / 2
 
 
 def test_it_stays_until_the_other_process_has_ended(long):
-    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     began = time.monotonic()
-    stays = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(1); os.kill({other.pid}, 9)"])
+    stays = subprocess.Popen(
+        [sys.executable, "-c", (f"import time, os; time.sleep(1); os.kill({other.pid}, 9)")]
+    )
     assert seconds_for(reason(other.pid)) < long / 2
     assert time.monotonic() - began >= 1
     assert [stays.wait(), other.wait()] == [0, -9]

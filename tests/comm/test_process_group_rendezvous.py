@@ -1,4 +1,6 @@
-"""Processes find each other, or say why not: stores, strange neighbours on the port, missing and doubled ranks."""
+"""Processes find each other, or say why not: stores, strange neighbours on the port, missing and
+doubled ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LIMIT = timedelta(seconds=20)
 
 
 def info(rank, world_size=2, **more):
-    return LaunchInfo("environment", rank, rank, world_size, world_size, **{"address": "127.0.0.1", **more})
+    return LaunchInfo(
+        "environment", rank, rank, world_size, world_size, **{"address": "127.0.0.1", **more}
+    )
 
 
 def all_of(world_size, work):
@@ -61,7 +65,7 @@ def stranger():
         yield server.getsockname()[1]
 
 
-# ------------------------------------------------------------------------------------------------- stores
+# ------------------------------------------------------------------------------------------- stores
 
 
 def test_a_port_of_the_users(run_id):
@@ -72,7 +76,9 @@ def test_a_port_of_the_users(run_id):
 
 
 def test_a_derived_port(run_id):
-    found = all_of(2, lambda rank: open_store(info(rank, port=derived_port(run_id), run_id=run_id), LIMIT))
+    found = all_of(
+        2, lambda rank: open_store(info(rank, port=derived_port(run_id), run_id=run_id), LIMIT)
+    )
     assert [hosts for _, hosts in found] == [True, False]
     assert talk([store for store, _ in found])
 
@@ -87,19 +93,31 @@ def test_a_derived_port_that_is_taken(run_id):
 def test_a_rank_does_not_join_the_run_that_has_its_port():
     port = free_port()
     _first = open_store(info(0, 1, port=port, run_id="slurm 1.0"), LIMIT)
-    with pytest.raises(LaunchError, match=r"is another run's \(slurm 1.0; this one is slurm 2.0\).* Give MASTER_PORT"):
+    with pytest.raises(
+        LaunchError,
+        match=r"is another run's \(slurm 1.0; this one is slurm "
+        r"2.0\).* Give MASTER_PORT",
+    ):
         open_store(info(1, port=port, run_id="slurm 2.0"), LIMIT)
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id, is_connected):
-    """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank 0 may end late.
+    """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank
+    0 may end late.
 
-    It ends while this rank waits to look again, or when this rank has just connected and has not asked yet.
+    It ends while this rank waits to look again, or when this rank has just connected and has not
+    asked yet.
     """
     port = derived_port(run_id)
-    earlier = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)]
-    for key, value in {"run": run_id, "here/1": "process 1 of that command", f"rendezvous/done/{run_id}": "1"}.items():
+    earlier = [
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    ]
+    for key, value in {
+        "run": run_id,
+        "here/1": "process 1 of that command",
+        f"rendezvous/done/{run_id}": "1",
+    }.items():
         earlier[0].set(f"ddpkit/{key}", value)
     late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
     connect = process_group._connect
@@ -129,7 +147,9 @@ def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
     failed = []
 
     def come():
-        with pytest.raises(LaunchError, match=r"rank 1 has lost the store at 127.0.0.1:\d+ ") as caught:
+        with pytest.raises(
+            LaunchError, match=r"rank 1 has lost the store at 127.0.0.1:\d+ "
+        ) as caught:
             open_store(info(1, port=port), LIMIT)
         failed.append(caught.value)
 
@@ -142,7 +162,9 @@ def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
 
 
 def test_the_port_of_the_user_is_taken(stranger):
-    with pytest.raises(LaunchError, match=f"port {stranger} of MASTER_PORT is taken on this machine"):
+    with pytest.raises(
+        LaunchError, match=f"port {stranger} of MASTER_PORT is taken on this machine"
+    ):
         open_store(info(0, port=stranger), LIMIT)
 
 
@@ -157,30 +179,44 @@ def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     end.set()
 
 
-@pytest.mark.parametrize("place", [{"port": 0}, {"address": "", "port": 29500}, {"address": "", "port": 0}])
+@pytest.mark.parametrize(
+    "place", [{"port": 0}, {"address": "", "port": 29500}, {"address": "", "port": 0}]
+)
 def test_what_is_missing_to_meet_is_named(place):
-    words = r"rank 1 of 2 \(environment\), but MASTER_ADDR and MASTER_PORT are not both set: the processes cannot find"
+    words = (
+        r"rank 1 of 2 \(environment\), but MASTER_ADDR and MASTER_PORT are not both set: the "
+        r"processes cannot find"
+    )
     with pytest.raises(LaunchError, match=words):
         open_store(info(1, **place), LIMIT)
 
 
 def test_nobody_listens():
     began = time.monotonic()
-    with pytest.raises(LaunchError, match=r"cannot connect to rank 0 at 127.0.0.1:\d+, .*Was rank 0 started"):
+    with pytest.raises(
+        LaunchError,
+        match=r"cannot connect to rank 0 at 127.0.0.1:\d+, .*Was "
+        r"rank 0 started",
+    ):
         open_store(info(1, port=free_port()), timedelta(seconds=0.5))
     assert soon(began, 5)
 
 
-# ------------------------------------------------------------------------------------------------ rendezvous
+# --------------------------------------------------------------------------------------- rendezvous
 
 
 def test_all_agree_on_one_name_and_attempts_on_different_ones():
     store = dist.HashStore()
     names = [
-        all_of(3, lambda rank: join_attempt(store, info(rank, 3), time.monotonic() + 20, once=False)) for _ in range(4)
+        all_of(
+            3, lambda rank: join_attempt(store, info(rank, 3), time.monotonic() + 20, once=False)
+        )
+        for _ in range(4)
     ]
     assert all(len(set(attempt)) == 1 for attempt in names)
-    assert len({attempt[0] for attempt in names}) == 4, "what dead processes have left is not read again"
+    assert len({attempt[0] for attempt in names}) == 4, (
+        "what dead processes have left is not read again"
+    )
 
 
 def test_a_world_that_shrinks_and_grows_on_one_store():
@@ -188,7 +224,9 @@ def test_a_world_that_shrinks_and_grows_on_one_store():
     seen = set()
     for size in (3, 1, 2, 3):
         end = time.monotonic() + 20
-        names = set(all_of(size, lambda rank: join_attempt(store, info(rank, size), end, once=False)))  # noqa: B023
+        names = set(
+            all_of(size, lambda rank: join_attempt(store, info(rank, size), end, once=False))  # noqa: B023
+        )
         assert len(names) == 1
         assert not names & seen
         seen |= names
@@ -197,16 +235,24 @@ def test_a_world_that_shrinks_and_grows_on_one_store():
 def test_a_rank_that_died_in_the_rendezvous_is_replaced():
     store = dist.HashStore()
     store.set("ddpkit/rendezvous/token/1", "the token of a dead process")
-    names = all_of(2, lambda rank: join_attempt(store, info(rank), time.monotonic() + 20, once=False))
+    names = all_of(
+        2, lambda rank: join_attempt(store, info(rank), time.monotonic() + 20, once=False)
+    )
     assert len(set(names)) == 1
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
     monkeypatch.setattr(process_group, "WARNING_SECONDS", 0.1)
-    with pytest.raises(LaunchError, match=r"ranks 1-2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
+    with pytest.raises(
+        LaunchError,
+        match=r"ranks 1-2 \(2\) of 3 processes did not come to rank "
+        r"0 at 127.0.0.1:5",
+    ):
         join_attempt(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
     assert "Rank 0 waits for ranks 1-2 (2) of 3 processes." in caplog.text
-    with pytest.raises(LaunchError, match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come"):
+    with pytest.raises(
+        LaunchError, match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come"
+    ):
         join_attempt(dist.HashStore(), info(1, port=5), time.monotonic() + 0.1, once=True)
 
 
@@ -214,7 +260,9 @@ def test_a_rank_that_is_there_twice():
     """Two runs on the same MASTER_PORT, or one RANK given to two processes."""
     store = dist.HashStore()
     store.set("ddpkit/here/1", "process 1 on elsewhere")
-    with pytest.raises(LaunchError, match="two processes are rank 1 .*: process 1 on elsewhere came first"):
+    with pytest.raises(
+        LaunchError, match="two processes are rank 1 .*: process 1 on elsewhere came first"
+    ):
         join_attempt(store, info(1), time.monotonic() + 5, once=True)
 
 

@@ -39,7 +39,11 @@ def exchanged():
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     small, large, elsewhere = torch.ones(2**17), torch.ones(2**17 + 1), torch.ones(1, device="meta")
     asked = ([small], [large], [small, small], [small, elsewhere])
-    return received.tolist(), [is_exchanged(tensors) for tensors in asked], is_exchanged([small], alone)
+    return (
+        received.tolist(),
+        [is_exchanged(tensors) for tensors in asked],
+        is_exchanged([small], alone),
+    )
 
 
 def test_each_rank_gets_the_tensor_of_the_other_where_it_is_small(ranks):
@@ -48,12 +52,15 @@ def test_each_rank_gets_the_tensor_of_the_other_where_it_is_small(ranks):
 
 
 class Branches(nn.Module):
-    """A BatchNorm that all ranks share, between two layers of which each rank uses one, in its own order."""
+    """A BatchNorm that all ranks share, between two layers of which each rank uses one, in its own
+    order.
+    """
 
     def __init__(self):
         super().__init__()
         self.after, self.norm = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]), nn.BatchNorm1d(4)
-        self.before = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])  # the last ones are in the first buckets
+        # the last ones are in the first buckets
+        self.before = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
 
     def forward(self, x):
         rank = dist.get_rank()
@@ -64,11 +71,15 @@ def trained_in_branches():
     torch.manual_seed(1)
     net = Branches().double()
     options = {**QUIET, "find_unused_parameters": True, "bucket_cap_mb": 1e-5}
-    Regression({"net": net}, sgd(), None, options).fit([1], points(12), train_loader_kwargs={"batch_size": 2})
+    Regression({"net": net}, sgd(), None, options).fit(
+        [1], points(12), train_loader_kwargs={"batch_size": 2}
+    )
     return [one.tolist() for one in net.parameters()]
 
 
 def test_ranks_that_use_other_parameters_do_not_wait_for_each_other(ranks):
-    """With many buckets, which become ready in another order on each rank, and statistics that are exchanged."""
+    """With many buckets, which become ready in another order on each rank, and statistics that are
+    exchanged.
+    """
     first, second = ranks.run(trained_in_branches)
     assert first == second

@@ -18,7 +18,9 @@ SHAPES = [
 
 
 def part(number):
-    """Values of very different sizes, so that another order of additions has other bits; some tensors are missing."""
+    """Values of very different sizes, so that another order of additions has other bits; some
+    tensors are missing.
+    """
     draw = torch.Generator().manual_seed(number)
     found = [
         (torch.randn(shape, generator=draw) * 10 ** torch.randn(shape, generator=draw)).to(dtype)
@@ -27,7 +29,11 @@ def part(number):
     return [*found, -torch.zeros(2) if number == 1 else None, None]
 
 
-LIKE = [*(torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES), torch.zeros(2), torch.zeros(3)]
+LIKE = [
+    *(torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES),
+    torch.zeros(2),
+    torch.zeros(3),
+]
 
 
 class Elsewhere(torch.Tensor):
@@ -43,7 +49,9 @@ def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False):
         tree.push(number, part(number))
     like = [one.as_subclass(Elsewhere) for one in LIKE] if elsewhere else LIKE
     return [
-        None if one is None else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
+        None
+        if one is None
+        else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
         for one in OrderedSum(like, parts, bucket_bytes, whole_bytes).over_ranks(tree)
     ]
 
@@ -51,7 +59,17 @@ def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False):
 @pytest.mark.parametrize("whole_bytes", [0, 2**20], ids=["in chunks", "whole"])
 @pytest.mark.parametrize(
     ("parts", "world_size"),
-    [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3), (8, 4), pytest.param(8, 8, marks=pytest.mark.slow)],
+    [
+        (2, 2),
+        (8, 2),
+        (6, 2),
+        (3, 3),
+        (6, 3),
+        (12, 3),
+        (21, 3),
+        (8, 4),
+        pytest.param(8, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size, whole_bytes):
     alone = add_up(parts)
@@ -66,7 +84,11 @@ def count_collectives(parts, whole_bytes):
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             call = getattr(dist, name)
-            patch.setattr(dist, name, lambda *args, _call=call, **options: (made.append(1), _call(*args, **options)))
+            patch.setattr(
+                dist,
+                name,
+                lambda *args, _call=call, **options: (made.append(1), _call(*args, **options)),
+            )
         add_up(parts, 2**20, whole_bytes)
     return len(made)
 
@@ -80,7 +102,11 @@ def test_what_is_small_goes_in_one_message(ranks):
 def add_up_on_gpus(parts):
     groups, reduce = [], dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda *args, group=None: (groups.append(group), reduce(*args, group=group)))
+        patch.setattr(
+            dist,
+            "all_reduce",
+            lambda *args, group=None: (groups.append(group), reduce(*args, group=group)),
+        )
         found = add_up(parts, whole_bytes=2**20, elsewhere=True)
     return found, groups == [control_group()]
 

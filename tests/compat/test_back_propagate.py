@@ -1,4 +1,6 @@
-"""A backward pass goes straight into torch's engine, or through ``loss.backward`` where that may be another."""
+"""A backward pass goes straight into torch's engine, or through ``loss.backward`` where that may be
+another.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def gradients(step):
 @pytest.mark.parametrize("inside", ["as it is", "another signature", "does nothing", "none"])
 def test_the_gradients_have_the_bits_of_loss_backward(scale, inside, monkeypatch):
     expected = gradients(lambda loss: loss.backward(torch.full_like(loss, scale)))
-    others = {"another signature": lambda _tensors: (), "does nothing": lambda *_, **__: (), "none": None}
+    others = {
+        "another signature": lambda _tensors: (),
+        "does nothing": lambda *_, **__: (),
+        "none": None,
+    }
     if inside != "as it is":
         monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", others[inside])
     found = gradients(lambda loss: back_propagate(loss, torch.full_like(loss, scale)))
@@ -62,7 +68,9 @@ def test_hooks_of_the_loss_see_its_weight(number):
     assert seen == [torch.tensor(0.25)]
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
+)
 def test_the_engine_is_tried_in_any_context(context, number):
     loss, weight = number.sum(), torch.tensor(0.5)
     with context():
@@ -71,7 +79,7 @@ def test_the_engine_is_tried_in_any_context(context, number):
     assert number.grad.tolist() == [0.5] * 3
 
 
-# ---------------------------------------------------------------------- where somebody has put another in its place
+# ------------------------------------------------------ where somebody has put another in its place
 
 
 def counting(public):
@@ -86,12 +94,16 @@ def counting(public):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the import", "after it"])
-@pytest.mark.parametrize(("owner", "place"), [(torch.Tensor, 0), (torch.autograd, 1)], ids=["Tensor", "autograd"])
+@pytest.mark.parametrize(
+    ("owner", "place"), [(torch.Tensor, 0), (torch.autograd, 1)], ids=["Tensor", "autograd"]
+)
 def test_a_backward_in_the_place_of_torchs_is_called(owner, place, before, number, monkeypatch):
     counted, calls = counting(owner.backward)
     monkeypatch.setattr(owner, "backward", counted)
     if before:
-        monkeypatch.setattr(torch_inside, "_PUBLIC", (torch.Tensor.backward, torch.autograd.backward))
+        monkeypatch.setattr(
+            torch_inside, "_PUBLIC", (torch.Tensor.backward, torch.autograd.backward)
+        )
         assert torch_inside._PUBLIC[place] is counted
     back_propagate(number.sum(), torch.tensor(0.5))
     assert len(calls) == 1
@@ -149,7 +161,8 @@ def test_the_default_of_torchs_backward_keeps_no_graph(number):
     assert number.grad.tolist() == [2.0] * 3
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look at it
+# torch's own look at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_function_may_call_it(number):
     @torch.compile(backend="eager")
     def step():

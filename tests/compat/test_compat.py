@@ -1,4 +1,6 @@
-"""Looks into torch's process groups, and the public way that is taken where there is nothing to look at."""
+"""Looks into torch's process groups, and the public way that is taken where there is nothing to
+look at.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddpkit.compat.forkservers import own_forkserver
-from ddpkit.compat.torch_inside import add_all, all_groups, default_store, multiply_all, norm_of_all, timeout_of
+from ddpkit.compat.torch_inside import (
+    add_all,
+    all_groups,
+    default_store,
+    multiply_all,
+    norm_of_all,
+    timeout_of,
+)
 
 
 @pytest.fixture
 def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -92,20 +103,32 @@ def test_tensors_are_multiplied_at_once_or_one_by_one(at_once, factor, monkeypat
 
 
 def test_a_count_on_the_cpu_multiplies_gradients_elsewhere_as_a_number(monkeypatch):
-    """Copied there from memory that is not pinned it would make the host wait: "meta" stands for a GPU here."""
+    """Copied there from memory that is not pinned it would make the host wait: "meta" stands for a
+    GPU here.
+    """
     factors = []
     monkeypatch.setattr(torch, "_foreach_mul_", lambda ones, factor: factors.append(factor))
-    multiply_all([torch.ones(1), torch.ones(1, device="meta")], torch.tensor(0.1, dtype=torch.float64))
-    assert sorted(factors, key=lambda one: isinstance(one, torch.Tensor)) == [pytest.approx(0.1), torch.tensor(0.1)]
+    multiply_all(
+        [torch.ones(1), torch.ones(1, device="meta")], torch.tensor(0.1, dtype=torch.float64)
+    )
+    assert sorted(factors, key=lambda one: isinstance(one, torch.Tensor)) == [
+        pytest.approx(0.1),
+        torch.tensor(0.1),
+    ]
     assert isinstance(factors[0], float) != isinstance(factors[1], float)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]], ids=str
+)
 def test_the_norm_of_all_has_the_bits_of_torchs(at_once, dtypes, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     shapes = ((300, 70), (11,), ())
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
     expected = torch.nn.utils.get_total_norm(tensors)
     if not at_once:
         monkeypatch.delattr(torch, "_foreach_norm")

@@ -1,4 +1,6 @@
-"""The record of allocations: torch's own functions where they are there, and nothing where they are not."""
+"""The record of allocations: torch's own functions where they are there, and nothing where they are
+not.
+"""
 
 from __future__ import annotations
 

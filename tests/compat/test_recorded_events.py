@@ -1,4 +1,6 @@
-"""The events of a profile: from where torch keeps them, and from its public list where they are not there."""
+"""The events of a profile: from where torch keeps them, and from its public list where they are not
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Shuffling inside streams of Hugging Face's datasets, as far as it shows, and the loader worker shown to a stream."""
+"""Shuffling inside streams of Hugging Face's datasets, as far as it shows, and the loader worker
+shown to a stream.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +79,21 @@ def test_a_state_without_the_items_of_a_buffer_is_none(stream, keeps_all):
 
 def test_shuffles_are_told_apart_by_their_seeds():
     one, same, other = (Stream(Stage(buffer(seed, Stage()))) for seed in (1, 1, 2))
-    assert shuffle_digest(one) == shuffle_digest(same) == shuffle_digest(Loader(one)) != shuffle_digest(other)
+    assert (
+        shuffle_digest(one)
+        == shuffle_digest(same)
+        == shuffle_digest(Loader(one))
+        != shuffle_digest(other)
+    )
     assert shuffle_digest(Stream(Stage())) == shuffle_digest(Stream()) == shuffle_digest([1]) == ""
 
 
 def test_a_checkpoint_knows_the_shuffle_of_a_stream():
     name = "shuffle (give it a seed)"
-    orders = [order_of(shard(Stream(buffer(seed, Stage())), Sharding(1, 2), batch_size=2)) for seed in (1, 1, 2)]
+    orders = [
+        order_of(shard(Stream(buffer(seed, Stage())), Sharding(1, 2), batch_size=2))
+        for seed in (1, 1, 2)
+    ]
     assert orders[0] == orders[1]
     assert orders[0][name] != orders[2][name]
     assert name not in order_of(shard(Stream(Stage()), Sharding(1, 2), batch_size=2))
@@ -116,7 +126,11 @@ def test_a_worker_is_shown_and_hidden():
 def test_a_torch_that_keeps_it_elsewhere_is_told_of(monkeypatch):
     monkeypatch.setattr(streams, "get_worker_info", lambda: None)
     try:
-        with pytest.raises(RuntimeError, match=r"cannot be dealt out to loader workers.*Set num_workers=0\."):
+        with pytest.raises(
+            RuntimeError,
+            match=r"cannot be dealt out to loader workers.*Set "
+            r"num_workers=0\.",
+        ):
             show_worker(object())
     finally:
         monkeypatch.undo()

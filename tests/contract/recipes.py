@@ -51,7 +51,9 @@ def sgd(lr=0.1, **options):
 
 
 class Regression(Brain):
-    """Mean squared error; remembers the inputs it was trained on, and what on_stage_end was told."""
+    """Mean squared error; remembers the inputs it was trained on, and what on_stage_end was
+    told.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -70,8 +72,12 @@ class Regression(Brain):
         self.losses.append((stage.name, epoch, stage_loss))
 
 
-def make(cls=Regression, *, net=None, opt=None, hparams=None, folder=None, recoverables=(), **run_opts):
-    """Make a Brain around one linear layer; with ``folder``, checkpoints hold the layer and ``recoverables``."""
+def make(
+    cls=Regression, *, net=None, opt=None, hparams=None, folder=None, recoverables=(), **run_opts
+):
+    """Make a Brain around one linear layer; with ``folder``, checkpoints hold the layer and
+    ``recoverables``.
+    """
     net = linear() if net is None else net
     checkpointer = None
     if folder is not None:
@@ -88,7 +94,9 @@ def assert_same(found, expected):
     """The same names and the same bits."""
     assert found.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(found[name], expected[name]), f"{name}: {found[name]} != {expected[name]}"
+        assert torch.equal(found[name], expected[name]), (
+            f"{name}: {found[name]} != {expected[name]}"
+        )
 
 
 def seen_in(data, trained_on):

@@ -1,4 +1,6 @@
-"""Each option that a recipe assigns after it has made its Brain: it is as if it was given, or refused by name."""
+"""Each option that a recipe assigns after it has made its Brain: it is as if it was given, or
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +112,8 @@ VALUES = {
     "jit_module_keys": (["net"], {}),
     "param_file": ("other.yaml", {}),
 }
-#: Of one process on a CPU nothing is seen of these: they are for several, for a GPU, for old command lines, or, as what
-#: is measured, change nothing but the run's log.
+#: Of one process on a CPU nothing is seen of these: they are for several, for a GPU, for old
+#: command lines, or, as what is measured, change nothing but the run's log.
 UNSEEN = {
     *(
         "shard_evaluation",

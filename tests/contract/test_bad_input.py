@@ -1,6 +1,8 @@
-"""Bad input: each ends on every rank, soon, with a message that says what was given, why not, and what to do.
+"""Bad input: each ends on every rank, soon, with a message that says what was given, why not, and
+what to do.
 
-The first half calls things directly or on ranks of the pool; the second half is the real thing under torchrun.
+The first half calls things directly or on ranks of the pool; the second half is the real thing
+under torchrun.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import ddp_init_group, get_rank
-from ddpkit.errors import BatchError, CheckpointError, ConfigError, DataError, LaunchError, MissingFileError
+from ddpkit.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    MissingFileError,
+)
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.launch import find_launch
 from ddpkit.run_opts import parse_arguments
@@ -61,7 +70,12 @@ def make(cls=NeverTrained, modules=None, opt_class=sgd, hparams=None, checkpoint
 
 
 def fit(brain, data=None, valid=None, **loader):
-    brain.fit([1, 2], DATA if data is None else data, valid, train_loader_kwargs={"batch_size": 2, **loader})
+    brain.fit(
+        [1, 2],
+        DATA if data is None else data,
+        valid,
+        train_loader_kwargs={"batch_size": 2, **loader},
+    )
 
 
 def assert_told(error, *words):
@@ -89,12 +103,20 @@ def yaml(tmp_path):
 def test_missing_yaml(tmp_path):
     with pytest.raises(MissingFileError) as caught:
         parse_arguments([str(tmp_path / "nowhere.yaml")])
-    assert_told(caught.value, "There is no file", "nowhere.yaml", "to read hyperparameters from", "current folder")
+    assert_told(
+        caught.value,
+        "There is no file",
+        "nowhere.yaml",
+        "to read hyperparameters from",
+        "current folder",
+    )
     assert isinstance(caught.value, FileNotFoundError)
 
 
 def test_no_yaml_at_all():
-    with pytest.raises(ConfigError, match="Give one hyperparameter YAML; found: none. Put it first"):
+    with pytest.raises(
+        ConfigError, match="Give one hyperparameter YAML; found: none. Put it first"
+    ):
         parse_arguments(["--debug"])
 
 
@@ -102,7 +124,8 @@ def test_unknown_key_in_an_override(yaml):
     with pytest.raises(ConfigError) as caught:
         parse_arguments([yaml, "--number_of_epoch=3"])
     assert_told(
-        caught.value, "--number_of_epoch is neither a run option nor a key", "did you mean --number_of_epochs",
+        caught.value, "--number_of_epoch is neither a run option nor a key",
+        "did you mean --number_of_epochs",
         "Correct the name, or add the key",
     )  # fmt: skip
 
@@ -120,7 +143,9 @@ def test_a_device_that_is_not_there(yaml):
     with pytest.raises(ConfigError) as caught:
         parse_arguments([yaml, "--device=cuda:9"])
     reason = "found" if torch.cuda.is_available() else "by torch "
-    assert_told(caught.value, "device='cuda:9'", reason, "Run with --device=", "or leave --device out")
+    assert_told(
+        caught.value, "device='cuda:9'", reason, "Run with --device=", "or leave --device out"
+    )
     with pytest.raises(ConfigError, match="device='cuda:9'"):
         make(device="cuda:9")
 
@@ -132,7 +157,12 @@ def test_a_device_that_is_not_there(yaml):
 def test_batch_size(batch_size):
     with pytest.raises(ConfigError) as caught:
         fit(make(), batch_size=batch_size)
-    assert_told(caught.value, f"batch_size={batch_size!r}", "not a positive whole number", "Set batch_size to 1 or")
+    assert_told(
+        caught.value,
+        f"batch_size={batch_size!r}",
+        "not a positive whole number",
+        "Set batch_size to 1 or",
+    )
 
 
 def test_batch_size_of_validation_and_test():
@@ -166,13 +196,18 @@ def test_empty_dataset():
     ):
         with pytest.raises(DataError) as caught:
             run()
-        assert_told(caught.value, "the dataset is empty", "len(Empty) is 0", "Check the paths and filters")
+        assert_told(
+            caught.value, "the dataset is empty", "len(Empty) is 0", "Check the paths and filters"
+        )
         assert str(caught.value).split(":")[0] in {"TRAIN", "VALID", "TEST"}
 
 
 @pytest.mark.parametrize("given", [None, 3], ids=["None", "a number"])
 def test_what_is_no_dataset(given):
-    words = f"{type(given).__name__} has no length: give a map-style dataset, a stream, or batches without"
+    words = (
+        f"{type(given).__name__} has no length: give a map-style dataset, a stream, or batches "
+        "without"
+    )
     for call in ("evaluate", "predict"):
         with pytest.raises(DataError, match=f"TEST: {words}"):
             getattr(make(), call)(given)
@@ -190,13 +225,19 @@ def test_a_dataset_without_a_length_needs_a_sampler():
     brain = make(Line)
     fit(brain, Endless(), sampler=[3, 0, 9])
     assert brain.optimizer_step == 4
-    brain.fit([1], DataLoader(Endless(), batch_size=2, sampler=torch.utils.data.SequentialSampler(range(5))))
+    brain.fit(
+        [1],
+        DataLoader(Endless(), batch_size=2, sampler=torch.utils.data.SequentialSampler(range(5))),
+    )
     assert brain.optimizer_step == 7
 
 
 def test_loader_arguments_in_the_place_of_the_progress_bar():
     """The fourth parameter of fit is ``progressbar``, as in SpeechBrain."""
-    words = r"progressbar=\{'batch_size': 2\} is no switch: give train_loader_kwargs and such by name"
+    words = (
+        r"progressbar=\{'batch_size': 2\} is no switch: give train_loader_kwargs and such "
+        r"by name"
+    )
     with pytest.raises(ConfigError, match=words):
         make().fit([1], DATA, DATA, {"batch_size": 2})
     with pytest.raises(ConfigError, match=words):
@@ -223,7 +264,9 @@ def test_a_call_that_would_end_the_pass_is_refused(call):
 
     brain = make(Calls)
     brain.at = 2
-    with pytest.raises(ConfigError, match=f"{call} was called inside fit: .* or end the pass that is running"):
+    with pytest.raises(
+        ConfigError, match=f"{call} was called inside fit: .* or end the pass that is running"
+    ):
         fit(brain)
     brain = make(Calls)
     brain.at = None
@@ -232,7 +275,11 @@ def test_a_call_that_would_end_the_pass_is_refused(call):
 
 @pytest.mark.parametrize("given", [3, None])
 def test_what_yields_no_epochs(given):
-    with pytest.raises(ConfigError, match=rf"is {given}, which yields no epochs: give EpochCounter\(limit=N\) or"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"is {given}, which yields no epochs: give "
+        r"EpochCounter\(limit=N\) or",
+    ):
         make().fit(given, DATA)
 
 
@@ -242,16 +289,25 @@ def test_epochs_whose_number_cannot_be_asked_for_are_counted_as_they_come():
     assert brain.optimizer_step == 8
 
 
-@pytest.mark.parametrize("given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", "a namespace"])
+@pytest.mark.parametrize(
+    "given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", ("a namespace")]
+)
 def test_hparams_that_are_no_mapping(given):
-    with pytest.raises(ConfigError, match=f"hparams is a {type(given).__name__}, not a mapping: give what"):
+    with pytest.raises(
+        ConfigError, match=f"hparams is a {type(given).__name__}, not a mapping: give what"
+    ):
         make(hparams=given)
 
 
 def test_empty_stream():
     with pytest.raises(DataError) as caught:
         fit(make(), Stream([]))
-    assert_told(caught.value, "the stream gives a first batch to 0 of 1 rank(s) only", "it is empty", "Look at the")
+    assert_told(
+        caught.value,
+        "the stream gives a first batch to 0 of 1 rank(s) only",
+        "it is empty",
+        "Look at the",
+    )
 
 
 def test_drop_last_that_leaves_nothing():
@@ -268,7 +324,9 @@ def small(samples):
 
 
 def test_dataset_smaller_than_the_world(ranks):
-    """No error: the ranks without a sample take part with weight 0 (see tests/ranks/test_same_answer.py)."""
+    """No error: the ranks without a sample take part with weight 0 (see
+    tests/ranks/test_same_answer.py).
+    """
     assert ranks.run(small, 2, world_size=3, timeout=LIMIT_SECONDS) == [2, 2, 2]
 
 
@@ -298,7 +356,9 @@ class Faulty(Line):
 
 
 def wrong_loss(loss):
-    brain = Faulty(loss, {"net": nn.Linear(1, 1)}, sgd, None, {"device": "cpu", "noprogressbar": True})
+    brain = Faulty(
+        loss, {"net": nn.Linear(1, 1)}, sgd, None, {"device": "cpu", "noprogressbar": True}
+    )
     fit(brain)
 
 
@@ -341,34 +401,52 @@ LOSSES = [
     (three, "a tuple of 3: return the mean loss, or (loss_sum, count)"),
     (a_pair_of_many, "in (loss_sum, count) a tensor of shape (2, 1), not one number"),
     (a_negative_count, "the count -1, which is not a number >= 0"),
-    (detached, "does not require a gradient: it does not depend on a trainable parameter. Look for torch.no_grad()"),
+    (
+        detached,
+        (
+            "does not require a gradient: it does not depend on a trainable parameter. Look for "
+            "torch.no_grad()"
+        ),
+    ),
     (a_new_tensor, "does not require a gradient"),
 ]
 
 
-@pytest.mark.parametrize(("loss", "words"), LOSSES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("loss", "words"), LOSSES, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_loss(loss, words):
     with pytest.raises(BatchError) as caught:
         wrong_loss(loss)
     assert_told(caught.value, "Faulty.compute_objectives returned ", words)
 
 
-@pytest.mark.parametrize(("loss", "words"), LOSSES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("loss", "words"), LOSSES, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_loss_on_two_ranks(ranks, loss, words):
     outcomes = ranks.outcomes(wrong_loss, loss, timeout=LIMIT_SECONDS)
     assert_all_told(outcomes, ["BatchError"] * 2, "Faulty.compute_objectives returned ", words)
 
 
 def test_loss_in_accumulation():
-    """The first micro-batches of a window are not synchronised; their losses are looked at all the same."""
+    """The first micro-batches of a window are not synchronised; their losses are looked at all the
+    same.
+    """
     brain = make(Line, grad_accumulation_factor=4)
     brain.compute_objectives = lambda predictions, batch, stage: predictions
-    with pytest.raises(BatchError, match=r"Line.compute_objectives returned a tensor of shape \(2, 1\)"):
+    with pytest.raises(
+        BatchError,
+        match=r"Line.compute_objectives returned a tensor of shape "
+        r"\(2, 1\)",
+    ):
         fit(brain)
 
 
 @pytest.mark.parametrize("stage", [Stage.VALID, Stage.TEST])
-@pytest.mark.parametrize(("loss", "words"), [*LOSSES[:1], *LOSSES[2:4]], ids=["no_scalar", "nothing", "three"])
+@pytest.mark.parametrize(
+    ("loss", "words"), [*LOSSES[:1], *LOSSES[2:4]], ids=["no_scalar", "nothing", "three"]
+)
 def test_loss_of_an_evaluation(stage, loss, words):
     brain = make(Line)
     right = brain.compute_objectives
@@ -382,28 +460,43 @@ def test_loss_of_an_evaluation(stage, loss, words):
     }
     with pytest.raises(BatchError) as caught:
         runs[stage]()
-    assert_told(caught.value, "Line.compute_objectives returned ", words.split(":", maxsplit=1)[0].split("(")[0])
+    assert_told(
+        caught.value,
+        "Line.compute_objectives returned ",
+        words.split(":", maxsplit=1)[0].split("(")[0],
+    )
 
 
 def test_a_method_that_is_not_there():
     class Bare(Brain):
         pass
 
-    with pytest.raises(NotImplementedError, match=r"Bare must define compute_forward\(self, batch, stage\)"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"Bare must define compute_forward\(self, "
+        r"batch, stage\)",
+    ):
         fit(make(Bare))
 
 
-# ------------------------------------------------------------------------------------- modules and optimizers
+# --------------------------------------------------------------------------- modules and optimizers
 
 
 @pytest.mark.parametrize(
-    "modules", [{}, {"net": nn.ReLU()}, {"net": nn.Linear(1, 1).requires_grad_(False)}], ids=["none", "relu", "frozen"]
+    "modules",
+    [{}, {"net": nn.ReLU()}, {"net": nn.Linear(1, 1).requires_grad_(False)}],
+    ids=["none", "relu", "frozen"],
 )
 def test_modules_without_a_trainable_parameter(modules):
     brain = NeverTrained(modules, sgd, None, {"device": "cpu", "noprogressbar": True})
     with pytest.raises(ConfigError) as caught:
         fit(brain)
-    assert_told(caught.value, "opt_class was given", "no entry of modules has a trainable", "leave opt_class out")
+    assert_told(
+        caught.value,
+        "opt_class was given",
+        "no entry of modules has a trainable",
+        "leave opt_class out",
+    )
 
 
 def test_a_module_that_is_none():
@@ -418,12 +511,15 @@ class NoOptimizer:
 
 
 @pytest.mark.parametrize(
-    ("opt_class", "what"), [(lambda parameters: None, "NoneType"), (NoOptimizer, "NoOptimizer"), (list, "list")]
+    ("opt_class", "what"),
+    [(lambda parameters: None, "NoneType"), (NoOptimizer, "NoOptimizer"), (list, "list")],
 )
 def test_opt_class_that_returns_no_optimizer(opt_class, what):
     with pytest.raises(ConfigError) as caught:
         fit(make(opt_class=opt_class))
-    assert_told(caught.value, "opt_class must return an optimizer", f"got a {what}", "without param_groups")
+    assert_told(
+        caught.value, "opt_class must return an optimizer", f"got a {what}", "without param_groups"
+    )
 
 
 def test_an_optimizer_of_weights_that_were_on_the_meta_device_trains_them():
@@ -442,7 +538,9 @@ def no_optimizer():
 
 def test_opt_class_that_returns_no_optimizer_on_two_ranks(ranks):
     outcomes = ranks.outcomes(no_optimizer, timeout=LIMIT_SECONDS)
-    assert_all_told(outcomes, ["ConfigError"] * 2, "opt_class must return an optimizer, got a NoOptimizer")
+    assert_all_told(
+        outcomes, ["ConfigError"] * 2, "opt_class must return an optimizer, got a NoOptimizer"
+    )
 
 
 # ------------------------------------------------------------------------------------- launchers
@@ -456,14 +554,22 @@ def test_opt_class_that_returns_no_optimizer_on_two_ranks(ranks):
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK=2 is not below WORLD_SIZE=2"]),
         ({"RANK": "0", "LOCAL_RANK": "2", "WORLD_SIZE": "2"}, ["LOCAL_RANK=2 is not below"]),
         ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK='-1' is not a whole number"]),
-        ({"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK='one' is not a whole number"]),
+        (
+            {"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+            [("RANK='one' is not a whole number")],
+        ),
     ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+    ids=lambda value: (
+        "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+    ),
 )
 def test_a_launcher_that_contradicts_itself(monkeypatch, environment, words):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    remedies = ["torchrun --standalone --nproc_per_node=N train.py hparams.yaml", "unset RANK LOCAL_RANK WORLD_SIZE"]
+    remedies = [
+        "torchrun --standalone --nproc_per_node=N train.py hparams.yaml",
+        ("unset RANK LOCAL_RANK WORLD_SIZE"),
+    ]
     for start in (find_launch, make, lambda: ddp_init_group({"device": "cpu"})):
         with pytest.raises(LaunchError) as caught:
             start()
@@ -476,21 +582,34 @@ def test_variables_that_number_the_nodes_are_answered_with_torchrun_for_several_
     for start in (find_launch, make, lambda: ddp_init_group({"device": "cpu"})):
         with pytest.raises(LaunchError) as caught:
             start()
-        assert_told(caught.value, "LOCAL_RANK is not", "node 0 of 2 nodes", "torchrun --nnodes=2", "--node_rank=0")
+        assert_told(
+            caught.value,
+            "LOCAL_RANK is not",
+            "node 0 of 2 nodes",
+            "torchrun --nnodes=2",
+            "--node_rank=0",
+        )
 
 
 @pytest.mark.parametrize(
-    "variables", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}]
+    "variables",
+    [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}],
 )
 def test_ranks_that_cannot_find_each_other(monkeypatch, variables):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError) as caught:
         ddp_init_group({"device": "cpu"})
-    assert_told(caught.value, "MASTER_PORT", "not both set", "cannot find each other", "launch with torchrun")
+    assert_told(
+        caught.value,
+        "MASTER_PORT",
+        "not both set",
+        "cannot find each other",
+        "launch with torchrun",
+    )
 
 
-# ------------------------------------------------------------------------------------- ranks that differ
+# -------------------------------------------------------------------------------- ranks that differ
 
 
 def differing(what):
@@ -520,16 +639,43 @@ def differing(what):
         valid = None
     if "stream" in differs:
         data = Stream(DATA)
-    fit(brain, data, valid, batch_size=1 if "batch size" in differs else 2, shuffle="shuffle" in differs)
+    fit(
+        brain,
+        data,
+        valid,
+        batch_size=1 if "batch size" in differs else 2,
+        shuffle="shuffle" in differs,
+    )
 
 
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("shape", "net.weight: (1, 1) torch.float32 trained on rank 0; (2, 1) torch.float32 trained on rank 1"),
-        ("extra module", "parameter more.weight: missing on rank 0; (1, 1) torch.float32 trained on rank 1"),
-        ("frozen", "parameter net.bias: (1,) torch.float32 trained on rank 0; (1,) torch.float32 frozen on rank 1"),
-        ("dtype", "net.weight: (1, 1) torch.float32 trained on rank 0; (1, 1) torch.float64 trained on rank 1"),
+        (
+            "shape",
+            (
+                "net.weight: (1, 1) torch.float32 trained on rank 0; (2, 1) torch.float32 trained "
+                "on rank 1"
+            ),
+        ),
+        (
+            "extra module",
+            ("parameter more.weight: missing on rank 0; (1, 1) torch.float32 trained on rank 1"),
+        ),
+        (
+            "frozen",
+            (
+                "parameter net.bias: (1,) torch.float32 trained on rank 0; (1,) torch.float32 "
+                "frozen on rank 1"
+            ),
+        ),
+        (
+            "dtype",
+            (
+                "net.weight: (1, 1) torch.float32 trained on rank 0; (1, 1) torch.float64 trained "
+                "on rank 1"
+            ),
+        ),
         ("order", "the order of the parameters"),
         ("option", "option max_grad_norm: 5.0 on rank 0; 1.0 on rank 1"),
         ("accumulation", "option grad_accumulation_factor: 1 on rank 0; 2 on rank 1"),
@@ -564,7 +710,11 @@ def test_f14_different_batch_counts(ranks):
 
 def test_f14_three_ranks_that_differ(ranks):
     outcomes = ranks.outcomes(three_options, world_size=3, timeout=LIMIT_SECONDS)
-    assert_all_told(outcomes, ["RankMismatchError"] * 3, "option max_grad_norm: 5.0 on ranks 0, 2; 1.0 on rank 1")
+    assert_all_told(
+        outcomes,
+        ["RankMismatchError"] * 3,
+        "option max_grad_norm: 5.0 on ranks 0, 2; 1.0 on rank 1",
+    )
 
 
 def three_options():
@@ -627,10 +777,14 @@ def test_full_output_folder(ranks, full):
 def test_a_file_in_the_place_of_the_output_folder(ranks, tmp_path):
     (tmp_path / "out").write_text("")
     outcomes = ranks.outcomes(create, str(tmp_path / "out"), timeout=LIMIT_SECONDS)
-    assert_all_told(outcomes, ["ConfigError"] * 2, f"experiment_directory='{tmp_path}/out' cannot be written")
+    assert_all_told(
+        outcomes, ["ConfigError"] * 2, f"experiment_directory='{tmp_path}/out' cannot be written"
+    )
 
 
-@pytest.mark.parametrize(("disk", "reason"), [("read_only", "read-only file system"), ("full", "no space left")])
+@pytest.mark.parametrize(
+    ("disk", "reason"), [("read_only", "read-only file system"), ("full", ("no space left"))]
+)
 def test_checkpoints_that_cannot_be_written(ranks, request, disk, reason):
     folder = request.getfixturevalue(disk)
     outcomes = ranks.outcomes(save_in, str(folder / "save"), timeout=LIMIT_SECONDS)
@@ -654,12 +808,14 @@ def test_the_classes_are_what_a_caller_catches():
         assert issubclass(kind, built_in)
 
 
-# ------------------------------------------------------------------------------------- the real thing
+# ----------------------------------------------------------------------------------- the real thing
 
-# Either by the main thread, which has lost a connection, or by the watchdog, which ends it where it still waits.
+# Either by the main thread, which has lost a connection, or by the watchdog, which ends it where it
+# still waits.
 SECOND_HAND = (
-    r"(\[rank0\]: ddpkit.errors.RankFailedError|\[ddpkit\] rank 0 ends): rank 1 \(.*, pid \d+\) failed first, "
-    r"in TRAIN of epoch 1 at step \d+, at train.py:\d+ in boom: OverflowError: boom in forward"
+    r"(\[rank0\]: ddpkit.errors.RankFailedError|\[ddpkit\] rank 0 ends): rank 1 \(.*, pid \d+\) "
+    r"failed first, in TRAIN of epoch 1 at step \d+, at train.py:\d+ in boom: OverflowError: boom "
+    r"in forward"
 )
 
 RECIPE = """
@@ -733,7 +889,7 @@ if __name__ == "__main__":
     epochs = range(1, 5 if FAULT == "epochs" and RANK == "1" else 4)
     brain.fit(epochs, data, data, train_loader_kwargs={"batch_size": 2, "num_workers": workers})
     Path(f"finished.{RANK}").touch()
-"""
+"""  # noqa: E501
 
 YAML = """
 output_folder: results
@@ -753,7 +909,10 @@ def launch(folder, *words, fault="", ranks=2, warm=True):
     (folder / "hparams.yaml").write_text(YAML)
     command = torchrun(ranks, "train.py", *words) if ranks > 1 else python("train.py", *words)
     run = Run(command, folder, {"FAULT": fault}, warm=warm).wait(60)
-    assert time.time() - max(float(path.read_text()) for path in folder.glob("time.*")) < 10.0 * PATIENCE, run.err
+    assert (
+        time.time() - max(float(path.read_text()) for path in folder.glob("time.*"))
+        < 10.0 * PATIENCE
+    ), run.err
     return run
 
 
@@ -785,7 +944,11 @@ def test_real_run_of_the_recipe_itself(tmp_path):
     [
         # Those that end as another does are slow: they say other words.
         pytest.param(
-            ["nowhere.yaml"], "", ["train.py: error: There is no file 'nowhere.yaml'"], None, marks=pytest.mark.slow
+            ["nowhere.yaml"],
+            "",
+            ["train.py: error: There is no file 'nowhere.yaml'"],
+            None,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["hparams.yaml", "--precision=fp8"],
@@ -795,11 +958,27 @@ def test_real_run_of_the_recipe_itself(tmp_path):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["hparams.yaml"], "before", ["OverflowError: boom before the group"], None, marks=pytest.mark.slow
+            ["hparams.yaml"],
+            "before",
+            ["OverflowError: boom before the group"],
+            None,
+            marks=pytest.mark.slow,
         ),
-        pytest.param(["hparams.yaml"], "recipe", ["OverflowError: boom in the recipe"], 1, marks=pytest.mark.slow),
+        pytest.param(
+            ["hparams.yaml"],
+            "recipe",
+            ["OverflowError: boom in the recipe"],
+            1,
+            marks=pytest.mark.slow,
+        ),
         (["hparams.yaml"], "forward", ["OverflowError: boom in forward"], 1),
-        pytest.param(["hparams.yaml"], "valid", ["OverflowError: boom in validation"], 1, marks=pytest.mark.slow),
+        pytest.param(
+            ["hparams.yaml"],
+            "valid",
+            ["OverflowError: boom in validation"],
+            1,
+            marks=pytest.mark.slow,
+        ),
         (["hparams.yaml"], "worker", ["OverflowError: boom in a worker"], 1),
         (["hparams.yaml"], "epochs", ["came to the end of its script"], 1),
         pytest.param(
@@ -809,8 +988,18 @@ def test_real_run_of_the_recipe_itself(tmp_path):
             None,
             marks=pytest.mark.slow,
         ),
-        (["hparams.yaml"], "options", ["RankMismatchError", "max_grad_norm: 5.0 on rank 0; 1.0 on rank 1"], None),
-        (["hparams.yaml", "--nonfinite_patience=2"], "nan", ["NonFiniteLossError: 3 steps of epoch 1"], None),
+        (
+            ["hparams.yaml"],
+            "options",
+            ["RankMismatchError", ("max_grad_norm: 5.0 on rank 0; 1.0 on rank 1")],
+            None,
+        ),
+        (
+            ["hparams.yaml", "--nonfinite_patience=2"],
+            "nan",
+            [("NonFiniteLossError: 3 steps of epoch 1")],
+            None,
+        ),
     ],
     ids=[
         "missing_yaml",
@@ -850,7 +1039,9 @@ def test_f1_without_torchrun(tmp_path):
     (tmp_path / "train.py").write_text(RECIPE)
     (tmp_path / "hparams.yaml").write_text(YAML)
     command = python("train.py", "hparams.yaml", "--device=cpu", "--noprogressbar")
-    main, other = (run.wait(30) for run in start_by_hand(command, tmp_path, 2, warm=True, FAULT="forward"))
+    main, other = (
+        run.wait(30) for run in start_by_hand(command, tmp_path, 2, warm=True, FAULT="forward")
+    )
     assert (main.code, other.code) == (1, 1)
     assert "[rank1]: OverflowError: boom in forward\n" in other.err
     assert re.search(SECOND_HAND.partition("rank 1")[2], other.tail(1))
@@ -859,7 +1050,9 @@ def test_f1_without_torchrun(tmp_path):
 
 def test_f8_a_read_only_folder_for_real(tmp_path, read_only):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", f"--output_folder={read_only}/out")
-    assert_reason_last(run, "train.py: error: ", f"experiment_directory='{read_only}/out'", "Read-only file system")
+    assert_reason_last(
+        run, "train.py: error: ", f"experiment_directory='{read_only}/out'", "Read-only file system"
+    )
 
 
 def test_the_same_in_one_process(tmp_path):
@@ -901,19 +1094,32 @@ def test_global_batch_size_that_cannot_divide_what_was_given():
         (DataLoader(Stream(DATA), batch_size=None), {}),
     ):
         brain = make(global_batch_size=4)
-        with pytest.raises(ConfigError, match=r"^global_batch_size=4 cannot divide .* Leave global_batch_size out"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^global_batch_size=4 cannot divide .* Leave "
+            r"global_batch_size out",
+        ):
             brain.fit([1], data, train_loader_kwargs=loader)
 
 
 def test_nominal_epochs_of_micro_batches():
-    for data, loader in ((LoopedLoader(DataLoader(DATA), 2), {}), (DATA, {"looped_nominal_epoch": 2})):
+    for data, loader in (
+        (LoopedLoader(DataLoader(DATA), 2), {}),
+        (DATA, {"looped_nominal_epoch": 2}),
+    ):
         brain = make(global_batch_size=4, micro_batch_size=2)
-        with pytest.raises(ConfigError, match=r"^micro_batch_size=2 lets the batches per step depend"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^micro_batch_size=2 lets the batches per step "
+            r"depend",
+        ):
             brain.fit([1], data, train_loader_kwargs=loader)
 
 
 def test_a_loader_with_a_way_of_its_own_keeps_it():
-    """On one process and on several: its batches are dealt out, and not made anew from its dataset."""
+    """On one process and on several: its batches are dealt out, and not made anew from its
+    dataset.
+    """
     seen = []
 
     class Looking(Line):
@@ -923,4 +1129,6 @@ def test_a_loader_with_a_way_of_its_own_keeps_it():
 
     brain = make(Looking)
     brain.fit([1], TurnedAround(DATA, batch_size=4))
-    assert seen == [-sum(target.item() for _, target in DATA[start : start + 4]) for start in (0, 4)]
+    assert seen == [
+        -sum(target.item() for _, target in DATA[start : start + 4]) for start in (0, 4)
+    ]

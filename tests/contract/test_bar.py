@@ -1,4 +1,6 @@
-"""The progress bar of a run: which epoch of how many, the learning rate, the time left of the whole run."""
+"""The progress bar of a run: which epoch of how many, the learning rate, the time left of the whole
+run.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def test_without_a_terminal_the_line_says_the_same(monkeypatch, caplog):
     first, last = caplog.messages[0], caplog.messages[-1]
     assert first.startswith("epoch 1 of 2 train: batch ")
     assert re.fullmatch(
-        r"epoch 2 of 2 train: batch 4/4, loss \S+, lr 0.03, \S+ samples/s, 00:00 left, run 00:00 left",
+        r"epoch 2 of 2 train: batch 4/4, loss \S+, lr 0.03, \S+ samples/s, 00:00 left, run 00:00 "
+        r"left",
         last,
     )
 

@@ -1,4 +1,6 @@
-"""The Brain's surface as recipes use it, in one process: what exists, what is called when, and with what."""
+"""The Brain's surface as recipes use it, in one process: what exists, what is called when, and with
+what.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_in, sgd, weights
 
-# ---------------------------------------------------------------------------------------------- surface
+# ------------------------------------------------------------------------------------------ surface
 
 SIGNATURES = {
-    "__init__": ["modules", "opt_class", "hparams", "run_opts", "checkpointer", "scheduler_class"],  # the last is ours
+    # the last is ours
+    "__init__": ["modules", "opt_class", "hparams", "run_opts", "checkpointer", "scheduler_class"],
     "compute_forward": ["batch", "stage"],
     "compute_objectives": ["predictions", "batch", "stage"],
     "on_stage_start": ["stage", "epoch"],
@@ -44,7 +47,14 @@ SIGNATURES = {
     "on_fit_batch_start": ["batch", "should_step"],
     "on_fit_batch_end": ["batch", "outputs", "loss", "should_step"],
     "evaluate_batch": ["batch", "stage"],
-    "fit": ["epoch_counter", "train_set", "valid_set", "progressbar", "train_loader_kwargs", "valid_loader_kwargs"],
+    "fit": [
+        "epoch_counter",
+        "train_set",
+        "valid_set",
+        "progressbar",
+        "train_loader_kwargs",
+        "valid_loader_kwargs",
+    ],
     "_fit_train": ["train_set", "epoch", "enable"],
     "_fit_valid": ["valid_set", "epoch", "enable"],
     "evaluate": ["test_set", "max_key", "min_key", "progressbar", "test_loader_kwargs"],
@@ -109,7 +119,11 @@ def test_tot_prof_steps_counts_warmup_and_recording():
 
 
 def test_stage_names_and_values():
-    assert [(stage.name, stage.value) for stage in Stage] == [("TRAIN", 1), ("VALID", 2), ("TEST", 3)]
+    assert [(stage.name, stage.value) for stage in Stage] == [
+        ("TRAIN", 1),
+        ("VALID", 2),
+        ("TEST", 3),
+    ]
 
 
 def test_hparams_are_an_empty_namespace_where_none_are_given():
@@ -128,7 +142,7 @@ def test_what_must_be_overridden_says_so(method):
         make(Half).fit([1], points(2))
 
 
-# ---------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize(
@@ -183,7 +197,9 @@ def test_a_recipe_writes_max_grad_norm():
     brain, data = make(Late, opt=sgd(lr=1.0)), points(4)
     before = weights(brain)
     brain.fit([1], data, train_loader_kwargs={"batch_size": 4})
-    moved = sum(((value - before[name]) ** 2).sum() for name, value in weights(brain).items()) ** 0.5
+    moved = (
+        sum(((value - before[name]) ** 2).sum() for name, value in weights(brain).items()) ** 0.5
+    )
     assert float(moved) == pytest.approx(1e-3, rel=1e-6)
 
 
@@ -198,7 +214,9 @@ def test_fp16_on_a_cpu_is_refused(option):
         make(**{option: "fp16"})
 
 
-@pytest.mark.parametrize(("train", "evaluation"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("train", "evaluation"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")]
+)
 def test_precision_of_training_and_of_evaluation(train, evaluation):
     seen = {}
 
@@ -225,7 +243,7 @@ def test_precision_of_training_and_of_evaluation(train, evaluation):
     assert brain.modules.net.weight.dtype == torch.float32
 
 
-# ---------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 def test_no_modules_at_all():
@@ -267,7 +285,10 @@ def test_several_modules_are_one_optimizer_without_more_ado():
         def compute_forward(self, batch, stage):
             return self.modules.net(self.modules.front(batch[0]))
 
-    front, frozen = nn.Linear(3, 3).double(), nn.Linear(3, 3).double().requires_grad_(requires_grad=False)
+    front, frozen = (
+        nn.Linear(3, 3).double(),
+        nn.Linear(3, 3).double().requires_grad_(requires_grad=False),
+    )
     brain = Two({"front": front, "net": linear(), "frozen": frozen}, sgd(), run_opts=QUIET)
     before = weights(brain)
     brain.fit([1], points(4))
@@ -294,7 +315,7 @@ def test_without_an_opt_class_nothing_is_optimized():
     assert (brain.optimizers_dict, brain.optimizer_step, len(brain.trained_on)) == (None, 0, 4)
 
 
-# ---------------------------------------------------------------------------------------------- the order
+# ---------------------------------------------------------------------------------------- the order
 
 
 class Traced(Regression):
@@ -362,7 +383,9 @@ class Traced(Regression):
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         assert loss.grad_fn is not None
-        self.note("on_fit_batch_end", self.step, should_step, self.optimizer_step, self.has_gradients())
+        self.note(
+            "on_fit_batch_end", self.step, should_step, self.optimizer_step, self.has_gradients()
+        )
 
     def evaluate_batch(self, batch, stage):
         self.note("evaluate_batch", stage.name, self.step, self.modules.training)
@@ -379,7 +402,8 @@ class Traced(Regression):
 
 
 def expected_batch(step, *, should_step, optimizer_step):
-    # The first call of freeze_optimizers is for the gradients that an optimizers_step of the recipe finds.
+    # The first call of freeze_optimizers is for the gradients that an optimizers_step of the recipe
+    # finds.
     frozen = ("freeze_optimizers", ["opt_class"])
     step_calls = [frozen, ("optimizers_step", True), frozen] if should_step else []
     return [
@@ -425,10 +449,14 @@ def expected_epoch(epoch, optimizer_step):
 
 
 def test_the_order_of_a_run():
-    """Two epochs of three batches in windows of two, two batches of validation, then two of test."""
+    """Two epochs of three batches in windows of two, two batches of validation, then two of
+    test.
+    """
     brain, data = make(Traced, grad_accumulation_factor=2), points(5)
     kwargs = {"batch_size": 2}
-    brain.fit(EpochCounter(2), data, data[:3], train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs)
+    brain.fit(
+        EpochCounter(2), data, data[:3], train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs
+    )
     assert (brain.step, brain.avg_train_loss, brain.optimizer_step) == (0, 0.0, 4)
     brain.evaluate(data[:3], max_key="accuracy", test_loader_kwargs=kwargs)
     assert brain.step == 0
@@ -493,7 +521,7 @@ def test_no_validation_set_no_validation():
     assert [(name, epoch) for name, epoch, _ in brain.losses] == [("TRAIN", 1), ("TRAIN", 2)]
 
 
-# ---------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 
 def test_d13_fit_twice_continues():
@@ -549,9 +577,13 @@ def test_fit_again_after_an_interrupt_starts_an_epoch_anew():
 def test_o10_the_callers_dicts_stay_as_they_are():
     brain, options = make(), {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
     evaluation = {"batch_size": 2}
-    brain.fit([1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation)
+    brain.fit(
+        [1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation
+    )
     brain.evaluate(points(4), test_loader_kwargs=evaluation)
-    brain.fit([1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation)
+    brain.fit(
+        [1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation
+    )
     assert options == {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
     assert evaluation == {"batch_size": 2}
 
@@ -599,7 +631,9 @@ def test_debug_runs_few_batches_and_epochs(given, epochs, batches):
     assert steps == [*range(1, batches + 1)] * epochs
     valid = [entry[2] for entry in brain.trace if entry[:2] == ("evaluate_batch", "VALID")]
     assert valid == [*range(1, batches + 1)] * epochs
-    assert [entry[2] for entry in brain.trace if entry[:2] == ("evaluate_batch", "TEST")] == [*range(1, batches + 1)]
+    assert [entry[2] for entry in brain.trace if entry[:2] == ("evaluate_batch", "TEST")] == [
+        *range(1, batches + 1)
+    ]
     assert brain.optimizer_step >= epochs
 
 
@@ -640,7 +674,9 @@ class CountingData(Dataset):
         return self.data[index]
 
 
-@pytest.mark.parametrize(("factor", "limit", "batches"), [(1, 3, 3), (2, 3, 6), (3, 5, 14), (1, 4, 4)])
+@pytest.mark.parametrize(
+    ("factor", "limit", "batches"), [(1, 3, 3), (2, 3, 6), (3, 5, 14), (1, 4, 4)]
+)
 def test_o8_the_step_limit_is_exact_and_fetches_nothing_more(factor, limit, batches):
     data = CountingData(points(8))
     brain = make(optimizer_step_limit=limit, grad_accumulation_factor=factor)
@@ -658,7 +694,11 @@ def test_a_run_that_has_reached_its_step_limit_says_so_and_does_nothing(tmp_path
 
     for first in (True, False):
         counter = EpochCounter(10)
-        options = {"folder": tmp_path, "recoverables": {"counter": counter}, "optimizer_step_limit": 3}
+        options = {
+            "folder": tmp_path,
+            "recoverables": {"counter": counter},
+            "optimizer_step_limit": 3,
+        }
         brain = make(Saving, **options)
         brain.fit(counter, points(4))
         assert brain.optimizer_step == 3
@@ -666,7 +706,12 @@ def test_a_run_that_has_reached_its_step_limit_says_so_and_does_nothing(tmp_path
 
 
 def test_profile_training_writes_a_trace_and_ends_cleanly(tmp_path):
-    brain = make(hparams={"output_folder": str(tmp_path)}, profile_training=True, profile_warmup=1, profile_steps=2)
+    brain = make(
+        hparams={"output_folder": str(tmp_path)},
+        profile_training=True,
+        profile_warmup=1,
+        profile_steps=2,
+    )
     brain.fit([1, 2], points(5), points(2))
     assert len(brain.losses) == 4
     assert len(brain.trained_on) == 10
@@ -676,10 +721,16 @@ def test_profile_training_writes_a_trace_and_ends_cleanly(tmp_path):
 
 def test_the_profiler_says_where_its_trace_is_and_when_there_is_none(tmp_path, caplog):
     caplog.set_level("INFO")
-    options = {"hparams": {"output_folder": str(tmp_path)}, "profile_training": True, "profile_warmup": 1}
+    options = {
+        "hparams": {"output_folder": str(tmp_path)},
+        "profile_training": True,
+        "profile_warmup": 1,
+    }
     make(profile_steps=2, **options).fit([1], points(5))
     (trace,) = (tmp_path / "profiler_logs").iterdir()
-    assert f"Profile of 2 batches: {trace}\nOpen it at https://ui.perfetto.dev, in chrome://tracing" in caplog.text
+    assert (
+        f"Profile of 2 batches: {trace}\nOpen it at https://ui.perfetto.dev, in chrome://tracing"
+    ) in caplog.text
     make(**{**options, "profile_warmup": 9}).fit([1], points(5))
     assert "nothing was recorded: training ended within --profile_warmup=9 batches" in caplog.text
     assert list((tmp_path / "profiler_logs").iterdir()) == [trace]
@@ -697,7 +748,7 @@ def test_compile_gives_the_same_weights():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
 
 
-# ---------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------- data
 
 
 def order_of(brain, data):
@@ -733,7 +784,9 @@ def test_hparams_sorting_decides(sorting, given, shuffled):
 def test_shuffle_and_a_sampler_exclude_each_other():
     data = points(4)
     with pytest.raises(ConfigError, match="a loader takes one of shuffle=True, sampler"):
-        make().fit([1], data, train_loader_kwargs={"shuffle": True, "sampler": SequentialSampler(data)})
+        make().fit(
+            [1], data, train_loader_kwargs={"shuffle": True, "sampler": SequentialSampler(data)}
+        )
 
 
 class Backwards(SequentialSampler):
@@ -758,7 +811,11 @@ def test_a_users_sampler_is_followed_and_told_the_epoch():
 
 def test_a_users_batch_sampler_is_followed_and_told_the_epoch():
     brain, data = make(), points(4)
-    brain.fit([1, 2], data, train_loader_kwargs={"batch_sampler": BatchSampler(Backwards(data), 3, drop_last=False)})
+    brain.fit(
+        [1, 2],
+        data,
+        train_loader_kwargs={"batch_sampler": BatchSampler(Backwards(data), 3, drop_last=False)},
+    )
     assert seen_in(data, brain.trained_on) == [[2, 1, 0], [3], [1, 0, 3], [2]]
 
 
@@ -784,7 +841,11 @@ def test_a_loader_made_by_make_dataloader_is_planned_like_its_dataset():
     direct.fit([1, 2], data, train_loader_kwargs=kwargs)
     ready.fit([1, 2], make_dataloader(data, **kwargs))
     own.fit([1, 2], own.make_dataloader(data, Stage.TRAIN, **kwargs))
-    assert seen_in(data, ready.trained_on) == seen_in(data, own.trained_on) == seen_in(data, direct.trained_on)
+    assert (
+        seen_in(data, ready.trained_on)
+        == seen_in(data, own.trained_on)
+        == seen_in(data, direct.trained_on)
+    )
 
 
 def test_collate_and_workers_of_a_ready_made_loader_are_kept():
@@ -862,7 +923,9 @@ def test_a_dataset_of_whole_batches(ready_made):
         brain.fit([1, 2, 3], DataLoader(data, **kwargs), data)
     else:
         brain.fit([1, 2, 3], data, train_loader_kwargs=kwargs)
-    orders = [[len(inputs) for inputs in brain.trained_on[start : start + 3]] for start in (0, 3, 6)]
+    orders = [
+        [len(inputs) for inputs in brain.trained_on[start : start + 3]] for start in (0, 3, 6)
+    ]
     assert all(sorted(order) == [1, 2, 3] for order in orders)
     assert len(set(map(tuple, orders))) > 1
 
@@ -900,7 +963,13 @@ def test_make_dataloader_registers_what_it_makes(tmp_path):
     assert isinstance(brain.make_dataloader(data, Stage.TRAIN), SaveableDataLoader)
     brain.make_dataloader(data, Stage.VALID, ckpt_prefix=None)
     brain.make_dataloader(data, Stage.TEST, ckpt_prefix="loader-", looped_nominal_epoch=2)
-    assert sorted(brain.checkpointer.recoverables) == ["brain", "dataloader-TRAIN", "loader-TEST", "net", "ranks"]
+    assert sorted(brain.checkpointer.recoverables) == [
+        "brain",
+        "dataloader-TRAIN",
+        "loader-TEST",
+        "net",
+        "ranks",
+    ]
 
 
 def test_an_overridden_make_dataloader_is_used():
@@ -913,7 +982,7 @@ def test_an_overridden_make_dataloader_is_used():
     assert seen_in(data, brain.trained_on) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# ---------------------------------------------------------------------------------------------- talk
+# --------------------------------------------------------------------------------------------- talk
 
 
 def test_parameters_are_counted_in_the_log(caplog):
@@ -927,4 +996,9 @@ def test_checkpointer_gets_brain_and_optimizer(tmp_path):
     brain = Regression({"net": linear()}, sgd(), None, QUIET, Checkpointer(tmp_path))
     assert set(brain.checkpointer.recoverables) == {"brain", "ranks"}
     brain.fit([1], points(2))
-    assert set(brain.checkpointer.recoverables) == {"brain", "ranks", "optimizer", "dataloader-TRAIN"}
+    assert set(brain.checkpointer.recoverables) == {
+        "brain",
+        "ranks",
+        "optimizer",
+        "dataloader-TRAIN",
+    }

@@ -1,4 +1,6 @@
-"""Gradients in one process: clipping, accumulation, what is not finite, and recipes that take steps themselves."""
+"""Gradients in one process: clipping, accumulation, what is not finite, and recipes that take steps
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,14 @@ def assert_close(found, expected, tolerance=1e-12):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
 
 
-# ---------------------------------------------------------------------------------------------- clipping
+# ----------------------------------------------------------------------------------------- clipping
 
 
 @pytest.mark.parametrize("max_grad_norm", [-1, 0, None, -0.5])
 def test_o1_no_norm_no_clipping(max_grad_norm):
-    """The step is exactly lr times the negative gradient, neither turned round nor zeroed nor scaled."""
+    """The step is exactly lr times the negative gradient, neither turned round nor zeroed nor
+    scaled.
+    """
     data = [(100 * x, y) for x, y in points(4)]
     brain = make(opt=sgd(lr=1.0), max_grad_norm=max_grad_norm)
     twin, before = linear(), weights(brain)
@@ -61,7 +65,12 @@ def test_o2_all_groups_of_all_optimizers_are_clipped_together(case):
                 super().init_optimizers()
 
     data = [(1000 * x, y) for x, y in points(4)]
-    brain = make(Grouped, opt=sgd(lr=1.0), max_grad_norm=0.25, remove_vector_weight_decay=case == "vectors apart")
+    brain = make(
+        Grouped,
+        opt=sgd(lr=1.0),
+        max_grad_norm=0.25,
+        remove_vector_weight_decay=case == ("vectors apart"),
+    )
     before = weights(brain)
     brain.fit([1], data, train_loader_kwargs={"batch_size": 4})
     assert float(flat_change(brain, before).norm()) == pytest.approx(0.25, rel=1e-6)
@@ -74,17 +83,23 @@ def test_small_gradients_are_left_alone():
     assert_same(weights(clipped), weights(free))
 
 
-# ---------------------------------------------------------------------------------------------- accumulation
+# ------------------------------------------------------------------------------------- accumulation
 
 
 @pytest.mark.parametrize(("samples", "factor"), [(5, 2), (5, 8), (8, 3), (7, 2), (9, 2)])
 def test_o3_the_short_window_is_stepped_with_the_right_divisor(samples, factor):
-    """Windows of ``factor`` batches of two, the last shorter: each is one batch of all its samples."""
+    """Windows of ``factor`` batches of two, the last shorter: each is one batch of all its
+    samples.
+    """
     data, batch = points(samples), 2
     accumulated, joined = make(grad_accumulation_factor=factor), make()
     accumulated.fit([1, 2], data, train_loader_kwargs={"batch_size": batch})
     joined.fit([1, 2], data, train_loader_kwargs={"batch_size": batch * factor})
-    assert accumulated.optimizer_step == joined.optimizer_step == 2 * math.ceil(samples / (batch * factor))
+    assert (
+        accumulated.optimizer_step
+        == joined.optimizer_step
+        == 2 * math.ceil(samples / (batch * factor))
+    )
     assert_close(weights(accumulated), weights(joined))
 
 
@@ -110,13 +125,18 @@ class OwnFitBatch(Regression):
 @pytest.mark.parametrize(("samples", "factor"), [(4, 1), (8, 2), (10, 4), (6, 9)])
 def test_o3_an_overridden_fit_batch_has_its_short_window_stepped(samples, factor):
     data, kwargs = points(samples), {"batch_size": 2}
-    own, default = make(OwnFitBatch, grad_accumulation_factor=factor), make(grad_accumulation_factor=factor)
+    own, default = (
+        make(OwnFitBatch, grad_accumulation_factor=factor),
+        make(grad_accumulation_factor=factor),
+    )
     for brain in (own, default):
         brain.fit([1, 2], data, data, train_loader_kwargs=kwargs)
     assert own.optimizer_step == default.optimizer_step == 2 * math.ceil(samples / 2 / factor)
     assert_close(weights(own), weights(default))
     assert [entry[:2] for entry in own.losses] == [entry[:2] for entry in default.losses]
-    assert [entry[2] for entry in own.losses] == pytest.approx([entry[2] for entry in default.losses])
+    assert [entry[2] for entry in own.losses] == pytest.approx(
+        [entry[2] for entry in default.losses]
+    )
 
 
 class PlainStream(IterableDataset):
@@ -131,7 +151,10 @@ class PlainStream(IterableDataset):
 @pytest.mark.parametrize("factor", [1, 2, 4, 9])
 def test_o3_a_stream_has_its_short_window_stepped(factor, cls):
     data, kwargs = points(10), {"batch_size": 2}
-    streamed, mapped = make(cls, grad_accumulation_factor=factor), make(grad_accumulation_factor=factor)
+    streamed, mapped = (
+        make(cls, grad_accumulation_factor=factor),
+        make(grad_accumulation_factor=factor),
+    )
     streamed.fit([1, 2], PlainStream(data), train_loader_kwargs=kwargs)
     mapped.fit([1, 2], data, train_loader_kwargs=kwargs)
     assert streamed.optimizer_step == mapped.optimizer_step == 2 * math.ceil(5 / factor)
@@ -139,18 +162,23 @@ def test_o3_a_stream_has_its_short_window_stepped(factor, cls):
 
 
 class DirectSteps(Regression):
-    """Accumulates under no_sync and steps the optimizer itself, leaving gradients behind that are not its own."""
+    """Accumulates under no_sync and steps the optimizer itself, leaving gradients behind that are
+    not its own.
+    """
 
     def fit_batch(self, batch):
         should_step = self.step % self.grad_accumulation_factor == 0
         with self.no_sync(not should_step):
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            loss = self.compute_objectives(
+                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+            )
             (loss / self.grad_accumulation_factor).backward()
         if should_step:
             self.optimizer.step()
             self.optimizer_step += 1
             self.optimizer.zero_grad()
-            for parameter in self.modules.parameters():  # as a GAN's generator loss leaves in the discriminator
+            # as a GAN's generator loss leaves in the discriminator
+            for parameter in self.modules.parameters():
                 parameter.grad = torch.full_like(parameter, 1e3)
         return loss.detach()
 
@@ -165,7 +193,10 @@ def test_gradients_that_a_recipe_leaves_behind_are_not_stepped_on():
                 self.optimizer.zero_grad()
             return super().fit_batch(batch)
 
-    brain, default = make(Cleaning, grad_accumulation_factor=2), make(grad_accumulation_factor=2, max_grad_norm=None)
+    brain, default = (
+        make(Cleaning, grad_accumulation_factor=2),
+        make(grad_accumulation_factor=2, max_grad_norm=None),
+    )
     for each in (brain, default):
         each.fit([1, 2], points(8), train_loader_kwargs={"batch_size": 2})
     assert brain.optimizer_step == default.optimizer_step == 4
@@ -185,7 +216,7 @@ def test_o9_no_sync_is_left_clean_by_an_exception():
     assert_same(weights(brain), weights(other))
 
 
-# ---------------------------------------------------------------------------------------------- not finite
+# --------------------------------------------------------------------------------------- not finite
 
 
 def with_nan(number, *bad, value=float("nan")):
@@ -246,7 +277,11 @@ def test_patience_goes_on_where_a_run_is_resumed_in_the_middle_of_an_epoch(tmp_p
 
     with pytest.raises(Killed):
         fit(stops_at=5)
-    with pytest.raises(NonFiniteLossError, match=r"3 steps of epoch 1.*batch 6, after optimizer step 3"):
+    with pytest.raises(
+        NonFiniteLossError,
+        match=r"3 steps of epoch 1.*batch 6, after optimizer "
+        r"step 3",
+    ):
         fit()
 
 
@@ -274,7 +309,7 @@ def test_skip_nonfinite_grads_drops_single_gradients(caplog):
     assert "net.weight" not in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------- averages
+# ----------------------------------------------------------------------------------------- averages
 
 
 class Given(Brain):
@@ -324,7 +359,7 @@ def test_update_average_leaves_out_what_is_not_finite():
     assert brain.update_average(float("nan"), 1.0) == 1.0
 
 
-# ---------------------------------------------------------------------------------------------- several optimizers
+# ------------------------------------------------------------------------------- several optimizers
 
 
 class Gan(Brain):
@@ -346,12 +381,17 @@ class Gan(Brain):
 
     def fit_batch(self, batch):
         fake = self.compute_forward(batch, Stage.TRAIN)
-        real, faked = self.modules.discriminator(batch[1]), self.modules.discriminator(fake.detach())
+        real, faked = (
+            self.modules.discriminator(batch[1]),
+            self.modules.discriminator(fake.detach()),
+        )
         loss_d = ((real - 1) ** 2).mean() + (faked**2).mean()
         self.optimizer_d.zero_grad()
         loss_d.backward()
         self.optimizer_d.step()
-        loss_g = ((self.modules.discriminator(fake) - 1) ** 2).mean() + (fake - batch[1]).abs().mean()
+        loss_g = ((self.modules.discriminator(fake) - 1) ** 2).mean() + (
+            fake - batch[1]
+        ).abs().mean()
         self.optimizer_g.zero_grad()
         loss_g.backward()
         self.optimizer_g.step()
@@ -359,7 +399,11 @@ class Gan(Brain):
         return loss_g.detach().cpu()
 
     def evaluate_batch(self, batch, stage):
-        return self.compute_objectives(self.compute_forward(batch, stage), batch, stage)["g"].detach().cpu()
+        return (
+            self.compute_objectives(self.compute_forward(batch, stage), batch, stage)["g"]
+            .detach()
+            .cpu()
+        )
 
 
 def gan_modules():
@@ -370,7 +414,9 @@ def gan_modules():
 
 @pytest.mark.parametrize("factor", [1, 3])
 def test_a_gans_two_updates(factor):
-    """Direct steps are the recipe's own affair: a bare loop gives the same weights, whatever the options say."""
+    """Direct steps are the recipe's own affair: a bare loop gives the same weights, whatever the
+    options say.
+    """
     data = points(6)
     brain = Gan(gan_modules(), None, None, {**QUIET, "grad_accumulation_factor": factor})
     brain.fit([1, 2], data, data, train_loader_kwargs={"batch_size": 2})
@@ -389,7 +435,8 @@ class Alternating(Brain):
 
     def init_optimizers(self):
         self.optimizers_dict = {
-            name: torch.optim.SGD(self.modules[name].parameters(), lr=0.1) for name in ("front", "net")
+            name: torch.optim.SGD(self.modules[name].parameters(), lr=0.1)
+            for name in ("front", "net")
         }
 
     def freeze_optimizers(self, optimizers):
@@ -425,7 +472,9 @@ class Scaled(Alternating):
     def __init__(self, *args, growth_interval, **kwargs):
         super().__init__(*args, **kwargs)
         is_on = growth_interval is not None
-        self.scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=growth_interval or 1, enabled=is_on)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", 1024.0, growth_interval=growth_interval or 1, enabled=is_on
+        )
 
     def freeze_optimizers(self, optimizers):
         return {"front": optimizers["front"]}
@@ -476,7 +525,9 @@ def test_an_optimizer_class_that_gives_none_is_refused():
 
 
 def test_the_accumulation_that_follows_is_no_contradiction_the_next_time():
-    """``fit`` writes what the sizes come to into the option, where recipes read it; then other sizes may be given."""
+    """``fit`` writes what the sizes come to into the option, where recipes read it; then other
+    sizes may be given.
+    """
     brain = make(global_batch_size=6, micro_batch_size=2)
     data = points(12)
     for _ in range(2):

@@ -12,7 +12,18 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
 
-from .recipes import QUIET, Killed, Regression, assert_same, linear, make, points, seen_in, sgd, weights
+from .recipes import (
+    QUIET,
+    Killed,
+    Regression,
+    assert_same,
+    linear,
+    make,
+    points,
+    seen_in,
+    sgd,
+    weights,
+)
 from .test_brain_gradients import OwnFitBatch
 
 EPOCHS = 3
@@ -66,7 +77,9 @@ INTERVALS = {"steps": {"ckpt_interval_steps": 2}, "minutes": {"ckpt_interval_min
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("dies_at", [(1, 9), (2, 2), (3, 10)])
 @pytest.mark.parametrize("interval", INTERVALS)
-def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(tmp_path, interval, dies_at, factor, cls):
+def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(
+    tmp_path, interval, dies_at, factor, cls
+):
     """The same samples, once each, the same weights to the last bit, the same reported losses."""
     options = {**INTERVALS[interval], "grad_accumulation_factor": factor, "cls": cls}
     data = points(19)  # ten batches: the last window of 4 is short, and the last batch is, too
@@ -82,7 +95,8 @@ def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(tmp_
     assert again == through[len(through) - len(again) :]
     redone = len(killed.trained_on) + len(again) - len(through)
     assert redone >= 0
-    if interval == "steps" or dies_at[0] == 1:  # later epochs of such quick steps sync once: about once a second
+    # later epochs of such quick steps sync once: about once a second
+    if interval == "steps" or dies_at[0] == 1:
         assert redone <= 3 + factor
 
 
@@ -119,7 +133,9 @@ def test_no_interval_no_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_that_a_recipe_makes_in_the_middle_of_an_epoch(tmp_path):
-    """Not only the interval's own: the samples, the weights and the reported mean, the batch of the hook included."""
+    """Not only the interval's own: the samples, the weights and the reported mean, the batch of the
+    hook included.
+    """
 
     class Saving(Mortal):
         def on_fit_batch_end(self, batch, outputs, loss, should_step):
@@ -136,7 +152,9 @@ def test_a_checkpoint_that_a_recipe_makes_in_the_middle_of_an_epoch(tmp_path):
 
 
 def test_a_checkpoint_that_a_recipe_makes_before_the_only_batch_of_an_epoch(tmp_path):
-    """The batch before has the same number, in the epoch before: it is not this one, which is still to be done."""
+    """The batch before has the same number, in the epoch before: it is not this one, which is still
+    to be done.
+    """
 
     class Saving(Mortal):
         def on_fit_batch_start(self, batch, should_step):
@@ -180,7 +198,8 @@ def test_loaders_of_all_kinds_are_continued_where_they_were(tmp_path, how):
     else:
         kwargs = {"batch_size": None, "shuffle": True}
         wrap = lambda inner: [
-            tuple(torch.stack(part) for part in zip(*inner[k : k + 2], strict=True)) for k in range(0, len(inner), 2)
+            tuple(torch.stack(part) for part in zip(*inner[k : k + 2], strict=True))
+            for k in range(0, len(inner), 2)
         ]
     options = {"kwargs": kwargs, "wrap": wrap, "ckpt_interval_steps": 4}
     whole = run(tmp_path / "whole", data, **options)
@@ -201,7 +220,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_stream_is_continued_where_it_was(tmp_path, factor):
     options = {
-        "ckpt_interval_steps": 4, "grad_accumulation_factor": factor, "wrap": Stream, "kwargs": {"batch_size": 2},
+        "ckpt_interval_steps": 4, "grad_accumulation_factor": factor, "wrap": Stream,
+        "kwargs": {"batch_size": 2},
     }  # fmt: skip
     data = points(19)
     whole = run(tmp_path / "whole", data, **options)
@@ -220,7 +240,11 @@ def ready_made_loop(data):
 def test_a_nominal_epoch_is_continued_where_it_was(tmp_path, ready_made):
     """The nominal epochs of 5 batches are cut out of shuffled passes of 4 batches."""
     kwargs = {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 5}
-    options = {"ckpt_interval_steps": 3, "kwargs": kwargs, "wrap": ready_made_loop if ready_made else None}
+    options = {
+        "ckpt_interval_steps": 3,
+        "kwargs": kwargs,
+        "wrap": ready_made_loop if ready_made else None,
+    }
     data = points(8)
     whole = run(tmp_path / "whole", data, **options)
     run(tmp_path / "killed", data, dies_at=(2, 5), **options)
@@ -242,11 +266,13 @@ def test_a_looped_loader_saved_at_the_very_end_of_an_epoch_yields_nothing_first(
     assert list(recovered) == ["c", "a"]
 
 
-# ---------------------------------------------------------------------------------------------- K3 and K4
+# ---------------------------------------------------------------------------------------- K3 and K4
 
 
 def test_k3_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
-    """The test loss is that of the recovered weights over the test set alone, and fit goes on from its own place."""
+    """The test loss is that of the recovered weights over the test set alone, and fit goes on from
+    its own place.
+    """
     data, test = points(10), points(7, seed=6)
     brain = run(tmp_path, data, ckpt_interval_steps=3)
     saved = brain.checkpointer.find_checkpoint()
@@ -254,7 +280,9 @@ def test_k3_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
     inputs, targets = torch.stack([x for x, _ in test]), torch.stack([y for _, y in test])
     expected = torch.nn.functional.mse_loss(torch.nn.functional.linear(inputs, **state), targets)
     steps = brain.optimizer_step
-    assert brain.evaluate(test, test_loader_kwargs={"batch_size": 2}) == pytest.approx(expected.item())
+    assert brain.evaluate(test, test_loader_kwargs={"batch_size": 2}) == pytest.approx(
+        expected.item()
+    )
     assert (brain.step, brain.optimizer_step) == (0, steps)
     brain.trained_on = []
     brain.fit([4], data, train_loader_kwargs={"batch_size": 2})
@@ -267,7 +295,9 @@ def test_k3_evaluate_in_a_process_of_its_own(tmp_path):
     brain = make(folder=tmp_path, test_only=True)
     loss = brain.evaluate(data, test_loader_kwargs={"batch_size": 10})
     inputs, targets = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
-    assert loss == pytest.approx(torch.nn.functional.mse_loss(brain.modules.net(inputs), targets).item())
+    assert loss == pytest.approx(
+        torch.nn.functional.mse_loss(brain.modules.net(inputs), targets).item()
+    )
     assert brain.step == 0
 
 
@@ -330,7 +360,8 @@ def test_a_checkpoint_of_speechbrain_without_optimizer_step_is_continued(tmp_pat
     [folder] = tmp_path.glob("CKPT*")
     (folder / "brain.ckpt").write_text("avg_train_loss: 0.5\nstep: 3\n")
     (folder / "CKPT.yaml").write_text(
-        "# yamllint disable\nbrain_intra_epoch_ckpt: true\nend-of-epoch: false\nunixtime: 1700000000.5\n"
+        "# yamllint disable\nbrain_intra_epoch_ckpt: true\nend-of-epoch: false\nunixtime: "
+        "1700000000.5\n"
     )
     (folder / "manifest.json").unlink()
     brain = run(tmp_path, points(10), ckpt_interval_steps=3)
@@ -338,7 +369,9 @@ def test_a_checkpoint_of_speechbrain_without_optimizer_step_is_continued(tmp_pat
 
 
 class Late(Regression):
-    """Makes a second optimizer when epoch ``late_at`` begins; at 0, with the first one, as it should."""
+    """Makes a second optimizer when epoch ``late_at`` begins; at 0, with the first one, as it
+    should.
+    """
 
     late_at = 0
 
@@ -391,7 +424,9 @@ def test_an_evaluation_needs_no_optimizer(tmp_path, caplog):
     assert told(caplog) == []
 
 
-def test_an_average_that_is_no_longer_kept_is_named_and_a_scaler_and_a_loader_are_not(tmp_path, caplog):
+def test_an_average_that_is_no_longer_kept_is_named_and_a_scaler_and_a_loader_are_not(
+    tmp_path, caplog
+):
     others = {"scaler": linear(), "dataloader-TRAIN": linear()}
     train_late(tmp_path, 1, 0, more=others, ema_decay=0.9)
     train_late(tmp_path, 2, 0)
@@ -405,7 +440,9 @@ def test_what_a_later_call_of_fit_takes_up_is_not_named(tmp_path, caplog):
 
     def script(epochs, late):
         first, second, net, data = EpochCounter(1), EpochCounter(epochs), linear(), points(4)
-        checkpointer = Checkpointer(tmp_path, {"net": net, "first": first, "second_counter": second})
+        checkpointer = Checkpointer(
+            tmp_path, {"net": net, "first": first, "second_counter": second}
+        )
         brain = Late({"net": net}, sgd(), None, QUIET, checkpointer)
         brain.late_at = -1
         brain.fit(first, data, None, train_loader_kwargs={"batch_size": 2})

@@ -1,4 +1,6 @@
-"""A run that ends inside of an epoch, by whatever way, goes on inside of that epoch: each sample exactly once."""
+"""A run that ends inside of an epoch, by whatever way, goes on inside of that epoch: each sample
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Saving(Regression):
 
 
 class Noisy(Saving):
-    """Draws noise in both stages, as a variational encoder does; may be killed in the validation."""
+    """Draws noise in both stages, as a variational encoder does; may be killed in the
+    validation.
+    """
 
     def on_stage_start(self, stage, epoch=None):
         limit = self.run_opts.optimizer_step_limit

@@ -1,4 +1,6 @@
-"""Every sample counts once in an evaluation and has an output in a prediction, whatever drop_last says."""
+"""Every sample counts once in an evaluation and has an output in a prediction, whatever drop_last
+says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Law 2 in one process: what is random, or remembers where it is, goes on as if nothing had happened."""
+"""Law 2 in one process: what is random, or remembers where it is, goes on as if nothing had
+happened.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ EPOCHS = 3
 
 
 class Noisy(Mortal):
-    """Draws from every stream: in the model, in a batch's hook, at the start of an epoch, and at its end."""
+    """Draws from every stream: in the model, in a batch's hook, at the start of an epoch, and at
+    its end.
+    """
 
     saves = True
 
@@ -49,14 +53,18 @@ class Noisy(Mortal):
 
 def net(seed):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)
+    ).double()
 
 
 def run(folder, train, *, dies_at=None, seed=11, valid=None, kwargs=None, cls=Noisy, **options):
     counter, model = EpochCounter(EPOCHS), net(7)
     checkpointer = Checkpointer(folder, {"net": model, "counter": counter})
     torch.manual_seed(seed)  # the run's seed: the same command
-    brain = cls({"net": model}, sgd(lr=0.01, momentum=0.9), None, {**QUIET, **options}, checkpointer)
+    brain = cls(
+        {"net": model}, sgd(lr=0.01, momentum=0.9), None, {**QUIET, **options}, checkpointer
+    )
     brain.dies_at = dies_at
     kwargs = {"batch_size": 2} if kwargs is None else kwargs
     arguments = {"train_loader_kwargs": kwargs, "valid_loader_kwargs": {"batch_size": 2}}
@@ -75,7 +83,10 @@ def assert_exact(folder, make, dies_at, **options):
     assert_same(weights(resumed), weights(whole))
     assert_same_losses(resumed.losses, whole.losses[len(whole.losses) - len(resumed.losses) :])
     again = resumed.trained_on
-    assert all(torch.equal(one, other) for one, other in zip(again, whole.trained_on[-len(again) :], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(again, whole.trained_on[-len(again) :], strict=True)
+    )
     return resumed
 
 
@@ -84,7 +95,9 @@ def assert_exact(folder, make, dies_at, **options):
 @pytest.mark.parametrize("dies_at", [(1, 2), (1, 9), (2, 1), (2, 2), (3, 10)])
 def test_k9_dropout_and_every_other_stream(tmp_path, dies_at, factor):
     options = {"ckpt_interval_steps": 2, "grad_accumulation_factor": factor}
-    assert_exact(tmp_path, lambda: points(20), dies_at, kwargs={"batch_size": 2, "shuffle": True}, **options)
+    assert_exact(
+        tmp_path, lambda: points(20), dies_at, kwargs={"batch_size": 2, "shuffle": True}, **options
+    )
 
 
 def test_k9_at_the_end_of_an_epoch(tmp_path):
@@ -101,7 +114,11 @@ class MovesWeights(Noisy):
 
 
 @pytest.mark.parametrize(
-    "dies_at", [(2, 3), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (2, 10), (3, 4)))]
+    "dies_at",
+    [
+        (2, 3),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (2, 10), (3, 4))),
+    ],
 )
 def test_weights_that_are_moved_as_an_epoch_begins_are_moved_once(tmp_path, dies_at):
     assert_exact(tmp_path, lambda: points(20), dies_at, cls=MovesWeights, ckpt_interval_steps=2)
@@ -120,7 +137,9 @@ def test_a_seed_of_torch_or_of_everything_decides(tmp_path, monkeypatch):
 
 
 class Remembering(IterableDataset):
-    """Goes on from epoch to epoch, as a stream of a crawler would; its state is its place and its own noise."""
+    """Goes on from epoch to epoch, as a stream of a crawler would; its state is its place and its
+    own noise.
+    """
 
     def __init__(self, number=20, wraps=True):
         self.data = points(64)
@@ -178,26 +197,36 @@ def test_a_stream_with_a_state_goes_on_without_reading_again(tmp_path, make, die
     options = {"ckpt_interval_steps": 2, "grad_accumulation_factor": factor}
     made = []
     resumed = assert_exact(tmp_path, lambda: made.append(make()) or made[-1], dies_at, **options)
-    assert made[-1].read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}  # one batch, to know what follows
+    # one batch, to know what follows
+    assert made[-1].read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}
 
 
 @pytest.mark.parametrize(
-    "dies_at", [(2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 4), (2, 1), (3, 10)])]
+    "dies_at",
+    [(2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 4), (2, 1), (3, 10)])],
 )
 def test_a_loader_with_a_state_goes_on_without_reading_again(tmp_path, dies_at):
     made = []
     resumed = assert_exact(
-        tmp_path, lambda: made.append(Batches()) or made[-1], dies_at, kwargs={}, ckpt_interval_steps=2
+        tmp_path,
+        lambda: made.append(Batches()) or made[-1],
+        dies_at,
+        kwargs={},
+        ckpt_interval_steps=2,
     )
     assert made[-1].stream.read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}
 
 
 class Gaussian(Noisy):
-    """Draws one normal number of every kind per batch; Python, numpy and torch make them in pairs and store one."""
+    """Draws one normal number of every kind per batch; Python, numpy and torch make them in pairs
+    and store one.
+    """
 
     def compute_forward(self, batch, stage):
         drawn = np.random.randn() + random.gauss(0, 1)  # noqa: NPY002 -- as recipes do
-        return super().compute_forward([batch[0] + drawn + torch.randn(1, dtype=torch.float64), batch[1]], stage)
+        return super().compute_forward(
+            [batch[0] + drawn + torch.randn(1, dtype=torch.float64), batch[1]], stage
+        )
 
 
 class GaussianStream(Remembering):
@@ -208,7 +237,9 @@ class GaussianStream(Remembering):
             yield inputs + np.random.randn() + random.gauss(0, 1), target  # noqa: NPY002 -- as recipes do
 
 
-@pytest.mark.parametrize("make", [lambda: points(8), lambda: GaussianStream(8)], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "make", [lambda: points(8), lambda: GaussianStream(8)], ids=["map", "stream"]
+)
 def test_the_second_normal_number_of_a_pair_goes_through_a_resume(tmp_path, make):
     """The checkpoint is made after three batches, so that the fourth draws what is in store."""
     assert_exact(tmp_path, make, (2, 4), cls=Gaussian, ckpt_interval_steps=1)
@@ -241,14 +272,23 @@ def test_nominal_epochs_of_every_kind(tmp_path, kind, dies_at, saves):
 
 
 def test_batches_that_are_moved_ahead_change_no_number_and_no_position(tmp_path):
-    """A batch that was fetched, and not trained on, is not done: saved and resumed in the middle of an epoch."""
+    """A batch that was fetched, and not trained on, is not done: saved and resumed in the middle of
+    an epoch.
+    """
     options = {"ckpt_interval_steps": 2, "valid": points(6)}
-    usual = run(tmp_path / "usual", points(14), kwargs={"batch_size": 2, "shuffle": True}, **options)
-    options |= {"kwargs": {"batch_size": 2, "shuffle": True, "num_workers": 1}, "prefetch_to_device": True}
+    usual = run(
+        tmp_path / "usual", points(14), kwargs={"batch_size": 2, "shuffle": True}, **options
+    )
+    options |= {
+        "kwargs": {"batch_size": 2, "shuffle": True, "num_workers": 1},
+        "prefetch_to_device": True,
+    }
     run(tmp_path / "killed", points(14), dies_at=(1, 5), **options)
     (place,) = (tmp_path / "killed").glob("CKPT*/dataloader-TRAIN.ckpt")
     assert place.read_text(encoding="utf-8") == "4"
     resumed = run(tmp_path / "killed", points(14), **options)
     assert_same(weights(resumed), weights(usual))
     assert_same_losses(resumed.losses, usual.losses)
-    assert [one.tolist() for one in resumed.trained_on] == [one.tolist() for one in usual.trained_on[4:]]
+    assert [one.tolist() for one in resumed.trained_on] == [
+        one.tolist() for one in usual.trained_on[4:]
+    ]

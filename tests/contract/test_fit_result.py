@@ -1,4 +1,6 @@
-"""`fit` says what it did: the last losses, epochs, optimizer steps, why it ended, and where the checkpoints are."""
+"""`fit` says what it did: the last losses, epochs, optimizer steps, why it ended, and where the
+checkpoints are.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ def epoch_of(path):
     return (
         None
         if path is None
-        else next(one.meta["epoch"] for one in Checkpointer(path.parent).list_checkpoints() if one.path == path)
+        else next(
+            one.meta["epoch"]
+            for one in Checkpointer(path.parent).list_checkpoints()
+            if one.path == path
+        )
     )
 
 
@@ -60,14 +66,18 @@ def test_fit_returns_the_last_losses_and_what_was_done():
     brain = make()
     result = fit(brain)
     assert result == ddpkit.FitResult(
-        "epochs", epochs=3, optimizer_steps=18, train_loss=brain.losses[-2][2], valid_loss=brain.losses[-1][2]
+        "epochs",
+        epochs=3,
+        optimizer_steps=18,
+        train_loss=brain.losses[-2][2],
+        valid_loss=brain.losses[-1][2],
     )
     assert brain.losses[-2][:2] == ("TRAIN", 3)
     assert brain.losses[-1][:2] == ("VALID", 3)
     assert pickle.loads(pickle.dumps(result)) == result
     assert repr(result) == (
-        f"FitResult(reason='epochs', epochs=3, optimizer_steps=18, train_loss={result.train_loss!r}, "
-        f"valid_loss={result.valid_loss!r})"
+        "FitResult(reason='epochs', epochs=3, optimizer_steps=18, "
+        f"train_loss={result.train_loss!r}, valid_loss={result.valid_loss!r})"
     )
 
 
@@ -124,7 +134,12 @@ def test_a_run_that_is_started_again_tells_of_what_it_still_did(tmp_path):
     assert (resumed.train_loss, resumed.valid_loss) == (whole.train_loss, whole.valid_loss)
 
     done = fit(saving(tmp_path, counter := EpochCounter(3)), counter)
-    assert (done.reason, done.epochs, done.optimizer_steps, done.train_loss) == ("done_before", 0, 18, None)
+    assert (done.reason, done.epochs, done.optimizer_steps, done.train_loss) == (
+        "done_before",
+        0,
+        18,
+        None,
+    )
     assert done.newest_checkpoint == resumed.newest_checkpoint
 
 
@@ -162,7 +177,9 @@ def test_checkpoints_of_another_run_in_the_folder_are_not_told(tmp_path):
 
 def test_the_function_of_the_notebook_page_returns_the_loss():
     page = Path(__file__).parents[2] / "docs/how-to/one-node.md"
-    [text] = re.findall(r"^def train\(lr\):\n(?:(?: .*)?\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
+    [text] = re.findall(
+        r"^def train\(lr\):\n(?:(?: .*)?\n)+", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
     brain = make(optimizer_step_limit=2)
     namespace = {"make_my_brain": lambda lr: brain, "data": DATA}
     exec(text, namespace)

@@ -1,6 +1,7 @@
 """Sums and counts under the loss scaler of fp16, whose range a sum over many tokens leaves.
 
-There is no fp16 training on a CPU; its scaler's arithmetic is, and gradients that pass through half precision.
+There is no fp16 training on a CPU; its scaler's arithmetic is, and gradients that pass through half
+precision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ TOKENS = 1e5  # per sample, or so
 
 
 class Half(Regression):
-    """A mean over tokens as a sum and a count; the gradient of that sum leaves the range of half precision."""
+    """A mean over tokens as a sum and a count; the gradient of that sum leaves the range of half
+    precision.
+    """
 
     killed_at = None
 
@@ -62,7 +65,9 @@ class Exact(Half):
 
 def train(cls, factor=1, folder=None, killed_at=None, number=96):
     net, counter = linear(), EpochCounter(2)
-    checkpointer = None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    checkpointer = (
+        None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    )
     options = {**QUIET, "grad_accumulation_factor": factor, "ckpt_interval_steps": 1}
     brain = cls({"net": net}, sgd(), None, options, checkpointer)
     brain.killed_at = killed_at

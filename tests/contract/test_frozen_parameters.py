@@ -1,4 +1,6 @@
-"""What a recipe freezes, sets free, leaves out of its checkpoints or does in the wrong place, and a restart."""
+"""What a recipe freezes, sets free, leaves out of its checkpoints or does in the wrong place, and a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def run(folder, plan, dies_at=None, **options):
     return brain
 
 
-PLANS = {"frozen": {2: False}, "frozen and free": {1: False, 3: True}, "twice": {2: False, 3: True, 4: False}}
+PLANS = {
+    "frozen": {2: False},
+    "frozen and free": {1: False, 3: True},
+    "twice": {2: False, 3: True, 4: False},
+}
 
 
 @pytest.mark.corner
@@ -71,7 +77,9 @@ def test_what_was_frozen_in_an_earlier_epoch_is_frozen_after_a_restart(tmp_path,
     run(tmp_path / "killed", plan, dies_at)
     resumed = run(tmp_path / "killed", plan)
     assert_same(weights(resumed), weights(whole))
-    flags = [[one.requires_grad for one in brain.modules.parameters()] for brain in (resumed, whole)]
+    flags = [
+        [one.requires_grad for one in brain.modules.parameters()] for brain in (resumed, whole)
+    ]
     assert flags[0] == flags[1]
 
 
@@ -82,7 +90,9 @@ def test_what_the_script_freezes_otherwise_from_the_start_counts(tmp_path):
     net.requires_grad_(False)
     before = net.weight.clone()
     counter = EpochCounter(4)
-    checkpointer = Checkpointer(tmp_path, {"net": net, "head": head, "counter": counter}, allow_partial_load=True)
+    checkpointer = Checkpointer(
+        tmp_path, {"net": net, "head": head, "counter": counter}, allow_partial_load=True
+    )
     brain = Freezing({"net": net, "head": head}, None, None, QUIET, checkpointer)
     brain.init_optimizers = lambda: None
     brain.on_fit_start()
@@ -120,7 +130,9 @@ def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypa
         net, head = linear(), nn.Linear(1, 1).double()
         counters = [EpochCounter(2), EpochCounter(3)]
         recoverables = {"net": net, "head": head, "one": counters[0], "two": counters[1]}
-        brain = Freezing({"net": net, "head": head}, sgd(), None, QUIET, Checkpointer(folder, recoverables))
+        brain = Freezing(
+            {"net": net, "head": head}, sgd(), None, QUIET, Checkpointer(folder, recoverables)
+        )
         head.requires_grad_(False)
         brain.fit(counters[0], DATA, train_loader_kwargs=KWARGS)
         head.requires_grad_(True)
@@ -160,7 +172,9 @@ class Forgetful(Regression):
 
     def init_optimizers(self):
         parameters = list(self.modules.parameters())
-        self.first, self.second = (torch.optim.SGD([one], lr=0.1, momentum=0.9) for one in parameters)
+        self.first, self.second = (
+            torch.optim.SGD([one], lr=0.1, momentum=0.9) for one in parameters
+        )
         self.optimizers_dict = {"first": self.first, "second": self.second}
         self.checkpointer.add_recoverable("first", self.first)
         if self.holder is not None:
@@ -178,7 +192,9 @@ def test_an_optimizer_that_no_checkpoint_holds_is_told(tmp_path, caplog, holder)
     brain = make(Forgetful, folder=tmp_path)
     brain.holder = holder
     brain.on_fit_start()
-    lines = [record.getMessage() for record in caplog.records if "optimizer(s)" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "optimizer(s)" in record.getMessage()
+    ]
     assert [line.split(":")[0] for line in lines] == (
         ["The checkpointer saves nothing of the optimizer(s) second"] if holder is None else []
     )
@@ -190,7 +206,9 @@ class Evaluating(Regression):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)
         if stage is Stage.VALID:
-            self.checkpointer.save_and_keep_only(meta={"loss": float(epoch)}, min_keys=["loss"], num_to_keep=9)
+            self.checkpointer.save_and_keep_only(
+                meta={"loss": float(epoch)}, min_keys=["loss"], num_to_keep=9
+            )
             self.evaluate(DATA, min_key="loss", test_loader_kwargs={"batch_size": 4})
 
 
@@ -203,7 +221,11 @@ class EvaluatingAsItIs(Evaluating):
 
 def test_evaluate_does_not_rewind_the_training_that_it_is_called_in(tmp_path):
     brain = make(Evaluating, folder=tmp_path / "refused")
-    with pytest.raises(ConfigError, match=r"evaluate was called inside fit: it would recover a checkpoint.*valid_set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"evaluate was called inside fit: it would recover a "
+        r"checkpoint.*valid_set",
+    ):
         brain.fit(EpochCounter(3), DATA, DATA, train_loader_kwargs=KWARGS)
     brain = make(EvaluatingAsItIs, folder=tmp_path / "as it is")
     plain = make(folder=tmp_path / "plain")
@@ -229,4 +251,6 @@ def test_a_save_that_drops_the_rest_of_an_epoch_is_told(tmp_path, caplog, option
     brain = make(SavingInside, folder=tmp_path)
     brain.options = options
     brain.fit(EpochCounter(1), DATA, train_loader_kwargs=KWARGS)
-    assert ("leaves out the rest of the epoch. Save with end_of_epoch=False" in caplog.text) is is_told
+    assert (
+        "leaves out the rest of the epoch. Save with end_of_epoch=False" in caplog.text
+    ) is is_told

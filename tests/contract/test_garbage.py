@@ -10,7 +10,9 @@ from tests.contract.recipes import Regression, make, points
 
 
 class Watched(Regression):
-    """Notes whether Python collects by itself, and after which optimizer steps all garbage is collected."""
+    """Notes whether Python collects by itself, and after which optimizer steps all garbage is
+    collected.
+    """
 
     fails_at = None
 

@@ -1,4 +1,6 @@
-"""What a Brain does with GPUs, as far as it can be seen where there is none: what torch is told, and when."""
+"""What a Brain does with GPUs, as far as it can be seen where there is none: what torch is told,
+and when.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,20 @@ def calls(monkeypatch):
     noted = []
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(device, "count_devices", lambda kind: {"cuda": 4, "xpu": 4, "cpu": 1}.get(kind, 0))
+    monkeypatch.setattr(
+        device, "count_devices", lambda kind: {"cuda": 4, "xpu": 4, "cpu": 1}.get(kind, 0)
+    )
     monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
     for kind in (torch.cuda, torch.xpu):
-        monkeypatch.setattr(kind, "set_device", lambda device: noted.append(("current", str(device))))
+        monkeypatch.setattr(
+            kind, "set_device", lambda device: noted.append(("current", str(device)))
+        )
     real = torch.nn.Module.to
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, to: noted.append(("moved", str(to))) or real(module, to))
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "to",
+        lambda module, to: noted.append(("moved", str(to))) or real(module, to),
+    )
     return noted
 
 
@@ -64,7 +74,9 @@ def test_minor_15_batches_for_a_gpu_are_pinned_unless_the_recipe_says_otherwise(
 
 
 class Overwriting(Regression):
-    """Its losses and counts are overwritten when the next batch comes, as the outputs of CUDA graphs are."""
+    """Its losses and counts are overwritten when the next batch comes, as the outputs of CUDA
+    graphs are.
+    """
 
     form = "mean"
     given = ()

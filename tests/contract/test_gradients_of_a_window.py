@@ -1,4 +1,6 @@
-"""What a window leaves behind: gradients that no step has used, and steps that an interrupted window has made."""
+"""What a window leaves behind: gradients that no step has used, and steps that an interrupted
+window has made.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def test_a_call_begins_without_the_gradients_of_an_interrupted_one(tmp_path):
 
 def test_gradients_that_wait_for_a_step_on_purpose_are_kept(tmp_path):
     class StepsFirst(Gan):
-        """Steps in every third batch, before its backward pass; says with ``no_sync`` that gradients wait."""
+        """Steps in every third batch, before its backward pass; says with ``no_sync`` that
+        gradients wait.
+        """
 
         def fit_batch(self, batch):
             self.turn = "judge"
@@ -152,7 +156,9 @@ def test_gradients_that_wait_for_a_step_on_purpose_are_kept(tmp_path):
 
 
 class Interrupted(Regression):
-    """Steps in a ``fit_batch`` of its own and dies before that returns; saves as an epoch begins."""
+    """Steps in a ``fit_batch`` of its own and dies before that returns; saves as an epoch
+    begins.
+    """
 
     dies = True
 
@@ -191,7 +197,9 @@ def test_a_call_makes_no_schedule_step_of_the_pass_that_was_interrupted(tmp_path
 
 
 class Evaluates(Regression):
-    """Evaluates as a validation begins, and catches what its hook raises; then the validation is stopped."""
+    """Evaluates as a validation begins, and catches what its hook raises; then the validation is
+    stopped.
+    """
 
     def on_stage_start(self, stage, epoch=None):
         if stage is Stage.VALID:

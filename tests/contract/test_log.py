@@ -1,4 +1,6 @@
-"""``self.log`` in one process: means of a stage for loggers, in the run's log, and in what ``fit`` returns."""
+"""``self.log`` in one process: means of a stage for loggers, in the run's log, and in what ``fit``
+returns.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def fit(brain, epochs=(1,), valid=VALID, **kwargs):
 @pytest.fixture
 def run_events(tmp_path):
     set_run_log(tmp_path / "metrics.jsonl")
-    yield lambda: [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    yield lambda: [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     set_run_log(None)
 
 
@@ -64,7 +68,10 @@ def test_a_mean_is_weighed_as_the_loss_is_and_a_sum_by_its_count():
 
     brain = logging(what)
     result = fit(brain)
-    inputs = {"train": torch.stack([x for x, _ in DATA]), "valid": torch.stack([x for x, _ in VALID])}
+    inputs = {
+        "train": torch.stack([x for x, _ in DATA]),
+        "valid": torch.stack([x for x, _ in VALID]),
+    }
     for stage, rows in inputs.items():
         assert result.logged[stage]["first"] == pytest.approx(rows[:, 0].mean().item(), rel=1e-12)
         assert result.logged[stage]["all"] == pytest.approx(rows.mean().item(), rel=1e-12)
@@ -76,7 +83,9 @@ class Remembering(TrainLogger):
     def __init__(self):
         self.given, self.steps = [], []
 
-    def log_stats(self, stats_meta, train_stats=None, valid_stats=None, test_stats=None, verbose=False):
+    def log_stats(
+        self, stats_meta, train_stats=None, valid_stats=None, test_stats=None, verbose=False
+    ):
         self.given.append((stats_meta, train_stats, valid_stats, test_stats))
 
     def log_step(self, values, step):
@@ -96,14 +105,20 @@ def test_it_is_in_the_statistics_of_the_loggers_and_in_the_log_of_the_run(tmp_pa
         brain.hparams.train_logger.log_stats({"epoch": epoch}, **{f"{name}_stats": {"loss": 9.0}})
 
     own = Remembering()
-    brain = logging(what, at_end, hparams={"train_logger": [FileTrainLogger(tmp_path / "log.txt"), own]})
+    brain = logging(
+        what, at_end, hparams={"train_logger": [FileTrainLogger(tmp_path / "log.txt"), own]}
+    )
     assert isinstance(brain.hparams.train_logger, TrainLoggers)
     result = fit(brain, (1, 2))
     train, valid = {"loss": -1.0, "one": 1.0}, {"loss": 9.0, "one": 2.0, "score": 3.0}
     assert result.logged == {"train": train, "valid": {**valid, "loss": -1.0}}
     brain.evaluate(VALID)
     test = ({"epoch": None}, None, None, valid)
-    assert own.given == [({"epoch": 1}, train, valid, None), ({"epoch": 2}, train, valid, None), test]
+    assert own.given == [
+        ({"epoch": 1}, train, valid, None),
+        ({"epoch": 2}, train, valid, None),
+        test,
+    ]
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert len(lines) == 3
     assert "train one: 1.00e+00" in lines[0]
@@ -114,8 +129,14 @@ def test_it_is_in_the_statistics_of_the_loggers_and_in_the_log_of_the_run(tmp_pa
     assert stages == [("TRAIN", train), ("VALID", {"loss": -1.0, "one": 2.0})] * 2 + [
         ("TEST", {"loss": -1.0, "one": 2.0})
     ]
-    ends = [(one["stage"], one["epoch"], one["values"]) for one in events if one["event"] == "logged"]
-    assert ends == [("VALID", 1, {"score": 3.0}), ("VALID", 2, {"score": 3.0}), ("TEST", 2, {"score": 3.0})]
+    ends = [
+        (one["stage"], one["epoch"], one["values"]) for one in events if one["event"] == "logged"
+    ]
+    assert ends == [
+        ("VALID", 1, {"score": 3.0}),
+        ("VALID", 2, {"score": 3.0}),
+        ("TEST", 2, {"score": 3.0}),
+    ]
 
 
 def test_a_training_is_reported_once_where_both_stages_log(tmp_path):
@@ -140,11 +161,15 @@ def test_steps_are_written_with_the_beat_and_at_the_end(run_events):
     assert result.logged["train"]["step"] == 6.0
     steps = [one for one in run_events() if one["event"] == "step"]
     assert [(one["optimizer_step"], one["values"]) for one in steps] == own.steps
-    assert (steps[0]["epoch"], steps[0]["step"], steps[0]["values"]) == (1, 1, {"step": 1.0}), "the first beat"
+    assert (steps[0]["epoch"], steps[0]["step"], steps[0]["values"]) == (1, 1, {"step": 1.0}), (
+        "the first beat"
+    )
     assert steps[-1]["step"] == 11
     ends = [0, *(one["step"] for one in steps)]
     means = [(low + 1 + high) / 2 for low, high in itertools.pairwise(ends)]
-    assert [one["values"]["step"] for one in steps] == pytest.approx(means), "each step is in one of them"
+    assert [one["values"]["step"] for one in steps] == pytest.approx(means), (
+        "each step is in one of them"
+    )
 
 
 def test_no_host_read_in_a_step_and_a_tensor_may_be_changed_afterwards():
@@ -159,7 +184,9 @@ def test_no_host_read_in_a_step_and_a_tensor_may_be_changed_afterwards():
 
     result = fit(logging(what))
     assert reads.count == 0
-    assert result.logged["train"]["sum"] == pytest.approx(sum(x.sum().item() for x, _ in DATA) / len(DATA))
+    assert result.logged["train"]["sum"] == pytest.approx(
+        sum(x.sum().item() for x, _ in DATA) / len(DATA)
+    )
 
 
 def test_before_the_first_batch_and_outside_of_a_stage(caplog):
@@ -252,8 +279,17 @@ NUMBER = "give one number, or a tensor of one element"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("x", torch.zeros(3)), rf"log\('x', ...\) was given as its value a tensor of shape \(3,\) and .*: {NUMBER}"),
-        (("x", torch.zeros((), dtype=torch.complex64)), "its value a tensor of shape .* and torch.complex64"),
+        (
+            ("x", torch.zeros(3)),
+            (
+                r"log\('x', ...\) was given as its value a tensor of shape "
+                rf"\(3,\) and .*: {NUMBER}"
+            ),
+        ),
+        (
+            ("x", torch.zeros((), dtype=torch.complex64)),
+            ("its value a tensor of shape .* and torch.complex64"),
+        ),
         (("x", "0.5"), f"as its value '0.5': {NUMBER}"),
         (("x", None), "as its value None"),
         (("x", [1.0]), r"as its value \[1.0\]"),
@@ -288,7 +324,9 @@ def test_a_name_is_used_in_one_way():
 
 
 def test_a_list_with_something_else_is_refused():
-    with pytest.raises(ValueError, match="train_logger: 'log.txt' is not a train logger: it has no log_stats"):
+    with pytest.raises(
+        ValueError, match="train_logger: 'log.txt' is not a train logger: it has no log_stats"
+    ):
         make(hparams={"train_logger": [Remembering(), "log.txt"]})
     with pytest.raises(ValueError, match="Remembering'> is not a train logger: .* or is a class"):
         make(hparams={"train_logger": [Remembering]})

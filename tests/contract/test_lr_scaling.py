@@ -92,13 +92,15 @@ class Late(Tracing):
     on_fit_batch_end = Scheduled.on_fit_batch_end
 
 
-def train(cls=Tracing, number=12, *, batch_size=4, epochs=(1, 2), hparams=None, net=None, **run_opts):
+def train(
+    cls=Tracing, number=12, *, batch_size=4, epochs=(1, 2), hparams=None, net=None, **run_opts
+):
     brain = make(cls, hparams=hparams, net=net, **run_opts)
     brain.fit(epochs, points(number), train_loader_kwargs={"batch_size": batch_size})
     return brain
 
 
-# ------------------------------------------------------------------------------------------------ what is scaled
+# ----------------------------------------------------------------------------------- what is scaled
 
 
 @pytest.mark.parametrize("where", ["run_opts", "hparams"])
@@ -111,9 +113,14 @@ def test_the_rates_follow_the_batch_of_an_optimizer_step(where, rule, factor, ca
     assert brain.lr_scale == factor
     lines = [line for line in caplog.messages if line.startswith("Learning rates")]
     reason = (
-        f"lr_scaling={rule}, 8 samples per step (1 process(es), accumulation 2), reference_batch_size=2: x {factor:g}"
+        f"lr_scaling={rule}, 8 samples per step (1 process(es), accumulation 2), "
+        f"reference_batch_size=2: x {factor:g}"
     )
-    assert lines == ([] if rule == "none" else [f"Learning rates ({reason}): opt_class 0.1 -> {0.1 * factor:g}."])
+    assert lines == (
+        []
+        if rule == "none"
+        else [(f"Learning rates ({reason}): opt_class 0.1 -> {0.1 * factor:g}.")]
+    )
 
 
 def test_the_global_batch_is_the_one_that_counts():
@@ -159,7 +166,7 @@ def test_a_second_fit_with_another_batch_size():
     assert brain.rates[2] == [pytest.approx(4.0 * expected[2][0])]
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 class Stream(IterableDataset):
@@ -168,7 +175,12 @@ class Stream(IterableDataset):
 
 
 REFUSED = {
-    "no reference": ({"batch_size": 4}, points(8), {"lr_scaling": "linear"}, "needs reference_batch_size"),
+    "no reference": (
+        {"batch_size": 4},
+        points(8),
+        {"lr_scaling": "linear"},
+        ("needs reference_batch_size"),
+    ),
     "batch sampler": (
         {"batch_sampler": DynamicBatchSampler(range(8), 20.0, 2, lengths_list=[2.0] * 8)},
         points(8),
@@ -199,7 +211,7 @@ def test_a_stream_with_a_batch_size_is_scaled():
     assert brain.rates == [[0.2]] * 2
 
 
-# -------------------------------------------------------------------------------------------------------- resuming
+# ----------------------------------------------------------------------------------------- resuming
 
 
 def run(folder, *, cls=Scheduled, dies_at=None, batch_size=4, seed=7, run_opts=LINEAR):
@@ -238,9 +250,13 @@ def test_a_resumed_run_does_not_scale_twice(tmp_path, cls):
         ({"run_opts": {}}, {"batch_size": 4}, 2.0),
     ],
 )
-def test_a_run_resumed_with_another_batch_goes_on_at_its_scale(tmp_path, cls, before, after, factor):
+def test_a_run_resumed_with_another_batch_goes_on_at_its_scale(
+    tmp_path, cls, before, after, factor
+):
     """On other processes, say: the rates are those without scaling times the new factor."""
     unscaled = run(tmp_path / "unscaled", cls=cls, run_opts={}).rates
     run(tmp_path / "killed", cls=cls, dies_at=4, **before)
     resumed = run(tmp_path / "killed", cls=cls, seed=8, **after)
-    assert resumed.rates == [[pytest.approx(factor * rates[0])] for rates in unscaled[4 : 4 + len(resumed.rates)]]
+    assert resumed.rates == [
+        [pytest.approx(factor * rates[0])] for rates in unscaled[4 : 4 + len(resumed.rates)]
+    ]

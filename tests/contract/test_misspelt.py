@@ -1,4 +1,6 @@
-"""What a recipe has nearly right, and would do nothing in silence: hooks, saves and steps that never come."""
+"""What a recipe has nearly right, and would do nothing in silence: hooks, saves and steps that
+never come.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def decorated(function):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("on_fit_starts", "on_fit_start"), ("on_stgae_start", "on_stage_start"), ("predict_bach", "predict_batch")],
+    [
+        ("on_fit_starts", "on_fit_start"),
+        ("on_stgae_start", "on_stage_start"),
+        ("predict_bach", "predict_batch"),
+    ],
 )
 def test_a_method_with_nearly_the_name_of_a_hook_is_told_once(caplog, name, meant):
     brain = make(named(name))
@@ -45,7 +51,15 @@ def test_an_evaluation_tells_of_it_too(caplog):
 
 
 def test_a_recipes_own_methods_are_not_told(caplog):
-    class Own(named("on_epoch_end", "compute_objective", "compute_metrics", "_on_fit_starts", "step_optimizer")):
+    class Own(
+        named(
+            "on_epoch_end",
+            "compute_objective",
+            "compute_metrics",
+            "_on_fit_starts",
+            "step_optimizer",
+        )
+    ):
         def fit_batches(self):
             return 0
 
@@ -130,7 +144,9 @@ class Forgotten(Regression):
         """Lack a return."""
 
 
-@pytest.mark.parametrize(("cls", "opt"), [(Regression, None), (Frozen, sgd())], ids=["no optimizer", "all frozen"])
+@pytest.mark.parametrize(
+    ("cls", "opt"), [(Regression, None), (Frozen, sgd())], ids=[("no optimizer"), ("all frozen")]
+)
 def test_an_epoch_without_a_step_is_told(caplog, cls, opt):
     brain = cls({"net": linear()}, opt, run_opts=QUIET)
     brain.fit([1, 2], points(6))
@@ -138,7 +154,9 @@ def test_an_epoch_without_a_step_is_told(caplog, cls, opt):
 
 
 def test_freeze_optimizers_without_a_return_is_an_error():
-    with pytest.raises(BatchError, match="freeze_optimizers returned None: look for a missing return"):
+    with pytest.raises(
+        BatchError, match="freeze_optimizers returned None: look for a missing return"
+    ):
         make(Forgotten).fit([1], points(6))
 
 

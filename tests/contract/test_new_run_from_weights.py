@@ -1,4 +1,6 @@
-"""What a checkpoint does not fit is refused with the way to a new run from its weights, and this way works."""
+"""What a checkpoint does not fit is refused with the way to a new run from its weights, and this
+way works.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +122,9 @@ def test_a_group_that_was_added_later_is_added_in_init_optimizers(tmp_path: Path
     start(tmp_path, Net(), groups=body, cls=Thawing)
     words = refused(tmp_path, Net(), groups=body, cls=Thawing)
     assert (
-        "groups of [2, 2] tensors, and the script makes groups of [2]. A group that the run has added later"
-        in words
-    )
+        "groups of [2, 2] tensors, and the script makes groups of [2]. A group that the run has "
+        "added later"
+    ) in words
     assert "add it in init_optimizers" in words
     brain = make(
         ThawedAtStart,

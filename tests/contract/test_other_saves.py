@@ -1,4 +1,6 @@
-"""Checkpoints that are made on request: by a signal, by a failure; and what a run starts from on request."""
+"""Checkpoints that are made on request: by a signal, by a failure; and what a run starts from on
+request.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def saved_by(brain):
 
 
 def metas(folder):
-    return [yaml.safe_load((path / "CKPT.yaml").read_text()) for path in sorted(folder.glob("CKPT*"))]
+    return [
+        yaml.safe_load((path / "CKPT.yaml").read_text()) for path in sorted(folder.glob("CKPT*"))
+    ]
 
 
 def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
@@ -138,7 +142,9 @@ def test_the_folder_is_held_for_the_whole_fit_and_no_longer(tmp_path):
 
 
 def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
-    """Decision 0009: a run that goes on while something is frozen is the run that was not stopped."""
+    """Decision 0009: a run that goes on while something is frozen is the run that was not
+    stopped.
+    """
 
     class Freezing(Recipe):
         def init_optimizers(self):
@@ -148,7 +154,11 @@ def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
                 self.checkpointer.add_recoverable(name, one)
 
         def freeze_optimizers(self, optimizers):
-            return {name: one for name, one in optimizers.items() if name == "one" or self.optimizer_step > 12}
+            return {
+                name: one
+                for name, one in optimizers.items()
+                if name == "one" or self.optimizer_step > 12
+            }
 
         def on_fit_batch_start(self, batch, should_step):
             assert self.modules.net.bias.grad is None
@@ -160,7 +170,7 @@ def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
     assert net.bias.item() != before
 
 
-# --------------------------------------------------------------------------------- saved inside of a training batch
+# ----------------------------------------------------------------- saved inside of a training batch
 
 
 class Inside(Recipe):
@@ -190,7 +200,8 @@ class InsideOwn(Recipe):
     def fit_batch(self, batch):
         loss = super().fit_batch(batch)
         if self.step == 4:
-            self.progress.result = None  # what a fit_batch that calls nothing of the class above would leave
+            # what a fit_batch that calls nothing of the class above would leave
+            self.progress.result = None
             self.checkpointer.save_checkpoint(end_of_epoch=False)
         return loss
 
@@ -201,7 +212,9 @@ def inside(folder, cls, fails_at=None):
     brain = cls({"net": net}, sgd(momentum=0.9), None, QUIET, checkpointer)
     brain.fails_at = fails_at
     try:
-        brain.fit(counter, points(20), points(5), train_loader_kwargs={"batch_size": 2, "shuffle": True})
+        brain.fit(
+            counter, points(20), points(5), train_loader_kwargs={"batch_size": 2, "shuffle": True}
+        )
     except OSError:
         assert fails_at is not None
     return brain
@@ -209,7 +222,9 @@ def inside(folder, cls, fails_at=None):
 
 @pytest.mark.parametrize("cls", [Inside, InsideStart])
 def test_a_save_in_a_hook_of_a_batch_has_all_losses(tmp_path, cls):
-    """At its end with that batch, at its start without: the reported mean is that of the whole epoch."""
+    """At its end with that batch, at its start without: the reported mean is that of the whole
+    epoch.
+    """
     whole = inside(tmp_path / "whole", cls)
     inside(tmp_path / "killed", cls, ("TRAIN", 2, 6))
     again = inside(tmp_path / "killed", cls)
@@ -228,7 +243,7 @@ def test_a_save_inside_of_an_own_fit_batch_says_what_it_lacks(tmp_path, caplog):
     assert "will be without batch 4" in caplog.text
 
 
-# --------------------------------------------------------------------------------- whose checkpoints, and what is told
+# -------------------------------------------------------------- whose checkpoints, and what is told
 
 
 class Rating(Recipe):
@@ -245,9 +260,13 @@ class Rating(Recipe):
 def rated(folder, metric, **options):
     counter, net = EpochCounter(2), linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
-    brain = Rating({"net": net}, sgd(lr=0.1 / (1.0 + metric)), None, {**QUIET, **options}, checkpointer)
+    brain = Rating(
+        {"net": net}, sgd(lr=0.1 / (1.0 + metric)), None, {**QUIET, **options}, checkpointer
+    )
     brain.metric = metric
-    return brain, lambda: brain.fit(counter, points(6), points(5), train_loader_kwargs={"batch_size": 2})
+    return brain, lambda: brain.fit(
+        counter, points(6), points(5), train_loader_kwargs={"batch_size": 2}
+    )
 
 
 def evaluated(brain, **keys):
@@ -269,7 +288,8 @@ def test_evaluate_takes_no_checkpoint_of_another_run(tmp_path):
     [aside] = tmp_path.glob("earlier-*")
     first = Checkpointer(aside).find_checkpoint(min_key="WER").path
     asked, _ = rated(tmp_path, 0.0, resume=str(first))
-    assert_same(evaluated(asked, max_key="WER"), best_of_old)  # what is asked for comes before what the script says
+    # what is asked for comes before what the script says
+    assert_same(evaluated(asked, max_key="WER"), best_of_old)
     again, fit = rated(tmp_path, 50.0)
     fit()
     assert_same(evaluated(again, min_key="WER"), best_of_new)
@@ -297,7 +317,8 @@ def test_checkpoints_of_before_are_moved_at_the_first_call_only(tmp_path, caplog
 def test_a_damaged_brain_file_without_a_manifest_is_named_with_what_to_do(tmp_path, content, words):
     saved = run(tmp_path, saves=True).checkpointer.find_checkpoint().path
     (saved / "manifest.json").unlink()
-    (saved / "CKPT.yaml").write_text("unixtime: 1.0\nend-of-epoch: true\n")  # as SpeechBrain writes it
+    # as SpeechBrain writes it
+    (saved / "CKPT.yaml").write_text("unixtime: 1.0\nend-of-epoch: true\n")
     (saved / "brain.ckpt").write_text(content)
     file = re.escape(str(saved / "brain.ckpt"))
     hint = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
@@ -311,7 +332,9 @@ def test_the_line_of_a_saved_checkpoint_names_its_epoch(tmp_path, caplog):
     lines = [record.message for record in caplog.records if record.message.startswith("Saved ")]
     for epoch in range(1, EPOCHS + 1):
         for kind in ("an end-of-epoch", "an intra-epoch"):
-            assert any(line.startswith(f"Saved {kind} checkpoint of epoch {epoch} in ") for line in lines), lines
+            assert any(
+                line.startswith(f"Saved {kind} checkpoint of epoch {epoch} in ") for line in lines
+            ), lines
     caplog.clear()
     with caplog.at_level(logging.INFO):
         Checkpointer(tmp_path / "none").save_checkpoint()
@@ -331,14 +354,25 @@ def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
     assert start(0.1, 3) == 0.1
     assert "settings" not in caplog.text
     assert start(0.3, 4) == 0.1
-    assert caplog.text.count("with which the checkpoint's run began (lr 0.1 -> 0.3), without effect") == 1
+    assert (
+        caplog.text.count("with which the checkpoint's run began (lr 0.1 -> 0.3), without effect")
+        == 1
+    )
 
 
-def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_one_is_told(tmp_path, caplog):
+def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_one_is_told(
+    tmp_path, caplog
+):
     def start(lr, number):
         caplog.clear()
         counter, net = EpochCounter(number), linear()
-        brain = Rating({"net": net}, sgd(lr=lr), None, QUIET, Checkpointer(tmp_path, {"net": net, "counter": counter}))
+        brain = Rating(
+            {"net": net},
+            sgd(lr=lr),
+            None,
+            QUIET,
+            Checkpointer(tmp_path, {"net": net, "counter": counter}),
+        )
         with caplog.at_level(logging.WARNING):
             brain.fit(counter, points(6), points(5))
         (group,) = saved_by(brain)["settings"]["opt_class"]
@@ -351,7 +385,9 @@ def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_o
     assert "began" not in caplog.text
 
 
-def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_script(tmp_path, caplog):
+def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_script(
+    tmp_path, caplog
+):
     class Forgetful(Rating):
         def init_optimizers(self):
             super().init_optimizers()
@@ -401,7 +437,8 @@ class Endless(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("persistent", "workers"), [(True, 1), pytest.param(False, 1, marks=pytest.mark.slow), (False, 0)]
+    ("persistent", "workers"),
+    [(True, 1), pytest.param(False, 1, marks=pytest.mark.slow), (False, 0)],
 )
 def test_data_that_no_checkpoint_can_ask_is_told(tmp_path, caplog, persistent, workers):
     def start(epochs):

@@ -1,4 +1,6 @@
-"""An output that cannot be written is one sentence, before the first epoch: the option, the reason, and what to do."""
+"""An output that cannot be written is one sentence, before the first epoch: the option, the reason,
+and what to do.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_two_ranks_say_it_once(script, read_only):
     assert 'train.py", line' not in run.err
 
 
-# ------------------------------------------------------------------------------------- loggers, profile
+# --------------------------------------------------------------------------------- loggers, profile
 
 
 def refusal(folder, **hparams):
@@ -122,7 +124,7 @@ def test_a_profile_is_refused_before_the_first_epoch(read_only):
         brain.fit([1], points(4))
 
 
-# ------------------------------------------------------------------------------------- room for checkpoints
+# ----------------------------------------------------------------------------- room for checkpoints
 
 
 class Saving(Regression):

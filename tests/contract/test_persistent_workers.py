@@ -1,4 +1,6 @@
-"""An attribute of the dataset that changes from epoch to epoch does not reach persistent workers: that is said."""
+"""An attribute of the dataset that changes from epoch to epoch does not reach persistent workers:
+that is said.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ class Noting(Regression):
 
     def predict_batch(self, batch):
         self.marks = [*getattr(self, "marks", []), POSITION.mark()]
-        self.places = [*getattr(self, "places", []), POSITION.own_status(0, 0.0, look=False).place()]
+        self.places = [
+            *getattr(self, "places", []),
+            POSITION.own_status(0, 0.0, look=False).place(),
+        ]
         if self.step == self.at:
             signal.raise_signal(self.number)
         return super().predict_batch(batch)
@@ -60,7 +63,9 @@ def test_f9_a_signal_stops_predict(tmp_path, name, code):
     with handlers_kept(), pytest.raises(RunStopped) as caught:
         brain.predict(points(20), loader_kwargs={"batch_size": 2})
     assert (caught.value.code, caught.value.cause) == (code, name)
-    assert len(brain.marks) <= 3, "it is asked after the first batch, and after two more: batches take no time here"
+    assert len(brain.marks) <= 3, (
+        "it is asked after the first batch, and after two more: batches take no time here"
+    )
     found = json.loads((tmp_path / "stopped.json").read_text())
     assert (found["reason"], found["exit_code"]) == (name, code)
     assert (found["stage"], found["step"]) == ("TEST", len(brain.marks))

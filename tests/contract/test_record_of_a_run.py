@@ -1,4 +1,6 @@
-"""``metrics.jsonl``: what a run was started with, how it went on, what it saved and deleted, and why it ended."""
+"""``metrics.jsonl``: what a run was started with, how it went on, what it saved and deleted, and
+why it ended.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,8 @@ def test_what_the_start_says_of_options_yaml_and_environment(tmp_path, monkeypat
     assert environment["host"] == os.uname().nodename
     assert environment["launcher"] == "none"
     assert set(environment) == {
-        "host", "python", "torch", "cuda", "numpy", "ddpkit", "platform", "cpus", "launcher", "restart_count", "git",
+        "host", "python", "torch", "cuda", "numpy", "ddpkit", "platform", "cpus", "launcher",
+        "restart_count", "git",
     }  # fmt: skip
 
 
@@ -263,7 +266,7 @@ def test_a_run_that_was_stopped_says_when_as_every_event_does(tmp_path):
     assert stopped["optimizer_step"] == saved["optimizer_step"] > 0
 
 
-# ------------------------------------------------------------------------------------ checkpoints and skipped steps
+# -------------------------------------------------------------------- checkpoints and skipped steps
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -342,7 +345,9 @@ def test_skipped_steps_are_told_together(tmp_path):
 
 
 class Unlucky(Regression):
-    """No gradient is finite from the third batch on; ends at its fifth, if nothing else has ended it."""
+    """No gradient is finite from the third batch on; ends at its fifth, if nothing else has ended
+    it.
+    """
 
     end = None
 
@@ -377,7 +382,7 @@ def test_skipped_steps_are_told_whatever_ends_the_run(tmp_path, why):
     assert skipped[-1]["optimizer_step"] == 2
 
 
-# ------------------------------------------------------------------------------------ the page of the reference
+# ------------------------------------------------------------------------ the page of the reference
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "metrics-jsonl.md"
@@ -414,9 +419,7 @@ def test_the_page_lists_every_field_and_every_kind_of_event(tmp_path):
     begin(tmp_path / "out")
     logger = FileTrainLogger(tmp_path / "log.txt")
     options = {"measure_steps": "all", "count_flops": True}
-    brain = make(
-        Everything, hparams={"train_logger": logger}, folder=tmp_path / "save", **options
-    )
+    brain = make(Everything, hparams={"train_logger": logger}, folder=tmp_path / "save", **options)
     fit(brain, epochs=3)
     brain.checkpointer.delete_checkpoints(num_to_keep=1)
     sys.excepthook(ValueError, ValueError("boom"), None)

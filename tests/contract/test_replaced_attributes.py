@@ -1,4 +1,6 @@
-"""What a recipe puts in the place of something that the Brain has made is what the whole run uses."""
+"""What a recipe puts in the place of something that the Brain has made is what the whole run
+uses.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_other_hparams_decide_about_sorting():
 def test_other_options_are_those_of_every_part():
     brain = make()
     brain.run_opts = RunOptions(**QUIET, global_batch_size=8).resolved({})
-    assert fit(brain).optimizer_steps == 2, "a step takes eight samples, and so one does for an epoch"
+    assert fit(brain).optimizer_steps == 2, (
+        "a step takes eight samples, and so one does for an epoch"
+    )
 
 
 def test_an_average_of_the_recipe_follows_the_steps():
@@ -102,9 +106,15 @@ def test_the_bar_can_be_switched_off_in_on_fit_start():
 def test_a_placeholder_of_the_class_hides_nothing(placeholder, tmp_path):
     def init_optimizers(self):
         optimizer = sgd()(self.modules.parameters())
-        setattr(self, placeholder, {"own": optimizer} if placeholder == "optimizers_dict" else optimizer)
+        setattr(
+            self, placeholder, {"own": optimizer} if placeholder == "optimizers_dict" else optimizer
+        )
 
-    own = type("Own", (Regression,), {placeholder: None, "checkpointer": None, "init_optimizers": init_optimizers})
+    own = type(
+        "Own",
+        (Regression,),
+        {placeholder: None, "checkpointer": None, "init_optimizers": init_optimizers},
+    )
     brain = make(own, folder=tmp_path)
     assert fit(brain).optimizer_steps == 4
     brain.checkpointer.save_checkpoint()

@@ -1,4 +1,6 @@
-"""Modules, hparams, checkpointer and others that a recipe assigns: every part of the run has the new one."""
+"""Modules, hparams, checkpointer and others that a recipe assigns: every part of the run has the
+new one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def as_given(**options):
     return brain
 
 
-# ---------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 @pytest.mark.parametrize("form", [nn.ModuleDict, dict])
@@ -126,7 +128,7 @@ def test_an_optimizer_of_the_modules_before_is_told_of():
         fit(brain)
 
 
-# ---------------------------------------------------------------------------------------------- hparams
+# ------------------------------------------------------------------------------------------ hparams
 
 
 class Logs(Regression):
@@ -167,7 +169,7 @@ def test_the_note_of_a_stop_goes_to_the_folder_of_the_other_hparams(tmp_path):
     assert run_of(brain).stop._folder() == tmp_path / "second"
 
 
-# ------------------------------------------------------------------------------- checkpointer, scaler, average
+# -------------------------------------------------------------------- checkpointer, scaler, average
 
 
 def test_a_checkpointer_that_is_assigned_saves_the_whole_run(tmp_path):

@@ -1,4 +1,6 @@
-"""A run that goes on in the middle of an epoch with other batches or other data: every sample once, or a warning."""
+"""A run that goes on in the middle of an epoch with other batches or other data: every sample once,
+or a warning.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ OTHER_DATA = "The data has changed since"
 
 
 class Counting(Brain):
-    """Remembers the numbers it was trained on; dies before a batch; saves at the end of an epoch, if told to."""
+    """Remembers the numbers it was trained on; dies before a batch; saves at the end of an epoch,
+    if told to.
+    """
 
     def compute_forward(self, batch, stage):
         if stage is Stage.TRAIN:
@@ -88,7 +92,9 @@ def test_dealt_batches_with_another_accumulation_come_once_each(tmp_path, caplog
     """The place in the data stays, and the first step may be a shorter one."""
     batches = [[index, index + 1] for index in range(0, 80, 2)]
     arguments = {"batch_sampler": batches}
-    first = run(tmp_path, numbers(80), dies_at=13, options={"grad_accumulation_factor": before}, **arguments)
+    first = run(
+        tmp_path, numbers(80), dies_at=13, options={"grad_accumulation_factor": before}, **arguments
+    )
     assert first[:24] == list(range(24))
     caplog.clear()
     rest = run(tmp_path, numbers(80), options={"grad_accumulation_factor": now}, **arguments)
@@ -102,7 +108,9 @@ def looped(kind, size):
     if kind == "plan":
         return LoopedLoader(make_dataloader(numbers(80), batch_size=size), 40)
     if kind == "shuffled":
-        return LoopedLoader(make_dataloader(numbers(80), batch_size=size, sampler=list(reversed(range(80)))), 40)
+        return LoopedLoader(
+            make_dataloader(numbers(80), batch_size=size, sampler=list(reversed(range(80)))), 40
+        )
     stream = Placed(80) if kind == "state" else Numbers(80)
     return LoopedLoader(make_dataloader(stream, batch_size=size), 40)
 
@@ -111,7 +119,9 @@ def looped(kind, size):
 @pytest.mark.parametrize("kind", ["plan", "shuffled", "stream", "state"])
 @pytest.mark.parametrize(("before", "now"), [(5, 3), (2, 4), (4, 2), (2, 3), (3, 5)])
 def test_nominal_epochs_with_another_batch_size_go_on_in_the_data(tmp_path, kind, before, now):
-    """What is done of a batch that is not whole is done once more; nothing is left out, and the epoch has its end."""
+    """What is done of a batch that is not whole is done once more; nothing is left out, and the
+    epoch has its end.
+    """
     run(tmp_path, looped(kind, before), dies_at=13)
     rest = run(tmp_path, looped(kind, now))
     order = [79 - index if kind == "shuffled" else index for index in range(80)]
@@ -141,11 +151,17 @@ def test_nominal_epochs_with_more_samples_per_step_than_were_done(tmp_path):
 )
 def test_other_data_in_the_middle_of_an_epoch_is_told(tmp_path, caplog, now, said):
     def go(number=40, shuffle=True, dies_at=None, **options):
-        return run(tmp_path, numbers(number), dies_at=dies_at, batch_size=4, shuffle=shuffle, **options)
+        return run(
+            tmp_path, numbers(number), dies_at=dies_at, batch_size=4, shuffle=shuffle, **options
+        )
 
     go(dies_at=5)
     (file,) = tmp_path.glob("*/brain.ckpt")
-    assert yaml.safe_load(file.read_text())["data"] == {"order": "shuffled", "drop_last": False, "samples": 40}
+    assert yaml.safe_load(file.read_text())["data"] == {
+        "order": "shuffled",
+        "drop_last": False,
+        "samples": 40,
+    }
     caplog.clear()
     go(**now)
     assert (OTHER_DATA in caplog.text) == (said is not None)
@@ -178,9 +194,13 @@ class GoesOn(Placed):
             yield self.data[self.place - 1]
 
 
-@pytest.mark.parametrize("batches", [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))])
+@pytest.mark.parametrize(
+    "batches", [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))]
+)
 def test_a_stream_of_few_batches_is_not_put_where_it_was_in_the_epoch_before(tmp_path, batches):
-    """As few batches as places are remembered: those of the first epoch have not all been replaced in the second."""
+    """As few batches as places are remembered: those of the first epoch have not all been replaced
+    in the second.
+    """
     options = {"ckpt_interval_steps": 1}
     run(tmp_path, GoesOn(4 * batches), dies_at=(2, 2), epochs=2, options=options, batch_size=4)
     rest = run(tmp_path, GoesOn(4 * batches), epochs=3, options=options, batch_size=2)
@@ -201,10 +221,18 @@ def test_fewer_processes_tell_that_a_batch_norm_has_other_samples(tmp_path, capl
 
     start()
     [saved] = tmp_path.glob("CKPT*/brain.ckpt")
-    state = yaml.safe_load(saved.read_text()) | {"world_size": 2, "per_step": 4, "per_process": 2, "asked": None}
+    state = yaml.safe_load(saved.read_text()) | {
+        "world_size": 2,
+        "per_step": 4,
+        "per_process": 2,
+        "asked": None,
+    }
     saved.write_text(yaml.safe_dump(state))
     caplog.set_level("INFO")
     start()
     [told] = [text for text in caplog.messages if "go on with what 2 saved" in text]
-    said = "BatchNorm statistics are now computed over batches of another size, so the results differ; "
+    said = (
+        "BatchNorm statistics are now computed over batches of another size, so the results "
+        "differ; "
+    )
     assert (f"{said}--global_batch_size=4 alone keeps them." in told) != keeps

@@ -49,14 +49,17 @@ def of(kind, **settings):
 
 
 @pytest.mark.parametrize(
-    ("before", "now"), [(ADAMW, ADAM), (ADAM, ADAMW), (ADAMW, SGD), (SGD, ADAMW), (ADAM, RADAM), (RADAM, ADAM)]
+    ("before", "now"),
+    [(ADAMW, ADAM), (ADAM, ADAMW), (ADAMW, SGD), (SGD, ADAMW), (ADAM, RADAM), (RADAM, ADAM)],
 )
 def test_another_class_of_optimizer_is_refused_before_training(tmp_path, before, now):
     start(tmp_path, of(before), 1)
     with pytest.raises(CheckpointError) as caught:
         start(tmp_path, of(now), 2)
     words = str(caught.value)
-    assert f"'opt_class' was of the class {before.__name__}, and is now of the class {now.__name__}" in words
+    assert (
+        f"'opt_class' was of the class {before.__name__}, and is now of the class {now.__name__}"
+    ) in words
     assert f"Go on with {before.__name__}. Or begin anew from the weights alone" in words
     assert "ddpkit.parameter_transfer.Pretrainer" in words
     assert "--resume=never" in words
@@ -77,7 +80,9 @@ def test_settings_that_have_no_effect_are_told_in_one_line(tmp_path, caplog):
     group = start(tmp_path, of(ADAMW, weight_decay=0.9, betas=[0.9, 0.99], eps=1e-6), 2)
     (words,) = [one.getMessage() for one in caplog.records if BEGAN in one.getMessage()]
     told = "(betas [0.9, 0.999] -> [0.9, 0.99], eps 1e-08 -> 1e-06, weight_decay 0.01 -> 0.9)"
-    assert words.startswith(f"The optimizer 'opt_class' has other settings than those {BEGAN} {told}, without effect")
+    assert words.startswith(
+        f"The optimizer 'opt_class' has other settings than those {BEGAN} {told}, without effect"
+    )
     assert (group["eps"], group["betas"]) == (1e-8, (0.9, 0.999))
     caplog.clear()
     start(tmp_path, of(ADAMW), 3)
@@ -87,15 +92,21 @@ def test_settings_that_have_no_effect_are_told_in_one_line(tmp_path, caplog):
 def test_an_optimizer_without_a_name_is_told_too(tmp_path, caplog):
     start(tmp_path, of(SGD, momentum=0.5), 1, cls=Single)
     start(tmp_path, of(SGD, momentum=0.9), 2, cls=Single)
-    assert f"The optimizer 'optimizer' has other settings than those {BEGAN} (momentum 0.5 -> 0.9)" in caplog.text
+    assert (
+        f"The optimizer 'optimizer' has other settings than those {BEGAN} (momentum 0.5 -> 0.9)"
+    ) in caplog.text
 
 
 def one_cycle(optimizer, _):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=100)
 
 
-@pytest.mark.parametrize(("kind", "given"), [(ADAMW, {}), (SGD, {"momentum": 0.9, "weight_decay": 0.1})])
-def test_what_a_schedule_and_a_recipe_change_is_no_change_of_the_script(tmp_path, caplog, kind, given):
+@pytest.mark.parametrize(
+    ("kind", "given"), [(ADAMW, {}), (SGD, {"momentum": 0.9, "weight_decay": 0.1})]
+)
+def test_what_a_schedule_and_a_recipe_change_is_no_change_of_the_script(
+    tmp_path, caplog, kind, given
+):
     for epochs in (1, 2, 3):
         group = start(tmp_path, of(kind, **given), epochs, one_cycle)
     assert group["lr"] != 0.01

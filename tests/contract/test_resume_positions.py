@@ -1,4 +1,6 @@
-"""Law 2 where an epoch's position is easily lost: batch samplers of changing length, evaluations in hooks."""
+"""Law 2 where an epoch's position is easily lost: batch samplers of changing length, evaluations in
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def train(folder, kwargs, ends_at=None, evaluates=False, cls=Learner, epochs=3):
     brain = cls({"net": net}, sgd(lr=0.05), None, options, checkpointer)
     brain.ends_at, brain.evaluates = ends_at, evaluates
     try:
-        brain.fit(counter, DATA, DATA[:4], train_loader_kwargs=kwargs() if callable(kwargs) else kwargs)
+        brain.fit(
+            counter, DATA, DATA[:4], train_loader_kwargs=kwargs() if callable(kwargs) else kwargs
+        )
     except Killed:
         return None
     return weights(brain), brain.optimizer_step, seen_in(DATA, brain.trained_on)

@@ -1,4 +1,6 @@
-"""A recipe saves in any hook, the run ends right there, and the same command goes on: it ends as if never stopped."""
+"""A recipe saves in any hook, the run ends right there, and the same command goes on: it ends as if
+never stopped.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Going(Stream):
 
 
 class Probe(Brain):
-    """Saves once in the hook that ``saves_in`` names, at its ``at``-th call, and ends the process there."""
+    """Saves once in the hook that ``saves_in`` names, at its ``at``-th call, and ends the process
+    there.
+    """
 
     saves_in: str | None = None
     at = 1
@@ -212,7 +216,9 @@ def uninterrupted(**options):
 
 
 def assert_goes_on(folder, *stops, **options):
-    """Compare the run that ``stops``, each a place and its number, have ended with the one that nothing has ended."""
+    """Compare the run that ``stops``, each a place and its number, have ended with the one that
+    nothing has ended.
+    """
     plain = uninterrupted(**options)
     for saves_in, at, end_of_epoch in stops:
         script(folder, saves_in=saves_in, at=at, end_of_epoch=end_of_epoch, **options)
@@ -420,6 +426,8 @@ def test_a_save_before_a_resumed_run_has_gone_on_keeps_its_position(tmp_path, st
 
 
 def test_a_recipe_that_saves_between_two_calls_goes_on_in_the_second(tmp_path):
-    """Started again it saves there once more, and that save replaces the one that it goes on from."""
+    """Started again it saves there once more, and that save replaces the one that it goes on
+    from.
+    """
     options = {"num_calls": 2, "saves_between": True}
     assert_goes_on(tmp_path, ("on_fit_batch_end", 14, False), **options)

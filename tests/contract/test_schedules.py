@@ -1,4 +1,6 @@
-"""The numbers of steps, where a scheduler is made, and the scheduler that the Brain makes and steps by itself."""
+"""The numbers of steps, where a scheduler is made, and the scheduler that the Brain makes and steps
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Stream(IterableDataset):
 
 
 class Tracing(Regression):
-    """Notes the numbers of steps in init_optimizers, and the learning rate of each step; dies where it is told to."""
+    """Notes the numbers of steps in init_optimizers, and the learning rate of each step; dies where
+    it is told to.
+    """
 
     dies_at = None
 
@@ -62,8 +66,12 @@ class Tracing(Regression):
 
 def brain_with(scheduler_class, folder=None, *, counter=None, opt=None, **run_opts):
     net = linear()
-    checkpointer = None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
-    return Tracing({"net": net}, opt or sgd(), None, {**QUIET, **run_opts}, checkpointer, scheduler_class)
+    checkpointer = (
+        None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    )
+    return Tracing(
+        {"net": net}, opt or sgd(), None, {**QUIET, **run_opts}, checkpointer, scheduler_class
+    )
 
 
 def fit(brain, epochs=(1, 2), train=DATA, valid=None, **kwargs):
@@ -71,7 +79,9 @@ def fit(brain, epochs=(1, 2), train=DATA, valid=None, **kwargs):
 
 
 def torch_rates(scheduler_class, number, *, every=1):
-    """Return the rates of a plain torch loop of so many steps, where the scheduler steps after every few."""
+    """Return the rates of a plain torch loop of so many steps, where the scheduler steps after
+    every few.
+    """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler, rates = scheduler_class(optimizer), []
     for step in range(1, number + 1):
@@ -82,7 +92,7 @@ def torch_rates(scheduler_class, number, *, every=1):
     return rates
 
 
-# ------------------------------------------------------------------------------------------------ the numbers
+# -------------------------------------------------------------------------------------- the numbers
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,10 @@ def test_the_number_of_steps_of_loaders_and_streams(data, kwargs, expected):
 
 
 def test_a_stream_with_a_limit_has_that_many_steps():
-    brain = brain_with(lambda optimizer, total_steps: OneCycleLR(optimizer, 1.0, total_steps), optimizer_step_limit=9)
+    brain = brain_with(
+        lambda optimizer, total_steps: OneCycleLR(optimizer, 1.0, total_steps),
+        optimizer_step_limit=9,
+    )
     fit(brain, range(1, 100), Stream())
     assert brain.known == (None, 9)
     assert brain.rates == torch_rates(lambda one: OneCycleLR(one, 1.0, 9), 9)
@@ -152,7 +165,7 @@ def test_the_numbers_are_those_of_the_current_call_of_fit():
     assert (brain.steps_per_epoch, brain.total_steps, brain.optimizer_step) == (3, 6, 24)
 
 
-# ------------------------------------------------------------------------------------------------ how it is made
+# ----------------------------------------------------------------------------------- how it is made
 
 
 def warm(optimizer, total_steps, warmup=0.5):
@@ -174,7 +187,16 @@ CYCLE = partial(OneCycleLR, max_lr=0.5)
         (partial(warm, warmup=1.0), partial(warm, total_steps=12, warmup=1.0)),
         (lambda optimizer, number: StepLR(optimizer, number // 4), partial(StepLR, step_size=3)),
     ],
-    ids=["total_steps", "total given", "T_max", "T_max given", "no number", "function", "partial", "lambda"],
+    ids=[
+        "total_steps",
+        "total given",
+        "T_max",
+        "T_max given",
+        "no number",
+        "function",
+        "partial",
+        "lambda",
+    ],
 )
 def test_a_scheduler_is_made_with_the_number_of_steps_and_stepped_after_each(scheduler_class, same):
     brain = brain_with(scheduler_class)
@@ -205,10 +227,15 @@ def test_a_scheduler_that_cannot_be_made_is_told(scheduler_class, words):
 
 
 @pytest.mark.parametrize(
-    "scheduler_class", [CYCLE, CosineAnnealingLR, lambda optimizer, total: StepLR(optimizer, total // 3)]
+    "scheduler_class",
+    [CYCLE, CosineAnnealingLR, lambda optimizer, total: StepLR(optimizer, total // 3)],
 )
 def test_a_schedule_over_a_stream_that_needs_the_number_is_refused(scheduler_class):
-    with pytest.raises(ConfigError, match=r"For a stream, whose number of steps is None, give optimizer_step_limit"):
+    with pytest.raises(
+        ConfigError,
+        match=r"For a stream, whose number of steps is None, give "
+        r"optimizer_step_limit",
+    ):
         fit(brain_with(scheduler_class), train=Stream())
 
 
@@ -232,14 +259,22 @@ def test_a_scheduler_class_that_nothing_uses_is_refused(opt):
             if opt is not None:
                 self.optimizers_dict = {"mine": opt(self.modules.parameters())}
 
-    with pytest.raises(ConfigError, match=r"nothing has made a schedule of it: Own overrides init_optimizers"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nothing has made a schedule of it: Own overrides "
+        r"init_optimizers",
+    ):
         fit(Own({"net": linear()}, None, None, QUIET, None, CosineAnnealingLR))
 
 
 def test_the_name_in_the_checkpoint_is_not_taken_from_a_recipe(tmp_path):
     brain = brain_with(CosineAnnealingLR, tmp_path, counter=EpochCounter(2))
     brain.checkpointer.add_recoverable("scheduler", EpochCounter(3))
-    with pytest.raises(ConfigError, match=r"'scheduler' is reserved for the schedule of .*; rename your EpochCounter"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'scheduler' is reserved for the schedule of .*; "
+        r"rename your EpochCounter",
+    ):
         fit(brain)
 
 
@@ -258,7 +293,7 @@ def test_the_block_at_the_start_names_the_schedule(options, data, words, caplog)
     assert f"  schedule   {words}\n" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------ when it steps
+# ------------------------------------------------------------------------------------ when it steps
 
 
 def test_a_scheduler_steps_once_per_optimizer_step_and_not_for_a_skipped_one():
@@ -267,11 +302,20 @@ def test_a_scheduler_steps_once_per_optimizer_step_and_not_for_a_skipped_one():
             loss = super().compute_objectives(predictions, batch, stage)
             return loss * float("nan") if self.step == 3 else loss
 
-    brain = Spoilt({"net": linear()}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}, None, CYCLE)
+    brain = Spoilt(
+        {"net": linear()}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}, None, CYCLE
+    )
     fit(brain)
     expected = torch_rates(partial(CYCLE, total_steps=6), 4)
     assert brain.optimizer_step == 4
-    assert brain.rates == [expected[0], expected[1], expected[1], expected[2], expected[3], expected[3]]
+    assert brain.rates == [
+        expected[0],
+        expected[1],
+        expected[1],
+        expected[2],
+        expected[3],
+        expected[3],
+    ]
 
 
 def test_a_scheduler_steps_after_every_epoch_if_asked():
@@ -297,7 +341,10 @@ def test_reduce_on_plateau_follows_the_valid_loss():
         expected += [optimizer.param_groups[0]["lr"]] * 6
         scheduler.step(loss)
     assert brain.rates == expected
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau follows the valid loss, and fit was given no valid_set"):
+    with pytest.raises(
+        ConfigError,
+        match="ReduceLROnPlateau follows the valid loss, and fit was given no valid_set",
+    ):
         fit(brain_with(plateau, scheduler_every="epoch"))
 
 
@@ -317,23 +364,31 @@ def test_a_schedule_of_frozen_optimizers_waits(monkeypatch):
 def test_a_schedule_that_is_at_its_end_says_so():
     brain = brain_with(CYCLE)
     fit(brain)
-    with pytest.raises(ConfigError, match=r"OneCycleLR was made for 12 steps and cannot go on: .*13"):
+    with pytest.raises(
+        ConfigError,
+        match=r"OneCycleLR was made for 12 steps and cannot go on: "
+        r".*13",
+    ):
         fit(brain)
 
 
 def test_the_learning_rate_is_scaled_in_the_schedule_too():
     found = brain_with(CYCLE, lr_scaling="linear", reference_batch_size=2)
     fit(found)
-    assert found.rates == [pytest.approx(2 * rate) for rate in torch_rates(partial(CYCLE, total_steps=12), 12)]
+    assert found.rates == [
+        pytest.approx(2 * rate) for rate in torch_rates(partial(CYCLE, total_steps=12), 12)
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ resuming
+# ----------------------------------------------------------------------------------------- resuming
 
 
 def train(folder, scheduler_class, dies_at=None, opt=None, **options):
     counter = EpochCounter(3)
     opt = opt or (lambda parameters: torch.optim.Adam(parameters, lr=0.05))
-    brain = brain_with(scheduler_class, folder, counter=counter, opt=opt, ckpt_interval_steps=2, **options)
+    brain = brain_with(
+        scheduler_class, folder, counter=counter, opt=opt, ckpt_interval_steps=2, **options
+    )
     brain.dies_at = dies_at
     try:
         fit(brain, counter, valid=VALID, shuffle=True)
@@ -392,8 +447,15 @@ def run_of(folder, scheduler_class, epochs, *, batch_size=4, dies_at=None, **opt
     [
         ("LambdaLR", warm, partial(warm, total_steps=12)),
         ("CosineAnnealingLR", CosineAnnealingLR, partial(CosineAnnealingLR, T_max=12)),
-        pytest.param("LambdaLR", partial(warm, warmup=1.0), partial(warm, total_steps=12, warmup=1.0), marks=SLOW),
-        pytest.param("SequentialLR", in_two_parts, partial(in_two_parts, total_steps=12), marks=SLOW),
+        pytest.param(
+            "LambdaLR",
+            partial(warm, warmup=1.0),
+            partial(warm, total_steps=12, warmup=1.0),
+            marks=SLOW,
+        ),
+        pytest.param(
+            "SequentialLR", in_two_parts, partial(in_two_parts, total_steps=12), marks=SLOW
+        ),
     ],
     ids=["function", "T_max", "partial", "sequential"],
 )
@@ -404,8 +466,13 @@ def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
     longer = run_of(tmp_path, scheduler_class, 4, dies_at=(4, 2))
     last = run_of(tmp_path, scheduler_class, 4)
     assert (first.total_steps, longer.total_steps, last.total_steps) == (12, 24, 24)
-    assert first.rates + longer.rates + last.rates == pytest.approx(torch_rates(same, 24), rel=1e-12, abs=0)
-    words = f"The schedule {kind} was made for 12 steps, and this run has 24 steps. It goes on as it was made."
+    assert first.rates + longer.rates + last.rates == pytest.approx(
+        torch_rates(same, 24), rel=1e-12, abs=0
+    )
+    words = (
+        f"The schedule {kind} was made for 12 steps, and this run has 24 steps. It goes on as it "
+        "was made."
+    )
     assert sum(one.startswith(words) for one in caplog.messages) == 2
     assert "begin a new run from the checkpoint's weights" in caplog.text
 
@@ -427,14 +494,20 @@ def test_a_schedule_of_epochs_keeps_its_length_too(tmp_path, caplog):
     run_of(tmp_path, warm, 2, scheduler_every="epoch")
     brain = run_of(tmp_path, warm, 4, scheduler_every="epoch")
     assert brain.rates == torch_rates(partial(warm, total_steps=2), 24, every=6)[12:]
-    assert "was made for 2 epochs, and this run has 4 epochs. It goes on as it was made." in caplog.text
+    assert (
+        "was made for 2 epochs, and this run has 4 epochs. It goes on as it was made."
+        in caplog.text
+    )
 
 
 def test_a_schedule_goes_on_in_the_unit_in_which_it_began(tmp_path, caplog):
     run_of(tmp_path, CosineAnnealingLR, 2, dies_at=(2, 1))
     brain = run_of(tmp_path, CosineAnnealingLR, 2, scheduler_every="epoch")
     assert brain.rates == torch_rates(partial(CosineAnnealingLR, T_max=12), 12)[6:]
-    assert "was made for 12 steps, and this run has 2 epochs. It goes on as it was made." in caplog.text
+    assert (
+        "was made for 12 steps, and this run has 2 epochs. It goes on as it was made."
+        in caplog.text
+    )
 
 
 def test_a_schedule_that_was_given_its_length_follows_nothing_else(tmp_path, caplog):
@@ -444,19 +517,25 @@ def test_a_schedule_that_was_given_its_length_follows_nothing_else(tmp_path, cap
     assert brain.rates == pytest.approx(torch_rates(given, 18)[12:], rel=1e-12)
     assert "It goes on as it was made" not in caplog.text
     run_of(tmp_path, partial(CosineAnnealingLR, T_max=20), 4)
-    assert "The schedule CosineAnnealingLR has other settings than those with which the checkpoint's run" in caplog.text
+    assert (
+        "The schedule CosineAnnealingLR has other settings than those with which the checkpoint's "
+        "run"
+    ) in caplog.text
     assert "(T_max 9 -> 20), without effect" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("before", "dies_at", "now", "total"),
     [
-        (4, (2, 4), 8, 9 + 2 + 2 * 3),  # 12 of the 22 samples of epoch 2 are done: its first step is made once more
+        # 12 of the 22 samples of epoch 2 are done: its first step is made once more
+        (4, (2, 4), 8, 9 + 2 + 2 * 3),
         pytest.param(8, (2, 1), 4, 3 + 3 * 6, marks=SLOW),
         pytest.param(8, (2, 3), 4, 5 + 2 + 2 * 6, marks=SLOW),
     ],
 )
-def test_the_total_follows_from_the_steps_that_are_done_and_those_that_are_left(before, dies_at, now, total, tmp_path):
+def test_the_total_follows_from_the_steps_that_are_done_and_those_that_are_left(
+    before, dies_at, now, total, tmp_path
+):
     run_of(tmp_path, None, 4, batch_size=before, dies_at=dies_at)
     again = run_of(tmp_path, None, 4, batch_size=now, dies_at=(3, 1))
     last = run_of(tmp_path, None, 4, batch_size=now)

@@ -20,7 +20,9 @@ EASY, HARD, VALID = points(12), points(20, seed=9), points(5, seed=6)
 
 
 class Curriculum(Regression):
-    """Draws random numbers, and dies when it is about to train on batch ``dies_at`` = (call, epoch, step)."""
+    """Draws random numbers, and dies when it is about to train on batch ``dies_at`` = (call, epoch,
+    step).
+    """
 
     dies_at = None
     call = 1
@@ -34,7 +36,9 @@ class Curriculum(Regression):
             raise Killed
 
     def compute_forward(self, batch, stage):
-        return super().compute_forward([nn.functional.dropout(batch[0], 0.3, self.modules.training), batch[1]], stage)
+        return super().compute_forward(
+            [nn.functional.dropout(batch[0], 0.3, self.modules.training), batch[1]], stage
+        )
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, (self.call, epoch))
@@ -77,7 +81,9 @@ def shared(brain, counters, kwargs):
 
 
 def anew(brain, counters, kwargs):
-    """One counter, which is set back; and what the script does in between must not be done to what was recovered."""
+    """One counter, which is set back; and what the script does in between must not be done to what
+    was recovered.
+    """
     brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs)
     between(brain)
     counters[0].current, counters[0].limit = 0, 3
@@ -107,7 +113,9 @@ def start(folder, script, dies_at=None, **options):
     net = nn.Linear(3, 1).double()
     counters = [EpochCounter(2), EpochCounter(3)]
     checkpointer = Checkpointer(folder, {"net": net, "one": counters[0], "two": counters[1]})
-    brain = Curriculum({"net": net}, sgd(lr=0.05, momentum=0.9), None, {**QUIET, **options}, checkpointer)
+    brain = Curriculum(
+        {"net": net}, sgd(lr=0.05, momentum=0.9), None, {**QUIET, **options}, checkpointer
+    )
     brain.dies_at = dies_at
     if dies_at is None:
         script(brain, counters, {"batch_size": 2, "shuffle": True})
@@ -120,7 +128,11 @@ def start(folder, script, dies_at=None, **options):
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "dies_at",
-    ["between", (2, 1, 5), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 2, 3), (2, 1, 2), (2, 3, 1)])],
+    [
+        "between",
+        (2, 1, 5),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 2, 3), (2, 1, 2), (2, 3, 1)]),
+    ],
 )
 @pytest.mark.parametrize("script", [two, shared, anew, crawled])
 def test_a_script_with_two_calls_goes_on_where_it_was(tmp_path, script, dies_at):
@@ -134,12 +146,20 @@ def test_a_script_with_two_calls_goes_on_where_it_was(tmp_path, script, dies_at)
     assert resumed.losses == whole.losses[len(whole.losses) - len(resumed.losses) :]
     assert resumed.optimizer_step == whole.optimizer_step
     again = resumed.trained_on
-    assert all(torch.equal(one, other) for one, other in zip(again, whole.trained_on[-len(again) :], strict=True))
-    assert len(killed.trained_on) + len(again) - len(whole.trained_on) <= 4, "what was done is not done again"
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(again, whole.trained_on[-len(again) :], strict=True)
+    )
+    assert len(killed.trained_on) + len(again) - len(whole.trained_on) <= 4, (
+        "what was done is not done again"
+    )
     assert torch.equal(resumed.drawn[0], whole.drawn[0])
     assert resumed.drawn[1] == whole.drawn[1]
     moments = [brain.optimizer.state_dict()["state"] for brain in (resumed, whole)]
-    assert all(torch.equal(moments[0][n]["momentum_buffer"], moments[1][n]["momentum_buffer"]) for n in moments[1])
+    assert all(
+        torch.equal(moments[0][n]["momentum_buffer"], moments[1][n]["momentum_buffer"])
+        for n in moments[1]
+    )
 
 
 def test_a_script_that_is_done_does_nothing_in_either_call(tmp_path, caplog):
@@ -233,7 +253,10 @@ def test_nominal_epochs_go_on_in_their_stream_from_call_to_call(tmp_path, first,
     resumed = start(tmp_path / "killed", nominal, **options)
     assert_same(weights(resumed), weights(whole))
     again = resumed.trained_on
-    assert all(torch.equal(one, other) for one, other in zip(again, whole.trained_on[-len(again) :], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(again, whole.trained_on[-len(again) :], strict=True)
+    )
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
 
 
@@ -246,10 +269,15 @@ def test_calls_after_one_that_a_limit_ends_inside_of_an_epoch_leave_its_place_al
         brain.checkpointer.save_and_keep_only()
 
     whole = start(tmp_path / "whole", with_a_save)
-    parts = [start(tmp_path / "parts", with_a_save, optimizer_step_limit=limit) for limit in (4, 4, 20, None)]
+    parts = [
+        start(tmp_path / "parts", with_a_save, optimizer_step_limit=limit)
+        for limit in (4, 4, 20, None)
+    ]
     assert [one.optimizer_step for one in parts] == [4, 4, 20, whole.optimizer_step]
     assert_same(weights(parts[-1]), weights(whole))
-    assert torch.equal(torch.cat([row for one in parts for row in one.trained_on]), torch.cat(whole.trained_on))
+    assert torch.equal(
+        torch.cat([row for one in parts for row in one.trained_on]), torch.cat(whole.trained_on)
+    )
     second = parts[0].results[1]
     assert (second.reason, second.epochs, second.optimizer_steps) == ("optimizer_step_limit", 0, 4)
     assert second.newest_checkpoint == parts[0].results[0].newest_checkpoint

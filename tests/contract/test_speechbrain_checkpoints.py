@@ -1,8 +1,9 @@
-"""Directories that SpeechBrain has written: a run goes on from them, and the command line understands them.
+"""Directories that SpeechBrain has written: a run goes on from them, and the command line
+understands them.
 
-They are written here by hand, as SpeechBrain 1.0.3, 1.1.0 and 1.1.2 write them (compared with real ones of the same
-recipe: the three differ in nothing but which meta they can read again), and as 0.5 did, whose ``brain.ckpt`` has no
-``optimizer_step``.
+They are written here by hand, as SpeechBrain 1.0.3, 1.1.0 and 1.1.2 write them (compared with real
+ones of the same recipe: the three differ in nothing but which meta they can read again), and as 0.5
+did, whose ``brain.ckpt`` has no ``optimizer_step``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from .recipes import QUIET, Regression, assert_same, linear, points
 VERSIONS = ("0.5.16", "1.0.3", "1.1.0", "1.1.2")
 BATCHES = 5  # of an epoch: ten samples, two at a time
 
-# What yaml.dump of SpeechBrain 1.0 made of numpy.float64(0.5) under numpy 1 and 2, of a tuple and of a path.
+# What yaml.dump of SpeechBrain 1.0 made of numpy.float64(0.5) under numpy 1 and 2, of a tuple and
+# of a path.
 NUMPY_SCALAR = """\
 loss: !!python/object/apply:{module}.multiarray.scalar
 - !!python/object/apply:numpy.dtype
@@ -74,7 +76,7 @@ loss: !!python/object/apply:torch._utils._rebuild_tensor_v2
 """
 
 
-# ------------------------------------------------------------------------------------------- what recipes have
+# -------------------------------------------------------------------------------- what recipes have
 
 
 @register_checkpoint_hooks
@@ -133,7 +135,9 @@ class Recipe(Regression):
                 "epoch": epoch,
                 "step": self.step,
                 "optimizer_step": self.optimizer_step,
-                "weights": {name: value.clone() for name, value in self.raw_modules.net.state_dict().items()},
+                "weights": {
+                    name: value.clone() for name, value in self.raw_modules.net.state_dict().items()
+                },
                 "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             }
 
@@ -154,8 +158,12 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.05)
 
 
-def write_speechbrain(folder, name, source, *, epoch, unixtime, step=0, version="1.1.2", meta="", **files):
-    """Write one directory, file by file in SpeechBrain's order: the meta first. Without ``step``: an epoch's end."""
+def write_speechbrain(
+    folder, name, source, *, epoch, unixtime, step=0, version="1.1.2", meta="", **files
+):
+    """Write one directory, file by file in SpeechBrain's order: the meta first. Without ``step``:
+    an epoch's end.
+    """
     path = folder / f"CKPT+{name}"
     path.mkdir(parents=True)
     intra = bool(step)
@@ -166,9 +174,15 @@ def write_speechbrain(folder, name, source, *, epoch, unixtime, step=0, version=
     (path / "counter.ckpt").write_text(str(epoch))
     metrics = {"hyperparam_value": 0.025, "metric_values": [0.75, 0.5], "current_patient": 1}
     torch.save(metrics, path / "scheduler.ckpt")
-    torch.save({"count": 40, "glob_mean": torch.ones(3), "spk_dict_mean": {}}, path / "normalizer.ckpt")
+    torch.save(
+        {"count": 40, "glob_mean": torch.ones(3), "spk_dict_mean": {}}, path / "normalizer.ckpt"
+    )
     torch.save(source.optimizer.state_dict(), path / "optimizer.ckpt")
-    brain = {"avg_train_loss": 0.25 if intra else 0.0, "optimizer_step": BATCHES * (epoch - intra) + step, "step": step}
+    brain = {
+        "avg_train_loss": 0.25 if intra else 0.0,
+        "optimizer_step": BATCHES * (epoch - intra) + step,
+        "step": step,
+    }
     if version.startswith("0."):
         del brain["optimizer_step"]
     (path / "brain.ckpt").write_text(yaml.dump(brain))
@@ -190,7 +204,12 @@ def go_on(folder, *, epochs=4, wrap=None, kwargs=None, **run_opts):
     checkpointer = Checkpointer(folder, recoverables)
     brain = Recipe({"net": net}, adam, None, {**QUIET, **run_opts}, checkpointer)
     data = points(2 * BATCHES)
-    brain.fit(counter, data, None, train_loader_kwargs={"batch_size": 2, "shuffle": True} if kwargs is None else kwargs)
+    brain.fit(
+        counter,
+        data,
+        None,
+        train_loader_kwargs={"batch_size": 2, "shuffle": True} if kwargs is None else kwargs,
+    )
     return brain
 
 
@@ -206,19 +225,28 @@ def folder(tmp_path):
     return tmp_path / "save"
 
 
-# ------------------------------------------------------------------------------------------- going on
+# ----------------------------------------------------------------------------------------- going on
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_run_goes_on_from_the_end_of_an_epoch(folder, caplog, version):
     source = Source()
-    write_speechbrain(folder, "2025-04-07+10-00-00+00", Source(2), epoch=1, unixtime=1744020000.5, version=version)
     write_speechbrain(
-        folder, "2025-04-07+11-00-00+00", source, epoch=2, unixtime=1744023600.5, version=version, meta="loss: 0.5\n"
+        folder, "2025-04-07+10-00-00+00", Source(2), epoch=1, unixtime=1744020000.5, version=version
+    )
+    write_speechbrain(
+        folder,
+        "2025-04-07+11-00-00+00",
+        source,
+        epoch=2,
+        unixtime=1744023600.5,
+        version=version,
+        meta="loss: 0.5\n",
     )
     with caplog.at_level(logging.WARNING, "ddpkit"):
         brain = go_on(folder)
-    assert [one for one in caplog.messages if "fit has saved nothing" not in one] == []  # no manifest is no fault
+    # no manifest is no fault
+    assert [one for one in caplog.messages if "fit has saved nothing" not in one] == []
     assert (brain.start["epoch"], brain.start["step"]) == (3, 0)
     assert brain.start["optimizer_step"] == (0 if version.startswith("0.") else 2 * BATCHES)
     assert_same(brain.start["weights"], source.net.state_dict())
@@ -226,13 +254,18 @@ def test_a_run_goes_on_from_the_end_of_an_epoch(folder, caplog, version):
     others = brain.checkpointer.recoverables
     assert (others["scheduler"].hyperparam_value, others["scheduler"].current_patient) == (0.025, 1)
     assert others["scheduler"].metric_values == [0.75, 0.5]
-    assert (others["normalizer"].count, others["normalizer"].glob_mean.tolist()) == (40, [1.0, 1.0, 1.0])
+    assert (others["normalizer"].count, others["normalizer"].glob_mean.tolist()) == (
+        40,
+        [1.0, 1.0, 1.0],
+    )
     assert len(brain.trained_on) == 2 * BATCHES
     assert brain.optimizer_step == brain.start["optimizer_step"] + 2 * BATCHES
 
 
 def test_training_from_there_is_training_from_that_state(folder):
-    """The epoch after it, batch by batch, is what bare torch makes of the saved weights and the saved Adam."""
+    """The epoch after it, batch by batch, is what bare torch makes of the saved weights and the
+    saved Adam.
+    """
     source = Source()
     write_speechbrain(folder, "a", source, epoch=2, unixtime=1.5)
     brain = go_on(folder, epochs=3, max_grad_norm=0)
@@ -249,7 +282,9 @@ def test_training_from_there_is_training_from_that_state(folder):
 @pytest.mark.parametrize(("factor", "step"), [(1, 3), (2, 2), (2, 4)])
 @pytest.mark.parametrize("version", ["0.5.16", "1.1.2"])
 def test_a_run_goes_on_from_the_middle_of_an_epoch(folder, caplog, version, factor, step):
-    """The epoch is done to its end with as many batches as were left; that they are others is said."""
+    """The epoch is done to its end with as many batches as were left; that they are others is
+    said.
+    """
     source = Source()
     write_speechbrain(folder, "b", source, epoch=3, unixtime=2.5, step=step, version=version)
     write_speechbrain(folder, "a", Source(2), epoch=2, unixtime=1.5, version=version)
@@ -287,9 +322,13 @@ def test_weights_saved_through_a_wrapper(folder, prefix):
 
 
 def test_a_looped_loader_takes_its_three_numbers(folder):
-    """Two batches of the nominal epoch were done, and seven in all: the third of the second pass is next."""
+    """Two batches of the nominal epoch were done, and seven in all: the third of the second pass is
+    next.
+    """
     (folder / "CKPT+a").mkdir(parents=True)
-    (folder / "CKPT+a" / "CKPT.yaml").write_text("# yamllint disable\nend-of-epoch: false\nunixtime: 1.5\n")
+    (folder / "CKPT+a" / "CKPT.yaml").write_text(
+        "# yamllint disable\nend-of-epoch: false\nunixtime: 1.5\n"
+    )
     (folder / "CKPT+a" / "loader.ckpt").write_text("2\n7\n14\n")
     looped = LoopedLoader(make_dataloader(list(range(10)), batch_size=2), 4)
     Checkpointer(folder, {"loader": looped}).recover_if_possible()
@@ -299,8 +338,12 @@ def test_a_looped_loader_takes_its_three_numbers(folder):
 
 
 @pytest.mark.parametrize(("end_of_epoch", "following"), [("true", 4), ("false", 3)])
-def test_a_stopper_takes_over_the_epoch_which_is_all_that_was_saved_of_it(folder, caplog, end_of_epoch, following):
-    """SpeechBrain's stopper is saved by the hooks of the plain counter: its own are not registered."""
+def test_a_stopper_takes_over_the_epoch_which_is_all_that_was_saved_of_it(
+    folder, caplog, end_of_epoch, following
+):
+    """SpeechBrain's stopper is saved by the hooks of the plain counter: its own are not
+    registered.
+    """
     (folder / "CKPT+a").mkdir(parents=True)
     (folder / "CKPT+a" / "CKPT.yaml").write_text(f"end-of-epoch: {end_of_epoch}\nunixtime: 1.5\n")
     (folder / "CKPT+a" / "counter.ckpt").write_text("3")
@@ -313,7 +356,8 @@ def test_a_stopper_takes_over_the_epoch_which_is_all_that_was_saved_of_it(folder
     for epoch in stopper:
         epochs.append(epoch)
         stopper.update_metric(1.0)
-    assert epochs == [following, following + 1, following + 2]  # the first is the best, then two without improvement
+    # the first is the best, then two without improvement
+    assert epochs == [following, following + 1, following + 2]
 
 
 def test_a_loader_that_was_not_begun_begins(folder):
@@ -331,7 +375,9 @@ def test_a_loader_that_was_not_begun_begins(folder):
 def test_meta_with_the_tags_of_older_versions(folder, module):
     """SpeechBrain 1.1.2 itself can no longer read these."""
     write_speechbrain(folder, "a", Source(), epoch=1, unixtime=1.5, meta="loss: 0.75\n")
-    write_speechbrain(folder, "b", Source(), epoch=2, unixtime=2.5, meta=NUMPY_SCALAR.format(module=module))
+    write_speechbrain(
+        folder, "b", Source(), epoch=2, unixtime=2.5, meta=NUMPY_SCALAR.format(module=module)
+    )
     checkpointer = Checkpointer(folder, {})
     best = checkpointer.find_checkpoint(min_key="loss")
     assert best.path.name == "CKPT+b"
@@ -342,7 +388,10 @@ def test_a_metric_that_cannot_be_read_without_running_code_ranks_worst(folder):
     write_speechbrain(folder, "a", Source(), epoch=1, unixtime=1.5, meta="loss: 0.75\n")
     write_speechbrain(folder, "b", Source(), epoch=2, unixtime=2.5, meta=TENSOR)
     checkpointer = Checkpointer(folder, {})
-    assert [one.path.name for one in checkpointer.find_checkpoints(min_key="loss")] == ["CKPT+a", "CKPT+b"]
+    assert [one.path.name for one in checkpointer.find_checkpoints(min_key="loss")] == [
+        "CKPT+a",
+        "CKPT+b",
+    ]
     newest = checkpointer.find_checkpoint()
     assert newest.path.name == "CKPT+b"
     assert isinstance(newest.meta["loss"], UnreadableValue)
@@ -377,7 +426,9 @@ def empty(path):
     ],
 )
 def test_what_is_damaged_is_said_and_the_one_before_is_used(folder, caplog, name, break_it):
-    """What a kill while saving leaves, and what a bad disk does: files without a manifest tell that much."""
+    """What a kill while saving leaves, and what a bad disk does: files without a manifest tell that
+    much.
+    """
     source = Source()
     write_speechbrain(folder, "a", source, epoch=1, unixtime=1.5)
     newest = write_speechbrain(folder, "b", Source(2), epoch=2, unixtime=2.5)
@@ -394,29 +445,45 @@ def test_what_is_damaged_is_said_and_the_one_before_is_used(folder, caplog, name
 
 
 def test_a_save_that_was_killed_before_all_files_were_there_is_an_error_that_names_the_file(folder):
-    """Nobody can tell such a directory from one that never had the file: it is said, and nothing is trained."""
+    """Nobody can tell such a directory from one that never had the file: it is said, and nothing is
+    trained.
+    """
     write_speechbrain(folder, "a", Source(), epoch=1, unixtime=1.5)
     newest = write_speechbrain(folder, "b", Source(), epoch=2, unixtime=2.5)
     (newest / "optimizer.ckpt").unlink()
-    with pytest.raises(CheckpointError, match=r"CKPT\+b has no file for the recoverable 'optimizer'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"CKPT\+b has no file for the recoverable "
+        r"'optimizer'",
+    ):
         go_on(folder)
 
 
-# ------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 
 
 def test_the_command_line_understands_them(folder, capsys, tmp_path):
-    write_speechbrain(folder, "a", Source(), epoch=1, unixtime=1.5, meta=NUMPY_SCALAR.format(module="numpy._core"))
+    write_speechbrain(
+        folder, "a", Source(), epoch=1, unixtime=1.5, meta=NUMPY_SCALAR.format(module="numpy._core")
+    )
     write_speechbrain(folder, "b", Source(), epoch=2, unixtime=2.5, step=3)
     assert main(["ckpt", "ls", str(folder)]) == 0
     listing = capsys.readouterr().out
     assert "in ?, batch 3" in listing
     assert main(["ckpt", "show", str(folder / "CKPT+a")]) == 0
     shown = capsys.readouterr().out
-    for text in ("loss: 0.5", "4 number(s) in 2 tensor(s): 2 float64", "metric_values: [0.75, 0.5]", "'lr': 0.05"):
+    for text in (
+        "loss: 0.5",
+        "4 number(s) in 2 tensor(s): 2 float64",
+        ("metric_values: [0.75, 0.5]"),
+        ("'lr': 0.05"),
+    ):
         assert text in shown
     assert main(["ckpt", "verify", str(folder)]) == 0
     assert capsys.readouterr().out.count("whole as far as can be told without a manifest") == 2
     output = tmp_path / "mean.pt"
-    assert main(["ckpt", "average", str(folder), "--recoverable", "model", "--output", str(output)]) == 0
+    assert (
+        main(["ckpt", "average", str(folder), "--recoverable", "model", "--output", str(output)])
+        == 0
+    )
     assert_same(torch.load(output, weights_only=True), Source().net.state_dict())

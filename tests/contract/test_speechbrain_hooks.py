@@ -1,4 +1,6 @@
-"""Modules, schedulers and encoders of SpeechBrain keep their state; what cannot be kept is told before training."""
+"""Modules, schedulers and encoders of SpeechBrain keep their state; what cannot be kept is told
+before training.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_a_recipe_with_such_a_module_goes_on_with_its_state(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_an_asynchronous_save_holds_is_what_was_there_when_it_was_asked_for(tmp_path, asynchronous):
+def test_what_an_asynchronous_save_holds_is_what_was_there_when_it_was_asked_for(
+    tmp_path, asynchronous
+):
     norm = Normalization()
     norm.count = 3
     checkpointer = Checkpointer(tmp_path, {"norm": norm})
@@ -70,10 +74,15 @@ class Unloadable:
         path.write_text("")
 
 
-@pytest.mark.parametrize(("thing", "words"), [(object(), "cannot be saved"), (Unloadable(), "cannot be loaded")])
+@pytest.mark.parametrize(
+    ("thing", "words"), [(object(), "cannot be saved"), (Unloadable(), ("cannot be loaded"))]
+)
 class TestWhatCannotBeKeptIsToldBeforeTraining:
     def test_when_the_checkpointer_is_made(self, tmp_path, thing, words):
-        with pytest.raises(CheckpointError, match=f"'thing', of type {type(thing).__name__}, {words}.*mark_as_loader"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"'thing', of type {type(thing).__name__}, {words}.*mark_as_loader",
+        ):
             Checkpointer(tmp_path, {"thing": thing})
 
     def test_when_it_is_added(self, tmp_path, thing, words):

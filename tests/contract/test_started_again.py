@@ -1,4 +1,6 @@
-"""What a run says and does when it is started again with something changed, or with nothing left to do."""
+"""What a run says and does when it is started again with something changed, or with nothing left to
+do.
+"""
 
 from __future__ import annotations
 

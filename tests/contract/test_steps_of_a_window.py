@@ -1,4 +1,6 @@
-"""One number for optimizer steps: however often a fit_batch of the recipe's own steps in a window, it counts once."""
+"""One number for optimizer steps: however often a fit_batch of the recipe's own steps in a window,
+it counts once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ DECAY = 0.5
 
 
 class Gan(SHOWN["Gan"]):
-    """The page's example; notes its steps and its weights after each batch, and dies where it is told to."""
+    """The page's example; notes its steps and its weights after each batch, and dies where it is
+    told to.
+    """
 
     dies_at = None
 
@@ -68,7 +72,9 @@ def fit(brain, epochs=(1, 2)):
 
 
 def average_of(states, start):
-    """Return the moving average after these states, from the first one on, as PyTorch's own average does it."""
+    """Return the moving average after these states, from the first one on, as PyTorch's own average
+    does it.
+    """
     average = [one.clone() for one in states[0]] if start is None else start
     for state in states[1:] if start is None else states:
         average = [DECAY * old + (1 - DECAY) * new for old, new in zip(average, state, strict=True)]

@@ -57,7 +57,10 @@ GIVEN = {
     ),
     "loaders by name": (
         lambda: {"one": loader(), "other": loader()},
-        "the data is a dict of loaders with the keys 'one', 'other': give one loader.* IterableDataset",
+        (
+            "the data is a dict of loaders with the keys 'one', 'other': give one loader.* "
+            "IterableDataset"
+        ),
     ),
     "loaders": (lambda: [loader(), loader()], "the data is a list of 2 loaders: give one loader"),
     "datasets": (
@@ -115,5 +118,9 @@ def test_an_argument_that_no_loader_takes_is_named_with_a_close_one(call):
         "fit": lambda: brain.fit([1], data, train_loader_kwargs={"batch_size": 2, "shuffel": True}),
         "evaluate": lambda: brain.evaluate(data, test_loader_kwargs={"batchsize": 2}),
     }
-    with pytest.raises(ConfigError, match=r"(shuffel=True|batchsize=2)\. Did you mean '(shuffle|batch_size)'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(shuffel=True|batchsize=2)\. Did you mean "
+        r"'(shuffle|batch_size)'\?",
+    ):
         give[call]()

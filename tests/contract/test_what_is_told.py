@@ -1,4 +1,6 @@
-"""What a person is told without asking: what becomes of gradients, what is trained on how much, where it is kept."""
+"""What a person is told without asking: what becomes of gradients, what is trained on how much,
+where it is kept.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def events(tmp_path):
 
 def rows(caplog):
     """Return the rows of all blocks that were printed, by name."""
-    texts = [record.getMessage() for record in caplog.records if record.name == "ddpkit.run.preflight"]
+    texts = [
+        record.getMessage() for record in caplog.records if record.name == "ddpkit.run.preflight"
+    ]
     return block_rows("\n".join(texts))
 
 
-# ---------------------------------------------------------------------------------------------- the block
+# ---------------------------------------------------------------------------------------- the block
 
 
 def test_the_start_says_what_optimizes_and_what_is_validated(caplog, tmp_path, monkeypatch):
@@ -62,7 +66,10 @@ def test_the_start_says_each_groups_learning_rate_and_each_optimizers(caplog):
         def init_optimizers(self):
             net = self.modules.net
             groups = [{"params": [net.bias], "lr": 0.1}, {"params": [net.weight], "lr": 0.01}]
-            self.optimizers_dict = {"sgd": torch.optim.SGD(groups), "adam": torch.optim.Adam([net.bias], lr=0.5)}
+            self.optimizers_dict = {
+                "sgd": torch.optim.SGD(groups),
+                "adam": torch.optim.Adam([net.bias], lr=0.5),
+            }
 
     class Single(Regression):
         def init_optimizers(self):
@@ -76,7 +83,7 @@ def test_the_start_says_each_groups_learning_rate_and_each_optimizers(caplog):
     assert "valid set" not in rows(caplog)
 
 
-# ---------------------------------------------------------------------------------------------- where it is
+# -------------------------------------------------------------------------------------- where it is
 
 
 def here():
@@ -107,7 +114,12 @@ def test_a_table_says_what_fit_and_evaluate_do_before_their_first_stage(tmp_path
 
     def run(epochs):
         counter = EpochCounter(epochs)
-        brain = make(Placed, net=Recovering(3, 1).double(), folder=tmp_path, recoverables={"counter": counter})
+        brain = make(
+            Placed,
+            net=Recovering(3, 1).double(),
+            folder=tmp_path,
+            recoverables={"counter": counter},
+        )
         brain.fit(counter, points(2), points(2), train_loader_kwargs={"batch_size": 2})
         brain.checkpointer.save_checkpoint()
         return brain
@@ -125,17 +137,26 @@ def test_a_table_says_what_fit_and_evaluate_do_before_their_first_stage(tmp_path
     places.clear()
     brain.evaluate(points(2))
     before = "in evaluate, before the first stage"
-    assert places == [f"{before}: making the loader of TEST", f"{before}: recovering a checkpoint", before]
+    assert places == [
+        f"{before}: making the loader of TEST",
+        (f"{before}: recovering a checkpoint"),
+        before,
+    ]
     assert here() == ""
 
 
-# ---------------------------------------------------------------------------------------------- clipping
+# ----------------------------------------------------------------------------------------- clipping
 
 
 def steep(number, large):
-    """Return samples of which the first ``large`` have gradients far beyond 5, and the others hardly any."""
+    """Return samples of which the first ``large`` have gradients far beyond 5, and the others
+    hardly any.
+    """
     data = points(number)
-    return [(x * (1000 if n < large else 1e-9), y * (1 if n < large else 1e-9)) for n, (x, y) in enumerate(data)]
+    return [
+        (x * (1000 if n < large else 1e-9), y * (1 if n < large else 1e-9))
+        for n, (x, y) in enumerate(data)
+    ]
 
 
 class Telling(Regression):
@@ -151,7 +172,10 @@ def test_the_start_says_that_gradients_are_clipped_and_the_epoch_how_often(caplo
     data = steep(8, large=2)
     brain.fit([1, 2], data, data, train_loader_kwargs={"batch_size": 1})
     assert rows(caplog)["clipping"] == "gradient norm at most 5.0 (--max_grad_norm)"
-    said = "epoch %d: the gradients of 2 of 8 optimizer steps were clipped to norm 5.0 (--max_grad_norm)."
+    said = (
+        "epoch %d: the gradients of 2 of 8 optimizer steps were clipped to norm 5.0 "
+        "(--max_grad_norm)."
+    )
     assert [said % 1 in caplog.messages, said % 2 in caplog.messages] == [True, True]
     assert brain.shares == [0.25, 0.25]
     stages = [event for event in events() if event["event"] == "stage"]
@@ -189,7 +213,9 @@ def test_a_test_is_written_with_the_epoch_and_the_steps_of_its_weights(events, t
 
 
 def test_the_share_of_clipped_steps_is_that_of_torch_by_hand(events):
-    """Plain linear regression by hand, with torch's own clipping: the same number of steps is clipped."""
+    """Plain linear regression by hand, with torch's own clipping: the same number of steps is
+    clipped.
+    """
     data, clipped = [(3 * x, y) for x, y in points(40)], 0
     brain = make(opt=sgd(lr=0.01), max_grad_norm=7.0)
     twin = torch.nn.Linear(3, 1).double()
@@ -237,7 +263,13 @@ def test_the_share_of_an_epoch_that_was_resumed_is_that_of_the_whole_epoch(tmp_p
 
     def run(folder, killed_at=None):
         counter = EpochCounter(2)
-        brain = make(Mortal, opt=sgd(lr=1e-9), folder=folder, recoverables={"counter": counter}, ckpt_interval_steps=1)
+        brain = make(
+            Mortal,
+            opt=sgd(lr=1e-9),
+            folder=folder,
+            recoverables={"counter": counter},
+            ckpt_interval_steps=1,
+        )
         brain.killed_at = killed_at
         brain.fit(counter, steep(8, large=3), train_loader_kwargs={"batch_size": 1})
 
@@ -249,7 +281,9 @@ def test_the_share_of_an_epoch_that_was_resumed_is_that_of_the_whole_epoch(tmp_p
     assert shares == [3 / 8] * 4
 
 
-@pytest.mark.parametrize(("norm", "max_norm", "clipped"), [(3, 5.0, False), (5, 5.0, False), (6, 5.0, True)])
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "clipped"), [(3, 5.0, False), (5, 5.0, False), (6, 5.0, True)]
+)
 def test_a_step_that_is_skipped_or_within_the_norm_is_not_clipped(norm, max_norm, clipped):
     for value in (float(norm), math.inf):
         weight = torch.nn.Parameter(torch.zeros(1))
@@ -258,7 +292,9 @@ def test_a_step_that_is_skipped_or_within_the_norm_is_not_clipped(norm, max_norm
         assert result.clipped is (clipped and result.stepped)
 
 
-@pytest.mark.parametrize(("size", "words"), [(1, "1 sample in 1 batch of 1"), (2, "2 samples in 2 batches of 1")])
+@pytest.mark.parametrize(
+    ("size", "words"), [(1, "1 sample in 1 batch of 1"), (2, ("2 samples in 2 batches of 1"))]
+)
 def test_the_block_counts_in_english(size, words, caplog):
     caplog.set_level("INFO", logger="ddpkit")
     make().fit([1], points(6), points(size), valid_loader_kwargs={"batch_size": 1})
@@ -277,7 +313,7 @@ def test_clipping_is_said_once_where_logging_is_not_set_up(tmp_path):
         options = {"device": "cpu", "noprogressbar": True}
         brain = Steep({"net": torch.nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=1e-3), run_opts=options)
         brain.fit(range(1, 4), data)
-    """
+    """  # noqa: E501
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
     run = Run(python("train.py"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err

@@ -1,4 +1,6 @@
-"""A model, or a part of it, that is not trained: told by name after the first step, or an error where nothing is."""
+"""A model, or a part of it, that is not trained: told by name after the first step, or an error
+where nothing is.
+"""
 
 from __future__ import annotations
 
@@ -139,12 +141,18 @@ class StepsUnseen(OfACopy):
     [
         (
             OfACopy,
-            r"depends on net.weight, net.bias of `modules`, and none of that is in the optimizer: optimizer. 2 of",
+            (
+                r"depends on net.weight, net.bias of `modules`, and none of that is in the "
+                r"optimizer: optimizer. 2 of"
+            ),
         ),
         (own_batch(OfACopy), r"depends on net.weight, net.bias of `modules`"),
         (
             AllOutside,
-            r"depends on self.backbone \(2 parameter\(s\)\), and none of that is in the optimizer: opt_class",
+            (
+                r"depends on self.backbone \(2 parameter\(s\)\), and none of that is in the "
+                r"optimizer: opt_class"
+            ),
         ),
         (StepsUnseen, r"In the whole first epoch no parameter of the optimizer got a gradient"),
     ],

@@ -18,7 +18,9 @@ from ddpkit.control import failure
 from ddpkit.errors import MainProcessError, RankFailedError
 from tests.launching import soon
 
-LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+LOST = RuntimeError(
+    "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,9 @@ def test_the_report_is_what_torchrun_reads(report):
     assert stack[0] == "[rank3]: Traceback (most recent call last):"
     assert stack[-4:-2] == ["[rank3]: ValueError: two", "[rank3]: lines"]
     assert re.fullmatch(
-        r"\[rank3\]: rank 3 \(.*\) failed first, at test_failure.py:\d+ in raised: ValueError: two", stack[-2]
+        r"\[rank3\]: rank 3 \(.*\) failed first, at test_failure.py:\d+ in raised: "
+        r"ValueError: two",
+        stack[-2],
     )
     assert [path.name for path in report.parent.iterdir()] == ["error.json"]
 
@@ -101,7 +105,11 @@ def test_the_first_failure_counts_and_is_told_to_the_others(words):
     words[2].fail(ValueError("second"))
     found = [one.first_failure() for one in words]
     assert found[1] is None
-    assert (found[0].rank, found[0].text) == (found[2].rank, found[2].text) == (1, "KeyError: 'first'")
+    assert (
+        (found[0].rank, found[0].text)
+        == (found[2].rank, found[2].text)
+        == (1, ("KeyError: 'first'"))
+    )
 
 
 def test_a_very_long_reason_is_cut(words):
@@ -151,8 +159,15 @@ def test_a_lost_connection_is_explained(words):
     words[1].depart()
     assert "rank 1 came to the end of its script" in str(failure.explained(LOST))
     words[2].fail(ValueError("boom"))
-    assert re.fullmatch(r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(failure.explained(LOST)))
-    for own in (ValueError("own"), RuntimeError("shapes"), MainProcessError("Connection closed by peer"), KeyError()):
+    assert re.fullmatch(
+        r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(failure.explained(LOST))
+    )
+    for own in (
+        ValueError("own"),
+        RuntimeError("shapes"),
+        MainProcessError("Connection closed by peer"),
+        KeyError(),
+    ):
         assert failure.explained(own) is own
 
 
@@ -213,7 +228,8 @@ def test_the_hook_shows_ctrl_c_on_one_line(words, monkeypatch):
 def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda *arguments: None)
     failure.watch_uncaught(words[0])
-    sys.excepthook.process = os.getpid() + 1  # as if this process were a child of the one that set it
+    # as if this process were a child of the one that set it
+    sys.excepthook.process = os.getpid() + 1
     sys.excepthook(ValueError, ValueError("in a child"), None)
     assert words[1].first_failure() is None
     assert failure.PROCESS.failed is None
@@ -238,17 +254,24 @@ def test_an_exception_is_logged_once_though_another_hook_stands_between(report, 
     assert words[0].first_failure().text == "ValueError: boom"
 
 
-# ------------------------------------------------------------------------------------- what has been caught is over
+# --------------------------------------------------------------------- what has been caught is over
 
 
 def progress(step):
     return SimpleNamespace(
-        epoch=1, step=step, optimizer_step=step, seen=SimpleNamespace(stage=SimpleNamespace(name="TRAIN"))
+        epoch=1,
+        step=step,
+        optimizer_step=step,
+        seen=SimpleNamespace(stage=SimpleNamespace(name="TRAIN")),
     )
 
 
 def fail_in_fit(error, step=4):
-    with pytest.raises(type(error)), failure.POSITION.inside(progress(step)), failure.failure_notice():
+    with (
+        pytest.raises(type(error)),
+        failure.POSITION.inside(progress(step)),
+        failure.failure_notice(),
+    ):
         raise error
 
 
@@ -262,7 +285,11 @@ def test_the_place_of_a_failure_is_told_of_that_one_alone():
 def test_the_place_of_a_lost_connection_goes_to_what_is_raised_instead(words):
     failure.watch_uncaught(words[0])
     words[2].fail(ValueError("boom"))
-    with pytest.raises(RankFailedError) as caught, failure.POSITION.inside(progress(7)), failure.failure_notice():
+    with (
+        pytest.raises(RankFailedError) as caught,
+        failure.POSITION.inside(progress(7)),
+        failure.failure_notice(),
+    ):
         raise LOST
     assert Reason.of(0, caught.value, is_final=True).place == "in TRAIN of epoch 1 at step 7"
 

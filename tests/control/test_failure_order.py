@@ -112,7 +112,9 @@ def test_beside_a_rank_that_was_lost_a_failure_is_shown_whole(store):
 
 
 def together(first, others):
-    """Let all end at the same time; return whom the first names, and by whom the others are told."""
+    """Let all end at the same time; return whom the first names, and by whom the others are
+    told.
+    """
     for one in (first, *others):
         one.take_turn(None)
     told = {}

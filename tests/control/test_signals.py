@@ -124,7 +124,9 @@ def test_contexts_may_be_nested():
         with inner.listening():
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-    assert (inner.stop_signal, outer.stop_signal) == (0, signal.SIGTERM), "the inner one hands it to the outer one"
+    assert (inner.stop_signal, outer.stop_signal) == (0, signal.SIGTERM), (
+        "the inner one hands it to the outer one"
+    )
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
@@ -141,7 +143,8 @@ def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error, mon
         assert (inner.stop_signal, inner.save_wanted) == (0, False)
         assert (outer.stop_signal, outer.save_wanted) == (signal.SIGTERM, True)
         assert third.stop_signal == 0, "which had no use for that one"
-        signal.raise_signal(signal.SIGTERM)  # the echo of the one that the inner context has heard: does no harm
+        # the echo of the one that the inner context has heard: does no harm
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_signal_means_what_it_means_to_the_one_who_gets_it():
@@ -173,7 +176,9 @@ def test_contexts_of_one_brain_have_one_memory():
 
 
 def test_a_signal_is_not_lost_at_any_line_of_the_beginning_and_the_end():
-    """Each child gets it one line later, until there is none; nobody acts on it, so it has to interrupt."""
+    """Each child gets it one line later, until there is none; nobody acts on it, so it has to
+    interrupt.
+    """
     script = """
 import os, signal, sys
 from ddpkit.control import SignalListener
@@ -207,11 +212,15 @@ for line in range(1, 1000):
         print(line > 40, code)
         break
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+    )
     assert run.stdout == "True 2\n", run.stderr
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)]
+)
 def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
     script = f"""
 import signal, sys
@@ -224,7 +233,9 @@ except KeyboardInterrupt:
     sys.exit(1)
 print("not here", flush=True)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+    )
     assert (run.returncode, run.stdout) == (code, "the last step\n"), run.stderr
 
 
@@ -241,7 +252,9 @@ finally:
     signal.raise_signal(signal.SIGTERM)
     print("still here", flush=True)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+    )
     assert (run.returncode, run.stdout) == (143, "still here\n"), run.stderr
 
 
@@ -314,11 +327,15 @@ with signals.SignalListener().listening():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux's C library")
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_the_second_signal_is_not_lost_that_came_while_the_main_thread_was_busy_in_c(number):
     """Python tells a main thread of two signals as of one."""
     script = DEAF % number.name
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+    )
     assert run.returncode == 128 + number, run.stderr
     assert "ValueError" not in run.stderr
 
@@ -369,7 +386,8 @@ with SignalListener().listening():
 
 
 def test_a_helper_that_a_script_forks_ends_with_its_own_code():
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS]  # 3.12 warns of threads
+    # 3.12 warns of threads
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "7\n", "")
 
@@ -408,7 +426,9 @@ time.sleep(60)
 
 
 def test_a_script_that_catches_a_stop_is_asked_anew_and_its_end_can_be_hastened():
-    run = subprocess.run([sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, timeout=500, check=False
+    )
     assert (run.returncode, run.stdout.split()) == (143, ["15", "15", "-15"]), run.stderr
 
 
@@ -426,12 +446,19 @@ with signals.SignalListener().listening():
 
 
 def test_a_call_inside_of_another_one_is_not_asked_anew():
-    run = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=50, check=False
+    )
     assert run.returncode == 143, run.stderr
 
 
 @pytest.mark.parametrize(
-    "names", [["SIGTERM", "SIGTERM"], pytest.param(["SIGUSR1", "SIGTERM", "SIGTERM"], marks=pytest.mark.slow)], ids=len
+    "names",
+    [
+        ["SIGTERM", "SIGTERM"],
+        pytest.param(["SIGUSR1", "SIGTERM", "SIGTERM"], marks=pytest.mark.slow),
+    ],
+    ids=len,
 )
 def test_what_ends_a_process_is_the_second_of_its_kind(names):
     """Slurm sends SIGUSR1 as a warning, and SIGTERM at the end."""
@@ -446,7 +473,9 @@ with signals.SignalListener().listening():
         time.sleep(2)
     time.sleep(60)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+    )
     assert (run.returncode, run.stdout.split()) == (143, names), run.stderr
 
 
@@ -463,5 +492,7 @@ except KeyboardInterrupt:
 
 
 def test_a_notebook_is_interrupted_as_ever():
-    run = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=500, check=False
+    )
     assert (run.returncode, run.stdout) == (0, "the next cell\n"), run.stderr

@@ -1,4 +1,6 @@
-"""Workers of every start method: deaf, known to their rank, and no example to a script's own processes."""
+"""Workers of every start method: deaf, known to their rank, and no example to a script's own
+processes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def end_what_was_started():
 
 
 class Looking(Dataset):
-    """Its first item is what its worker does to signals and to a program; it is stuck at its last one."""
+    """Its first item is what its worker does to signals and to a program; it is stuck at its last
+    one.
+    """
 
     def __len__(self):
         return 2
@@ -53,11 +57,15 @@ SAY_AND_SLEEP = "import time; connection.send('here'); time.sleep(600)"
 
 
 def write_stderr_into(path, worker):
-    """A forkserver that an earlier test has started has the stderr of that test, and its workers have it too."""
+    """A forkserver that an earlier test has started has the stderr of that test, and its workers
+    have it too.
+    """
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize(
+    "context", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     stderr = tmp_path / "stderr"
     loader = DataLoader(
@@ -69,7 +77,9 @@ def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     )
     batches = start_loading(loader)
     [process] = batches._workers
-    assert next(batches) == [process.pid, -signal.SIGTERM, -signal.SIGTERM], "what a worker starts is not deaf"
+    assert next(batches) == [process.pid, -signal.SIGTERM, -signal.SIGTERM], (
+        "what a worker starts is not deaf"
+    )
     os.kill(process.pid, signal.SIGTERM)  # as a launcher sends to all
     end = time.monotonic() + 60
     while "in __getitem__" not in stderr.read_text() and time.monotonic() < end:
@@ -80,7 +90,9 @@ def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     process.join(60)
     assert process.exitcode in {-signal.SIGKILL, 255}
     ours, theirs = multiprocessing.get_context(context).Pipe()
-    helper = multiprocessing.get_context(context).Process(target=exec, args=(SAY_AND_SLEEP, {"connection": theirs}))
+    helper = multiprocessing.get_context(context).Process(
+        target=exec, args=(SAY_AND_SLEEP, {"connection": theirs})
+    )
     helper.start()
     try:
         assert ours.recv() == "here"
@@ -113,7 +125,7 @@ class Broken(DataLoader):
         raise OSError("no more processes")
 
 
-def test_the_mask_of_signals_and_the_worker_init_fn_are_those_of_before_also_if_no_worker_can_be_started():
+def test_the_mask_of_signals_and_the_worker_init_fn_are_those_of_before_also_if_no_worker_can_be_started():  # noqa: E501
     loader = Broken(range(3), num_workers=1, worker_init_fn=print)
     with pytest.raises(OSError, match="no more processes"):
         start_loading(loader)

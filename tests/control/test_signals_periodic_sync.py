@@ -130,12 +130,17 @@ def test_an_epoch_of_slow_steps_after_one_of_quick_steps_confers_each_second_at_
 
 
 def test_one_quick_step_before_slow_ones_does_not_put_off_the_next_sync(clock):
-    """As in an evaluation whose data is sorted by length, after one of the same data that was quick."""
+    """As in an evaluation whose data is sorted by length, after one of the same data that was
+    quick.
+    """
     sync = PeriodicSync(list, 1, is_main=True)
     sync.start(0)
     steps_of_syncs(clock, sync, lambda step: 0.0001, 6000)
     sync.start(0)
-    steps = [step for step, _ in steps_of_syncs(clock, sync, lambda step: 0.0001 if step == 1 else 0.1, 40)]
+    steps = [
+        step
+        for step, _ in steps_of_syncs(clock, sync, lambda step: 0.0001 if step == 1 else 0.1, 40)
+    ]
     assert steps[:2] == [1, 3]
     assert steps[2] in {12, 13}, "a second later"
 
@@ -164,11 +169,15 @@ def test_reports(clock):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
-    """Each has a clock of its own, which runs differently; the steps of the syncs must not depend on it."""
+    """Each has a clock of its own, which runs differently; the steps of the syncs must not depend
+    on it.
+    """
     ranks = Ranks(world_size)
 
     def work(rank):
-        sync = PeriodicSync(lambda values: ranks.add_up(rank, values), world_size, is_main=rank == 0)
+        sync = PeriodicSync(
+            lambda values: ranks.add_up(rank, values), world_size, is_main=rank == 0
+        )
         clock.now = 10_000.0 * rank
         reports = []
         for _ in range(2):
@@ -176,7 +185,9 @@ def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
             for step in range(1, 400):
                 clock.now += 0.002 * (rank + 1) + 0.00001 * step
                 if step >= sync.due:
-                    report = sync(step, float(step * rank), float(step), step, Requests(60.0 + step + rank))
+                    report = sync(
+                        step, float(step * rank), float(step), step, Requests(60.0 + step + rank)
+                    )
                     reports.append((report, sync.due))
         return reports
 
@@ -211,13 +222,19 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
 def test_a_wish_of_any_rank_is_told_to_all():
     others = [0.0] * 5 + [1.0] + [0.0] * len(CAUSES)
     sync = PeriodicSync(
-        lambda numbers: [mine + other for mine, other in zip(numbers, others, strict=True)], 2, is_main=True
+        lambda numbers: [mine + other for mine, other in zip(numbers, others, strict=True)],
+        2,
+        is_main=True,
     )
     sync.start(0)
     report = sync(1, 1.0, 1, 1, Requests())
     assert report.save_wanted
     assert not report.stop
     others[6 + CAUSES.index("SIGUSR1")] = 1.0
-    assert sync(2, 1.0, 1, 1, Requests(stop=TIME_LIMIT)).stop == "SIGUSR1", "the first of the causes, on all ranks"
+    assert sync(2, 1.0, 1, 1, Requests(stop=TIME_LIMIT)).stop == "SIGUSR1", (
+        "the first of the causes, on all ranks"
+    )
     assert not PeriodicSync(list, 1, is_main=True)(1, 1.0, 1, 1, Requests()).save_wanted
-    assert PeriodicSync(list, 1, is_main=True)(1, 1.0, 1, 1, Requests(stop="SIGINT")).stop == "SIGINT"
+    assert (
+        PeriodicSync(list, 1, is_main=True)(1, 1.0, 1, 1, Requests(stop="SIGINT")).stop == "SIGINT"
+    )

@@ -16,8 +16,8 @@ GLOO = RuntimeError(
     "[unbound_buffer.cc:129] Timed out waiting 90000ms for recv operation to complete"
 )
 NCCL = dist.DistBackendError(
-    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=1, "
-    "NumelOut=1, Timeout(ms)=90000) ran for 90012 milliseconds before timing out."
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, "
+    "NumelIn=1, NumelOut=1, Timeout(ms)=90000) ran for 90012 milliseconds before timing out."
 )
 
 

@@ -1,4 +1,6 @@
-"""A rank that comes to a collective past its limit of time is named, and not the rank that has waited."""
+"""A rank that comes to a collective past its limit of time is named, and not the rank that has
+waited.
+"""
 
 from __future__ import annotations
 

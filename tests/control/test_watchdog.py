@@ -1,4 +1,6 @@
-"""The watchdog and its heartbeat, with a simulated clock and a store in memory: who is named, and who ends."""
+"""The watchdog and its heartbeat, with a simulated clock and a store in memory: who is named, and
+who ends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit.base import PROCESS, FailureReport, Position, RankStatus, Reason, beat_key, state_and_start, this_place
+from ddpkit.base import (
+    PROCESS,
+    FailureReport,
+    Position,
+    RankStatus,
+    Reason,
+    beat_key,
+    state_and_start,
+    this_place,
+)
 from ddpkit.control.watchdog import (
     BEAT_SECONDS,
     FIRST_BEATS,
@@ -185,7 +196,9 @@ def search(clock, seconds, *ranks, near=()):
 
 
 def elsewhere(*ranks):
-    """Have ranks say that they are on another machine, where nobody can look for their processes."""
+    """Have ranks say that they are on another machine, where nobody can look for their
+    processes.
+    """
     for one in ranks:
         one.heartbeat.machine = "another"
 
@@ -199,7 +212,9 @@ def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, nea
     clock.sleep = lambda seconds: (setattr(clock, "now", clock.now + seconds), one.beat())
     reason = one.await_reason()
     assert (reason.rank, reason.pid, reason.is_final) == (1, os.getpid(), True)
-    assert reason.text.startswith("disappeared in TRAIN of epoch 1 at step 0: it sent no heartbeat for 2 s")
+    assert reason.text.startswith(
+        "disappeared in TRAIN of epoch 1 at step 0: it sent no heartbeat for 2 s"
+    )
     assert clock.now - began < 2.5
     assert not one.heartbeat.is_searching
 
@@ -239,7 +254,9 @@ def test_only_the_first_rank_that_has_lost_a_connection_looks_for_others(clock, 
     def searching():
         return [one.heartbeat.is_searching for one in ranks]
 
-    assert [one.await_reason() for one in ranks] == [None, None], "nobody is accused whom nobody has missed"
+    assert [one.await_reason() for one in ranks] == [None, None], (
+        "nobody is accused whom nobody has missed"
+    )
     assert looked[0] == [True, False]
     assert looked[-1] == [False, False]
     known = ranks[0].await_reason(1)
@@ -254,7 +271,7 @@ def test_nobody_is_accused_who_still_tells(clock, store):
     assert one.report.first_failure() is None
 
 
-# ------------------------------------------------------------------------------------------ the heartbeat
+# ------------------------------------------------------------------------------------ the heartbeat
 
 
 def test_the_first_pulses_come_quicker(clock, store):
@@ -276,7 +293,9 @@ def test_the_first_pulses_come_quicker(clock, store):
 
 
 @pytest.mark.parametrize("world_size", [2, 9])
-def test_a_beat_asks_the_store_three_times_however_many_neighbours_there_are(clock, store, world_size):
+def test_a_beat_asks_the_store_three_times_however_many_neighbours_there_are(
+    clock, store, world_size
+):
     ranks = [Watched(store, rank, world_size) for rank in range(world_size)]
     for one in ranks * 2:
         one.beat()
@@ -290,7 +309,9 @@ class Boom(Exception):
 
 
 @pytest.mark.parametrize("error", [Boom("boom"), RuntimeError("boom"), KeyError("boom")])
-def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s(clock, store, caplog, error):
+def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s(
+    clock, store, caplog, error
+):
     """Nor for the death of this rank, by the others."""
     one, other = Watched(store, 0), Watched(store, 1)
 
@@ -339,7 +360,9 @@ def test_a_store_that_is_gone_ends_the_pulse_and_then_the_run(clock, store, oper
     one.heartbeat.beat_until(threading.Event())
     assert one.heartbeat.store_lost == "Broken pipe"
     pass_time(clock, GRACE_SECONDS + 1, one)
-    assert "was lost with the store on node7:1234, which it held, or the network to it" in one.ended[0]
+    assert (
+        "was lost with the store on node7:1234, which it held, or the network to it" in one.ended[0]
+    )
     assert "is cut (Broken pipe)." in one.ended[0]
     assert "rank 0 (" in one.ended[0]
 
@@ -359,7 +382,9 @@ def test_a_store_that_is_gone_is_asked_no_more(store, monkeypatch):
 
 
 def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monkeypatch):
-    """What torch writes of a lost connection stands above it; afterwards the store is not asked again."""
+    """What torch writes of a lost connection stands above it; afterwards the store is not asked
+    again.
+    """
     monkeypatch.setattr("ddpkit.control.watchdog.QUIET_SECONDS", 30.0)
     monkeypatch.setattr(PROCESS, "failed", None)
     begun, answer, told = threading.Event(), threading.Event(), []
@@ -418,7 +443,9 @@ def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(cl
     assert "no answer for 20 s from the store on" in one.ended[0]
 
 
-@pytest.mark.parametrize(("warning", "timeout", "seconds"), [(30, 1800, 15), (30, 10, 4), (0, 20, 10), (30, 0, 15)])
+@pytest.mark.parametrize(
+    ("warning", "timeout", "seconds"), [(30, 1800, 15), (30, 10, 4), (0, 20, 10), (30, 0, 15)]
+)
 def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
     one = Watched(store)
     one.hang_warning, one.hang_timeout = float(warning), float(timeout)
@@ -428,7 +455,7 @@ def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
     assert one.is_in_trouble()
 
 
-# ------------------------------------------------------------------------------------------ launcher and neighbours
+# -------------------------------------------------------------------------- launcher and neighbours
 
 
 def test_without_its_launcher_the_process_ends(clock, store):
@@ -455,7 +482,9 @@ def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, e
     ranks[0].position.progress.step = 12
     pass_time(clock, GRACE_SECONDS + 1.5, *ranks[:2], beating=ranks[:2])
     for one in ranks[:2]:
-        assert f"rank 2 (node7, pid {ended_process[0]}) disappeared in TRAIN of epoch 1 at step 12" in one.ended[0]
+        assert (
+            f"rank 2 (node7, pid {ended_process[0]}) disappeared in TRAIN of epoch 1 at step 12"
+        ) in one.ended[0]
         assert one.ended[0].startswith(f"rank {one.rank} ends: ")
         assert "it was killed, or has crashed" in one.ended[0]
 
@@ -471,8 +500,12 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     assert one.heartbeat.failure is None
 
 
-def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, store, ended_process):
-    """A rank that waits for it outside of fit must not wait for ever, whoever is named as the reason."""
+def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(
+    clock, store, ended_process
+):
+    """A rank that waits for it outside of fit must not wait for ever, whoever is named as the
+    reason.
+    """
     ranks = [Watched(store, rank, 3, where=position(inside=False)) for rank in range(2)]
     for one in ranks:
         one.beat()
@@ -483,7 +516,7 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
     assert ranks[0].report.first_failure().rank == 2
 
 
-# ------------------------------------------------------------------------------------------ a silent rank, waited for
+# ------------------------------------------------------------------------ a silent rank, waited for
 
 
 def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
@@ -526,18 +559,28 @@ def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_t
         assert reason.is_final
 
 
-def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothing(clock, store, monkeypatch):
-    """One call of its code may keep the interpreter lock for long, and is waited for like any other."""
+def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothing(
+    clock, store, monkeypatch
+):
+    """One call of its code may keep the interpreter lock for long, and is waited for like any
+    other.
+    """
     assert listen(clock, store, (0, 1, 2), 10.0, met=True) is None
-    monkeypatch.setattr("ddpkit.control.watchdog.state_and_start", lambda pid: ("T", state_and_start(pid)[1]))
-    assert listen(clock, store, (0, 1, 2), 10.0, met=True) == 12.0, "one that is stopped is not waited for"
+    monkeypatch.setattr(
+        "ddpkit.control.watchdog.state_and_start", lambda pid: ("T", state_and_start(pid)[1])
+    )
+    assert listen(clock, store, (0, 1, 2), 10.0, met=True) == 12.0, (
+        "one that is stopped is not waited for"
+    )
 
 
 def test_time_in_which_the_store_did_not_answer_is_nobodys_silence(clock, store):
     assert listen(clock, store, (0,), 100.0, seconds=1000, step=200.0) is None
 
 
-def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clock, store, ended_process):
+def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(
+    clock, store, ended_process
+):
     """Its process number means another process here, or none."""
     one = Watched(store)
     Watched(store, 1).beat()
@@ -557,7 +600,7 @@ def test_neighbours_are_met_when_they_come(clock, store):
     assert one.heartbeat.latest[1].beats == 1
 
 
-# ------------------------------------------------------------------------------------------ standing still
+# ----------------------------------------------------------------------------------- standing still
 
 
 def test_a_standstill_is_told_once_and_after_twice_that_time_and_so_on(clock, store, caplog):
@@ -566,7 +609,11 @@ def test_a_standstill_is_told_once_and_after_twice_that_time_and_so_on(clock, st
     for _ in range(130):
         pass_time(clock, 1, one, other, beating=[one, other])
         told.append(len(warnings_in(caplog, "Where the ranks are")))
-    assert [second + 1 for second, number in enumerate(told) if number != (told[second - 1] if second else 0)] == [
+    assert [
+        second + 1
+        for second, number in enumerate(told)
+        if number != (told[second - 1] if second else 0)
+    ] == [
         30,
         60,
         120,
@@ -584,7 +631,9 @@ def test_the_next_standstill_is_told_again(clock, store, caplog):
         assert len(warnings_in(caplog, "No step for 30 s")) == stalls
         one.step()
         pass_time(clock, 20, one, beating=[one])
-        assert len(warnings_in(caplog, "No step for")) == stalls, "steps that take their time are none"
+        assert len(warnings_in(caplog, "No step for")) == stalls, (
+            "steps that take their time are none"
+        )
         one.step()
 
 
@@ -632,7 +681,9 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock, store, capl
 
 
 @pytest.mark.parametrize("how", ["unlimited_calls", "outside"])
-def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(clock, store, caplog, how):
+def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(
+    clock, store, caplog, how
+):
     one = Watched(store, where=position(inside=how != "outside"))
     one.position.unlimited_calls, one.position.waiting = int(how == "unlimited_calls"), False
     pass_time(clock, 2000, one, beating=[one])
@@ -662,19 +713,26 @@ def test_what_the_watch_cannot_see_is_not_taken_for_a_standstill(clock, store, c
     assert len(warnings_in(caplog, "checking the clock failed")) == 1
 
 
-# ------------------------------------------------------------------------------------------ failures of others
+# ------------------------------------------------------------------------------- failures of others
 
 
 @pytest.mark.parametrize(
     ("theirs", "final", "inside", "heard"),
-    [(1, False, True, True), (2, False, True, False), (2, True, True, True), (1, True, False, False)],
+    [
+        (1, False, True, True),
+        (2, False, True, False),
+        (2, True, True, True),
+        (1, True, False, False),
+    ],
 )
 def test_a_failure_is_heard_by_those_in_the_same_session_or_by_all_if_it_is_final(
     clock, store, theirs, final, inside, heard
 ):
     one = Watched(store, where=position(inside=inside))
     Watched(store, 1).beat()
-    FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", "node7", 5, "", "Trace", theirs, is_final=final))
+    FailureReport(store, 1, 2).tell(
+        Reason(1, "Boom: b", "node7", 5, "", "Trace", theirs, is_final=final)
+    )
     pass_time(clock, GRACE_SECONDS + 2, one, beating=[one])
     assert bool(one.ended) == heard
     if heard:
@@ -714,13 +772,18 @@ def test_the_threads_themselves(caplog):
     watch.heartbeat._learn_failure = lambda _: json.loads("no json")
     with caplog.at_level(logging.WARNING):
         watch.start()
-        assert wait_until(lambda: RankStatus.read(store.get(beat_key(0))).beats > 3, 10)  # get waits for the first
+        # get waits for the first
+        assert wait_until(lambda: RankStatus.read(store.get(beat_key(0))).beats > 3, 10)
         watch.stop()
-    assert not {"ddpkit-heartbeat", "ddpkit-watch"} & {thread.name for thread in threading.enumerate()}
+    assert not {"ddpkit-heartbeat", "ddpkit-watch"} & {
+        thread.name for thread in threading.enumerate()
+    }
 
 
 def test_a_process_that_has_failed_says_no_more(monkeypatch):
-    """Its last lines are its error, and not what torch logs of a store that has gone with another process."""
+    """Its last lines are its error, and not what torch logs of a store that has gone with another
+    process.
+    """
     store = HashStore()
     monkeypatch.setattr(PROCESS, "failed", ValueError("boom"))
     watch = Watchdog(FailureReport(store, 0, 1), [0], position=position())
@@ -735,7 +798,8 @@ def test_a_process_that_has_failed_says_no_more(monkeypatch):
 @pytest.mark.parametrize(
     ("here", "there", "says"),
     [
-        (("TRAIN", 2, 9), ("TRAIN", 2, 3), "disappeared in TRAIN of epoch 2 at step 9:"),  # what it told is old
+        # what it told is old
+        (("TRAIN", 2, 9), ("TRAIN", 2, 3), "disappeared in TRAIN of epoch 2 at step 9:"),
         (("VALID", 2, 13), ("VALID", 2, 8), "disappeared in VALID of epoch 2 at step 8:"),
         (("VALID", 2, 13), ("TRAIN", 2, 8), "disappeared in TRAIN of epoch 2 at step 8:"),
         (("", 0, 0), ("", 0, 0), "disappeared:"),

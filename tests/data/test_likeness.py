@@ -33,11 +33,17 @@ def noisy(items, seed):
 
 
 def add(item, noise):
-    return {"x": 0.1 * noise + item["x"], **{name: value for name, value in item.items() if name != "x"}}
+    return {
+        "x": 0.1 * noise + item["x"],
+        **{name: value for name, value in item.items() if name != "x"},
+    }
 
 
 def samples(first, step=1, number=8):
-    return [{"x": torch.full((20,), float(k)), "id": f"s{k}", "label": k % 2} for k in range(first, 99, step)][:number]
+    return [
+        {"x": torch.full((20,), float(k)), "id": f"s{k}", "label": k % 2}
+        for k in range(first, 99, step)
+    ][:number]
 
 
 @dataclass
@@ -98,18 +104,26 @@ def test_an_item_of_any_kind_is_like_itself(item):
 def test_ranks_that_read_parts_of_their_own_differ(make):
     halves = [[make(k) for k in range(rank, 16, 2)] for rank in range(2)]
     assert verdict(*halves) == DIFFERENT
-    assert verdict(*[[make(k) for k in range(8 * rank, 8 * rank + 8)] for rank in range(2)]) == DIFFERENT
+    assert (
+        verdict(*[[make(k) for k in range(8 * rank, 8 * rank + 8)] for rank in range(2)])
+        == DIFFERENT
+    )
 
 
 def test_a_part_is_warned_of_though_labels_agree_by_chance():
     """Every second sample, of which the labels are the same on both ranks."""
-    ranks = [[{"x": torch.full((3,), float(k)), "label": k // 2 % 2} for k in range(rank, 16, 2)] for rank in range(2)]
+    ranks = [
+        [{"x": torch.full((3,), float(k)), "label": k // 2 % 2} for k in range(rank, 16, 2)]
+        for rank in range(2)
+    ]
     assert verdict(*ranks) == OPEN
 
 
 def test_noise_that_nobody_seeded_is_warned_of():
     assert verdict(noisy(samples(0), 1), noisy(samples(0), 2)) == OPEN
-    assert verdict(noisy(samples(0), 1), noisy(samples(8), 2)) == DIFFERENT, "other samples, noise or not"
+    assert verdict(noisy(samples(0), 1), noisy(samples(8), 2)) == DIFFERENT, (
+        "other samples, noise or not"
+    )
 
 
 def test_noise_that_hides_everything_is_a_difference():
@@ -131,7 +145,10 @@ def test_what_rounds_in_another_way_is_the_same():
 
 
 def test_a_folder_of_each_machines_own_is_no_difference():
-    ranks = [[{**one, "path": f"/scratch/node{rank}/{one['id']}"} for one in samples(0)] for rank in range(2)]
+    ranks = [
+        [{**one, "path": f"/scratch/node{rank}/{one['id']}"} for one in samples(0)]
+        for rank in range(2)
+    ]
     assert verdict(*ranks) == SAME
 
 

@@ -20,14 +20,22 @@ from torch.utils.data import (
 )
 
 from ddpkit.data import plan
-from ddpkit.data.plan import CHUNK, SMALL, DealtBatchSampler, Order, PlannedBatchSampler, SamplingPlan, layers
+from ddpkit.data.plan import (
+    CHUNK,
+    SMALL,
+    DealtBatchSampler,
+    Order,
+    PlannedBatchSampler,
+    SamplingPlan,
+    layers,
+)
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import ConcatDatasetBatchSampler
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
-# ---------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -78,7 +86,10 @@ def test_large_worlds_are_covered_exactly_once_and_balanced(world_size, samples,
 
 def test_large_worlds_see_every_index_once():
     samples, world_size = 30_011, 64
-    ranks = [PlannedBatchSampler(samples, 7, rank, world_size, shuffle=True, seed=3) for rank in range(world_size)]
+    ranks = [
+        PlannedBatchSampler(samples, 7, rank, world_size, shuffle=True, seed=3)
+        for rank in range(world_size)
+    ]
     seen = Counter(
         index
         for sampler in ranks
@@ -99,10 +110,16 @@ def test_large_worlds_see_every_index_once():
     drop_last=st.booleans(),
     data=st.data(),
 )
-def test_global_batches_of_several_micro_batches(samples, world_size, whole, pieces, drop_last, data):
+def test_global_batches_of_several_micro_batches(
+    samples, world_size, whole, pieces, drop_last, data
+):
     pieces = min(pieces, whole)
     plan = SamplingPlan(
-        samples, world_size=world_size, global_batch_size=whole, micro_batches=pieces, drop_last=drop_last
+        samples,
+        world_size=world_size,
+        global_batch_size=whole,
+        micro_batches=pieces,
+        drop_last=drop_last,
     )
     found = []
     for batch in range(len(plan)):
@@ -110,8 +127,12 @@ def test_global_batches_of_several_micro_batches(samples, world_size, whole, pie
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         assert sum(map(len, shares)) == plan.total(batch)
         found += [position for share in shares for position in share]
-        step = sum(plan.total(other) for other in range(len(plan)) if other // pieces == batch // pieces)
-        assert step == min(whole, samples - batch // pieces * whole), "an optimizer step is a global batch"
+        step = sum(
+            plan.total(other) for other in range(len(plan)) if other // pieces == batch // pieces
+        )
+        assert step == min(whole, samples - batch // pieces * whole), (
+            "an optimizer step is a global batch"
+        )
     assert found == list(range(samples - samples % whole if drop_last else samples))
     assert len(found) == plan.used_samples
     ends = [0, *itertools.accumulate(plan.total(batch) for batch in range(len(plan)))]
@@ -119,7 +140,9 @@ def test_global_batches_of_several_micro_batches(samples, world_size, whole, pie
     for done in range(samples + 1):
         after = plan.batch_after(done)
         assert ends[after] <= done, "nothing is left out"
-        assert after == len(plan) or done < ends[after + 1], "no more than a part of one batch is done again"
+        assert after == len(plan) or done < ends[after + 1], (
+            "no more than a part of one batch is done again"
+        )
     rank = data.draw(st.integers(0, world_size - 1))
     if not samples:
         return
@@ -139,7 +162,11 @@ def test_global_batches_of_several_micro_batches(samples, world_size, whole, pie
 
 def test_bad_global_batch_sizes():
     for bad in (0, -3, 2.5, True):
-        with pytest.raises(ConfigError, match=r"^global_batch_size=.* is not a positive whole number"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^global_batch_size=.* is not a positive whole "
+            r"number",
+        ):
             SamplingPlan(4, global_batch_size=bad)
     with pytest.raises(ConfigError, match=r"^global_batch_size=3 cannot be divided into 4 batches"):
         SamplingPlan(4, global_batch_size=3, micro_batches=4)
@@ -147,7 +174,11 @@ def test_bad_global_batch_sizes():
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "4", None, True])
 def test_bad_batch_sizes(bad):
-    with pytest.raises(ConfigError, match=r"^batch_size=.* is not a positive whole number: .* Set batch_size to 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^batch_size=.* is not a positive whole number: .* "
+        r"Set batch_size to 1",
+    ):
         SamplingPlan(4, bad)
     with pytest.raises(ValueError, match="batch_size"):
         PlannedBatchSampler(4, bad)
@@ -157,7 +188,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
     assert len(SamplingPlan(5, np.int64(2))) == 3
 
 
-# ----------------------------------------------------------------------------------- planned batches
+# ---------------------------------------------------------------------------------- planned batches
 
 
 @FAST
@@ -172,7 +203,10 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
 )
 def test_planned_batches(size, batch_size, world_size, shuffle, drop_last, keep_step, epoch):
     options = {"shuffle": shuffle, "drop_last": drop_last, "keep_step": keep_step, "seed": 4}
-    samplers = [PlannedBatchSampler(size, batch_size, rank, world_size, **options) for rank in range(world_size)]
+    samplers = [
+        PlannedBatchSampler(size, batch_size, rank, world_size, **options)
+        for rank in range(world_size)
+    ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     batches = [list(sampler) for sampler in samplers]
@@ -186,7 +220,8 @@ def test_planned_batches(size, batch_size, world_size, shuffle, drop_last, keep_
         for sampler, own in zip(samplers, batches, strict=True):
             count = sampler.count(number)
             if number < len(own):
-                assert len(own[number]) == max(count, 1)  # a filler holds one sample and counts none
+                # a filler holds one sample and counts none
+                assert len(own[number]) == max(count, 1)
                 joined += own[number][:count]
             else:
                 assert count == 0
@@ -266,7 +301,10 @@ class Holder:
 
 
 def planned(source, world_size, batch_size=2, **options):
-    return [PlannedBatchSampler(source, batch_size, rank, world_size, **options) for rank in range(world_size)]
+    return [
+        PlannedBatchSampler(source, batch_size, rank, world_size, **options)
+        for rank in range(world_size)
+    ]
 
 
 def dealt(make, world_size, **options):
@@ -275,7 +313,9 @@ def dealt(make, world_size, **options):
 
 def test_d20_a_sampler_may_change_its_length():
     """The plan, the counts and the length follow, in whichever order they are asked for."""
-    ranks = [PlannedBatchSampler(Growing(lambda epoch: 13 - 3 * epoch), 2, rank, 2) for rank in range(2)]
+    ranks = [
+        PlannedBatchSampler(Growing(lambda epoch: 13 - 3 * epoch), 2, rank, 2) for rank in range(2)
+    ]
     for epoch in (1, 2, 3, 4):
         for sampler in ranks:
             sampler.set_epoch(epoch)
@@ -286,7 +326,12 @@ def test_d20_a_sampler_may_change_its_length():
                 start, stop = plan.share(batch, rank)
                 assert sampler.count(batch) == stop - start, "asked before anything else was"
             assert len(sampler) == len(plan)
-        found = [index for own in ranks for number, batch in enumerate(own) for index in batch[: own.count(number)]]
+        found = [
+            index
+            for own in ranks
+            for number, batch in enumerate(own)
+            for index in batch[: own.count(number)]
+        ]
         assert sorted(found) == list(range(100 * epoch, 100 * epoch + size))
         assert ranks[0].source.told == list(range(1, epoch + 1))
 
@@ -298,7 +343,12 @@ def test_d20_a_batch_sampler_may_change_its_length():
         for sampler in ranks:
             sampler.set_epoch(epoch)
         lengths.append(len(ranks[0]))
-        found = [index for own in ranks for number, batch in enumerate(own) for index in batch[: own.count(number)]]
+        found = [
+            index
+            for own in ranks
+            for number, batch in enumerate(own)
+            for index in batch[: own.count(number)]
+        ]
         assert sorted(found) == list(range(100 * epoch, 100 * epoch + 10 + epoch))
     assert lengths == [3, 4, 3]
 
@@ -323,8 +373,13 @@ def test_d18_drop_last_leaves_out_an_incomplete_round():
         [[2, 3], [6, 7], [8]],  # a filler: one sample, which counts nothing
     ]
     ranks = dealt(make, 2, keep_step=False)
-    assert [len(sampler) for sampler in ranks] == [len(list(sampler)) for sampler in ranks] == [3, 2]
-    assert [[sampler.count(number) for number in range(3)] for sampler in ranks] == [[2, 2, 2], [2, 2, 0]]
+    assert (
+        [len(sampler) for sampler in ranks] == [len(list(sampler)) for sampler in ranks] == [3, 2]
+    )
+    assert [[sampler.count(number) for number in range(3)] for sampler in ranks] == [
+        [2, 2, 2],
+        [2, 2, 0],
+    ]
     assert list(planned(SequentialSampler(range(7)), 2, drop_last=True)[1]) == [[2, 3]]
 
 
@@ -377,7 +432,9 @@ RANDOM = {
     "with replacement": lambda: RandomSampler(range(12), replacement=True),
     "own generator": lambda: RandomSampler(range(12), generator=torch.Generator().manual_seed(3)),
     "subset": lambda: SubsetRandomSampler(range(12)),
-    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 13.0), 12, generator=torch.Generator().manual_seed(1)),
+    "weighted": lambda: WeightedRandomSampler(
+        torch.arange(1.0, 13.0), 12, generator=torch.Generator().manual_seed(1)
+    ),
     "numpy": Numpy,
     "python": Python,
 }
@@ -393,7 +450,9 @@ def global_streams():
 
 @pytest.mark.parametrize("kind", RANDOM)
 def test_random_samplers_are_drawn_alike_whatever_the_global_streams(kind):
-    """On every rank, in every process that resumes, and without moving any stream; another epoch, another order."""
+    """On every rank, in every process that resumes, and without moving any stream; another epoch,
+    another order.
+    """
     orders = []
     for world in (4, 5):
         torch.manual_seed(world)
@@ -402,12 +461,21 @@ def test_random_samplers_are_drawn_alike_whatever_the_global_streams(kind):
         torch.rand(world)
         sources = [RANDOM[kind](), RANDOM[kind]()]
         before = global_streams()
-        ranks = [PlannedBatchSampler(source, 3, rank, 2, seed=8) for rank, source in enumerate(sources)]
+        ranks = [
+            PlannedBatchSampler(source, 3, rank, 2, seed=8) for rank, source in enumerate(sources)
+        ]
         for epoch in (1, 2) if world == 4 else (2,):
             for sampler in ranks:
                 sampler.set_epoch(epoch)
             first, second = [list(sampler) for sampler in ranks]
-            orders.append([index for pair in zip(first, second, strict=True) for batch in pair for index in batch])
+            orders.append(
+                [
+                    index
+                    for pair in zip(first, second, strict=True)
+                    for batch in pair
+                    for index in batch
+                ]
+            )
         assert global_streams() == before
     assert orders[0] != orders[1] == orders[2]
     if kind not in {"with replacement", "weighted"}:
@@ -418,7 +486,9 @@ def test_a_generator_of_the_user_keeps_its_seed_and_state():
     def order(seed):
         generator = torch.Generator().manual_seed(seed)
         before = generator.get_state()
-        sampler = DealtBatchSampler(BatchSampler(RandomSampler(range(50), generator=generator), 5, drop_last=False))
+        sampler = DealtBatchSampler(
+            BatchSampler(RandomSampler(range(50), generator=generator), 5, drop_last=False)
+        )
         drawn = list(sampler)
         assert torch.equal(generator.get_state(), before)
         return drawn
@@ -467,7 +537,9 @@ def test_a_sampler_is_drawn_once_an_epoch():
         assert source.drawn == 2
 
 
-@pytest.mark.parametrize("names", [["sampler"], ["batch_sampler"], ["sampler", "batch_sampler", "sampler"]])
+@pytest.mark.parametrize(
+    "names", [["sampler"], ["batch_sampler"], ["sampler", "batch_sampler", "sampler"]]
+)
 def test_set_epoch_reaches_inner_samplers_once(names):
     innermost = Growing()
     outer = innermost
@@ -484,7 +556,11 @@ def test_set_epoch_reaches_inner_samplers_once(names):
 def test_nothing_to_draw():
     sampler = PlannedBatchSampler(Growing(lambda epoch: 3 - epoch), 2)
     sampler.set_epoch(3)
-    with pytest.raises(DataError, match=r"Growing yields nothing in epoch 3: there is no data to train on"):
+    with pytest.raises(
+        DataError,
+        match=r"Growing yields nothing in epoch 3: there is no data "
+        r"to train on",
+    ):
         len(sampler)
     once = DealtBatchSampler(iter([[0], [1]]))
     assert list(once) == [[0], [1]]
@@ -512,21 +588,33 @@ class Endless:
 
 def test_a_sampler_without_an_end_is_an_error_and_no_hang(monkeypatch):
     monkeypatch.setattr(plan, "MOST_DRAWN", 1000)
-    with pytest.raises(DataError, match=r"^Endless seems to have no end: it has yielded 1,001 times\. .* Let it end"):
+    with pytest.raises(
+        DataError,
+        match=r"^Endless seems to have no end: it has yielded 1,001 "
+        r"times\. .* Let it end",
+    ):
         list(PlannedBatchSampler(Endless(), 2))
     known = SubsetRandomSampler(range(3000))
-    assert len(list(PlannedBatchSampler(known, 2))) == 1500, "one that has a len() may be as long as it is"
+    assert len(list(PlannedBatchSampler(known, 2))) == 1500, (
+        "one that has a len() may be as long as it is"
+    )
 
 
 def test_batches_of_any_kind():
     dealt = DealtBatchSampler([(index for index in (1, 2)), (3,)], 0, 1)
     assert list(dealt) == [[1, 2], (3,)]
-    with pytest.raises(DataError, match=r"^list yields a batch without any index in epoch 1: leave empty ones out"):
+    with pytest.raises(
+        DataError,
+        match=r"^list yields a batch without any index in epoch 1: "
+        r"leave empty ones out",
+    ):
         list(DealtBatchSampler([[1], [], [2]], 0, 1))
     once = DealtBatchSampler((batch for batch in [[1], [2]]), 0, 1)
     assert list(once) == [[1], [2]]
     once.set_epoch(2)
-    with pytest.raises(DataError, match="generator yields nothing in epoch 2: .* can be iterated only once"):
+    with pytest.raises(
+        DataError, match="generator yields nothing in epoch 2: .* can be iterated only once"
+    ):
         list(once)
 
 
@@ -543,7 +631,9 @@ def test_what_was_drawn_in_words():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("samples", [1, 7, 12, 30])
 def test_shards_of_a_rank_are_the_batches_of_as_many_ranks_one_after_another(world_size, samples):
-    """Six ranks' batches, on fewer ranks: with global batches in two micro-batches, and user's batches."""
+    """Six ranks' batches, on fewer ranks: with global batches in two micro-batches, and user's
+    batches.
+    """
     inner = BatchSampler(SequentialSampler(range(samples)), 2, drop_last=False)
 
     def planned(rank, world_size, shards):
@@ -564,7 +654,10 @@ def test_shards_of_a_rank_are_the_batches_of_as_many_ranks_one_after_another(wor
             assert [own.count(place) for place in range(len(own))] == [
                 apart[shard].count(number) for number, shard in numbers
             ]
-            total = [sum(own.total(place + one) for one in range(shards)) for place in range(0, len(own), shards)]
+            total = [
+                sum(own.total(place + one) for one in range(shards))
+                for place in range(0, len(own), shards)
+            ]
             assert total == [apart[0].total(number) for number in range(len(apart[0]))]
             own.skip = 1
             assert list(own) == [batches[shard][number] for number, shard in numbers][1:]

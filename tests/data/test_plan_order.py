@@ -21,7 +21,7 @@ def whole(size, seed=1, epoch=1):
     return Order(size, seed, epoch).indices(0, size)
 
 
-# --------------------------------------------------------------------------------------------- orders
+# ------------------------------------------------------------------------------------------- orders
 
 
 def test_small_orders_are_bijections():
@@ -29,7 +29,9 @@ def test_small_orders_are_bijections():
         assert sorted(whole(size)) == list(range(size))
 
 
-@pytest.mark.parametrize("size", [SMALL - 1, SMALL, SMALL + 1, 2**15, 2**16 - 1, 2**16, 2**16 + 1, 10**6])
+@pytest.mark.parametrize(
+    "size", [SMALL - 1, SMALL, SMALL + 1, 2**15, 2**16 - 1, 2**16, 2**16 + 1, 10**6]
+)
 def test_large_orders_are_bijections(size):
     found = np.array(whole(size, seed=3, epoch=2))
     assert found.dtype == np.int64
@@ -49,7 +51,9 @@ def test_seed_and_epoch_matter_independently(size):
 @pytest.mark.parametrize("size", [1000, 20_000])
 def test_successive_epochs_and_seeds_are_uncorrelated(size):
     """Pearson's r of independent permutations has a standard deviation of 1/sqrt(size)."""
-    orders = [whole(size, 1, epoch) for epoch in range(1, 7)] + [whole(size, seed, 1) for seed in range(2, 7)]
+    orders = [whole(size, 1, epoch) for epoch in range(1, 7)] + [
+        whole(size, seed, 1) for seed in range(2, 7)
+    ]
     correlations = np.corrcoef(np.array([*orders, list(range(size))], dtype=float))
     assert np.abs(correlations[~np.eye(len(correlations), dtype=bool)]).max() < 4.5 / size**0.5
     for one, other in itertools.combinations(orders, 2):  # in one place out of `size` on average
@@ -62,17 +66,24 @@ def chi_square(counts, expected):
 
 def test_all_permutations_of_four_are_alike_frequent():
     draws = 12_000
-    found = Counter(tuple(whole(4, seed, epoch)) for seed in range(draws // 100) for epoch in range(100))
+    found = Counter(
+        tuple(whole(4, seed, epoch)) for seed in range(draws // 100) for epoch in range(100)
+    )
     assert len(found) == 24
-    assert chi_square(np.array(list(found.values())), draws / 24) < 49.7  # 23 degrees of freedom, p = 0.001
+    # 23 degrees of freedom, p = 0.001
+    assert chi_square(np.array(list(found.values())), draws / 24) < 49.7
 
 
 def test_values_and_positions_of_a_large_order_are_uniform():
-    """Sixteen by sixteen cells of position and value, and of position and how far the next value is."""
+    """Sixteen by sixteen cells of position and value, and of position and how far the next value
+    is.
+    """
     size, cells = 50_000, 16
     order = np.array(whole(size, 5, 4))
     for values in (order, (np.roll(order, -1) - order) % size, order % cells * (size // cells)):
-        table, _, _ = np.histogram2d(np.arange(size), values, bins=cells, range=[[0, size], [0, size]])
+        table, _, _ = np.histogram2d(
+            np.arange(size), values, bins=cells, range=[[0, size], [0, size]]
+        )
         assert chi_square(table, size / cells**2) < 330  # at most 255 degrees of freedom, p = 0.001
 
 
@@ -148,4 +159,6 @@ def test_neighbours_are_not_neighbours_afterwards(size):
     found = np.concatenate([np.diff(np.array(whole(size, seed))) % size for seed in range(8)])
     counts = np.histogram(found, bins=64, range=(0, size))[0]
     expected = found.size / 64
-    assert ((counts - expected) ** 2 / expected).sum() < 128, "chi-square of 63 degrees: 103 is one in a thousand"
+    assert ((counts - expected) ** 2 / expected).sum() < 128, (
+        "chi-square of 63 degrees: 103 is one in a thousand"
+    )

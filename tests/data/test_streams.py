@@ -1,4 +1,6 @@
-"""Streams and loaders of batches: divided over ranks and workers, every item once, in the same global batches."""
+"""Streams and loaders of batches: divided over ranks and workers, every item once, in the same
+global batches.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from ddpkit.data.streams import StreamShard, is_sharded
 from ddpkit.dataloader import Sharding, deal_batches, is_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors, for short
+# more workers than processors, for short
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Stream(IterableDataset):
-    """The numbers from 1000 * epoch on; divides itself over its loader's workers, as torch's documentation shows."""
+    """The numbers from 1000 * epoch on; divides itself over its loader's workers, as torch's
+    documentation shows.
+    """
 
     def __init__(self, size=10):
         self.size = size
@@ -51,7 +56,9 @@ class Lazy(Stream):
 
 
 class Files(Stream):
-    """Some files with three numbers each, which can be shared out; in the manner of Hugging Face's datasets."""
+    """Some files with three numbers each, which can be shared out; in the manner of Hugging Face's
+    datasets.
+    """
 
     def __init__(self, files):
         super().__init__()
@@ -64,12 +71,15 @@ class Files(Stream):
     def shard(self, num_shards, index, contiguous=True):
         each, more = divmod(len(self.files), num_shards)
         start = index * each + min(index, more)
-        return type(self)(self.files[start : start + each + (index < more)])  # it begins with no epoch
+        # it begins with no epoch
+        return type(self)(self.files[start : start + each + (index < more)])
 
     def __iter__(self):
         worker = get_worker_info()
         files = self.files if worker is None else self.files[worker.id :: worker.num_workers]
-        return iter([1000 * self.epoch + 10 * file + number for file in files for number in range(3)])
+        return iter(
+            [1000 * self.epoch + 10 * file + number for file in files for number in range(3)]
+        )
 
 
 def flat(batches):
@@ -96,7 +106,7 @@ def joined(ranks):
     return [sorted(flat(one)) for one in itertools.zip_longest(*ranks, fillvalue=())]
 
 
-# ------------------------------------------------------------------------------------------- by counting
+# -------------------------------------------------------------------------------------- by counting
 
 
 def test_streams_are_dealt_out_by_counting():
@@ -115,9 +125,14 @@ def test_d5_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size
         alone = over(world_size, cls(size), batch_size=6 // world_size)
         assert joined(alone) == expected
         last = [len(rank[-1]) if rank and len(rank) == len(expected) else 0 for rank in alone]
-        assert not expected or max(last) - min(last) <= 1, "the last one is divided to within one item"
+        assert not expected or max(last) - min(last) <= 1, (
+            "the last one is divided to within one item"
+        )
         for num_workers in (1, 3) if world_size < 3 or size == 13 else ():
-            assert over(world_size, cls(size), batch_size=6 // world_size, num_workers=num_workers) == alone
+            assert (
+                over(world_size, cls(size), batch_size=6 // world_size, num_workers=num_workers)
+                == alone
+            )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -129,11 +144,15 @@ def test_d5_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size
     drop_last=st.booleans(),
 )
 def test_blocks(size, block_size, world_size, workers, drop_last):
-    """Every item once, or all but the incomplete last block; each block with one worker, and fair to the ranks."""
+    """Every item once, or all but the incomplete last block; each block with one worker, and fair
+    to the ranks.
+    """
     seen = Counter()
     end = size - size % block_size if drop_last else size
     for rank in range(world_size):
-        stream = StreamShard(range(size), Sharding(rank, world_size), block_size, drop_last=drop_last)
+        stream = StreamShard(
+            range(size), Sharding(rank, world_size), block_size, drop_last=drop_last
+        )
         for worker in range(workers):
             torch_worker._worker_info = SimpleNamespace(id=worker, num_workers=workers)
             try:
@@ -159,14 +178,17 @@ def test_drop_last_drops_the_same_global_batch_on_every_rank(num_workers):
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_global_batch_that_cannot_be_divided_evenly(num_workers):
     found = [
-        plain(shard(Stream(17), Sharding(rank, 3, global_batch_size=7), num_workers=num_workers)) for rank in range(3)
+        plain(shard(Stream(17), Sharding(rank, 3, global_batch_size=7), num_workers=num_workers))
+        for rank in range(3)
     ]
     assert found == [
         [[0, 3, 6], [7, 10, 13], [14]],
         [[1, 4], [8, 11], [15]],
         [[2, 5], [9, 12], [16]],
     ]
-    with pytest.raises(ConfigError, match="global_batch_size=2 cannot divide a stream: .* every one of 3 processes"):
+    with pytest.raises(
+        ConfigError, match="global_batch_size=2 cannot divide a stream: .* every one of 3 processes"
+    ):
         shard(Stream(), Sharding(0, 3, global_batch_size=2))
 
 
@@ -204,10 +226,14 @@ class Shuffled(Stream):
 
 
 def test_a_stream_that_draws_random_numbers_is_the_same_everywhere():
-    """Law 1: on any number of ranks and workers it has the same order and the same noise; in each epoch another."""
+    """Law 1: on any number of ranks and workers it has the same order and the same noise; in each
+    epoch another.
+    """
 
     def everything(world_size, epoch, **options):
-        ranks = over(world_size, Shuffled(13), epoch, batch_size=6 // world_size, collate_fn=list, **options)
+        ranks = over(
+            world_size, Shuffled(13), epoch, batch_size=6 // world_size, collate_fn=list, **options
+        )
         return joined(ranks)
 
     random.seed(5)
@@ -222,7 +248,9 @@ def test_a_stream_that_draws_random_numbers_is_the_same_everywhere():
 
 
 class Normal(Stream):
-    """Draws an odd number of normal numbers: Python and numpy make two at a time, and keep the second."""
+    """Draws an odd number of normal numbers: Python and numpy make two at a time, and keep the
+    second.
+    """
 
     def __iter__(self):
         for number in range(self.size):
@@ -231,7 +259,9 @@ class Normal(Stream):
 
 @pytest.mark.parametrize("cls", [Shuffled, Normal])
 def test_the_random_streams_of_the_process_go_on_as_if_nothing_had_been_read(cls):
-    """Also where the process has the second of two normal numbers in store, or the stream leaves one there."""
+    """Also where the process has the second of two normal numbers in store, or the stream leaves
+    one there.
+    """
 
     def draw():
         uniform = random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
@@ -248,10 +278,12 @@ def test_the_random_streams_of_the_process_go_on_as_if_nothing_had_been_read(cls
     assert [draw() for _ in shard(cls(5), Sharding(), batch_size=1, collate_fn=list)] == expected
 
 
-# ------------------------------------------------------------------------------------------- its own shards
+# ----------------------------------------------------------------------------------- its own shards
 
 
-@pytest.mark.parametrize("num_workers", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1))])
+@pytest.mark.parametrize(
+    "num_workers", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1))]
+)
 @pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("files", [6, 8])
 def test_streams_that_can_divide_themselves_do(files, world_size, num_workers, caplog):
@@ -273,10 +305,12 @@ def test_o11_too_few_files_are_dealt_out_by_counting(caplog):
     assert over(3, Files([0, 1]), batch_size=1) == [[[0], [10]], [[1], [11]], [[2], [12]]]
     told = [message for message in caplog.messages if "dealt out by counting" in message]
     assert len(set(told)) == 3, "by 2, 4 and 3 processes"
-    assert told[0].startswith("Files is dealt out by counting: 2 processes (ranks x loader workers) read all of it.")
+    assert told[0].startswith(
+        "Files is dealt out by counting: 2 processes (ranks x loader workers) read all of it."
+    )
 
 
-# ------------------------------------------------------------------------------------- divided by their makers
+# -------------------------------------------------------------------------- divided by their makers
 
 
 class Own(Stream):
@@ -317,11 +351,14 @@ def test_pipelines_of_other_packages():
     assert not is_sharded(SimpleNamespace(is_sharded=lambda: True)), "somebody else's word"
 
 
-# ----------------------------------------------------------------------------------------------- epochs
+# ------------------------------------------------------------------------------------------- epochs
 
 
 def test_streams_are_told_the_epoch():
-    for loader in (shard(Stream(2), Sharding(0, 2), batch_size=1), DataLoader(Stream(2), batch_size=1)):
+    for loader in (
+        shard(Stream(2), Sharding(0, 2), batch_size=1),
+        DataLoader(Stream(2), batch_size=1),
+    ):
         set_epoch(loader, 3)
         assert flat(plain(loader))[0] == 3000
     StreamShard([1, 2, 3], Sharding(0, 2)).set_epoch(1)
@@ -333,7 +370,10 @@ def test_shards_are_told_the_epoch(num_workers):
     for epoch in (1, 2):
         set_epoch(loader, epoch)
         start = 1000 * epoch + 20
-        assert plain(loader) == [[start, start + 1, start + 2], [start + 10, start + 11, start + 12]]
+        assert plain(loader) == [
+            [start, start + 1, start + 2],
+            [start + 10, start + 11, start + 12],
+        ]
 
 
 def test_a_stream_in_spawned_workers():
@@ -347,7 +387,9 @@ def test_a_stream_in_spawned_workers():
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_are_told_the_epoch_also_if_they_outlive_it(persistent):
-    loader = shard(Stream(4), Sharding(0, 2), batch_size=1, num_workers=2, persistent_workers=persistent)
+    loader = shard(
+        Stream(4), Sharding(0, 2), batch_size=1, num_workers=2, persistent_workers=persistent
+    )
     for epoch in (1, 2, 5):
         set_epoch(loader, epoch)
         assert flat(plain(loader)) == [1000 * epoch, 1000 * epoch + 2]
@@ -377,7 +419,7 @@ def test_d16_workers_have_seeds_of_their_own_on_every_rank_and_in_every_epoch():
     assert generator.initial_seed() == 3
 
 
-# ----------------------------------------------------------------------------------- ready-made loaders
+# ------------------------------------------------------------------------------- ready-made loaders
 
 
 def test_a_stream_that_was_divided_is_divided_anew_as_a_whole():
@@ -387,7 +429,9 @@ def test_a_stream_that_was_divided_is_divided_anew_as_a_whole():
 
 
 def test_a_ready_made_loader_of_a_stream_keeps_its_settings():
-    ready = DataLoader(Stream(14), 2, drop_last=True, num_workers=2, prefetch_factor=3, persistent_workers=True)
+    ready = DataLoader(
+        Stream(14), 2, drop_last=True, num_workers=2, prefetch_factor=3, persistent_workers=True
+    )
     found = reshard(ready, Sharding(1, 2))
     assert (found.num_workers, found.prefetch_factor, found.persistent_workers) == (2, 3, True)
     assert plain(found) == [[1, 3], [5, 7], [9, 11]]
@@ -401,7 +445,9 @@ def divide_in_worker(worker):
 def test_a_worker_init_fn_that_would_divide_it_again_is_told(monkeypatch):
     # torch gives a worker that has failed so many seconds to end before it terminates it
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
-    loader = shard(Stream(8), Sharding(), batch_size=2, num_workers=1, worker_init_fn=divide_in_worker)
+    loader = shard(
+        Stream(8), Sharding(), batch_size=2, num_workers=1, worker_init_fn=divide_in_worker
+    )
     batches = iter(loader)
     with pytest.raises(AttributeError, match="'StreamShard' object has no attribute 'size'"):
         next(batches)
@@ -409,7 +455,7 @@ def test_a_worker_init_fn_that_would_divide_it_again_is_told(monkeypatch):
     gc.collect()
 
 
-# ------------------------------------------------------------------------------------------ loaders of batches
+# ------------------------------------------------------------------------------- loaders of batches
 
 
 class Batches:
@@ -444,8 +490,15 @@ def test_d5_loaders_of_batches_are_dealt_out(caplog):
     assert list(whole) == list(whole) == ["batch 0", "batch 1"]
     set_epoch(whole, 4)
     assert whole.whole.told == [4]
-    assert list(deal_batches(deal_batches(Batches(4), Sharding(0, 2)), Sharding(1, 2))) == ["batch 1", "batch 3"]
-    with pytest.raises(DataError, match=r"Batches has no length: give .* or batches without arguments"):
+    assert list(deal_batches(deal_batches(Batches(4), Sharding(0, 2)), Sharding(1, 2))) == [
+        ("batch 1"),
+        ("batch 3"),
+    ]
+    with pytest.raises(
+        DataError,
+        match=r"Batches has no length: give .* or batches without "
+        r"arguments",
+    ):
         shard(Batches(2), Sharding(), batch_size=2)
 
 
@@ -501,7 +554,9 @@ def test_a_loader_of_batches_that_shuffles_does_so_alike_everywhere():
             part.set_epoch(epoch)
             random.seed(world_size)  # whatever the process has drawn before
         found = [list(part) for part in parts]
-        return [one for together in itertools.zip_longest(*found) for one in together if one is not None]
+        return [
+            one for together in itertools.zip_longest(*found) for one in together if one is not None
+        ]
 
     assert everything(2, 1) == everything(3, 1) == everything(1, 1)
     assert sorted(number for number, _ in everything(2, 1)) == list(range(9))
@@ -521,7 +576,9 @@ def test_a_loader_that_was_divided_by_its_maker_is_used_as_it_is(kind):
 def test_a_batch_of_a_stream_counts_the_items_that_were_collated(num_workers):
     """Whatever the collate function makes of them."""
     for collate in (list, nothing_that_tells):
-        loader = shard(Stream(7), Sharding(), batch_size=3, collate_fn=collate, num_workers=num_workers)
+        loader = shard(
+            Stream(7), Sharding(), batch_size=3, collate_fn=collate, num_workers=num_workers
+        )
         assert [loader.size_of(batch) for batch in loader] == [3, 3, 1]
 
 

@@ -10,7 +10,9 @@ import sys
 
 from tests.launching import BIN, Run
 
-BLOCK = re.compile(r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 # What differs from one start to the next, or from one machine to the next.
 SET_ASIDE = (
@@ -21,8 +23,9 @@ SET_ASIDE = (
     (re.compile(r"^(  launcher .* on ).*"), r"\1host"),
 )
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
-# Another kind of CPU rounds otherwise, which grows with the steps: so far may a number be from the one that is shown,
-# besides what its last digit leaves open. A number without a point is a count, and the same everywhere.
+# Another kind of CPU rounds otherwise, which grows with the steps: so far may a number be from the
+# one that is shown, besides what its last digit leaves open. A number without a point is a count,
+# and the same everywhere.
 RELATIVE = 1e-2
 
 
@@ -41,7 +44,9 @@ def parted(line):
 
 
 def is_number(printed, shown):
-    """Say whether a number that is printed is the one that is shown: a count exactly, another to its digits."""
+    """Say whether a number that is printed is the one that is shown: a count exactly, another to
+    its digits.
+    """
     mantissa, _, exponent = shown.partition("e")
     if "." not in mantissa:
         return printed == shown
@@ -60,17 +65,25 @@ def compare(shown, run):
     for line in shown:
         wanted = parted(line)
         for stream in streams:
-            place = next((number for number, printed in enumerate(stream) if is_line(printed, wanted)), None)
+            place = next(
+                (number for number, printed in enumerate(stream) if is_line(printed, wanted)), None
+            )
             if place is not None:
                 del stream[: place + 1]
                 break
         else:
-            raise AssertionError(f"{shlex.join(run.command)} does not print: {line}\n{run.out}\n{run.err}")
+            raise AssertionError(
+                f"{shlex.join(run.command)} does not print: {line}\n{run.out}\n{run.err}"
+            )
 
 
 def run(words, shown, folder, **options):
     """Run a command, and see that it prints the lines that are shown."""
-    program = sys.executable if words[0] == "python" else shutil.which(words[0], path=f"{BIN}:{os.defpath}")
+    program = (
+        sys.executable
+        if words[0] == "python"
+        else shutil.which(words[0], path=f"{BIN}:{os.defpath}")
+    )
     run = Run([program, *words[1:]], folder, **options).wait()
     assert run.code == 0, run.tail()
     compare(shown, run)

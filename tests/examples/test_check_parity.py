@@ -13,7 +13,9 @@ from tests.launching import Run, python, torchrun
 
 # Looked for and not imported: importing it takes seconds, in a process that only starts others.
 if importlib.util.find_spec("sklearn") is None:
-    pytest.skip("the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True)
+    pytest.skip(
+        "the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True
+    )
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +39,10 @@ def change(path, old, new):
 def test_the_digits_hold_on_four_ranks(digits):
     run = Run(python(*COMMAND, "--check_parity", "4"), digits).wait(180)
     assert run.code == 0, run.tail()
-    assert "Parity holds: 4 processes and one with the joined batch have the same gradients." in run.err
+    assert (
+        "Parity holds: 4 processes and one with the joined batch have the same gradients."
+        in run.err
+    )
     for name in ("net.0.weight", "net.1.weight", "net.5.bias", "net.8.weight"):
         assert re.search(rf"^  {re.escape(name)} .* equal$", run.err, re.MULTILINE), run.err
     assert "optimizer steps 1, 2, 30 of 30 in an epoch, 48 samples in the first" in run.err
@@ -72,5 +77,8 @@ def test_dropout_is_no_error(digits):
 def test_several_processes_are_told_to_be_one(digits):
     run = Run(torchrun(2, *COMMAND, "--check_parity=4"), digits, warm=True).wait(180)
     assert run.code == 1
-    assert "check_parity=4 starts the processes itself, and a launcher has started 2. Start one:" in run.err
+    assert (
+        "check_parity=4 starts the processes itself, and a launcher has started 2. Start one:"
+        in run.err
+    )
     assert "python train.py hparams.yaml --check_parity=4" in run.err

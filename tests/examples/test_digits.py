@@ -1,4 +1,6 @@
-"""examples/digits as a newcomer runs it: one process and two, once more, and with a slip of the finger."""
+"""examples/digits as a newcomer runs it: one process and two, once more, and with a slip of the
+finger.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,21 @@ from tests.launching import Run, python, torchrun
 
 # Looked for and not imported: importing it takes seconds, in a process that only starts others.
 if importlib.util.find_spec("sklearn") is None:
-    pytest.skip("the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True)
+    pytest.skip(
+        "the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True
+    )
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 COMMAND = ("train.py", "hparams.yaml")
 CLOSING = re.compile(
-    r"test accuracy (?P<percent>[\d.]+) % \((?P<right>\d+) of 180\), (?P<processes>\d+ process(es)?), \d+ s; "
-    r"run directory (?P<folder>\S+)\n"
+    r"test accuracy (?P<percent>[\d.]+) % \((?P<right>\d+) of 180\), (?P<processes>\d+ "
+    r"process(es)?), \d+ s; run directory (?P<folder>\S+)\n"
 )
-TROUBLE = re.compile(r"Warning|WARNING|Error|ERROR|Traceback|[Aa]bort|terminate|^[WEF]\d{4} ", re.MULTILINE)
+TROUBLE = re.compile(
+    r"Warning|WARNING|Error|ERROR|Traceback|[Aa]bort|terminate|^[WEF]\d{4} ", re.MULTILINE
+)
 
 
 def copy_of_the_example(folder):
@@ -79,18 +85,22 @@ def test_it_leaves_the_run_directory(trained):
     results = trained.folder / "results" / "digits" / "1234"
     files = {path.name for path in results.iterdir()}
     assert files == {
-        ".run.lock", "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save", "train.py",
+        ".run.lock", "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save",
+        "train.py",
         "train_log.txt",
     }  # fmt: skip
     assert (results / "train.py").read_text() == (EXAMPLE / "train.py").read_text()
     assert "seed: 1234" in (results / "hyperparams.yaml").read_text()
-    assert len((results / "train_log.txt").read_text().splitlines()) == 11  # ten epochs and the test
+    # ten epochs and the test
+    assert len((results / "train_log.txt").read_text().splitlines()) == 11
     train = [event for event in events(results, "stage") if event["stage"] == "TRAIN"]
     assert [event["samples"] for event in train] == [1437] * 10  # every digit once per epoch
     assert train[-1]["optimizer_step"] == 300
     kept = sorted((results / "save").iterdir())
     assert 1 <= len(kept) <= 2  # the newest and the best, which may be the same
-    assert {"net.ckpt", "optimizer.ckpt", "epoch_counter.ckpt", "brain.ckpt"} <= {p.name for p in kept[0].iterdir()}
+    assert {"net.ckpt", "optimizer.ckpt", "epoch_counter.ckpt", "brain.ckpt"} <= {
+        p.name for p in kept[0].iterdir()
+    }
 
 
 def test_the_checkpoint_with_the_smallest_error_is_tested(trained):
@@ -112,7 +122,9 @@ def test_a_second_start_has_nothing_left_to_train(trained):
 
 
 def test_one_process_with_a_break_and_two_without_follow_the_same_trajectory(tmp_path):
-    """In double precision, where rounding does not grow into something visible within two epochs."""
+    """In double precision, where rounding does not grow into something visible within two
+    epochs.
+    """
     script = copy_of_the_example(tmp_path) / "train.py"
     text = script.read_text()
     double = text.replace("dtype=torch.float32", "dtype=torch.float64").replace(
@@ -125,10 +137,19 @@ def test_one_process_with_a_break_and_two_without_follow_the_same_trajectory(tmp
     further = Run(python(*COMMAND, *one, "--number_of_epochs=2"), tmp_path, warm=True).wait()
     closing_line(further)
     assert re.findall(r"Going into epoch (\d+)", further.err) == ["2"]
-    closing_line(Run(torchrun(2, *COMMAND, *two, "--number_of_epochs=2"), tmp_path, warm=True).wait())
+    closing_line(
+        Run(torchrun(2, *COMMAND, *two, "--number_of_epochs=2"), tmp_path, warm=True).wait()
+    )
 
     stages = events(tmp_path / "one", "stage")
-    assert [stage["stage"] for stage in stages] == ["TRAIN", "VALID", "TEST", "TRAIN", "VALID", "TEST"]
+    assert [stage["stage"] for stage in stages] == [
+        "TRAIN",
+        "VALID",
+        "TEST",
+        "TRAIN",
+        "VALID",
+        "TEST",
+    ]
     del stages[2]
     same = events(tmp_path / "two", "stage")
     for stage in (*stages, *same):
@@ -141,7 +162,13 @@ def test_one_process_with_a_break_and_two_without_follow_the_same_trajectory(tmp
 def test_flags_of_the_contract(tmp_path):
     """Debugging trains for two batches and two epochs and leaves the real checkpoints alone."""
     copy_of_the_example(tmp_path)
-    flags = ("--debug", "--precision=bf16", "--grad_accumulation_factor=2", "--max_grad_norm=1", "--noprogressbar")
+    flags = (
+        "--debug",
+        "--precision=bf16",
+        "--grad_accumulation_factor=2",
+        "--max_grad_norm=1",
+        "--noprogressbar",
+    )
     run = Run(python(*COMMAND, *flags, "--seed", "7", "--lr=0.01"), tmp_path, warm=True).wait()
     assert closing_line(run)["folder"] == "results/digits/7"
     results = tmp_path / "results" / "digits" / "7"
@@ -172,7 +199,10 @@ def test_sizes_that_contradict_each_other_end_every_process_with_the_reason(tmp_
     command = torchrun(2, *COMMAND, "--micro_batch_size=10", "--grad_accumulation_factor=7")
     run = Run(command, tmp_path, warm=True).wait(30)
     assert run.code == 1
-    assert "grad_accumulation_factor=7 contradicts global_batch_size=48 with micro_batch_size=10" in run.tail(3)
+    assert (
+        "grad_accumulation_factor=7 contradicts global_batch_size=48 with micro_batch_size=10"
+        in run.tail(3)
+    )
     assert not run.out
 
 

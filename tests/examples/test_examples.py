@@ -1,4 +1,6 @@
-"""The examples as a newcomer runs them: the commands of each README, what they print, and 1 process against 2."""
+"""The examples as a newcomer runs them: the commands of each README, what they print, and 1 process
+against 2.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.launching import Run, python, torchrun
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md") if path.parent.name != "digits")
+NAMES = sorted(
+    path.parent.name for path in EXAMPLES.glob("*/README.md") if path.parent.name != "digits"
+)
 EXTRAS = {"fine_tuning": "sklearn"}
 COMMAND = ("train.py", "hparams.yaml")
 CONTENTS = shutil.ignore_patterns("results", "__pycache__")
@@ -32,7 +36,11 @@ def copy_of(name, folder):
 def stages(results):
     """Return the stages of a run, without what depends on the clock."""
     events = map(json.loads, (results / "metrics.jsonl").read_text().splitlines())
-    return [(one["stage"], one["epoch"], one["loss"], one["samples"]) for one in events if one["event"] == "stage"]
+    return [
+        (one["stage"], one["epoch"], one["loss"], one["samples"])
+        for one in events
+        if one["event"] == "stage"
+    ]
 
 
 def stats(results):
@@ -76,7 +84,9 @@ def test_an_example_does_what_its_readme_shows_and_the_same_on_two_processes(nam
     assert stats(one)
     assert stats(one) == pytest.approx(stats(two), rel=1e-3, abs=1e-6)
     epochs = [[stage for stage in stages(results) if stage[0] != "TEST"] for results in (one, two)]
-    assert [(*stage[:2], stage[3]) for stage in epochs[0]] == [(*stage[:2], stage[3]) for stage in epochs[1]]
+    assert [(*stage[:2], stage[3]) for stage in epochs[0]] == [
+        (*stage[:2], stage[3]) for stage in epochs[1]
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -96,13 +106,17 @@ def test_the_loop_of_ones_own_has_the_weights_of_the_brain(processes, tmp_path):
     assert tensors(own / "optimizer.ckpt")[0] == 2 * 32  # steps
     own = start("train.py", "own", "--number_of_epochs=4")
     for name in ("net", "optimizer"):
-        pairs = list(zip(tensors(brain / f"{name}.ckpt"), tensors(own / f"{name}.ckpt"), strict=True))
+        pairs = list(
+            zip(tensors(brain / f"{name}.ckpt"), tensors(own / f"{name}.ckpt"), strict=True)
+        )
         assert pairs
         assert all(one.equal(other) for one, other in pairs), name
 
 
 def test_the_loop_of_ones_own_with_more_processes_than_samples_in_a_batch(tmp_path):
-    """The last batch has two samples: the third process repeats one to keep step, which counts nothing."""
+    """The last batch has two samples: the third process repeats one to keep step, which counts
+    nothing.
+    """
     folder = copy_of("own_loop", tmp_path)
     script = folder / "train.py"
     script.write_text(script.read_text().replace("spirals(1000, seed=1)", "spirals(98, seed=1)"))
@@ -122,7 +136,10 @@ def test_a_second_start_has_nothing_to_train(tmp_path):
             ended = Run(python(*words), folder, name=f"run{number}", warm=True).wait()
             assert ended.code == 0, ended.tail()
         assert "nothing is left to train" in ended.err, name
-        assert len([stage for stage in stages(folder / "results" / "1234") if stage[0] == "TRAIN"]) <= 1, name
+        assert (
+            len([stage for stage in stages(folder / "results" / "1234") if stage[0] == "TRAIN"])
+            <= 1
+        ), name
 
 
 def test_bf16_trains_the_language_model(tmp_path):
@@ -140,7 +157,12 @@ def test_bf16_trains_the_language_model(tmp_path):
 def test_the_language_model_writes_the_same_where_its_weights_are_divided(tmp_path):
     folder, written = copy_of("language_model", tmp_path), {}
     for strategy in ("fsdp", "zero1"):
-        words = (*COMMAND, f"--strategy={strategy}", f"--output_folder={strategy}", "--number_of_epochs=1")
+        words = (
+            *COMMAND,
+            f"--strategy={strategy}",
+            f"--output_folder={strategy}",
+            "--number_of_epochs=1",
+        )
         ended = Run([*torchrun(2), *words], folder, name=strategy, warm=True).wait()
         assert ended.code == 0, ended.tail()
         written[strategy] = ended.out

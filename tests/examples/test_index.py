@@ -1,4 +1,6 @@
-"""The pages about the examples: each example is listed with its picture, and what is counted is counted right."""
+"""The pages about the examples: each example is listed with its picture, and what is counted is
+counted right.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ def test_a_readme_says_what_it_teaches_and_shows_one_process_and_two(name):
     text = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
     assert "\nTeaches: " in text
     assert "\nLines to look at" in text
-    shown = [words for block in BLOCK.finditer(text) for words, lines in sessions(block["text"]) if lines]
+    shown = [
+        words for block in BLOCK.finditer(text) for words, lines in sessions(block["text"]) if lines
+    ]
     assert {"python", "torchrun"} <= {words[0] for words in shown}
 
 
 def test_the_page_counts_the_lines_of_the_three_scripts_right():
     page = (ROOT / "docs" / "tutorial" / "one-script-three-times.md").read_text(encoding="utf-8")
     [counted] = re.findall(r"^\| lines of code \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
-    scripts = [ROOT / "examples" / "own_loop" / name for name in ("by_hand.py", "train.py", "with_brain.py")]
+    scripts = [
+        ROOT / "examples" / "own_loop" / name
+        for name in ("by_hand.py", "train.py", "with_brain.py")
+    ]
     assert [int(one) for one in counted] == [code_lines(path) for path in scripts]
 
 
@@ -54,12 +61,23 @@ def lines_that_match(printed, shown):
 
 
 def test_a_number_that_is_wrong_on_a_page_is_seen():
-    printed = "epoch: 4 - valid loss: 4.163e-01, accuracy 93.3 % (280 of 300), 12 s; in CKPT+2026-01-02+03-04-05+00"
-    right = ["epoch: 4 - valid loss: 4.16e-01, accuracy 93.3 % (280 of 300), 7 s; in CKPT+2025-11-12+13-14-15+01"]
-    wrong = [
-        right[0].replace(*pair) for pair in (("4.16e", "4.26e"), ("93.3", "95.3"), ("280", "281"), (": 4 ", ": 5 "))
+    printed = (
+        "epoch: 4 - valid loss: 4.163e-01, accuracy 93.3 % (280 of 300), 12 s; in "
+        "CKPT+2026-01-02+03-04-05+00"
+    )
+    right = [
+        (
+            "epoch: 4 - valid loss: 4.16e-01, accuracy 93.3 % (280 of 300), 7 s; in "
+            "CKPT+2025-11-12+13-14-15+01"
+        )
     ]
-    assert lines_that_match(printed.replace("4.163e", "4.16e"), right + wrong) == [True] + [False] * 4
+    wrong = [
+        right[0].replace(*pair)
+        for pair in (("4.16e", "4.26e"), ("93.3", "95.3"), ("280", "281"), ((": 4 "), (": 5 ")))
+    ]
+    assert (
+        lines_that_match(printed.replace("4.163e", "4.16e"), right + wrong) == [True] + [False] * 4
+    )
     bar = "epoch 1 of 3 train: 100%|###| 16/16 [run 1:02:03+ left, loss=0.6802, lr=0.01]"
     other = [bar.replace("1:02:03+", "04:05"), bar.replace("0.6802", "0.6902")]
     assert lines_that_match(bar, [*other, bar.replace("16/16", "15/16")]) == [True, False, False]

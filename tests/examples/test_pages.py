@@ -1,4 +1,6 @@
-"""What the pages show is what happens: their files are written, their commands run, their output compared."""
+"""What the pages show is what happens: their files are written, their commands run, their output
+compared.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ NOT_RUN_HERE = ("git", "make")
 
 
 def write(text, folder):
-    """Write the file that a block shows: whole, at the end of what is there, or in place of its last part."""
+    """Write the file that a block shows: whole, at the end of what is there, or in place of its
+    last part.
+    """
     found = FILE.match(text)
     assert found, f"the first line of a block says which file it is: {text[:60]}"
     path = folder / found["name"]
@@ -54,7 +58,8 @@ def test_a_page_is_true(page, tmp_path):
     assert commands
 
 
-# Every process kills itself after optimizer step 26 of 40: in the third epoch, two steps after a checkpoint.
+# Every process kills itself after optimizer step 26 of 40: in the third epoch, two steps after a
+# checkpoint.
 KILLED = """
 import os, runpy, signal
 import ddpkit
@@ -75,13 +80,18 @@ def test_the_schedule_of_the_page_goes_on_after_a_kill(processes, tmp_path):
     for folder in folders.values():
         folder.mkdir()
         (folder / "killed.py").write_text(KILLED)
-        for block in BLOCK.finditer((ROOT / "docs/how-to/schedules.md").read_text(encoding="utf-8")):
+        for block in BLOCK.finditer(
+            (ROOT / "docs/how-to/schedules.md").read_text(encoding="utf-8")
+        ):
             if block["language"] != "console":
                 write(block["text"], folder)
-    at_once = "--ckpt_async=False"  # what is being written in the background is lost with the process
+    # what is being written in the background is lost with the process
+    at_once = "--ckpt_async=False"
     whole = Run([*launcher, "train.py", "hparams.yaml"], folders["whole"], warm=True).wait()
     again = folders["killed"]
-    killed = Run([*launcher, "killed.py", "hparams.yaml", at_once], again, name="first", warm=True).wait()
+    killed = Run(
+        [*launcher, "killed.py", "hparams.yaml", at_once], again, name="first", warm=True
+    ).wait()
     resumed = Run([*launcher, "train.py", "hparams.yaml"], again, name="second", warm=True).wait()
     assert (whole.code, resumed.code) == (0, 0), whole.tail() + resumed.tail()
     assert killed.code != 0

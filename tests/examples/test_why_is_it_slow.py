@@ -1,4 +1,6 @@
-"""The page *Why is it slow?* is true: its recipe runs, and the log says what the page shows, with other figures."""
+"""The page *Why is it slow?* is true: its recipe runs, and the log says what the page shows, with
+other figures.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from .test_pages import write
 pytestmark = [pytest.mark.slow]
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "why-is-it-slow.md"
-# What is measured differs from one start to the next: its unit stays, or a larger one takes its place.
+# What is measured differs from one start to the next: its unit stays, or a larger one takes its
+# place.
 MEASURED = re.compile(
     r"\d[\d.]* ?(?:ms|s|%)(?!\w)|\d[\d.]* samples/s|could take \d[\d.]*"
     r"|Rank \d \(\w+\) (?=waits)|\(\w+\) (?=is late)"
@@ -34,7 +37,10 @@ def without_figures(line):
 
 
 def test_a_figure_may_differ_and_a_word_may_not():
-    shown = "Rank 1 (vm) is late in the forward pass. It needs 20 ms more than the median of the others, 76 % of it."
+    shown = (
+        "Rank 1 (vm) is late in the forward pass. It needs 20 ms more than the median of the "
+        "others, 76 % of it."
+    )
     other = shown.replace("20 ms", "1.20 s").replace("76 %", "4 %").replace("(vm)", "(node7)")
     assert without_figures(shown) == without_figures(other)
     assert without_figures(shown) != without_figures(shown.replace("forward", "backward"))
@@ -48,10 +54,14 @@ def test_the_page_shows_what_the_log_says(tmp_path):
             write(block["text"], tmp_path)
             continue
         for number, (words, lines) in enumerate(sessions(block["text"])):
-            program = sys.executable if words[0] == "python" else shutil.which(words[0], path=str(BIN))
+            program = (
+                sys.executable if words[0] == "python" else shutil.which(words[0], path=str(BIN))
+            )
             run = Run([program, *words[1:]], tmp_path, name=f"run{shown}.{number}").wait(120)
             assert run.code == 0, run.tail()
-            printed = {without_figures(line) for line in [*run.out.splitlines(), *run.err.splitlines()]}
+            printed = {
+                without_figures(line) for line in [*run.out.splitlines(), *run.err.splitlines()]
+            }
             for line in unwrapped(lines):
                 assert without_figures(line) in printed, f"{line}\n{run.out}\n{run.err}"
                 shown += 1

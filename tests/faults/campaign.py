@@ -1,8 +1,10 @@
-"""Kill training at random and start it again: it must end as if nothing had happened, to the last bit.
+"""Kill training at random and start it again: it must end as if nothing had happened, to the last
+bit.
 
-Run it with ``make faults``, or ``python -m tests.faults.campaign --kills 200 --seed 0 --variant dropout``. A trial is
-one run of one recipe: it is killed once to three times, each time started again with the same command, and compared
-with the run that was not killed. What was found is printed with the command that does it again.
+Run it with ``make faults``, or ``python -m tests.faults.campaign --kills 200 --seed 0 --variant
+dropout``. A trial is one run of one recipe: it is killed once to three times, each time started
+again with the same command, and compared with the run that was not killed. What was found is
+printed with the command that does it again.
 """
 
 from __future__ import annotations
@@ -62,12 +64,13 @@ class Verdict:
     seconds: float
 
 
-# ------------------------------------------------------------------------------------------------ plans
+# -------------------------------------------------------------------------------------------- plans
 
 
 def plan_trial(usual: Setting, dice: random.Random, reference: Reference, seconds: float) -> Trial:
     """Choose a setting and one to three kills at random."""
-    savers = ["all"] if "strategy" in dict(usual.options) else ["all", "main"]  # a rank has a part of what is saved
+    # a rank has a part of what is saved
+    savers = ["all"] if "strategy" in dict(usual.options) else ["all", "main"]
     setting = replace(
         usual, saver=dice.choice(savers), interval=dice.choice([1, 2, 3, 5]),
         options=(*usual.options, ("ckpt_async", dice.random() < 0.5)),
@@ -78,11 +81,16 @@ def plan_trial(usual: Setting, dice: random.Random, reference: Reference, second
     if count > 1 and dice.random() < 0.4:  # twice in one epoch
         epoch = dice.choice(steps)[0]
         moments = sorted(dice.sample([step for step in steps if step[0] == epoch], count))
-    kills = [plan_kill(dice, moment, number, seconds, usual.world_size) for number, moment in enumerate(moments)]
+    kills = [
+        plan_kill(dice, moment, number, seconds, usual.world_size)
+        for number, moment in enumerate(moments)
+    ]
     return Trial(setting, tuple(kills))
 
 
-def plan_kill(dice: random.Random, moment: tuple[int, int], number: int, seconds: float, world_size: int) -> Kill:
+def plan_kill(
+    dice: random.Random, moment: tuple[int, int], number: int, seconds: float, world_size: int
+) -> Kill:
     place = _choose(dice, PLACES)
     if place == "first" and not number:
         place = "train"
@@ -109,7 +117,7 @@ def _choose(dice: random.Random, weights: dict) -> object:
     return dice.choices(list(weights), list(weights.values()))[0]
 
 
-# ------------------------------------------------------------------------------------------------ runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 @dataclass
@@ -134,7 +142,9 @@ class Campaign:
             if attempt.error:
                 raise RuntimeError(f"{name} fails without a kill:\n{attempt.error}")
             reference = Reference.of(attempt, folder)
-            self.problems += [Difference(one.what, f"{name}: {one.words}") for one in reference.problems(usual)]
+            self.problems += [
+                Difference(one.what, f"{name}: {one.words}") for one in reference.problems(usual)
+            ]
             self.references[usual] = reference, attempt.seconds
             shutil.rmtree(folder)
         return self.references[usual]
@@ -150,7 +160,9 @@ class Campaign:
             if not attempts[-1].killed:
                 break
         factor = setting.recipe.factor
-        most_lost = (setting.interval + factor) * (1 + dict(setting.options).get("ckpt_async", True))
+        most_lost = (setting.interval + factor) * (
+            1 + dict(setting.options).get("ckpt_async", True)
+        )
         differences = compare(reference, attempts, folder, most_lost=most_lost)
         if not differences:
             shutil.rmtree(folder)
@@ -165,8 +177,15 @@ def trials(campaign: Campaign, variant: str, dice: random.Random, kills: int) ->
     """Run trials of one variant until so many kills have really happened."""
     done = 0
     while done < kills:
-        sizes = {size: weight for size, weight in WORLD_SIZES.items() if size < 3 or not VARIANTS[variant].batchnorm}
-        world_size = _choose(dice, {size: weight for size, weight in sizes.items() if size > 1 or not campaign.options})
+        sizes = {
+            size: weight
+            for size, weight in WORLD_SIZES.items()
+            if size < 3 or not VARIANTS[variant].batchnorm
+        }
+        world_size = _choose(
+            dice,
+            {size: weight for size, weight in sizes.items() if size > 1 or not campaign.options},
+        )
         usual = campaign.usual(variant, world_size)
         trial = plan_trial(usual, dice, *campaign.reference(usual))
         trial = Trial(trial.setting, trial.kills[: kills - done])
@@ -175,7 +194,7 @@ def trials(campaign: Campaign, variant: str, dice: random.Random, kills: int) ->
         yield verdict
 
 
-# ------------------------------------------------------------------------------------------------ report
+# ------------------------------------------------------------------------------------------- report
 
 
 def row_of(verdicts: Sequence[Verdict]) -> dict[str, object]:
@@ -186,10 +205,14 @@ def row_of(verdicts: Sequence[Verdict]) -> dict[str, object]:
         "trials": len(verdicts),
         "kills": sum(places.values()),
         "places": dict(sorted(places.items())),
-        "where": dict(sorted(Counter(attempt.where for attempt in attempts if attempt.killed).items())),
+        "where": dict(
+            sorted(Counter(attempt.where for attempt in attempts if attempt.killed).items())
+        ),
         "missed": sum(len(verdict.trial.kills) for verdict in verdicts) - sum(places.values()),
         "resumes": sum(len(verdict.attempts) - 1 for verdict in verdicts),
-        "differences": dict(Counter(one.what for verdict in verdicts for one in verdict.differences)),
+        "differences": dict(
+            Counter(one.what for verdict in verdicts for one in verdict.differences)
+        ),
         "different runs": sum(bool(verdict.differences) for verdict in verdicts),
         "seconds": round(sum(verdict.seconds for verdict in verdicts), 1),
     }
@@ -207,14 +230,26 @@ def print_difference(verdict: Verdict, most: int = 6) -> None:
 
 def print_row(name: str, row: dict) -> None:
     places = "  ".join(f"{place} {number}" for place, number in row["places"].items())
-    different = ", ".join(f"{what} {number}" for what, number in row["differences"].items()) or "none"
-    print(f"{name:18} {row['kills']:5} {row['resumes']:8} {row['seconds']:8}  {different:30}  {places}", flush=True)
+    different = (
+        ", ".join(f"{what} {number}" for what, number in row["differences"].items()) or "none"
+    )
+    print(
+        f"{name:18} {row['kills']:5} {row['resumes']:8} {row['seconds']:8}  {different:30}  "
+        f"{places}",
+        flush=True,
+    )
 
 
-def run_campaign(names: Sequence[str], kills: int, seed: int, folder: Path, strategy: str = "") -> dict[str, dict]:
+def run_campaign(
+    names: Sequence[str], kills: int, seed: int, folder: Path, strategy: str = ""
+) -> dict[str, dict]:
     """Spread kills over variants; print a row each."""
     rows = {}
-    print(f"{'variant':18} {'kills':>5} {'resumes':>8} {'seconds':>8}  {'differences':30}  kills by place", flush=True)
+    print(
+        f"{'variant':18} {'kills':>5} {'resumes':>8} {'seconds':>8}  {'differences':30}  kills by "
+        "place",
+        flush=True,
+    )
     campaign = Campaign(folder, (("strategy", strategy),) if strategy else ())
     for number, name in enumerate(names):
         share = kills * (number + 1) // len(names) - kills * number // len(names)
@@ -251,18 +286,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="only this one; may be repeated")
+    parser.add_argument(
+        "--variant", action="append", choices=list(VARIANTS), help="only this one; may be repeated"
+    )
     parser.add_argument("--strategy", default="", choices=["zero1", "fsdp"], help="instead of ddp")
     parser.add_argument("--json", type=Path, help="write the table there, too")
     parser.add_argument("--keep", type=Path, help="work in this folder, and keep what differs")
     parser.add_argument(
-        "--sizes", nargs="*", metavar="2:1", help="instead: go on with another number of processes, 2 and then 1"
+        "--sizes",
+        nargs="*",
+        metavar="2:1",
+        help="instead: go on with another number of processes, 2 and then 1",
     )
     parser.add_argument(
-        "--virtual", action="store_true", help="instead: with --virtual_ranks, on another number after each kill"
+        "--virtual",
+        action="store_true",
+        help="instead: with --virtual_ranks, on another number after each kill",
     )
-    parser.add_argument("--sabotage", choices=list(SABOTAGE), help="do not restore this, to see that it is noticed")
-    parser.add_argument("--replay", nargs="+", metavar="JSON", help="a setting and its kills, as printed")
+    parser.add_argument(
+        "--sabotage", choices=list(SABOTAGE), help="do not restore this, to see that it is noticed"
+    )
+    parser.add_argument(
+        "--replay", nargs="+", metavar="JSON", help="a setting and its kills, as printed"
+    )
     options = parser.parse_args()
     if options.sabotage:
         SABOTAGE[options.sabotage]()
@@ -274,13 +320,19 @@ def main() -> int:
             if options.virtual:
                 row = print_virtual(folder, options.kills, options.seed)
                 if options.json:
-                    options.json.write_text(json.dumps({"virtual ranks": row, "problems": []}) + "\n")
+                    options.json.write_text(
+                        json.dumps({"virtual ranks": row, "problems": []}) + "\n"
+                    )
                 return int(row["different runs"] > 0)
             if options.sizes is not None:
                 pairs = [tuple(map(int, pair.split(":"))) for pair in options.sizes]
                 return int(print_sizes(folder, pairs or SIZES) > 0)
             rows = run_campaign(
-                options.variant or list(VARIANTS), options.kills, options.seed, folder, options.strategy
+                options.variant or list(VARIANTS),
+                options.kills,
+                options.seed,
+                folder,
+                options.strategy,
             )
     finally:
         if not options.keep:
@@ -289,8 +341,14 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     problems = rows.pop("problems")
     different = sum(row["different runs"] for row in rows.values())
-    done, again = sum(row["kills"] for row in rows.values()), sum(row["resumes"] for row in rows.values())
-    print(f"{done} kills, {again} resumes, {different} runs that differ, {len(problems)} other problems.")
+    done, again = (
+        sum(row["kills"] for row in rows.values()),
+        sum(row["resumes"] for row in rows.values()),
+    )
+    print(
+        f"{done} kills, {again} resumes, {different} runs that differ, {len(problems)} other "
+        "problems."
+    )
     return int(done < options.kills or different > 0 or bool(problems))
 
 

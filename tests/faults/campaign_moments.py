@@ -1,4 +1,6 @@
-"""When and whom to kill, and the diary in which every rank writes what it does, so that a kill loses none of it."""
+"""When and whom to kill, and the diary in which every rank writes what it does, so that a kill
+loses none of it.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ class Kill:
     """One SIGKILL.
 
     Attributes:
-        place: start | train | save | valid | between | first (step after the start) | time; or stop, which does not
-            kill but stands still, for a launcher to be killed.
+        place: start | train | save | valid | between | first (step after the start) | time; or
+            stop, which does not kill but stands still, for a launcher to be killed.
         who: a rank, or ALL.
-        at: (epoch, phase, step, point): fires there, or at the first later place that the run comes to.
+        at: (epoch, phase, step, point): fires there, or at the first later place that the run comes
+            to.
         operation: in a save, the k-th file operation after ``at``.
         after: whether that has been done already.
         delay: seconds after the start, where the place is "time".
-        survivors: kill | term | alone: what becomes of the ranks that are left, if they do not end by themselves.
+        survivors: kill | term | alone: what becomes of the ranks that are left, if they do not end
+            by themselves.
     """
 
     place: str
@@ -48,11 +52,15 @@ class Kill:
 
 
 class Diary:
-    """A file of one rank that outlives it, and all attempts: one line of JSON for all that happens."""
+    """A file of one rank that outlives it, and all attempts: one line of JSON for all that
+    happens.
+    """
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.attempt = attempt
-        self._file = os.open(folder / f"diary.{rank}", os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
+        self._file = os.open(
+            folder / f"diary.{rank}", os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644
+        )
 
     def note(self, kind: str, *facts: Any) -> None:
         os.write(self._file, (json.dumps([self.attempt, kind, *facts]) + "\n").encode())
@@ -61,7 +69,9 @@ class Diary:
     def read(folder: Path, rank: int, attempt: int) -> list[list[Any]]:
         """Return what a rank noted in one attempt, in order."""
         with contextlib.suppress(FileNotFoundError):
-            lines = [json.loads(line) for line in (folder / f"diary.{rank}").read_text().splitlines()]
+            lines = [
+                json.loads(line) for line in (folder / f"diary.{rank}").read_text().splitlines()
+            ]
             return [facts for number, *facts in lines if number == attempt]
         return []
 
@@ -79,7 +89,12 @@ class Trigger:
 
     def start(self, *, ready: bool) -> None:
         """Before or after the checkpoint is recovered."""
-        if not self._spent and self.kill.place == "start" and ready == self.kill.after and self._is_mine():
+        if (
+            not self._spent
+            and self.kill.place == "start"
+            and ready == self.kill.after
+            and self._is_mine()
+        ):
             self._fire("start")
 
     def reach(self, epoch: int | None, phase: int, step: int = 0, point: int = 0) -> None:
@@ -101,7 +116,11 @@ class Trigger:
             return
         with self._lock:
             self.operations += not done
-            if self.operations >= self.kill.operation and done == self.kill.after and not self._spent:
+            if (
+                self.operations >= self.kill.operation
+                and done == self.kill.after
+                and not self._spent
+            ):
                 self._fire(f"save: {name}")
 
     def _is_mine(self) -> bool:

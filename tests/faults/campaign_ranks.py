@@ -1,4 +1,6 @@
-"""Starts the ranks of one attempt by forking a process that has imported everything, and kills them as planned."""
+"""Starts the ranks of one attempt by forking a process that has imported everything, and kills them
+as planned.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Attempt:
     Attributes:
         killed: whether the kill really ended a rank that had not come to its end.
         where: what the rank that was killed, or one of them, did last.
-        hung: ranks that had to be killed because they neither ended nor noticed that another one was gone.
+        hung: ranks that had to be killed because they neither ended nor noticed that another one
+            was gone.
         error: what a rank that was not killed died of; empty where no rank did.
     """
 
@@ -73,13 +76,18 @@ class Ranks:
         try:
             os.setpgid(0, group)
             gc.enable()
-            log = os.open(self.folder / f"log.{self.number}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            log = os.open(
+                self.folder / f"log.{self.number}.{rank}",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+                0o644,
+            )
             for stream in (1, 2):
                 os.dup2(log, stream)
             size = self.setting.world_size
             if size > 1:
                 os.environ |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+                    "LOCAL_WORLD_SIZE": str(size),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 }  # fmt: skip
             while not (self.folder / "pids").exists():
@@ -115,20 +123,27 @@ class Ranks:
             self._wait_for_an_end(self.started + LIMIT_SECONDS, how_many=self.setting.world_size)
             attempt.hung = sorted(set(range(self.setting.world_size)) - set(self.statuses))
         attempt.seconds = time.monotonic() - self.started
-        ended = [(self.folder / f"result.{self.number}.{rank}").exists() for rank in range(self.setting.world_size)]
+        ended = [
+            (self.folder / f"result.{self.number}.{rank}").exists()
+            for rank in range(self.setting.world_size)
+        ]
         attempt.killed = self._is_killed() and not all(ended)
-        attempt.diaries = [Diary.read(self.folder, rank, self.number) for rank in range(self.setting.world_size)]
+        attempt.diaries = [
+            Diary.read(self.folder, rank, self.number) for rank in range(self.setting.world_size)
+        ]
         if attempt.killed:
             attempt.where = self._where(attempt)
             if ["joined"] not in attempt.diaries[max(self.kill.who, 0)]:
-                attempt.hung = []  # who waits for a rank that never came cannot know that it is dead: launchers do
+                # who waits for a rank that never came cannot know that it is dead: launchers do
+                attempt.hung = []
         elif not self._is_killed() and (attempt.hung or any(self.statuses.values())):
             attempt.error = self._words()
         return attempt
 
     def _is_killed(self) -> bool:
         return any(
-            os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL for status in self.statuses.values()
+            os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            for status in self.statuses.values()
         )
 
     def _kill(self) -> None:
@@ -142,7 +157,9 @@ class Ranks:
             os.killpg(self.group, number)
 
     def _end_survivors(self) -> list[int]:
-        """Do to the ranks that are left what a launcher does, or nothing; return those that did not go."""
+        """Do to the ranks that are left what a launcher does, or nothing; return those that did not
+        go.
+        """
         if self.kill is None or self.kill.survivors == "kill":
             self._signal_all(signal.SIGKILL)
         elif self.kill.survivors == "term":
@@ -183,7 +200,9 @@ class Ranks:
         for rank, status in sorted(self.statuses.items()):
             if status:
                 log = (self.folder / f"log.{self.number}.{rank}").read_text(errors="replace")
-                said.append(f"rank {rank}: status {os.waitstatus_to_exitcode(status)}\n{log[-3000:]}")
+                said.append(
+                    f"rank {rank}: status {os.waitstatus_to_exitcode(status)}\n{log[-3000:]}"
+                )
         return "\n".join(said)
 
 
@@ -211,12 +230,18 @@ def run_attempt(setting: Setting, folder: Path, number: int, kill: Kill | None =
 
 @contextlib.contextmanager
 def zygote() -> Iterator[None]:
-    """Make this process fit to be forked: one thread, a heap that is not touched by its children."""
+    """Make this process fit to be forked: one thread, a heap that is not touched by its
+    children.
+    """
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports two seconds' worth
+    # the first optimizer imports two seconds' worth
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
-        raise RuntimeError(f"{len(threads)} threads: a forked process would have one of them. Set OMP_NUM_THREADS=1.")
+        raise RuntimeError(
+            f"{len(threads)} threads: a forked process would have one of them. Set "
+            "OMP_NUM_THREADS=1."
+        )
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,6 @@
-"""A run that goes on with another number of processes: the same samples in every optimizer step, the same weights."""
+"""A run that goes on with another number of processes: the same samples in every optimizer step,
+the same weights.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ TOLERANCE = 1e-10
 Steps = dict[tuple[int, int], list[int]]
 
 
-def change_of_size(folder: Path, variant: str, before: int, after: int, moment: str) -> list[Difference]:
-    """Kill a run, start the same command with another number of processes, and compare with the run that was not.
+def change_of_size(
+    folder: Path, variant: str, before: int, after: int, moment: str
+) -> list[Difference]:
+    """Kill a run, start the same command with another number of processes, and compare with the run
+    that was not.
 
     Args:
         folder: to work in; the uninterrupted runs stay there.
@@ -30,7 +35,10 @@ def change_of_size(folder: Path, variant: str, before: int, after: int, moment: 
         moment: a key of MOMENTS.
     """
     options = (("ckpt_async", False),)
-    settings = [Setting(variant, size, batch_size=4, interval=2, options=options) for size in (before, after)]
+    settings = [
+        Setting(variant, size, batch_size=4, interval=2, options=options)
+        for size in (before, after)
+    ]
     whole, halves = folder / f"{variant} on {before}", folder / "halves"
     shutil.rmtree(halves, ignore_errors=True)
     if whole.exists():
@@ -46,12 +54,18 @@ def change_of_size(folder: Path, variant: str, before: int, after: int, moment: 
     done = sum(epoch == 2 for epoch, _ in steps_of(killed))
     again = done - sum(place < first and place[0] == 2 for place in steps_of(reference))
     if first[0] != 2 or not 0 <= again <= 2:
-        found.append(Difference("work lost", f"went on with (epoch, step) {first}: {again} steps are done again"))
+        found.append(
+            Difference(
+                "work lost", f"went on with (epoch, step) {first}: {again} steps are done again"
+            )
+        )
     return found + compare_weights(whole, halves)
 
 
 def steps_of(attempt: Attempt) -> Steps:
-    """Return the samples of every optimizer step that all ranks made, over all ranks and micro-batches, sorted."""
+    """Return the samples of every optimizer step that all ranks made, over all ranks and
+    micro-batches, sorted.
+    """
     ranks: list[Steps] = []
     for diary in attempt.diaries:
         steps, pending = {}, []
@@ -72,7 +86,10 @@ def compare_steps(expected: Steps, attempts: list[Steps]) -> list[Difference]:
         for place, samples in steps.items():
             if expected.get(place) != samples:
                 found.append(
-                    Difference("samples", f"(epoch, step) {place}: {samples} instead of {expected.get(place)}")
+                    Difference(
+                        "samples",
+                        f"(epoch, step) {place}: {samples} instead of {expected.get(place)}",
+                    )
                 )
     missing = sorted(set(expected) - set().union(*attempts))
     if missing:
@@ -82,9 +99,15 @@ def compare_steps(expected: Steps, attempts: list[Steps]) -> list[Difference]:
 
 def compare_weights(whole: Path, halves: Path) -> list[Difference]:
     """Compare the weights that two runs ended with."""
-    expected, own = (torch.load(folder / "weights.pt", weights_only=True) for folder in (whole, halves))
+    expected, own = (
+        torch.load(folder / "weights.pt", weights_only=True) for folder in (whole, halves)
+    )
     worst = max(float((own[name] - value).abs().max()) for name, value in expected.items())
-    return [] if worst <= TOLERANCE else [Difference("weights", f"differ by {worst:.2e}, {TOLERANCE:g} is allowed")]
+    return (
+        []
+        if worst <= TOLERANCE
+        else [Difference("weights", f"differ by {worst:.2e}, {TOLERANCE:g} is allowed")]
+    )
 
 
 def print_sizes(folder: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> int:
@@ -95,6 +118,8 @@ def print_sizes(folder: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> int:
             for moment in MOMENTS:
                 found = change_of_size(folder, variant, before, after, moment)
                 different += bool(found)
-                words = "; ".join(f"{one.what}: {one.words}" for one in found[:2]) or "the same steps and weights"
+                words = "; ".join(f"{one.what}: {one.words}" for one in found[:2]) or (
+                    "the same steps and weights"
+                )
                 print(f"{variant}, {before} -> {after} processes {moment}: {words}", flush=True)
     return different

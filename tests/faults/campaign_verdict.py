@@ -36,10 +36,15 @@ class Reference:
     @classmethod
     def of(cls, attempt: Attempt, folder: Path, number: int = 0) -> Reference:
         ranks = range(len(attempt.diaries))
-        return cls([events_of(diary) for diary in attempt.diaries], [result_of(folder, number, r) for r in ranks])
+        return cls(
+            [events_of(diary) for diary in attempt.diaries],
+            [result_of(folder, number, r) for r in ranks],
+        )
 
     def problems(self, setting: Setting) -> list[Difference]:
-        """Check the run in itself: every sample exactly once per epoch, all ranks with the same end."""
+        """Check the run in itself: every sample exactly once per epoch, all ranks with the same
+        end.
+        """
         size, found = setting.recipe.size, []
         seen: dict[int, Counter[int]] = {}
         for events in self.events:
@@ -48,13 +53,23 @@ class Reference:
                     seen.setdefault(key[1], Counter()).update(payload[0])
         for epoch, counts in seen.items():
             if counts != Counter(range(size)):
-                found.append(Difference("samples", f"uninterrupted: epoch {epoch} has {sorted(counts.items())}"))
+                found.append(
+                    Difference(
+                        "samples", f"uninterrupted: epoch {epoch} has {sorted(counts.items())}"
+                    )
+                )
         is_divided = "strategy" in dict(setting.options)
         for rank, result in enumerate(self.results[:1] if is_divided else self.results):
             own = {name: value for name, value in result.items() if not name.startswith("random/")}
-            main = {name: value for name, value in self.results[0].items() if not name.startswith("random/")}
+            main = {
+                name: value
+                for name, value in self.results[0].items()
+                if not name.startswith("random/")
+            }
             if own != main:
-                found += [Difference("ranks", f"uninterrupted: rank {rank} has {_first_other(own, main)}")]
+                found += [
+                    Difference("ranks", f"uninterrupted: rank {rank} has {_first_other(own, main)}")
+                ]
         return found
 
 
@@ -65,7 +80,9 @@ def result_of(folder: Path, number: int, rank: int) -> dict[str, Any]:
 
 
 def events_of(diary: Sequence[Sequence[Any]]) -> Events:
-    """Return what must be the same whenever it is done: batches and stage losses, each with its place."""
+    """Return what must be the same whenever it is done: batches and stage losses, each with its
+    place.
+    """
     events: Events = []
     for kind, *facts in diary:
         if kind in {"TRAIN", "VALID", "TEST"}:
@@ -75,7 +92,9 @@ def events_of(diary: Sequence[Sequence[Any]]) -> Events:
     return events
 
 
-def compare(reference: Reference, attempts: Sequence[Attempt], folder: Path, *, most_lost: int) -> list[Difference]:
+def compare(
+    reference: Reference, attempts: Sequence[Attempt], folder: Path, *, most_lost: int
+) -> list[Difference]:
     """Compare a run that was interrupted with the one that was not.
 
     Args:
@@ -84,13 +103,20 @@ def compare(reference: Reference, attempts: Sequence[Attempt], folder: Path, *, 
         folder: of the other one.
         most_lost: training batches that one kill may cost.
     """
-    found = [Difference("error", f"attempt {n}: {one.error}") for n, one in enumerate(attempts) if one.error]
+    found = [
+        Difference("error", f"attempt {n}: {one.error}")
+        for n, one in enumerate(attempts)
+        if one.error
+    ]
     found += [
-        Difference("hang", f"attempt {n}: ranks {one.hung} did not end") for n, one in enumerate(attempts) if one.hung
+        Difference("hang", f"attempt {n}: ranks {one.hung} did not end")
+        for n, one in enumerate(attempts)
+        if one.hung
     ]
     told = [[events_of(diary) for diary in one.diaries] for one in attempts]
     keys = [key for key, _ in reference.events[0]]
-    # A rank may be killed before it can tell what another one, ahead of it, has done and saved already.
+    # A rank may be killed before it can tell what another one, ahead of it, has done and saved
+    # already.
     furthest = [max(_furthest(keys, events) for events in ranks) for ranks in told]
     done = [0, *itertools.accumulate(furthest, max)]
     if done[-1] != len(keys):
@@ -123,8 +149,12 @@ def _compare_events(expected: dict[Key, list[Any]], events: Events, where: str) 
     return found
 
 
-def _compare_order(keys: list[Key], events: Events, done: int, most_lost: int, where: str) -> list[Difference]:
-    """Check that an attempt left nothing out: not at its start, where ``done`` is what was done before, nor later."""
+def _compare_order(
+    keys: list[Key], events: Events, done: int, most_lost: int, where: str
+) -> list[Difference]:
+    """Check that an attempt left nothing out: not at its start, where ``done`` is what was done
+    before, nor later.
+    """
     found = []
     numbers = [keys.index(key) for key, _ in events if key in keys]
     for before, after in itertools.pairwise(numbers):
@@ -134,7 +164,9 @@ def _compare_order(keys: list[Key], events: Events, done: int, most_lost: int, w
         return found
     start = numbers[0]
     if start > done:
-        found.append(Difference("place", f"{where}: went on with {keys[start]}; {keys[done]} was never done"))
+        found.append(
+            Difference("place", f"{where}: went on with {keys[start]}; {keys[done]} was never done")
+        )
     lost = sum(key[0] == "TRAIN" for key in keys[start:done])
     if lost > most_lost:
         words = f"{lost} batches done again, from {keys[start]} on, {most_lost} are allowed"
@@ -144,12 +176,18 @@ def _compare_order(keys: list[Key], events: Events, done: int, most_lost: int, w
 
 def _difference(key: Key, payload: list[Any], expected: list[Any], where: str) -> Difference:
     if key[0] == "stage":
-        return Difference("stage loss", f"{where}: {key[1:]}: {payload[0]} instead of {expected[0]}")
-    fact = next(n for n, (one, other) in enumerate(zip(payload, expected, strict=True)) if one != other)
+        return Difference(
+            "stage loss", f"{where}: {key[1:]}: {payload[0]} instead of {expected[0]}"
+        )
+    fact = next(
+        n for n, (one, other) in enumerate(zip(payload, expected, strict=True)) if one != other
+    )
     return Difference(FACTS[fact], f"{where}: {key}: {payload[fact]} instead of {expected[fact]}")
 
 
-def _compare_results(expected: dict[str, Any], result: dict[str, Any], rank: int) -> list[Difference]:
+def _compare_results(
+    expected: dict[str, Any], result: dict[str, Any], rank: int
+) -> list[Difference]:
     found = []
     for part in dict.fromkeys(name.split("/")[0] for name in [*expected, *result]):
         own = {name: value for name, value in result.items() if name.split("/")[0] == part}

@@ -1,4 +1,6 @@
-"""Kill a run with ``--virtual_ranks``, go on with another number of processes: the same bits as without any kill."""
+"""Kill a run with ``--virtual_ranks``, go on with another number of processes: the same bits as
+without any kill.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MOST_ATTEMPTS = 12
 
 @dataclass
 class VirtualTrial:
-    """One run: what it ran on, what killed it, and how it differs from the run that was not killed."""
+    """One run: what it ran on, what killed it, and how it differs from the run that was not
+    killed.
+    """
 
     variant: str
     sizes: list[int] = field(default_factory=list)
@@ -30,7 +34,9 @@ class VirtualTrial:
 
     def __str__(self) -> str:
         sizes = " -> ".join(map(str, self.sizes))
-        words = "; ".join(f"{one.what}: {one.words}" for one in self.differences[:2]) or "the same bits"
+        words = "; ".join(f"{one.what}: {one.words}" for one in self.differences[:2]) or (
+            "the same bits"
+        )
         return f"{self.variant}, {sizes} processes, {self.kills} kills: {words}"
 
 
@@ -40,7 +46,8 @@ def setting_on(variant: str, world_size: int) -> Setting:
 
 
 def virtual_trials(folder: Path, kills: int, seed: int) -> Iterator[VirtualTrial]:
-    """Run trials until so many kills have really happened, on as many processes as the dice say after each.
+    """Run trials until so many kills have really happened, on as many processes as the dice say
+    after each.
 
     Args:
         folder: to work in.
@@ -54,8 +61,12 @@ def virtual_trials(folder: Path, kills: int, seed: int) -> Iterator[VirtualTrial
             whole = folder / f"whole {variant}"
             references[variant] = run_attempt(setting_on(variant, 1), whole, 0), outcome(whole, 0)
         attempt, expected = references[variant]
-        trial = one_trial(folder / "cut", variant, dice, attempt, min(kills - done, dice.randint(1, 3)))
-        trial.differences += compare_outcomes(expected, outcome(folder / "cut", len(trial.sizes) - 1))
+        trial = one_trial(
+            folder / "cut", variant, dice, attempt, min(kills - done, dice.randint(1, 3))
+        )
+        trial.differences += compare_outcomes(
+            expected, outcome(folder / "cut", len(trial.sizes) - 1)
+        )
         if attempt.error:
             trial.differences.append(Difference("error", attempt.error))
         done += trial.kills
@@ -64,8 +75,12 @@ def virtual_trials(folder: Path, kills: int, seed: int) -> Iterator[VirtualTrial
             return
 
 
-def one_trial(folder: Path, variant: str, dice: random.Random, reference: Attempt, kills: int) -> VirtualTrial:
-    """Start a run, kill it at random moments, and start it again on another number of processes, to its end."""
+def one_trial(
+    folder: Path, variant: str, dice: random.Random, reference: Attempt, kills: int
+) -> VirtualTrial:
+    """Start a run, kill it at random moments, and start it again on another number of processes, to
+    its end.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     trial = VirtualTrial(variant)
     for number in range(MOST_ATTEMPTS):
@@ -84,22 +99,34 @@ def one_trial(folder: Path, variant: str, dice: random.Random, reference: Attemp
 
 
 def outcome(folder: Path, number: int) -> dict[str, object]:
-    """Return how an attempt ended: weights, optimizers, averages, counters, random streams and losses."""
+    """Return how an attempt ended: weights, optimizers, averages, counters, random streams and
+    losses.
+    """
     return result_of(folder, number, 0)
 
 
 def compare_outcomes(expected: dict[str, object], found: dict[str, object]) -> list[Difference]:
     """Name what differs, bit by bit."""
-    names = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
-    return [Difference("bits", f"{name}: {found.get(name)} instead of {expected.get(name)}") for name in sorted(names)]
+    names = [
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    ]
+    return [
+        Difference("bits", f"{name}: {found.get(name)} instead of {expected.get(name)}")
+        for name in sorted(names)
+    ]
 
 
 def print_virtual(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """Run trials; print a line each, and return how many kills there were, and how many runs that differ."""
+    """Run trials; print a line each, and return how many kills there were, and how many runs that
+    differ.
+    """
     trials = []
     for trial in virtual_trials(folder, kills, seed):
         trials.append(trial)
         print(trial, flush=True)
-    done, different = sum(trial.kills for trial in trials), sum(bool(trial.differences) for trial in trials)
+    done, different = (
+        sum(trial.kills for trial in trials),
+        sum(bool(trial.differences) for trial in trials),
+    )
     print(f"another number of processes: {done} kills, {different} runs that differ.")
     return {"trials": len(trials), "kills": done, "different runs": different}

@@ -1,6 +1,8 @@
-"""A recipe that trains a little and meets with a fault: ``control_recipe.py OUTPUT [options] [name=value ...]``.
+"""A recipe that trains a little and meets with a fault: ``control_recipe.py OUTPUT [options]
+[name=value ...]``.
 
-``fault=KIND@WHERE``, ``rank=R`` and ``step=N`` say what happens, where, on which rank and at which step.
+``fault=KIND@WHERE``, ``rank=R`` and ``step=N`` say what happens, where, on which rank and at which
+step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo  # DDP imports it in fit, which takes longer than --hang_timeout=8 on a loaded machine
+
+# DDP imports it in fit, which takes longer than --hang_timeout=8 on a loaded machine
+import torch._dynamo
 
 import ddpkit as sb
 from ddpkit.checkpoints import Checkpointer
@@ -155,7 +159,13 @@ def main():
     loader = {"batch_size": 4, "num_workers": WORKERS, "shuffle": True, **CONTEXT}
     valid = Stream() if WORDS.get("stream") else Data()
     try:
-        brain.fit(counter, Data(), valid, train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+        brain.fit(
+            counter,
+            Data(),
+            valid,
+            train_loader_kwargs=loader,
+            valid_loader_kwargs={"batch_size": 4},
+        )
     finally:
         after = float(WORDS.get("after", 0))  # what a script tidies up
         signals.FINAL_REPORT_SECONDS += 20 * after  # on a busy machine

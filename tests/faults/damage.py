@@ -129,6 +129,9 @@ def restore(checkpoint, pristine):
 def listing(folder):
     """Return the names below a folder, where they may be looked at."""
     try:
-        return {name: listing(folder / name) if (folder / name).is_dir() else None for name in names(folder)}
+        return {
+            name: listing(folder / name) if (folder / name).is_dir() else None
+            for name in names(folder)
+        }
     except PermissionError:
         return "forbidden"

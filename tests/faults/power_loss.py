@@ -1,9 +1,10 @@
 """A model of a disk that loses its power: what was not waited for may be missing.
 
-After a write without ``fsync`` a file may hold what it held before, nothing, a part, all, or zeros. After a change of
-a directory's entries without ``fsync`` of the directory each change may be missing, whatever became of the others.
-What was waited for is there. (File systems promise more than this; the order in which they keep it differs. After
-Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014.)
+After a write without ``fsync`` a file may hold what it held before, nothing, a part, all, or zeros.
+After a change of a directory's entries without ``fsync`` of the directory each change may be
+missing, whatever became of the others. What was waited for is there. (File systems promise more
+than this; the order in which they keep it differs. After Pillai et al., "All File Systems Are Not
+Created Equal", OSDI 2014.)
 """
 
 from __future__ import annotations
@@ -29,23 +30,30 @@ class File:
         if self.now == self.sure:
             return [self.now]
         half = len(self.now) // 2
-        return list(dict.fromkeys([self.now, self.sure, b"", self.now[:half], bytes(len(self.now))]))
+        return list(
+            dict.fromkeys([self.now, self.sure, b"", self.now[:half], bytes(len(self.now))])
+        )
 
 
 @dataclass(eq=False)
 class Directory:
-    """A directory: its entries as processes see them, as the disk surely has them, and the changes between."""
+    """A directory: its entries as processes see them, as the disk surely has them, and the changes
+    between.
+    """
 
     now: dict = field(default_factory=dict)
     sure: dict = field(default_factory=dict)
-    pending: list = field(default_factory=list)  # of (name that goes or None, name that comes or None, node)
+    # of (name that goes or None, name that comes or None, node)
+    pending: list = field(default_factory=list)
 
     def change(self, goes, comes, node):
         self.pending.append((goes, comes, node))
         _apply(self.now, goes, comes, node)
 
     def states(self):
-        """List the trees that may be found, the newest first: dictionaries of dictionaries and bytes."""
+        """List the trees that may be found, the newest first: dictionaries of dictionaries and
+        bytes.
+        """
         found = []
         for chosen in _subsets(self.pending):
             entries = dict(self.sure)
@@ -65,16 +73,24 @@ def _apply(entries, goes, comes, node):
 def _subsets(changes):
     size = len(changes)
     if size <= ALL_SUBSETS_UP_TO:
-        return [chosen for count in range(size, -1, -1) for chosen in itertools.combinations(changes, count)]
+        return [
+            chosen
+            for count in range(size, -1, -1)
+            for chosen in itertools.combinations(changes, count)
+        ]
     prefixes = [changes[:count] for count in range(size, -1, -1)]
     return prefixes + [changes[:one] + changes[one + 1 :] for one in range(size - 1)]
 
 
 def _trees(entries):
-    """Combine the states of the entries: all newest, all oldest, and each one in each state among newest ones."""
+    """Combine the states of the entries: all newest, all oldest, and each one in each state among
+    newest ones.
+    """
     states = {name: node.states() for name, node in entries.items()}
     for name in states:
-        if name.startswith(".tmp-") or (name.startswith(".trash-") and not name.startswith(".trash-of-")):
+        if name.startswith(".tmp-") or (
+            name.startswith(".trash-") and not name.startswith(".trash-of-")
+        ):
             states[name] = states[name][:1]  # nobody looks into these
     newest = {name: found[0] for name, found in states.items()}
     oldest = {name: found[-1] for name, found in states.items()}
@@ -83,14 +99,16 @@ def _trees(entries):
 
 
 class Disk:
-    """The disk under one folder. Whatever way a file is changed, :meth:`look` notices; the rest is told.
+    """The disk under one folder. Whatever way a file is changed, :meth:`look` notices; the rest is
+    told.
 
     Args:
         folder: the folder.
         ignored: names that are left out.
 
     Attributes:
-        moments: every state that a loss of power could leave, with the step that had been acknowledged by then.
+        moments: every state that a loss of power could leave, with the step that had been
+            acknowledged by then.
     """
 
     def __init__(self, folder, ignored=frozenset()):
@@ -102,7 +120,9 @@ class Disk:
         self.lock = threading.RLock()
 
     def look(self):
-        """Take note of what was changed since the last look, and of what could be lost at this moment."""
+        """Take note of what was changed since the last look, and of what could be lost at this
+        moment.
+        """
         with self.lock:
             self._compare(self.folder, self.root)
             self._note()
@@ -150,7 +170,9 @@ class Disk:
 
 
 def _frozen(tree):
-    return frozenset((name, _frozen(one) if isinstance(one, dict) else one) for name, one in tree.items())
+    return frozenset(
+        (name, _frozen(one) if isinstance(one, dict) else one) for name, one in tree.items()
+    )
 
 
 def materialize(tree, folder):
@@ -164,7 +186,9 @@ def materialize(tree, folder):
 
 
 class RecordingFiles(WatchedFiles):
-    """File operations that a disk takes note of; those of which ``forget(name, path)`` is true are not done."""
+    """File operations that a disk takes note of; those of which ``forget(name, path)`` is true are
+    not done.
+    """
 
     def __init__(self, disk, forget=lambda name, path: False):
         self.disk = disk

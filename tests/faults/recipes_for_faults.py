@@ -1,7 +1,8 @@
-"""The recipes that are killed: small, with all that a checkpoint must hold, and told in a diary as they happen.
+"""The recipes that are killed: small, with all that a checkpoint must hold, and told in a diary as
+they happen.
 
-Also a script, for launchers: ``python -m tests.faults.recipes_for_faults FOLDER SETTING [KILL ...]`` runs one rank; the
-n-th kill is for the n-th attempt.
+Also a script, for launchers: ``python -m tests.faults.recipes_for_faults FOLDER SETTING [KILL
+...]`` runs one rank; the n-th kill is for the n-th attempt.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Variant:
 
 
 _ALL = {
-    "dropout": 0.3, "noise": True, "factor": 3, "precision": "bf16", "optimizers": 2, "scheduler": True,
+    "dropout": 0.3, "noise": True, "factor": 3, "precision": "bf16", "optimizers": 2,
+    "scheduler": True,
     "stopper": True, "batchnorm": True, "size": 53,
 }  # fmt: skip
 VARIANTS = {
@@ -93,9 +95,13 @@ VARIANTS = {
     "all, stream": Variant(**_ALL, stream="dataset"),
 }
 # What may go on with another number of processes: nothing in it is random per rank.
-DOUBLE = {"double": Variant(double=True), "double accumulation": Variant(double=True, factor=2, scheduler=True)}
+DOUBLE = {
+    "double": Variant(double=True),
+    "double accumulation": Variant(double=True, factor=2, scheduler=True),
+}
 # Goes on with another number of processes and ends with the same bits: with --virtual_ranks.
-_NO_NORM = {name: one for name, one in _ALL.items() if name != "batchnorm"}  # whose shards may have a single sample
+# whose shards may have a single sample
+_NO_NORM = {name: one for name, one in _ALL.items() if name != "batchnorm"}
 VIRTUAL = {
     "virtual ranks": Variant(**_NO_NORM, workers=2),
     "virtual ranks, stream": Variant(**{**_NO_NORM, "factor": 1}, stream="dataset"),
@@ -127,13 +133,15 @@ class Setting:
         return {**VARIANTS, **DOUBLE, **VIRTUAL}[self.variant]
 
 
-# ------------------------------------------------------------------------------------------------ data
+# --------------------------------------------------------------------------------------------- data
 
 
 def _numbers(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, WIDTH, generator=generator)
-    return inputs, inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(size, 1, generator=generator)
+    return inputs, inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(
+        size, 1, generator=generator
+    )
 
 
 class Points(Dataset):
@@ -183,21 +191,28 @@ class Stream(IterableDataset):
     def state_dict(self):
         version, words, gauss = self.numbers.getstate()
         return {
-            "position": self.position, "buffer": list(self.buffer), "numbers": [version, list(words), gauss],
+            "position": self.position, "buffer": list(self.buffer), "numbers": [version,
+            list(words), gauss],
             "epoch": self.epoch,
         }  # fmt: skip
 
     def load_state_dict(self, state):
         version, words, gauss = state["numbers"]
         self.numbers.setstate((version, tuple(words), gauss))
-        self.position, self.buffer, self.epoch = state["position"], list(state["buffer"]), state["epoch"]
+        self.position, self.buffer, self.epoch = (
+            state["position"],
+            list(state["buffer"]),
+            state["epoch"],
+        )
         self.goes_on = True
 
 
 class StatefulLoader:
-    """A loader of the user's own: it divides the data itself, by ranks, and is saved and loaded itself, per rank.
+    """A loader of the user's own: it divides the data itself, by ranks, and is saved and loaded
+    itself, per rank.
 
-    As torchdata's does, it tells "all is yielded" from "the end was seen", after which it begins again.
+    As torchdata's does, it tells "all is yielded" from "the end was seen", after which it begins
+    again.
     """
 
     is_sharded = True
@@ -227,7 +242,11 @@ class StatefulLoader:
         return {"epoch": self.epoch, "position": self.position, "is_over": self.is_over}
 
     def load_state_dict(self, state):
-        self.epoch, self.position, self.is_over = state["epoch"], state["position"], state["is_over"]
+        self.epoch, self.position, self.is_over = (
+            state["epoch"],
+            state["position"],
+            state["is_over"],
+        )
         self.goes_on = True
 
 
@@ -237,7 +256,7 @@ def shaken(inputs: torch.Tensor) -> torch.Tensor:
     return inputs * (1 + 0.2 * random.random()) + 0.1 * legacy + 0.1 * torch.randn(inputs.shape)
 
 
-# ------------------------------------------------------------------------------------------------ the recipe
+# --------------------------------------------------------------------------------------- the recipe
 
 
 class Recipe(Brain):
@@ -295,7 +314,9 @@ class Recipe(Brain):
     def compute_objectives(self, predictions, batch, stage):
         number_type = torch.float64 if self.variant.double else torch.float32
         loss = nn.functional.mse_loss(predictions.to(number_type), batch[1].to(number_type))
-        numbers = [] if stage is Stage.TRAIN and not self.progress.window.count else batch[2].tolist()
+        numbers = (
+            [] if stage is Stage.TRAIN and not self.progress.window.count else batch[2].tolist()
+        )
         digest = zlib.crc32(batch[0].numpy().tobytes())
         self.diary.note(stage.name, self.epoch, self.step, numbers, digest, loss.item().hex())
         if stage is Stage.TRAIN:
@@ -352,7 +373,8 @@ def make_recipe(setting: Setting, folder: Path) -> Recipe:
         None,
         {
             "device": "cpu", "noprogressbar": True, "grad_accumulation_factor": variant.factor,
-            "precision": variant.precision, "ckpt_interval_steps": setting.interval, **dict(setting.options),
+            "precision": variant.precision, "ckpt_interval_steps": setting.interval,
+            **dict(setting.options),
         },
         Checkpointer(folder / "save", {**parts, "counter": counter}),
     )  # fmt: skip
@@ -383,7 +405,11 @@ def train(setting: Setting, folder: Path, attempt: int, kill: Kill | None) -> No
     recipe.diary, recipe.trigger = diary, trigger
     data, arguments = training_data(setting)
     recipe.fit(
-        recipe.counter, data, Points(10, 6), train_loader_kwargs=arguments, valid_loader_kwargs={"batch_size": 4}
+        recipe.counter,
+        data,
+        Points(10, 6),
+        train_loader_kwargs=arguments,
+        valid_loader_kwargs={"batch_size": 4},
     )
     result = final_state(recipe)
     if setting.recipe.double and rank == 0:
@@ -413,7 +439,7 @@ def _watched(operation: Any, name: str, trigger: Trigger) -> Any:
     return watched
 
 
-# ------------------------------------------------------------------------------------------------ its end
+# ------------------------------------------------------------------------------------------ its end
 
 
 def final_state(recipe: Recipe) -> dict[str, Any]:
@@ -421,9 +447,14 @@ def final_state(recipe: Recipe) -> dict[str, Any]:
     state = {
         "weights": {name: module.state_dict() for name, module in recipe.raw_modules.items()},
         "optimizer": {name: _state_of(one) for name, one in recipe.optimizers_dict.items()},
-        "scheduler": [one.state_dict() for one in (recipe.scheduler, recipe.plateau) if one is not None],
+        "scheduler": [
+            one.state_dict() for one in (recipe.scheduler, recipe.plateau) if one is not None
+        ],
         "counter": [recipe.optimizer_step, recipe.counter.current]
-        + [getattr(recipe.counter, name, None) for name in ("best_limit", "best_score", "should_stop")],
+        + [
+            getattr(recipe.counter, name, None)
+            for name in ("best_limit", "best_score", "should_stop")
+        ],
         "random": rng_state(),
     }
     return flat(state)
@@ -432,8 +463,14 @@ def final_state(recipe: Recipe) -> dict[str, Any]:
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer knows on this rank, by number of the parameter."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"state": {number: optimizer.state.get(one, {}) for number, one in enumerate(parameters)}, "groups": groups}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "state": {number: optimizer.state.get(one, {}) for number, one in enumerate(parameters)},
+        "groups": groups,
+    }
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -449,14 +486,18 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     else:
         return {name: value.hex() if isinstance(value, float) else repr(value)}
     return {
-        key: one for part, inner in items for key, one in flat(inner, f"{name}/{part}" if name else str(part)).items()
+        key: one
+        for part, inner in items
+        for key, one in flat(inner, f"{name}/{part}" if name else str(part)).items()
     }
 
 
 def setting_of(text: str) -> Setting:
     """Read a setting from JSON."""
     facts = json.loads(text)
-    return Setting(**{**facts, "options": tuple((name, value) for name, value in facts.get("options", ()))})
+    return Setting(
+        **{**facts, "options": tuple((name, value) for name, value in facts.get("options", ()))}
+    )
 
 
 def kill_of(text: str) -> Kill:
@@ -469,10 +510,19 @@ def text_of(thing: Setting | Kill) -> str:
     """Write a setting or a kill as JSON, without what is the default anyhow."""
     default = type(thing)(**({"place": ""} if isinstance(thing, Kill) else {}))
     facts = dataclasses.asdict(thing)
-    return json.dumps({name: value for name, value in facts.items() if value != getattr(default, name)})
+    return json.dumps(
+        {name: value for name, value in facts.items() if value != getattr(default, name)}
+    )
 
 
 if __name__ == "__main__":
-    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("FIRST_ATTEMPT", "0"))
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(
+        os.environ.get("FIRST_ATTEMPT", "0")
+    )
     kills = [kill_of(text) for text in sys.argv[3:]]
-    train(setting_of(sys.argv[2]), Path(sys.argv[1]), number, kills[number] if number < len(kills) else None)
+    train(
+        setting_of(sys.argv[2]),
+        Path(sys.argv[1]),
+        number,
+        kills[number] if number < len(kills) else None,
+    )

@@ -1,7 +1,7 @@
 """A recipe with a ``fit_batch`` of its own: ``save_signal_recipe.py FOLDER WAY [signal]``.
 
-With ``signal``, rank 0 asks for a checkpoint in the middle of an accumulation window, between forward and backward; and
-the run is killed in the middle of a window once that checkpoint is there.
+With ``signal``, rank 0 asks for a checkpoint in the middle of an accumulation window, between
+forward and backward; and the run is killed in the middle of a window once that checkpoint is there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Own(sb.Brain):
         by_number = self.step % FACTOR == 0
         should_step = self.should_step if self.way == "named" else by_number
         with self.no_sync(self.way != "named" and not should_step):
-            loss = self.compute_objectives(self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN)
+            loss = self.compute_objectives(
+                self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN
+            )
             if self.asks:
                 self.in_the_window()
             if self.way == "named":
@@ -56,8 +58,11 @@ class Own(sb.Brain):
         return loss.detach()
 
     def in_the_window(self):
-        """Ask for a checkpoint in the second micro-batch of a window of epoch 2, and end in a later one."""
-        time.sleep(0.1)  # so that the ranks sync every ten batches, also in epoch 2, which keeps their distance
+        """Ask for a checkpoint in the second micro-batch of a window of epoch 2, and end in a later
+        one.
+        """
+        # so that the ranks sync every ten batches, also in epoch 2, which keeps their distance
+        time.sleep(0.1)
         if (self.epoch, self.step) == (2, 5) and self.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR2)
         is_later = (self.epoch, self.step) > (2, 5) and self.step % FACTOR == 2
@@ -80,7 +85,9 @@ def main():
     brain.way, brain.asks = sys.argv[2], "signal" in sys.argv
     brain.fit(counter, data, train_loader_kwargs={"batch_size": 2, "shuffle": True})
     if brain.rank == 0:
-        weights = torch.cat([parameter.detach().flatten() for parameter in brain.modules.parameters()])
+        weights = torch.cat(
+            [parameter.detach().flatten() for parameter in brain.modules.parameters()]
+        )
         print(f"ends with {weights.numpy().tobytes().hex()}", flush=True)
 
 

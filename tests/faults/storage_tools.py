@@ -1,7 +1,8 @@
-"""What the tests of storage faults share: a run whose every value says its step, and watched file operations.
+"""What the tests of storage faults share: a run whose every value says its step, and watched file
+operations.
 
-A trial runs in a process that is forked from one that has imported torch (a worker of ``RankPool`` without a process
-group), so it costs some tens of milliseconds and may be killed.
+A trial runs in a process that is forked from one that has imported torch (a worker of ``RankPool``
+without a process group), so it costs some tens of milliseconds and may be killed.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ from torch import nn
 
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.storage import FileOperations
-from ddpkit.checkpoints import Checkpointer, mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.checkpoints import (
+    Checkpointer,
+    mark_as_loader,
+    mark_as_saver,
+    register_checkpoint_hooks,
+)
 
 MODES = ("sync", "async")
 NOT_COMMITTED = (".tmp-", ".trash-")
 
 
-# ------------------------------------------------------------------------------------------------ stamped states
+# ----------------------------------------------------------------------------------- stamped states
 
 
 @register_checkpoint_hooks
 class Text:
-    """Saves itself as a small text, written in two halves and past every seam, as a user's class does."""
+    """Saves itself as a small text, written in two halves and past every seam, as a user's class
+    does.
+    """
 
     value = -1
 
@@ -82,7 +90,9 @@ class Folder:
 
 
 class Run:
-    """A model, Adam, a text and a folder; every value in them is the step that :meth:`stamp` was given last."""
+    """A model, Adam, a text and a folder; every value in them is the step that :meth:`stamp` was
+    given last.
+    """
 
     width = 16
 
@@ -116,16 +126,25 @@ class Run:
         return int(steps.pop())
 
     def checkpointer(self, folder, mode="sync"):
-        objects = {"model": self.model, "optimizer": self.optimizer, "text": self.text, "folder": self.folder}
+        objects = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "text": self.text,
+            "folder": self.folder,
+        }
         checkpointer = Checkpointer(folder, objects)
         checkpointer.asynchronous = mode == "async"
         return checkpointer
 
 
 def save(run, checkpointer, step, name=None, num_to_keep=2):
-    """Save a step so that it is the newest, whatever the clock says; on return it is acknowledged."""
+    """Save a step so that it is the newest, whatever the clock says; on return it is
+    acknowledged.
+    """
     run.stamp(step)
-    checkpointer.save_and_keep_only(meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=num_to_keep)
+    checkpointer.save_and_keep_only(
+        meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=num_to_keep
+    )
     checkpointer.wait()
 
 
@@ -148,7 +167,9 @@ def steps_of(folder):
     for found in checkpointer.find_checkpoints():
         checkpointer.load_checkpoint(found)
         if found.meta["step"] != run.step():
-            raise AssertionError(f"{found.path} says step {found.meta['step']} and holds {run.step()}")
+            raise AssertionError(
+                f"{found.path} says step {found.meta['step']} and holds {run.step()}"
+            )
         steps.append(run.step())
     return steps
 
@@ -179,7 +200,7 @@ class Warnings(logging.Handler):
         logging.getLogger("ddpkit").removeHandler(self)
 
 
-# ------------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 def forked(function, *args):
@@ -222,7 +243,9 @@ def die():
 
 
 def obey_permissions():
-    """Let permissions hold for this process even when it is root's: it gives up the right to pass over them."""
+    """Let permissions hold for this process even when it is root's: it gives up the right to pass
+    over them.
+    """
     if os.geteuid() != 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -237,7 +260,9 @@ def obey_permissions():
 
 @contextlib.contextmanager
 def without_waiting():
-    """Do not wait for the disk: a killed process leaves to the kernel what it has written, waited for or not."""
+    """Do not wait for the disk: a killed process leaves to the kernel what it has written, waited
+    for or not.
+    """
     with mock.patch("os.fsync", return_value=None):
         yield
 
@@ -255,11 +280,13 @@ def new_folder():
         shutil.rmtree(folder)
 
 
-# ------------------------------------------------------------------------------------------------ watched operations
+# ------------------------------------------------------------------------------- watched operations
 
 
 class Plan:
-    """Counts the points that a save reaches, in the order in which it does; at one of them something happens."""
+    """Counts the points that a save reaches, in the order in which it does; at one of them
+    something happens.
+    """
 
     def __init__(self, at=None, action=die):
         self.at = at
@@ -337,8 +364,12 @@ class HalfHandle:
 
 
 def through(wrap, args):
-    """Return the arguments of a ``write`` whose writer is given ``wrap(handle)`` instead of the handle."""
-    return [(lambda handle, writer=one: writer(wrap(handle))) if callable(one) else one for one in args]
+    """Return the arguments of a ``write`` whose writer is given ``wrap(handle)`` instead of the
+    handle.
+    """
+    return [
+        (lambda handle, writer=one: writer(wrap(handle))) if callable(one) else one for one in args
+    ]
 
 
 class CrashingFiles(WatchedFiles):
@@ -355,7 +386,9 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.syml
 
 
 def watch_changes(folder):
-    """Reach a point before each change in a folder that Python makes from now on in this process, seam or no seam."""
+    """Reach a point before each change in a folder that Python makes from now on in this process,
+    seam or no seam.
+    """
     inside = os.fspath(folder)
 
     def is_inside(path):
@@ -366,7 +399,8 @@ def watch_changes(folder):
             if is_inside(args[0]) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 reach("open")
         elif event in CHANGES:
-            in_open_folder = event in {"os.remove", "os.rmdir"} and args[-1] != -1  # as shutil.rmtree works
+            # as shutil.rmtree works
+            in_open_folder = event in {"os.remove", "os.rmdir"} and args[-1] != -1
             if in_open_folder or is_inside(args[0]):
                 reach(event)
 

@@ -1,8 +1,9 @@
-"""The table of faults: what is done to a run, when that has passed, how often it was done, and the measured seconds.
+"""The table of faults: what is done to a run, when that has passed, how often it was done, and the
+measured seconds.
 
-``python -m tests.faults.table --rows F1,F9 --trials 10 --world_sizes 2,3`` runs a part of it; ``make faults`` runs all.
-A trial is drawn from the seed, its number, its row and its number of ranks; one that fails is printed with the command
-that does it again.
+``python -m tests.faults.table --rows F1,F9 --trials 10 --world_sizes
+2,3`` runs a part of it; ``make faults`` runs all. A trial is drawn from the seed, its number, its
+row and its number of ranks; one that fails is printed with the command that does it again.
 """
 
 from __future__ import annotations
@@ -30,11 +31,21 @@ from .table_rows import ROWS, Judge
 from .table_shown import SHOWN, show
 from .table_trials import Outcome, Trial, remove, run_trial, say, spread
 
-COLD_SHARE = 5  # of the trials whose processes are not forked, and take ten times as long, one in so many is made
-ALL = ("F1", "F2", "F3", "F4", "F4 kill", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F12", "F13", "F14", "F15", "F16",
+# of the trials whose processes are not forked, and take ten times as long, one in so many is made
+COLD_SHARE = 5
+ALL = ("F1", "F2", "F3", "F4", "F4 kill", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F12", "F13",
+    "F14", "F15", "F16",
        "F17", "F18", "F19", "F20", "exit")  # fmt: skip
 WIDTHS = (8, 40, 40, 6, 6, 14, 30)
-HEADS = ("row", "what is done", "passes when", "trials", "passed", "median / worst seconds", "verdict")
+HEADS = (
+    "row",
+    "what is done",
+    "passes when",
+    "trials",
+    "passed",
+    "median / worst seconds",
+    "verdict",
+)
 
 
 @dataclass
@@ -68,7 +79,15 @@ class Result:
     def columns(self) -> list[str]:
         verdict = f"{self.verdict}; {self.note}" if self.note and self.trials else self.verdict
         seconds = spread(self.seconds) or f"({self.took:.0f} in all)"
-        return [self.row, self.fault, self.line, str(self.trials), str(self.passed), seconds, verdict]
+        return [
+            self.row,
+            self.fault,
+            self.line,
+            str(self.trials),
+            str(self.passed),
+            seconds,
+            verdict,
+        ]
 
 
 @dataclass
@@ -121,7 +140,9 @@ class Table:
         share = COLD_SHARE if ROWS[name].is_cold else 1
         for world_size in self.options.world_sizes:
             for number in range(-(-self.options.trials // share)):
-                yield ROWS[name].draw(Random(f"{self.options.seed}/{name}/{world_size}/{number}"), world_size)
+                yield ROWS[name].draw(
+                    Random(f"{self.options.seed}/{name}/{world_size}/{number}"), world_size
+                )
 
     def try_one(self, trial: Trial) -> Outcome:
         """Run a trial and judge it; a test that breaks is a trial that has failed."""
@@ -134,7 +155,9 @@ class Table:
                 row = next(row for name, row in ROWS.items() if name.split()[0] == trial.row)
                 row.judge(outcome, self.judge)
         except Exception as error:  # noqa: BLE001 -- a trial more, or less
-            outcome = Outcome(trial, folder, problems=[f"the test itself: {type(error).__name__}: {error}"])
+            outcome = Outcome(
+                trial, folder, problems=[(f"the test itself: {type(error).__name__}: {error}")]
+            )
         if not self.options.keep:
             remove(folder)
         return outcome
@@ -154,24 +177,46 @@ class Table:
 
 def print_row(columns: Sequence[str]) -> None:
     """Print a row of the table, with its words broken into lines."""
-    cells = [textwrap.wrap(text, width) or [""] for text, width in zip(columns, WIDTHS, strict=True)]
+    cells = [
+        textwrap.wrap(text, width) or [""] for text, width in zip(columns, WIDTHS, strict=True)
+    ]
     for number in range(max(map(len, cells))):
         line = [cell[number] if number < len(cell) else "" for cell in cells]
         say("  ".join(f"{text:{width}}" for text, width in zip(line, WIDTHS, strict=True)).rstrip())
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.table", description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ALL), help="F1,F9 or exit; else all")
-    parser.add_argument("--trials", type=int, default=50, help="of each row that is drawn, on each number of ranks")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.table", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--rows",
+        type=lambda text: text.split(","),
+        default=list(ALL),
+        help="F1,F9 or exit; else all",
+    )
+    parser.add_argument(
+        "--trials", type=int, default=50, help="of each row that is drawn, on each number of ranks"
+    )
     parser.add_argument("--ends", type=int, default=100, help="starts and ends of the row exit")
     parser.add_argument("--kills", type=int, default=200, help="of the rows F4 and F20, each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--world_sizes", type=lambda text: [int(one) for one in text.split(",")], default=[2, 3, 4])
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time; more of them disturb each other's times")
-    parser.add_argument("--slack", type=float, default=0.0, help="seconds that are allowed beyond each pass line")
+    parser.add_argument(
+        "--world_sizes", type=lambda text: [int(one) for one in text.split(",")], default=[2, 3, 4]
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="trials at a time; more of them disturb each other's times",
+    )
+    parser.add_argument(
+        "--slack", type=float, default=0.0, help="seconds that are allowed beyond each pass line"
+    )
     parser.add_argument("--json", type=Path, help="write a line for each trial and each row there")
-    parser.add_argument("--longest", type=int, default=3000, help="characters of a problem that are printed")
+    parser.add_argument(
+        "--longest", type=int, default=3000, help="characters of a problem that are printed"
+    )
     parser.add_argument("--keep", type=Path, help="work in this folder, and leave it all there")
     parser.add_argument("--replay", help="run this one trial, as printed, and show what it says")
     return parser.parse_args(words)
@@ -190,7 +235,8 @@ def prepare() -> None:
     """See to it that what is started hears SIGINT, which a shell's background commands do not."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Before several threads want the process that is forked; and no trial's seconds are those of its start.
+    # Before several threads want the process that is forked; and no trial's seconds are those of
+    # its start.
     warm_starts.WarmProcess([sys.executable, "-c", ""]).wait()
 
 
@@ -201,7 +247,11 @@ def main(words: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     lines = options.json.open("w") if options.json else None
     try:
-        table = Table(options, folder, lambda facts: lines and print(json.dumps(facts), file=lines, flush=True))
+        table = Table(
+            options,
+            folder,
+            lambda facts: lines and print(json.dumps(facts), file=lines, flush=True),
+        )
         prepare()
         if options.replay:
             return replay(table)

@@ -30,19 +30,23 @@ def draw_end(dice: Random, world_size: int) -> Trial:
     """A run that ends by itself, or by a signal; on two ranks, with workers."""
     trial = Trial(
         "exit", world_size=world_size, workers=2, epochs=1, steps=8, pause=0.005,
-        launcher=dice.choice(["torchrun", "torchrun", "plain"]), warm=dice.randrange(COLD_SHARE) > 0,
+        launcher=dice.choice(["torchrun", "torchrun", "plain"]),
+        warm=dice.randrange(COLD_SHARE) > 0,
     )  # fmt: skip
     if dice.random() < 0.5:
         return trial
     targets = ["launcher", "all"] if trial.launcher == "torchrun" else ["rank", "all"]
     return dataclasses.replace(
         trial, kind=dice.choice(["SIGTERM", "SIGINT"]), epochs=1000, step=dice.randint(1, 8),
-        delay=round(dice.uniform(0, 0.5), 3), target=dice.choice(targets), rank=dice.randrange(world_size),
+        delay=round(dice.uniform(0, 0.5), 3), target=dice.choice(targets),
+        rank=dice.randrange(world_size),
     )  # fmt: skip
 
 
 def mapped() -> set[int]:
-    """Return the inodes in shared memory that living processes have mapped: a semaphore's name tells no owner."""
+    """Return the inodes in shared memory that living processes have mapped: a semaphore's name
+    tells no owner.
+    """
     inodes = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -52,7 +56,9 @@ def mapped() -> set[int]:
 
 
 def segments() -> dict[str, float]:
-    """Return the names in shared memory and when they were made, without those of processes that live."""
+    """Return the names in shared memory and when they were made, without those of processes that
+    live.
+    """
     found, in_use = {}, mapped()
     for path in SHARED.iterdir():
         owner = OWNER.match(path.name)

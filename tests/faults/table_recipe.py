@@ -1,7 +1,8 @@
 """The recipe of the table of faults: ``table_recipe.py FOLDER TRIAL [options]``.
 
-The trial, as JSON, says what happens, where, on which rank and when: :class:`tests.faults.table_trials.Trial`. What
-happens is noted in the folder, by every rank for itself.
+The trial, as JSON, says what happens, where, on which rank and when:
+:class:`tests.faults.table_trials.Trial`. What happens is noted in the folder, by every rank for
+itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SAVING_SECONDS = 0.3  # of a save that a fault is meant for
 STUCK_SECONDS = 1000
 
 IS_RUN = Path(sys.argv[0]).name == Path(__file__).name  # else pytest looks for doctests in it
-FOLDER, TRIAL = (Path(sys.argv[1]), SimpleNamespace(**json.loads(sys.argv[2]))) if IS_RUN else (Path(), None)
+FOLDER, TRIAL = (
+    (Path(sys.argv[1]), SimpleNamespace(**json.loads(sys.argv[2]))) if IS_RUN else (Path(), None)
+)
 RANK = int(os.environ.get("RANK", "0"))
 LIVE = SimpleNamespace(epoch=0, count=0)
 
@@ -185,7 +188,9 @@ def main():
     loader = {"batch_size": BATCH, "num_workers": TRIAL.workers, "shuffle": True}
     valid = {"batch_size": BATCH}
     try:
-        brain.fit(counter, train, Data(8 * BATCH), train_loader_kwargs=loader, valid_loader_kwargs=valid)
+        brain.fit(
+            counter, train, Data(8 * BATCH), train_loader_kwargs=loader, valid_loader_kwargs=valid
+        )
     except BaseException as error:
         note("ended", type(error).__name__, str(error))
         raise

@@ -1,4 +1,6 @@
-"""The rows of the table whose faults come at random moments: how a trial is drawn, and when it has passed."""
+"""The rows of the table whose faults come at random moments: how a trial is drawn, and when it has
+passed.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,14 @@ PATIENCE = 3  # the option nonfinite_patience
 
 # What nobody should have to read beside the reason itself.
 SECOND_HAND = (
-    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Socket closed", "failed to recv",
+    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Socket closed",
+    "failed to recv",
     "terminate called", "Aborted", "Segmentation fault",
 )  # fmt: skip
 # What torch's store writes by itself, with all its frames, whenever it is asked after its end.
 OF_STORE = re.compile(r"^(\[rank\d+\]:)?\[W[^\n]*TCPStore\.cpp.*?\n\n", re.MULTILINE | re.DOTALL)
-REASON = re.compile(r"^.*rank \d+ .* disappeared.*$", re.MULTILINE)  # which may say how it was noticed
+# which may say how it was noticed
+REASON = re.compile(r"^.*rank \d+ .* disappeared.*$", re.MULTILINE)
 MOST_OF_STORE = 3  # of each rank
 TRACE_OF_TORCHRUN = f'Traceback (most recent call last):\n  File "{BIN / "torchrun"}"'
 OF_TORCHRUN = re.compile(r"[WE]\d{4} .*torch/distributed/elastic|\s*$")
@@ -50,7 +54,8 @@ class Row:
         draw: makes a trial of dice and a number of ranks.
         judge: notes what was not as it should be.
         at_once: how many trials may run beside each other without harm, because they only wait.
-        is_cold: whether its processes cannot be forked from one that has imported torch, so that fewer trials are made.
+        is_cold: whether its processes cannot be forked from one that has imported torch, so that
+            fewer trials are made.
     """
 
     fault: str
@@ -74,7 +79,9 @@ class Judge:
         self._weights: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
-    def in_time(self, outcome: Outcome, seconds: float, limit: float, what: str = "all gone") -> None:
+    def in_time(
+        self, outcome: Outcome, seconds: float, limit: float, what: str = "all gone"
+    ) -> None:
         most = limit + self.slack
         outcome.require(seconds <= most, f"{what} after {seconds:.2f} s; {most:g} are allowed")
 
@@ -84,7 +91,9 @@ class Judge:
         with self._lock:
             if key not in self._weights:
                 folder = self.folder / "-".join(map(str, key))
-                plain = Trial("whole", times=0, world_size=key[0], epochs=key[1], steps=key[2], pause=0.0)
+                plain = Trial(
+                    "whole", times=0, world_size=key[0], epochs=key[1], steps=key[2], pause=0.0
+                )
                 outcome = run_trial(plain, folder)
                 if outcome.codes != [0]:
                     raise RuntimeError(f"a run fails without a fault: {outcome.text}")
@@ -100,7 +109,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], value) for name, value in other.items())
 
 
-# ------------------------------------------------------------------------------------------------ drawing
+# ------------------------------------------------------------------------------------------ drawing
 
 
 def drawn(dice: Random, row: str, world_size: int, where: str, **facts: Any) -> Trial:
@@ -116,11 +125,26 @@ def drawn(dice: Random, row: str, world_size: int, where: str, **facts: Any) -> 
         workers=2 if where == "worker" else dice.choice([0, 0, 2]) * (where != "dataset"),
         options=("--ckpt_interval_steps=5",) if where == "save" or dice.random() < 0.3 else (),
     )
-    early = {"before": {"epoch": 0, "step": 0}, "start": {"epoch": 0, "step": 0}, "worker": {"epoch": 0}}.get(where, {})
+    early = {
+        "before": {"epoch": 0, "step": 0},
+        "start": {"epoch": 0, "step": 0},
+        "worker": {"epoch": 0},
+    }.get(where, {})
     return dataclasses.replace(trial, **early, **facts)
 
 
-PLACES = ("before", "start", "dataset", "worker", "forward", "backward", "optimizer", "hook", "save", "valid")
+PLACES = (
+    "before",
+    "start",
+    "dataset",
+    "worker",
+    "forward",
+    "backward",
+    "optimizer",
+    "hook",
+    "save",
+    "valid",
+)
 
 
 def draw_raise(dice: Random, world_size: int) -> Trial:
@@ -141,8 +165,19 @@ def draw_kill(dice: Random, world_size: int) -> Trial:
     return drawn(dice, "F4", world_size, dice.choice(places), kind="kill")
 
 
-def _drawn_signal(dice: Random, row: str, world_size: int, kind: str, where: str, **facts: Any) -> Trial:
-    trial = drawn(dice, row, world_size, where, kind=kind, delay=round(dice.uniform(0, 0.2), 3), epochs=16, **facts)
+def _drawn_signal(
+    dice: Random, row: str, world_size: int, kind: str, where: str, **facts: Any
+) -> Trial:
+    trial = drawn(
+        dice,
+        row,
+        world_size,
+        where,
+        kind=kind,
+        delay=round(dice.uniform(0, 0.2), 3),
+        epochs=16,
+        **facts,
+    )
     targets = ["rank", "all", *(["launcher"] if trial.launcher == "torchrun" else [])]
     return dataclasses.replace(trial, target=dice.choice(targets), workers=dice.choice([0, 2]))
 
@@ -150,15 +185,23 @@ def _drawn_signal(dice: Random, row: str, world_size: int, kind: str, where: str
 def draw_stop(dice: Random, world_size: int) -> Trial:
     kind = dice.choice(["SIGTERM", "SIGTERM", "SIGUSR1", "SIGUSR2"])
     trial = _drawn_signal(dice, "F9", world_size, kind, dice.choice(["forward", "save", "valid"]))
-    chosen = ("--stop_signals", "SIGTERM", "SIGUSR2", "--save_signals", "SIGUSR1") if kind == "SIGUSR2" else ()
+    chosen = (
+        ("--stop_signals", "SIGTERM", "SIGUSR2", "--save_signals", "SIGUSR1")
+        if kind == "SIGUSR2"
+        else ()
+    )
     return dataclasses.replace(trial, options=(*trial.options, *chosen))
 
 
 def draw_interrupt(dice: Random, world_size: int) -> Trial:
     if dice.random() < 0.5:
-        return _drawn_signal(dice, "F10", world_size, "SIGINT", dice.choice(["forward", "save", "valid"]))
+        return _drawn_signal(
+            dice, "F10", world_size, "SIGINT", dice.choice(["forward", "save", "valid"])
+        )
     kind = dice.choice(["SIGINT", "SIGINT", "SIGTERM"])
-    trial = _drawn_signal(dice, "F10", world_size, kind, "forward", twice=round(dice.uniform(1.3, 2.5), 3))
+    trial = _drawn_signal(
+        dice, "F10", world_size, kind, "forward", twice=round(dice.uniform(1.3, 2.5), 3)
+    )
     return dataclasses.replace(trial, target="launcher" if trial.launcher == "torchrun" else "all")
 
 
@@ -166,14 +209,23 @@ def draw_stuck(dice: Random, world_size: int) -> Trial:
     where = dice.choice(["dataset", "worker", "forward", "hook", "valid"])
     kind = dice.choice(["sleep", "deadlock", "stop", "gil"])
     trial = drawn(dice, "F11", world_size, where, kind=kind, hang=HANG_SECONDS)
-    # A rank that was kept from talking to the store leaves a guard of its parent, which has to be torchrun.
+    # A rank that was kept from talking to the store leaves a guard of its parent, which has to be
+    # torchrun.
     return dataclasses.replace(trial, warm=not (kind == "gil" and trial.launcher == "torchrun"))
 
 
 def draw_agent(dice: Random, world_size: int) -> Trial:
     where = dice.choice(["forward", "save", "valid"])
     facts = {"launcher": "torchrun", "target": "launcher", "epochs": 1000, "warm": False}
-    return drawn(dice, "F12", world_size, where, kind="SIGKILL", delay=round(dice.uniform(0, 0.5), 3), **facts)
+    return drawn(
+        dice,
+        "F12",
+        world_size,
+        where,
+        kind="SIGKILL",
+        delay=round(dice.uniform(0, 0.5), 3),
+        **facts,
+    )
 
 
 def draw_nonfinite(dice: Random, world_size: int) -> Trial:
@@ -182,10 +234,12 @@ def draw_nonfinite(dice: Random, world_size: int) -> Trial:
     return drawn(dice, "F15", world_size, where, kind=kind, times=dice.choice([1, 3, 1000]))
 
 
-# ------------------------------------------------------------------------------------------------ judging
+# ------------------------------------------------------------------------------------------ judging
 
 
-def judge_raise(outcome: Outcome, judge: Judge, error: str = "ValueError: boom from the fault") -> None:
+def judge_raise(
+    outcome: Outcome, judge: Judge, error: str = "ValueError: boom from the fault"
+) -> None:
     """All gone, and the last thing one reads is which rank has failed, where and why."""
     trial, text = outcome.trial, outcome.text
     judge.in_time(outcome, outcome.seconds, GONE_SECONDS)
@@ -193,8 +247,13 @@ def judge_raise(outcome: Outcome, judge: Judge, error: str = "ValueError: boom f
     where, (*_, epoch, step) = trial.where, outcome.faults()[0]
     place = rf" in {'VALID' if where == 'valid' else 'TRAIN'} of epoch {epoch} at step "
     anywhere = r" in TRAIN of epoch \d+ at step \d+"
-    place = {"before": "", "start": r".*", "dataset": anywhere, "worker": anywhere}.get(where, f"{place}{step}")
-    outcome.require_said(rf"rank {trial.rank} \([^ ]+, pid {outcome.pid(trial.rank)}\) failed first,?{place}, at ")
+    place = {"before": "", "start": r".*", "dataset": anywhere, "worker": anywhere}.get(
+        where, f"{place}{step}"
+    )
+    outcome.require_said(
+        rf"rank {trial.rank} \([^ ]+, pid {outcome.pid(trial.rank)}\) failed "
+        rf"first,?{place}, at "
+    )
     outcome.require("in happen" in text, "the traceback of the rank that failed is not told")
     if trial.launcher == "torchrun":
         root = text.partition("Root Cause")[2]
@@ -202,7 +261,8 @@ def judge_raise(outcome: Outcome, judge: Judge, error: str = "ValueError: boom f
         outcome.require_said(rf"rank +: {trial.rank} |rank {trial.rank}\b", root)
     for rank, run in enumerate(outcome.runs if trial.launcher == "plain" else []):
         outcome.require(error in run.tail(15), f"not in the last lines of rank {rank}: {error}")
-        last = run.tail(15) if trial.where != "worker" else run.err  # torch puts the worker's traceback in the message
+        # torch puts the worker's traceback in the message
+        last = run.tail(15) if trial.where != "worker" else run.err
         outcome.require_said(rf"rank ?{trial.rank}\b", last)
     for rank in outcome.ranks:
         for *_, kind, words in outcome.notes(rank, "ended"):
@@ -214,7 +274,9 @@ def require_failure(outcome: Outcome) -> None:
     """No process says that it has ended well, and none complains of the loss of another."""
     outcome.require(all(outcome.codes), f"exit codes {outcome.codes}")
     text, warnings = OF_STORE.subn("", outcome.text)
-    outcome.require(warnings <= MOST_OF_STORE * len(outcome.ranks), f"{warnings} warnings of torch's store")
+    outcome.require(
+        warnings <= MOST_OF_STORE * len(outcome.ranks), f"{warnings} warnings of torch's store"
+    )
     text = REASON.sub("", text)
     for words in SECOND_HAND:
         outcome.require(words not in text, f"it says {words!r}: {text[-2000:]}")
@@ -225,11 +287,16 @@ def _raised(outcome: Outcome, judge: Judge, times: int) -> None:
     longest = 0.0
     for rank in outcome.ranks:
         raised = outcome.notes(rank, "raised")
-        outcome.require(len(raised) == times, f"rank {rank} raised {len(raised)} times instead of {times}")
+        outcome.require(
+            len(raised) == times, f"rank {rank} raised {len(raised)} times instead of {times}"
+        )
         expected = "MainProcessError" if rank else "ValueError"
         for *_, seconds, kind, words in raised:
             longest = max(longest, seconds)
-            outcome.require(kind == expected and "boom from the fault" in words, f"rank {rank} raises {kind}: {words}")
+            outcome.require(
+                kind == expected and "boom from the fault" in words,
+                f"rank {rank} raises {kind}: {words}",
+            )
     outcome.other["gone"], outcome.seconds = outcome.seconds, longest
     judge.in_time(outcome, longest, RAISED_SECONDS, "every rank has raised")
 
@@ -244,7 +311,9 @@ def judge_main_caught(outcome: Outcome, judge: Judge) -> None:
     if outcome.require(not any(outcome.codes), f"exit codes {outcome.codes}: {outcome.text}"):
         expected = judge.uninterrupted(outcome.trial)
         for rank in outcome.ranks:
-            outcome.require(same(weights(outcome, rank), expected), f"rank {rank} ends with other weights")
+            outcome.require(
+                same(weights(outcome, rank), expected), f"rank {rank} ends with other weights"
+            )
 
 
 def judge_kill(outcome: Outcome, judge: Judge) -> None:
@@ -263,7 +332,9 @@ def judge_kill(outcome: Outcome, judge: Judge) -> None:
 
 
 def judge_stop(outcome: Outcome, judge: Judge) -> None:
-    """One checkpoint, at the same step on all ranks; word of it; and the run goes on from there to the same end."""
+    """One checkpoint, at the same step on all ranks; word of it; and the run goes on from there to
+    the same end.
+    """
     trial, number = outcome.trial, signal.Signals[outcome.trial.kind]
     judge.in_time(outcome, outcome.seconds, STOP_SECONDS)
     require_failure(outcome)
@@ -281,16 +352,21 @@ def judge_stop(outcome: Outcome, judge: Judge) -> None:
         places.add(tuple(steps[-1][2:]))
         saves.append(sum(one[0] > steps[-1][0] for one in outcome.notes(rank, "save")))
     outcome.require(len(places) == 1, f"the ranks stopped at {sorted(places)}")
-    outcome.require(places <= {(marker["stage"], marker["epoch"], marker["step"], one[-1]) for one in places},
-                    f"the ranks stopped at {sorted(places)}, and stopped.json says {marker}")  # fmt: skip
+    outcome.require(places <= {(marker["stage"], marker["epoch"], marker["step"],
+        one[-1]) for one in places},
+                    f"the ranks stopped at {sorted(places)}, and stopped.json says {marker}")  # fmt: skip  # noqa: E501
     outcome.require(set(saves) == {1}, f"after the last step the ranks have saved {saves} times")
-    outcome.require(Path(marker["checkpoint"] or "/nowhere").is_dir(), f"no checkpoint: {marker['checkpoint']}")
+    outcome.require(
+        Path(marker["checkpoint"] or "/nowhere").is_dir(), f"no checkpoint: {marker['checkpoint']}"
+    )
     if not outcome.problems:
         require_goes_on(outcome, judge)
 
 
 def require_goes_on(outcome: Outcome, judge: Judge) -> None:
-    """Start it again: every step is made once, and the weights are those of the run that was not stopped."""
+    """Start it again: every step is made once, and the weights are those of the run that was not
+    stopped.
+    """
     trial = outcome.trial
     again = rerun(trial, outcome.folder, "again")
     if not outcome.require(not any(again.codes), f"started again: {again.codes} {again.text}"):
@@ -298,7 +374,10 @@ def require_goes_on(outcome: Outcome, judge: Judge) -> None:
     steps = [one[-1] for one in outcome.notes(0, "TRAIN")]
     every = list(range(trial.epochs * trial.steps))
     outcome.require(steps == every, f"started again, the steps are {steps}")
-    outcome.require(same(weights(outcome, 0), judge.uninterrupted(trial)), "started again, it ends with other weights")
+    outcome.require(
+        same(weights(outcome, 0), judge.uninterrupted(trial)),
+        "started again, it ends with other weights",
+    )
 
 
 def judge_interrupt(outcome: Outcome, judge: Judge) -> None:
@@ -307,7 +386,9 @@ def judge_interrupt(outcome: Outcome, judge: Judge) -> None:
         return
     judge.in_time(outcome, outcome.seconds, TWICE_SECONDS)
     require_failure(outcome)
-    text = "".join(run.err[before:] for run, before in zip(outcome.runs, outcome.before, strict=True))
+    text = "".join(
+        run.err[before:] for run, before in zip(outcome.runs, outcome.before, strict=True)
+    )
     said = OF_STORE.sub("a warning of torch's store\n", text.partition(TRACE_OF_TORCHRUN)[0])
     lines = [line for line in said.splitlines() if not OF_TORCHRUN.match(line)]
     outcome.require(len(lines) <= MOST_LINES, f"it says {len(lines)} lines: {said}")
@@ -332,7 +413,8 @@ def judge_stuck(outcome: Outcome, judge: Judge) -> None:
         here = "silent for"
     place = rf"^rank {trial.rank} \(.*{here}"
     if trial.kind == "stop" and trial.launcher == "plain" and trial.rank == 0:
-        place = rf"{place}|: rank 0 \([^ ]+, pid {outcome.pid(0)}\), which keeps it, .*is silent"  # the store it keeps
+        # the store it keeps
+        place = rf"{place}|: rank 0 \([^ ]+, pid {outcome.pid(0)}\), which keeps it, .*is silent"
     outcome.require_said(place)
 
 
@@ -349,29 +431,43 @@ def judge_nonfinite(outcome: Outcome, judge: Judge) -> None:
         return
     ends = {tuple(outcome.notes(rank, "finished", "ended")[-1][2:4]) for rank in outcome.ranks}
     goes_on = trial.times <= PATIENCE
-    expected = ("finished", trial.epochs * trial.steps - trial.times) if goes_on else ("ended", "NonFiniteLossError")
+    expected = (
+        ("finished", trial.epochs * trial.steps - trial.times)
+        if goes_on
+        else ("ended", "NonFiniteLossError")
+    )
     outcome.require(ends == {expected}, f"the ranks ended with {ends} instead of {expected}")
-    steps = {tuple(map(tuple, (one[2:] for one in outcome.notes(rank, "TRAIN", "VALID")))) for rank in outcome.ranks}
+    steps = {
+        tuple(map(tuple, (one[2:] for one in outcome.notes(rank, "TRAIN", "VALID"))))
+        for rank in outcome.ranks
+    }
     outcome.require(len(steps) == 1, "the ranks have not made the same steps")
-    outcome.require(all(bool(code) != goes_on for code in outcome.codes), f"exit codes {outcome.codes}")
+    outcome.require(
+        all(bool(code) != goes_on for code in outcome.codes), f"exit codes {outcome.codes}"
+    )
     if not goes_on:
         judge.in_time(outcome, outcome.seconds, GONE_SECONDS)
     else:
         outcome.seconds = 0.0  # it goes on
         first = weights(outcome, 0)
-        outcome.require(all(same(weights(outcome, rank), first) for rank in outcome.ranks), "other weights on a rank")
+        outcome.require(
+            all(same(weights(outcome, rank), first) for rank in outcome.ranks),
+            "other weights on a rank",
+        )
 
 
 ROWS = {
     "F1": Row(
-        "an exception on one rank: dataset, loader worker, forward, backward, optimizer, hook, saver, validation, "
-        "before the first step",
+        "an exception on one rank: dataset, loader worker, forward, backward, optimizer, hook, "
+        "saver, validation, before the first step",
         "all gone in 5 s; the last lines are the rank, its place and its traceback",
         draw_raise, judge_raise,
     ),
-    "F2": Row("run_on_main fails, uncaught", "every rank raises in 1 s, with the reason", draw_main, judge_main),
+    "F2": Row("run_on_main fails, uncaught", "every rank raises in 1 s, with the reason", draw_main,
+    judge_main),
     "F3": Row(
-        "run_on_main fails, caught on all ranks", "every rank raises in 1 s; in step, the same weights",
+        "run_on_main fails, caught on all ranks",
+        "every rank raises in 1 s; in step, the same weights",
         draw_main_caught, judge_main_caught,
     ),
     "F4 kill": Row(
@@ -379,22 +475,25 @@ ROWS = {
         draw_kill, judge_kill,
     ),
     "F9": Row(
-        "SIGTERM, SIGUSR1, SIGUSR2 to the launcher, one rank, all; in a step, a save, validation; 0 and 2 workers",
+        "SIGTERM, SIGUSR1, SIGUSR2 to the launcher, one rank, all; in a step, a save, "
+        "validation; 0 and 2 workers",
         "one checkpoint, the same step, stopped.json, in 2.3 s; goes on to the same weights",
         draw_stop, judge_stop,
     ),
     "F10": Row(
-        "SIGINT once; twice", "as F9; gone in 2 s, 15 lines but for torchrun's", draw_interrupt, judge_interrupt,
+        "SIGINT once; twice", "as F9; gone in 2 s, 15 lines but for torchrun's", draw_interrupt,
+        judge_interrupt,
     ),
     "F11": Row(
         "a rank or a worker sleeps, is in a deadlock, holds the GIL, is stopped",
-        "told in T + 2 s with rank and line; gone in T + 5 s, T + 35 s under torchrun; without a launcher "
-        f"one that holds the GIL or is stopped stays; T = {HANG_SECONDS:g} s",
+        "told in T + 2 s with rank and line; gone in T + 5 s, T + 35 s under torchrun; without "
+        f"a launcher one that holds the GIL or is stopped stays; T = {HANG_SECONDS:g} s",
         draw_stuck, judge_stuck, at_once=3,
     ),
     "F12": Row("SIGKILL of torchrun", "all gone in 5 s", draw_agent, judge_agent, is_cold=True),
     "F15": Row(
-        "NaN loss, and no memory, on one rank", "the same decision on all ranks; all gone in 5 s if it is the end",
+        "NaN loss, and no memory, on one rank",
+        "the same decision on all ranks; all gone in 5 s if it is the end",
         draw_nonfinite, judge_nonfinite,
     ),
 }  # fmt: skip

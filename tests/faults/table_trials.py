@@ -1,4 +1,6 @@
-"""A fault as data, and what becomes of a run that meets with it: real processes, from start until nothing is left."""
+"""A fault as data, and what becomes of a run that meets with it: real processes, from start until
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.launching import Run, python, start_by_hand, torchrun, wait_until
 RECIPE = str(Path(__file__).with_name("table_recipe.py"))
 START_SECONDS = 60.0
 LONGEST_SECONDS = 90.0
-TOLD = re.compile(r"has made no step for|no answer for \d+ s from the store")  # before a rank that waits ends
+# before a rank that waits ends
+TOLD = re.compile(r"has made no step for|no answer for \d+ s from the store")
 SIGNALS_OF_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 Facts = list[Any]  # of a diary: time, pid, kind, and what belongs to it
 
@@ -31,18 +34,21 @@ class Trial:
 
     Attributes:
         row: of the table.
-        kind: raise | oom | nan | kill | stop | sleep | deadlock | gil: what the rank does itself; or the name of a
-            signal that is sent from outside; or nothing, for a run that only comes to its end.
-        where: before | start | dataset | worker | forward | loss | backward | optimizer | hook | together | save |
-            valid.
+        kind: raise | oom | nan | kill | stop | sleep | deadlock | gil: what the rank does itself;
+            or the name of a signal that is sent from outside; or nothing, for a run that only comes
+            to its end.
+        where: before | start | dataset | worker | forward | loss | backward | optimizer | hook |
+            together | save | valid.
         rank: that meets with it.
         epoch: and
         step: the first moment at which it can happen there; counted from 1.
         world_size: number of ranks.
         launcher: torchrun | plain, which is none: only the variables that name a rank.
-        target: of a signal: launcher | rank | all, which are all processes, those of the loaders too.
+        target: of a signal: launcher | rank | all, which are all processes, those of the loaders
+            too.
         delay: seconds from the moment to the signal.
-        twice: whether the signal is sent a second time, to ranks of which one cannot obey; then seconds between.
+        twice: whether the signal is sent a second time, to ranks of which one cannot obey; then
+            seconds between.
         workers: of each loader.
         times: how often it happens.
         caught: whether the script catches what is raised, on all ranks.
@@ -94,7 +100,9 @@ class Trial:
 
     def words(self) -> list[str]:
         """The command line of a rank, after its folder."""
-        hang = [f"--hang_warning={self.hang / 2}", f"--hang_timeout={self.hang}"] if self.hang else []
+        hang = (
+            [f"--hang_warning={self.hang / 2}", f"--hang_timeout={self.hang}"] if self.hang else []
+        )
         return [json.dumps(dataclasses.asdict(self)), *hang, *self.options]
 
 
@@ -168,7 +176,9 @@ def start(trial: Trial, folder: Path) -> list[Run]:
 
 
 def run_trial(trial: Trial, folder: Path) -> Outcome:
-    """Run a trial until nothing is left of it; what is still there after very long is killed, and a problem."""
+    """Run a trial until nothing is left of it; what is still there after very long is killed, and a
+    problem.
+    """
     outcome = Outcome(trial, folder, start(trial, folder))
     try:
         if trial.kind:
@@ -196,7 +206,9 @@ def send(outcome: Outcome) -> float:
         _send_to(outcome, number)
         time.sleep(trial.twice)
     began = time.time()
-    outcome.require(_send_to(outcome, number), f"no process was left when {trial.kind} was to be sent")
+    outcome.require(
+        _send_to(outcome, number), f"no process was left when {trial.kind} was to be sent"
+    )
     return began
 
 
@@ -220,7 +232,9 @@ def _send_to(outcome: Outcome, number: signal.Signals) -> int:
 
 
 def await_end(outcome: Outcome) -> None:
-    """Wait until no process is left but those that are stopped or hold the GIL, and that nobody is there to end."""
+    """Wait until no process is left but those that are stopped or hold the GIL, and that nobody is
+    there to end.
+    """
     trial = outcome.trial
     stopped = trial.kind in {"stop", "gil"} and trial.launcher == "plain"
 
@@ -229,11 +243,15 @@ def await_end(outcome: Outcome) -> None:
     def left() -> bool:
         if trial.hang and "told" not in outcome.other and TOLD.search(outcome.text):
             outcome.other["told"] = time.time() - began
-        runs = [run for rank, run in enumerate(outcome.runs) if not (stopped and rank == trial.rank)]
+        runs = [
+            run for rank, run in enumerate(outcome.runs) if not (stopped and rank == trial.rank)
+        ]
         return any(run.process.poll() is None for run in runs) or any(run.alive() for run in runs)
 
     if not wait_until(lambda: not left(), LONGEST_SECONDS):
-        outcome.problems.append(f"still there after {LONGEST_SECONDS:.0f} s: {[run.alive() for run in outcome.runs]}")
+        outcome.problems.append(
+            f"still there after {LONGEST_SECONDS:.0f} s: {[run.alive() for run in outcome.runs]}"
+        )
 
 
 def end_all(outcome: Outcome) -> None:

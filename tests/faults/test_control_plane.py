@@ -1,4 +1,5 @@
-"""Never hang, never lie: real processes that fail, die, hang or are asked to stop, under torchrun and without.
+"""Never hang, never lie: real processes that fail, die, hang or are asked to stop, under torchrun
+and without.
 
 What is measured is from the fault on; starting takes seconds of its own.
 """
@@ -47,7 +48,9 @@ def said(runs):
 def await_fault(folder, runs):
     """Wait until the fault has happened; not longer than the processes live."""
     happened = (folder / "out" / "fault").exists
-    wait_until(lambda: happened() or any(run.process.poll() is not None for run in runs), START_SECONDS)
+    wait_until(
+        lambda: happened() or any(run.process.poll() is not None for run in runs), START_SECONDS
+    )
     assert happened(), said(runs)
 
 
@@ -62,7 +65,10 @@ def steps(folder, rank):
 
 def until(folder, stage, step, *, ranks=2):
     def there():
-        return all(any(line[2] == stage and line[3] >= step for line in steps(folder, rank)) for rank in range(ranks))
+        return all(
+            any(line[2] == stage and line[3] >= step for line in steps(folder, rank))
+            for rank in range(ranks)
+        )
 
     assert wait_until(there, START_SECONDS)
 
@@ -79,7 +85,7 @@ def require_gone_soon(runs, folder):
     assert time.time() - fault_at(folder) < GONE_SECONDS * PATIENCE
 
 
-# ------------------------------------------------------------------------------------------ a rank that raises
+# ------------------------------------------------------------------------------- a rank that raises
 
 
 @pytest.mark.parametrize(
@@ -100,8 +106,15 @@ def require_gone_soon(runs, folder):
         ("start", 0, True),
     ],
 )
-def test_f1_an_exception_anywhere_ends_all_and_is_what_one_reads_last(tmp_path, where, rank, by_hand):
-    words = [f"fault=raise@{where}", f"rank={rank}", "size=160", f"workers={2 * (where == 'worker')}"]
+def test_f1_an_exception_anywhere_ends_all_and_is_what_one_reads_last(
+    tmp_path, where, rank, by_hand
+):
+    words = [
+        f"fault=raise@{where}",
+        f"rank={rank}",
+        "size=160",
+        f"workers={2 * (where == 'worker')}",
+    ]
     runs = start(tmp_path, *words, by_hand=by_hand)
     require_gone_soon(runs, tmp_path)
     assert all(run.code != 0 for run in runs)
@@ -125,7 +138,7 @@ def test_f1_with_four_ranks(tmp_path, by_hand):
     assert "rank 2 (" in said(runs)
 
 
-# ------------------------------------------------------------------------------------------ a process that dies
+# ------------------------------------------------------------------------------ a process that dies
 
 
 @pytest.mark.parametrize(("rank", "by_hand"), [(1, False), (0, False), (1, True), (0, True)])
@@ -143,7 +156,10 @@ def test_f4_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_kille
     assert wait_until((tmp_path / "out" / "left-0").exists, START_SECONDS)
     runs[0].signal(signal.SIGTERM)  # as a launcher does
     require_gone_soon(runs, tmp_path)
-    assert f"rank 1 ({socket.gethostname()}, pid {pid_of(tmp_path, 1)}) disappeared in TRAIN" in runs[0].err
+    assert (
+        f"rank 1 ({socket.gethostname()}, pid {pid_of(tmp_path, 1)}) disappeared in TRAIN"
+        in runs[0].err
+    )
 
 
 def test_f12_without_their_launcher_the_workers_end(tmp_path):
@@ -162,7 +178,9 @@ def test_when_main_dies_inside_of_its_own_work_everyone_learns_it(tmp_path):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobody_waits(tmp_path, by_hand):
+def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobody_waits(
+    tmp_path, by_hand
+):
     wait(start(tmp_path, "size=40", "epochs=1"))
     runs = start(tmp_path, "fault=memory@load", "rank=1", "--ckpt_load=broadcast", by_hand=by_hand)
     require_gone_soon(runs, tmp_path)
@@ -172,28 +190,48 @@ def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobo
     assert "MemoryError" in runs[0].err
 
 
-# ------------------------------------------------------------------------------------------ a rank that is stuck
+# ----------------------------------------------------------------------------- a rank that is stuck
 
 
-@pytest.mark.parametrize(("fault", "where"), [("sleep", "forward"), ("spin", "hook"), ("sleep", "worker")])
+@pytest.mark.parametrize(
+    ("fault", "where"), [("sleep", "forward"), ("spin", "hook"), ("sleep", "worker")]
+)
 def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, fault, where):
     words = ["--hang_warning=3", "--hang_timeout=8", f"workers={2 * (where == 'worker')}"]
     [run] = start(tmp_path, f"fault={fault}@{where}", "rank=1", *words)
     await_fault(tmp_path, [run])
     run.wait(8 + GONE_SECONDS)
-    at = "at .*, waiting for its loader$" if where == "worker" else r".*control_recipe.py:\d+ in happen"
+    at = (
+        "at .*, waiting for its loader$"
+        if where == "worker"
+        else (
+            r".*control_recipe.py:\d+ "
+            r"in happen"
+        )
+    )
     guilty = rf"^rank 1 \(.*\): in TRAIN of epoch 1 at step \d+, for \d+ s {at}"
     assert re.search(guilty, run.err, re.MULTILINE), run.err
     if where == "worker":
         stacks = run.err.partition("A worker of the loader (pid ")[2]
         assert re.search(r"control_recipe.py\", line \d+ in happen", stacks), run.err
-    assert re.search(r"^rank 0: in TRAIN of epoch 1 at step \d+, .* waiting for other ranks", run.err, re.MULTILINE)
+    assert re.search(
+        r"^rank 0: in TRAIN of epoch 1 at step \d+, .* waiting for other ranks",
+        run.err,
+        re.MULTILINE,
+    )
     assert "where all threads are" in run.err
     assert run.code != 0
 
 
 def test_f11_a_stopped_process_is_named(tmp_path):
-    runs = start(tmp_path, "fault=stop@forward", "rank=1", "--hang_warning=3", "--hang_timeout=8", by_hand=True)
+    runs = start(
+        tmp_path,
+        "fault=stop@forward",
+        "rank=1",
+        "--hang_warning=3",
+        "--hang_timeout=8",
+        by_hand=True,
+    )
     await_fault(tmp_path, runs)
     assert wait_until(lambda: runs[0].process.poll() is not None, 8 + GONE_SECONDS)
     assert "rank 1 (" in runs[0].err
@@ -207,7 +245,13 @@ def test_f11_a_stopped_process_is_named(tmp_path):
 @pytest.mark.parametrize(("rank", "where"), [(0, "fit"), (1, "forward")])
 def test_f11_a_rank_that_keeps_the_interpreter_lock_is_named_by_the_others(tmp_path, rank, where):
     """Nobody of this process can end it: that is the launcher's."""
-    words = [f"fault=gil@{where}", f"rank={rank}", "size=40", "--hang_warning=3", "--hang_timeout=8"]
+    words = [
+        f"fault=gil@{where}",
+        f"rank={rank}",
+        "size=40",
+        "--hang_warning=3",
+        "--hang_timeout=8",
+    ]
     runs = start(tmp_path, *words, by_hand=True)
     await_fault(tmp_path, runs)
     assert wait_until(lambda: runs[1 - rank].process.poll() is not None, 8 + GONE_SECONDS)
@@ -218,7 +262,14 @@ def test_f11_a_rank_that_keeps_the_interpreter_lock_is_named_by_the_others(tmp_p
 
 
 def test_work_of_the_main_process_has_no_limit_of_time(tmp_path):
-    words = ["--hang_warning=3", "--hang_timeout=8", "fault=sleep@main", "seconds=13", "size=40", "epochs=1"]
+    words = [
+        "--hang_warning=3",
+        "--hang_timeout=8",
+        "fault=sleep@main",
+        "seconds=13",
+        "size=40",
+        "epochs=1",
+    ]
     [run] = start(tmp_path, *words)
     run.wait(START_SECONDS)
     assert run.code == 0, run.err
@@ -232,7 +283,7 @@ def test_work_of_the_main_process_may_keep_the_interpreter_lock_for_longer_than_
     assert [run.code for run in runs] == [0, 0], said(runs)
 
 
-# ------------------------------------------------------------------------------------------ asked to stop
+# ------------------------------------------------------------------------------------ asked to stop
 
 
 def final(folder, rank=0):
@@ -266,7 +317,8 @@ def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     tmp_path, uninterrupted, name, target, stage, workers, by_hand
 ):
     words = ["epochs=2", "size=240", f"workers={workers}", f"stream={'yes' * ('stream' in stage)}"]
-    runs = start(tmp_path, *words, "pause=0.1", by_hand=by_hand)  # slow enough that the signal comes before the end
+    # slow enough that the signal comes before the end
+    runs = start(tmp_path, *words, "pause=0.1", by_hand=by_hand)
     until(tmp_path, stage.partition(" ")[0], 4)
     number = signal.Signals[name]
     if target == "launcher":
@@ -281,7 +333,9 @@ def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     assert marker["exit_code"] == 128 + number
     if by_hand:
         assert [run.code for run in runs] == [128 + number] * 2
-    assert len({tuple(steps(tmp_path, rank)[-1][2:5]) for rank in range(2)}) == 1, "all ranks at one step"
+    assert len({tuple(steps(tmp_path, rank)[-1][2:5]) for rank in range(2)}) == 1, (
+        "all ranks at one step"
+    )
     assert Path(marker["checkpoint"]).is_dir()
     before = len(steps(tmp_path, 0))
     [again] = start(tmp_path, *words, "pause=0")
@@ -302,8 +356,18 @@ def workers_of(run):
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_f9_workers_are_deaf_from_their_first_moment(tmp_path, context):
-    """The whole group is signalled while they start, which takes those that are not forked seconds."""
-    [run] = start(tmp_path, "workers=2", f"context={context}", "epochs=2", processes=1, by_hand=True, warm=False)
+    """The whole group is signalled while they start, which takes those that are not forked
+    seconds.
+    """
+    [run] = start(
+        tmp_path,
+        "workers=2",
+        f"context={context}",
+        "epochs=2",
+        processes=1,
+        by_hand=True,
+        warm=False,
+    )
     assert wait_until(lambda: workers_of(run), START_SECONDS)
     run.signal(signal.SIGTERM)
     end = time.monotonic() + START_SECONDS
@@ -340,7 +404,8 @@ def test_the_time_limit_stops_all_ranks(tmp_path):
 def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(tmp_path):
     runs = start(tmp_path, "fault=sleep@forward", "rank=1", by_hand=True)
     await_fault(tmp_path, runs)
-    for _ in range(3):  # a process that was kept from hearing the first one may take the second for its echo
+    # a process that was kept from hearing the first one may take the second for its echo
+    for _ in range(3):
         runs[0].signal(signal.SIGINT)
         time.sleep(3)  # what comes within a second is the same signal, by another way
         if runs[0].process.poll() is not None:

@@ -11,8 +11,26 @@ import torch
 
 from ddpkit.distributed import ddp_barrier, if_main_process
 from ddpkit.errors import CheckpointError
-from tests.faults.damage import damage, delete, empty, files_of, flip_a_bit, grow, listing, restore, truncate
-from tests.faults.storage_tools import Run, Warnings, forked, names, new_folder, obey_permissions, save
+from tests.faults.damage import (
+    damage,
+    delete,
+    empty,
+    files_of,
+    flip_a_bit,
+    grow,
+    listing,
+    restore,
+    truncate,
+)
+from tests.faults.storage_tools import (
+    Run,
+    Warnings,
+    forked,
+    names,
+    new_folder,
+    obey_permissions,
+    save,
+)
 from tests.rank_pool import RankPool
 
 TRIALS = 1000
@@ -37,15 +55,23 @@ class Random(Run):
         self.text.value = self.folder.value = step
 
     def state(self):
-        return [tensor.detach().clone() for tensor in self.tensors()], self.text.value, self.folder.value
+        return (
+            [tensor.detach().clone() for tensor in self.tensors()],
+            self.text.value,
+            self.folder.value,
+        )
 
 
 def same(one, other):
-    return one[1:] == other[1:] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    return one[1:] == other[1:] and all(
+        torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)
+    )
 
 
 def make(folder):
-    """Save three steps; return their checkpoints and states by step, and a safe copy of the last."""
+    """Save three steps; return their checkpoints and states by step, and a safe copy of the
+    last.
+    """
     run = Random()
     checkpointer = run.checkpointer(folder / "save")
     states = {}
@@ -72,7 +98,8 @@ def fate(folder, states, changed, run, checkpointer):
     reason = about[0].partition("is damaged and passed over: ")[2]
     if changed != [folder / "save" / "CKPT+3"]:
         tops = {path.relative_to(folder / "save" / "CKPT+3").parts[0] for path in changed}
-        if tops == {"manifest.json"}:  # another one that is whole: then it seems to be the files that have changed
+        # another one that is whole: then it seems to be the files that have changed
+        if tops == {"manifest.json"}:
             tops |= {"fails its checksum", "bytes instead of"}
         assert any(top in reason for top in tops), f"the warning names none of {tops}: {reason}"
     assert len(reason) > 15, reason
@@ -80,7 +107,9 @@ def fate(folder, states, changed, run, checkpointer):
 
 
 def fuzz(seed, trials, keep_every):
-    """Damage, recover and restore; return how often each kind was drawn and each fate came of it."""
+    """Damage, recover and restore; return how often each kind was drawn and each fate came of
+    it.
+    """
     obey_permissions()
     draw = random.Random(seed)
     counts = Counter()
@@ -94,7 +123,9 @@ def fuzz(seed, trials, keep_every):
             try:
                 outcome = fate(folder, states, changed, run, checkpointer)
             except BaseException as error:
-                raise AssertionError(f"trial {trial}: {kind} of {[path.name for path in changed]}") from error
+                raise AssertionError(
+                    f"trial {trial}: {kind} of {[path.name for path in changed]}"
+                ) from error
             counts[kind, outcome] += 1
             if outcome == "detected" and trial % keep_every == 0:
                 before = listing(victim)
@@ -112,7 +143,11 @@ def judge(counts, trials):
     print(f"{trials} damages: {detected} detected, {harmless} harmless; {dict(counts)}")
     assert detected + harmless == trials
     assert harmless < 0.02 * trials  # such as two files alike in place of each other
-    assert {kind for kind, outcome in counts if outcome == "harmless"} <= {"truncate", "swap_within", "swap_across"}
+    assert {kind for kind, outcome in counts if outcome == "harmless"} <= {
+        "truncate",
+        "swap_within",
+        "swap_across",
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -122,7 +157,7 @@ def test_f7_every_damage_is_detected_or_harmless(zygote, seed):
     assert len({kind for kind, _ in counts}) == 12
 
 
-# ------------------------------------------------------------------------------------------------ nothing is left
+# ---------------------------------------------------------------------------------- nothing is left
 
 
 @pytest.mark.parametrize("change", [empty, delete, truncate, flip_a_bit])
@@ -153,7 +188,7 @@ def test_f7_what_is_left_of_a_removed_checkpoint_is_no_reason_to_start_from_scra
         Random().checkpointer(tmp_path / "save").recover_if_possible()
 
 
-# ------------------------------------------------------------------------------------------------ how closely to look
+# ------------------------------------------------------------------------------ how closely to look
 
 
 @pytest.mark.parametrize(
@@ -178,7 +213,8 @@ def test_f7_how_closely_is_looked(tmp_path, change, mode, noticed):
         checkpointer.verify_mode = mode
         found = checkpointer.find_checkpoint()
         assert (found.path.name == "CKPT+2") == noticed
-        if mode == "off":  # nothing is found out before it is loaded, and then it is an error that names the file
+        # nothing is found out before it is loaded, and then it is an error that names the file
+        if mode == "off":
             with pytest.raises(CheckpointError, match="optimizer.ckpt"):
                 checkpointer.recover_if_possible()
         if not path.exists():
@@ -186,11 +222,13 @@ def test_f7_how_closely_is_looked(tmp_path, change, mode, noticed):
         restore(tmp_path / "save" / "CKPT+3", tmp_path / "pristine")
 
 
-# ------------------------------------------------------------------------------------------------ ranks
+# -------------------------------------------------------------------------------------------- ranks
 
 
 def choose_often(folder, times):
-    """Damage and recover; return for each time what was chosen, what is held then, and what was warned of."""
+    """Damage and recover; return for each time what was chosen, what is held then, and what was
+    warned of.
+    """
     draw = random.Random(11)
     victim, older = folder / "save" / "CKPT+3", folder / "save" / "CKPT+1"
     outcomes = []
@@ -201,7 +239,15 @@ def choose_often(folder, times):
         with Warnings() as warned:
             found = run.checkpointer(folder / "save").recover_if_possible()
         values = torch.cat([tensor.flatten().double() for tensor in run.tensors()]).tolist()
-        outcomes.append((found.path.name, run.text.value, values, sum("CKPT+3" in text for text in warned.texts), kind))
+        outcomes.append(
+            (
+                found.path.name,
+                run.text.value,
+                values,
+                sum("CKPT+3" in text for text in warned.texts),
+                kind,
+            )
+        )
         ddp_barrier()
         if if_main_process():
             restore(victim, folder / "pristine")

@@ -1,6 +1,7 @@
 """A run of very many steps, and a folder of very many checkpoints: nothing grows.
 
-``ENDURANCE_STEPS`` and ``ENDURANCE_CHECKPOINTS`` set how many; the table of faults runs the full numbers.
+``ENDURANCE_STEPS`` and ``ENDURANCE_CHECKPOINTS`` set how many; the table of faults runs the full
+numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ddpkit.checkpoints import Checkpointer
 
 STEPS = int(os.environ.get("ENDURANCE_STEPS", "10000"))
 CHECKPOINTS = int(os.environ.get("ENDURANCE_CHECKPOINTS", "100"))
-GROWTH_MB = 8.0  # the interpreter keeps the names of files, and makes room for more of them at a stroke
+# the interpreter keeps the names of files, and makes room for more of them at a stroke
+GROWTH_MB = 8.0
 
 
 def memory_mb():
@@ -63,7 +65,10 @@ def test_f19_many_steps_leave_nothing_behind(tmp_path):
     brain.fit(range(1, 10**9), [torch.ones(1, 1)] * 1000)
     assert brain.optimizer_step == STEPS
     (before, held, began), (after, holding, ended) = brain.first, brain.last
-    print(f"{STEPS} steps: {after - before:+.2f} MB, {(ended - began) / (0.9 * STEPS) * 1e6:.0f} us each")
+    print(
+        f"{STEPS} steps: {after - before:+.2f} MB, {(ended - began) / (0.9 * STEPS) * 1e6:.0f} us "
+        "each"
+    )
     assert after - before < GROWTH_MB
     assert holding == held
 

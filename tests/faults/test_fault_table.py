@@ -1,4 +1,6 @@
-"""The table of faults, in short: a few trials of every row that is about time, and what the table says of a failure."""
+"""The table of faults, in short: a few trials of every row that is about time, and what the table
+says of a failure.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,31 @@ def test_in_short_no_trial_takes_half_a_minute(tmp_path):
 def test_a_trial_that_fails_is_told_with_what_does_it_again(tmp_path, capsys):
     """No run is gone before its fault."""
     lines = tmp_path / "lines"
-    assert main(["--rows", "F1", "--trials", "1", "--world_sizes", "2", "--slack=-100", "--json", str(lines)]) == 1
+    assert (
+        main(
+            [
+                "--rows",
+                "F1",
+                "--trials",
+                "1",
+                "--world_sizes",
+                "2",
+                "--slack=-100",
+                "--json",
+                str(lines),
+            ]
+        )
+        == 1
+    )
     said = capsys.readouterr().out
     assert re.search(r"^F1 .* FAILED$", said, re.MULTILINE), said
-    [text] = re.findall(r"^F1 FAILED: .*python -m tests.faults.table --replay '(.*)'$", said, re.MULTILINE)
+    [text] = re.findall(
+        r"^F1 FAILED: .*python -m tests.faults.table --replay '(.*)'$", said, re.MULTILINE
+    )
     trial, row = map(json.loads, lines.read_text().splitlines())
-    assert Trial.read(text) == Trial(**{**trial["trial"], "options": tuple(trial["trial"]["options"])})
+    assert Trial.read(text) == Trial(
+        **{**trial["trial"], "options": tuple(trial["trial"]["options"])}
+    )
     assert trial["problems"]
     assert (row["trials"], row["passed"], row["verdict"]) == (1, 0, "FAILED")
     assert main(["--replay", text, f"--slack={SLACK_SECONDS}"]) == 0
@@ -91,7 +112,8 @@ def test_a_trial_that_fails_is_told_with_what_does_it_again(tmp_path, capsys):
 
 def test_a_run_that_ends_well_although_it_should_not_is_noticed(tmp_path):
     table = Table(parse([]), tmp_path, lambda facts: None)
-    outcome = table.try_one(Trial("F1", kind="nan", where="loss", epochs=1))  # where an exception is expected
+    # where an exception is expected
+    outcome = table.try_one(Trial("F1", kind="nan", where="loss", epochs=1))
     assert "exit codes [0]" in outcome.problems
     outcome = table.try_one(Trial("F1", kind="raise", where="forward", epoch=9))
     assert outcome.problems[0].startswith("the fault did not happen")

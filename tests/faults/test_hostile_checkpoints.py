@@ -91,7 +91,9 @@ def objects():
 def seal(folder):
     """Make a manifest that fits what is in a folder now: who forges files forges that, too."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"
+    )
     manifest["files"] = {
         path.relative_to(folder).as_posix(): {
             "size": path.stat().st_size,
@@ -148,7 +150,7 @@ def refused(checkpointer, name):
     return str(raised.value)
 
 
-# ------------------------------------------------------------------------------------------------ pickles
+# ------------------------------------------------------------------------------------------ pickles
 
 
 @pytest.fixture(params=[None, "1"], ids=["", "forced"])
@@ -180,12 +182,16 @@ def test_f16_a_malicious_pickle_in_any_file(checkpointer, victim, marker, name, 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_pickles_are_malicious(tmp_path, form, evil):
     content = form(evil(tmp_path / "done"))
-    load = pickle.loads if form is plain else lambda content: torch.load(io.BytesIO(content), weights_only=False)
+    load = (
+        pickle.loads
+        if form is plain
+        else lambda content: torch.load(io.BytesIO(content), weights_only=False)
+    )
     load(content)
     assert (tmp_path / "done").exists()
 
 
-# ------------------------------------------------------------------------------------------------ CKPT.yaml
+# ---------------------------------------------------------------------------------------- CKPT.yaml
 
 HEAD = "# yamllint disable\n# ddpkit: manifest.json lists the files beside this one\n"
 
@@ -200,7 +206,9 @@ YAMLS = {
     "time is a call": "unixtime: !!python/object/apply:time.time []",
     "unhashable": "unixtime: 1\n? [a]\n: b",
     "an undefined alias": "unixtime: 1\na: *b",
-    "a tensor of any size": "unixtime: 1\na: !tensor {dtype: float64, shape: [1000000000000], values: []}",
+    "a tensor of any size": (
+        "unixtime: 1\na: !tensor {dtype: float64, shape: [1000000000000], values: []}"
+    ),
     "a tensor of a module": "unixtime: 1\na: !tensor {dtype: onnx, shape: [1], values: [1]}",
 }
 
@@ -228,12 +236,20 @@ def test_f16_an_evil_meta_file(checkpointer, victim, title):
     ],
 )
 def test_f16_tags_of_the_meta_file_do_nothing(checkpointer, victim, marker, tag, monkeypatch):
-    monkeypatch.setattr(yaml.SafeLoader, "yaml_constructors", dict(yaml.SafeLoader.yaml_constructors))
-    monkeypatch.setattr(yaml.SafeLoader, "yaml_multi_constructors", dict(yaml.SafeLoader.yaml_multi_constructors))
-    yaml.SafeLoader.add_multi_constructor("!", lambda loader, suffix, node: marker.mkdir())  # as HyperPyYAML does
-    (victim / "CKPT.yaml").write_text(HEAD + "unixtime: 1.0\nvalue: " + tag.format(marker=marker) + "\n")
+    monkeypatch.setattr(
+        yaml.SafeLoader, "yaml_constructors", dict(yaml.SafeLoader.yaml_constructors)
+    )
+    monkeypatch.setattr(
+        yaml.SafeLoader, "yaml_multi_constructors", dict(yaml.SafeLoader.yaml_multi_constructors)
+    )
+    # as HyperPyYAML does
+    yaml.SafeLoader.add_multi_constructor("!", lambda loader, suffix, node: marker.mkdir())
+    (victim / "CKPT.yaml").write_text(
+        HEAD + "unixtime: 1.0\nvalue: " + tag.format(marker=marker) + "\n"
+    )
     seal(victim)
-    found = checkpointer.recover_if_possible()  # as far as it can be read it is: nothing depends on this value
+    # as far as it can be read it is: nothing depends on this value
+    found = checkpointer.recover_if_possible()
     assert isinstance(found.meta["value"], UnreadableValue)
     assert checkpointer.find_checkpoint(min_key="value") == found
 
@@ -244,7 +260,7 @@ def test_f16_a_huge_meta_file_is_not_read(checkpointer, victim):
     refused(checkpointer, "CKPT.yaml")
 
 
-# ------------------------------------------------------------------------------------------------ manifest.json
+# ------------------------------------------------------------------------------------ manifest.json
 
 ENTRY = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
 FILES = {
@@ -303,7 +319,7 @@ def test_f16_a_manifest_of_any_size_is_not_read(checkpointer, victim):
     refused(checkpointer, "manifest.json")
 
 
-# ------------------------------------------------------------------------------------------------ files that are none
+# ------------------------------------------------------------------------------ files that are none
 
 
 @pytest.mark.parametrize("name", ["CKPT.yaml", "manifest.json", "model.ckpt"])
@@ -332,10 +348,12 @@ def test_f16_a_file_that_unpacks_to_more_than_it_holds(checkpointer, victim, com
     assert ("would unpack" in message) == bool(compress)
 
 
-# ------------------------------------------------------------------------------------------------ links and names
+# ---------------------------------------------------------------------------------- links and names
 
 
-def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_never_deleted(checkpointer, tmp_path):
+def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_never_deleted(
+    checkpointer, tmp_path
+):
     elsewhere = tmp_path / "elsewhere"
     shutil.move(checkpointer.checkpoints_dir / "CKPT+a", elsewhere)
     (checkpointer.checkpoints_dir / "CKPT+a").symlink_to(elsewhere)
@@ -350,13 +368,17 @@ def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_neve
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
-def test_f16_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scratch(checkpointer, victim):
+def test_f16_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scratch(
+    checkpointer, victim
+):
     shutil.rmtree(victim)
     victim.symlink_to("/nowhere/at/all")
     refused(checkpointer, "CKPT+a")
 
 
-def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(checkpointer, victim, outside):
+def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
+    checkpointer, victim, outside
+):
     for number in range(3):
         (victim / f"link{number}.ckpt").symlink_to(outside / "secret.txt")
     (victim / "folder").symlink_to(outside)
@@ -367,7 +389,9 @@ def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(chec
     assert not victim.exists()
 
 
-@pytest.mark.parametrize("name", ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b"]
+)
 def test_f16_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, name):
     with pytest.raises(ConfigError, match="cannot become a file name"):
         checkpointer.add_recoverable(name, Text())
@@ -380,9 +404,13 @@ def test_f16_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, n
         Checkpointer(checkpointer.checkpoints_dir, {name: Text()})
 
 
-def test_f16_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(checkpointer, outside):
+def test_f16_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(
+    checkpointer, outside
+):
     (checkpointer.checkpoints_dir / ".tmp-0123").symlink_to(outside)
     (checkpointer.checkpoints_dir / ".trash-4567").mkdir()
     (checkpointer.checkpoints_dir / ".trash-4567" / "inner").symlink_to(outside)
     checkpointer.save_checkpoint()
-    assert all(path.name.startswith("CKPT+") for path in Path(checkpointer.checkpoints_dir).iterdir())
+    assert all(
+        path.name.startswith("CKPT+") for path in Path(checkpointer.checkpoints_dir).iterdir()
+    )

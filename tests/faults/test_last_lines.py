@@ -1,4 +1,5 @@
-"""The last fifteen lines that a user sees of a failure: rank, host, step, file and line, and the reason.
+"""The last fifteen lines that a user sees of a failure: rank, host, step, file and line, and the
+reason.
 
 ``python -m tests.faults.test_last_lines FOLDER [case ...]`` shows them.
 """
@@ -26,11 +27,36 @@ HANG = ("--hang_warning=8", "--hang_timeout=16")  # a start is slow on a machine
 
 # What happens, and where, on which rank; and what is said of that.
 CASES = {
-    "forward": ("fault=raise@forward", 1, r"in TRAIN of epoch 1 at step \d+", "ValueError: boom from the fault"),
-    "worker": ("fault=raise@worker", 1, r"in TRAIN of epoch 1 at step \d+", "ValueError: boom from the fault"),
-    "run_on_main": ("fault=raise@main", 0, r"in VALID of epoch 1\b", "ValueError: boom from the fault"),
-    "on_stage_end": ("fault=raise@end", 1, r"in TRAIN of epoch 1 at step \d+", "ValueError: boom from the fault"),
-    "lost": ("fault=kill@forward", 1, r"in TRAIN of epoch 1 at step \d+", "disappeared .* was killed, or has crashed"),
+    "forward": (
+        "fault=raise@forward",
+        1,
+        r"in TRAIN of epoch 1 at step \d+",
+        ("ValueError: boom from the fault"),
+    ),
+    "worker": (
+        "fault=raise@worker",
+        1,
+        r"in TRAIN of epoch 1 at step \d+",
+        ("ValueError: boom from the fault"),
+    ),
+    "run_on_main": (
+        "fault=raise@main",
+        0,
+        r"in VALID of epoch 1\b",
+        ("ValueError: boom from the fault"),
+    ),
+    "on_stage_end": (
+        "fault=raise@end",
+        1,
+        r"in TRAIN of epoch 1 at step \d+",
+        ("ValueError: boom from the fault"),
+    ),
+    "lost": (
+        "fault=kill@forward",
+        1,
+        r"in TRAIN of epoch 1 at step \d+",
+        ("disappeared .* was killed, or has crashed"),
+    ),
     "stuck": ("fault=sleep@forward", 1, r"in TRAIN of epoch 1 at step \d+", "no step for"),
 }
 
@@ -38,7 +64,14 @@ CASES = {
 def run_case(folder, case, launcher):
     """Start it, and wait for its end."""
     fault, rank, *_ = CASES[case]
-    words = [RECIPE, str(folder / "out"), fault, f"rank={rank}", "size=160", *(HANG if case == "stuck" else ())]
+    words = [
+        RECIPE,
+        str(folder / "out"),
+        fault,
+        f"rank={rank}",
+        "size=160",
+        *(HANG if case == "stuck" else ()),
+    ]
     words += ["step=1000"] if case == "run_on_main" else []
     words += ["workers=2"] if case == "worker" else []
     if launcher == "plain":
@@ -71,10 +104,13 @@ def test_the_last_fifteen_lines_tell_rank_host_step_line_and_reason(tmp_path, ca
 
 
 @pytest.mark.parametrize("where", ["fit", "start", "forward", "valid"])
-def test_without_a_launcher_the_loss_of_rank_0_stands_below_what_torch_writes_of_its_store(tmp_path, where):
+def test_without_a_launcher_the_loss_of_rank_0_stands_below_what_torch_writes_of_its_store(
+    tmp_path, where
+):
     """Rank 0 keeps the store, and each rank that asks it prints thirty lines of frames.
 
-    Lost as early as in the comparison of the data, it may have told no rank its host and its process yet.
+    Lost as early as in the comparison of the data, it may have told no rank its host and its
+    process yet.
     """
     words = [RECIPE, str(tmp_path / "out"), f"fault=kill@{where}", "rank=0", "size=80"]
     _, *others = [run.wait(60.0) for run in start_by_hand(python(*words), tmp_path, 3, warm=True)]
@@ -86,7 +122,9 @@ def test_without_a_launcher_the_loss_of_rank_0_stands_below_what_torch_writes_of
 
 @pytest.mark.parametrize("launcher", ["torchrun", "torchrun itself", "nproc", "plain"])
 def test_a_clean_stop_leaves_the_last_word_to_where_the_run_goes_on(tmp_path, launcher):
-    """torchrun that is signalled itself ends with a traceback of its own, whatever its processes do."""
+    """torchrun that is signalled itself ends with a traceback of its own, whatever its processes
+    do.
+    """
     words, asked = [RECIPE, str(tmp_path / "out"), "epochs=1000"], signal.SIGTERM
     if launcher == "plain":
         runs = start_by_hand(python(*words), tmp_path, 2, warm=True)
@@ -95,7 +133,9 @@ def test_a_clean_stop_leaves_the_last_word_to_where_the_run_goes_on(tmp_path, la
     else:
         runs = [Run(torchrun(2, *words), tmp_path, warm=True)]
     steps = tmp_path / "out" / "steps-1.jsonl"
-    assert wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 3, 60.0), runs[0].err
+    assert wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 3, 60.0), (
+        runs[0].err
+    )
     if launcher == "torchrun":
         os.kill(json.loads(steps.read_text().splitlines()[0])[1], signal.SIGTERM)
     else:
@@ -104,8 +144,13 @@ def test_a_clean_stop_leaves_the_last_word_to_where_the_run_goes_on(tmp_path, la
         run.wait(60.0)
     said = "".join(run.err for run in runs)
     path = re.escape(json.loads((tmp_path / "out" / "stopped.json").read_text())["checkpoint"])
-    sentence = rf"Stopped by {asked.name} in TRAIN of epoch 1 at step \d+, .* The same command goes on from {path}\."
-    assert re.search(sentence, said if launcher in {"torchrun itself", "nproc"} else runs[0].tail(3)), said
+    sentence = (
+        rf"Stopped by {asked.name} in TRAIN of epoch 1 at step \d+, .* The same command goes on "
+        rf"from {path}\."
+    )
+    assert re.search(
+        sentence, said if launcher in {"torchrun itself", "nproc"} else runs[0].tail(3)
+    ), said
     assert "RunStopped" not in said
     assert said.count("Traceback") == (launcher != "plain"), "torchrun's own"
 
@@ -117,4 +162,7 @@ if __name__ == "__main__":
             home = out / f"{name}-{how}"
             home.mkdir(parents=True)
             for shell in run_case(home, name, how):
-                print(f"\n======== {name} {how} {shell.name} code {shell.code}\n{shell.tail(LINES)}", flush=True)
+                print(
+                    f"\n======== {name} {how} {shell.name} code {shell.code}\n{shell.tail(LINES)}",
+                    flush=True,
+                )

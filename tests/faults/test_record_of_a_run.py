@@ -1,4 +1,6 @@
-"""The record of runs that were killed or hung, or of which another rank failed; and of what goes on from them."""
+"""The record of runs that were killed or hung, or of which another rank failed; and of what goes on
+from them.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,7 @@ def start(tmp_path):
 
     def begin(fault, *words):
         command = [*torchrun(2, "train.py"), "hparams.yaml", f"--fault={fault}", "--noprogressbar"]
-        return Run(
-            [*command, "--device=cpu", *words], tmp_path, name=fault, warm=True
-        )
+        return Run([*command, "--device=cpu", *words], tmp_path, name=fault, warm=True)
 
     return begin
 

@@ -1,6 +1,8 @@
-"""F4 under the real torchrun: a rank is killed again and again, and the run comes back by itself each time.
+"""F4 under the real torchrun: a rank is killed again and again, and the run comes back by itself
+each time.
 
-Each run may restart exactly as often as a rank is killed in it, so one restart that does not come back fails it.
+Each run may restart exactly as often as a rank is killed in it, so one restart that does not come
+back fails it.
 """
 
 from __future__ import annotations
@@ -116,16 +118,22 @@ RECIPE = """
         "weights": {name: [x.hex() for x in value.flatten().tolist()] for name, value in net.state_dict().items()},
         "finite": all(bool(value.isfinite().all()) for value in net.state_dict().values()),
     }))
-"""
+"""  # noqa: E501
 
 
 def plan_of(number):
-    """Choose whom to kill in each attempt of a run, where, and at the how manieth time that it comes there."""
+    """Choose whom to kill in each attempt of a run, where, and at the how manieth time that it
+    comes there.
+    """
     chance = random.Random(number)
     places = ["train", "train", "train", "save", "valid"]
     chance.shuffle(places)
-    most = {"train": 8, "save": 20, "valid": 3}  # so few that the run is not over before the last kill
-    return [{"rank": chance.randrange(2), "place": place, "count": chance.randint(1, most[place])} for place in places]
+    # so few that the run is not over before the last kill
+    most = {"train": 8, "save": 20, "valid": 3}
+    return [
+        {"rank": chance.randrange(2), "place": place, "count": chance.randint(1, most[place])}
+        for place in places
+    ]
 
 
 def train(folder, plan):
@@ -143,7 +151,9 @@ def reports(folder):
 
 
 def last_losses(folder, rank):
-    """Return each stage's loss as it was reported last: an epoch's end may be lived through twice."""
+    """Return each stage's loss as it was reported last: an epoch's end may be lived through
+    twice.
+    """
     lines = (folder / f"losses.{rank}").read_text().splitlines()
     return {tuple(line.split()[:2]): line.split()[2] for line in lines}
 
@@ -171,6 +181,8 @@ def test_f4_torchrun_comes_back_after_every_kill(tmp_path, uninterrupted, number
     assert first == second
     assert first["finite"]
     assert (first["attempt"], first["epoch"], first["steps"]) == (KILLS, EPOCHS, EPOCHS * STEPS)
-    assert first["weights"] == reports(uninterrupted)[0]["weights"], "bit-identical to the run without kills"
+    assert first["weights"] == reports(uninterrupted)[0]["weights"], (
+        "bit-identical to the run without kills"
+    )
     for rank in range(2):
         assert last_losses(tmp_path, rank) == last_losses(uninterrupted, rank)

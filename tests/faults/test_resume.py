@@ -1,4 +1,6 @@
-"""A run that is killed and started again is the run that was not: a short campaign, and real launchers."""
+"""A run that is killed and started again is the run that was not: a short campaign, and real
+launchers.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ KILLS = 20
 
 
 def campaign(*words):
-    """Run the campaign as `make faults` does: in a process that has one thread, so that it may fork ranks."""
+    """Run the campaign as `make faults` does: in a process that has one thread, so that it may fork
+    ranks.
+    """
     command = [sys.executable, "-m", "tests.faults.campaign", *words]
     found = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=560, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=560, check=False
+    )
 
 
 def test_f4_twenty_random_kills_change_nothing(tmp_path):
@@ -39,14 +45,20 @@ def test_f4_twenty_random_kills_change_nothing(tmp_path):
     assert sum(row["kills"] for row in rows.values()) == KILLS
     assert sum(sum(row["places"].values()) for row in rows.values()) == KILLS
     assert {name for name, row in rows.items() if row["kills"]} == set(VARIANTS)
-    assert len(set().union(*(row["places"] for row in rows.values()))) >= 4, "they fall in many places"
+    assert len(set().union(*(row["places"] for row in rows.values()))) >= 4, (
+        "they fall in many places"
+    )
 
 
 @pytest.mark.parametrize("broken", ["random", "optimizer", "loss"])
 def test_the_campaign_sees_what_is_not_restored(broken):
     setting = Setting("dropout", options=(("ckpt_async", False),))
-    killed = text_of(setting), text_of(Kill("train", at=(2, TRAIN, 5, STEPPING)))  # after a save inside the epoch
-    whole, lacking = campaign("--replay", *killed), campaign("--sabotage", broken, "--replay", *killed)
+    # after a save inside the epoch
+    killed = text_of(setting), text_of(Kill("train", at=(2, TRAIN, 5, STEPPING)))
+    whole, lacking = (
+        campaign("--replay", *killed),
+        campaign("--sabotage", broken, "--replay", *killed),
+    )
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert lacking.returncode == 1, lacking.stdout + lacking.stderr
 
@@ -57,7 +69,7 @@ def test_another_number_of_processes_takes_the_same_steps():
     assert len(run.stdout.splitlines()) == 12
 
 
-# ------------------------------------------------------------------------------------------------ the verdict itself
+# ------------------------------------------------------------------------------- the verdict itself
 
 
 def batch(epoch, step, numbers, loss="0x1p0", inputs=1):
@@ -110,22 +122,39 @@ def test_a_sample_that_comes_twice_in_the_uninterrupted_run_is_found(tmp_path):
         assert (reference.problems(Setting("plain")) == []) == is_fine
 
 
-# ------------------------------------------------------------------------------------------------ real launchers
+# ----------------------------------------------------------------------------------- real launchers
 
 LAUNCHED = Setting("all", 2, options=(("ckpt_async", True),))
 
 
 def start(folder, *kills, restarts=0, name="run", first=0, warm=True):
-    """Start the recipe under torchrun; the n-th kill is for the n-th attempt. Cold, one takes 20 s, and not 3."""
-    script = ("-m", "tests.faults.recipes_for_faults", str(folder), text_of(LAUNCHED), *map(text_of, kills))
+    """Start the recipe under torchrun; the n-th kill is for the n-th attempt. Cold, one takes 20 s,
+    and not 3.
+    """
+    script = (
+        "-m",
+        "tests.faults.recipes_for_faults",
+        str(folder),
+        text_of(LAUNCHED),
+        *map(text_of, kills),
+    )
     environment = {"PYTHONPATH": str(ROOT), "FIRST_ATTEMPT": str(first)}
     folder.mkdir(exist_ok=True)
-    return Run(torchrun(2, f"--max-restarts={restarts}", *script), folder, environment, name=name, warm=warm)
+    return Run(
+        torchrun(2, f"--max-restarts={restarts}", *script),
+        folder,
+        environment,
+        name=name,
+        warm=warm,
+    )
 
 
 def attempts_in(folder, number):
     ranks = range(LAUNCHED.world_size)
-    return [Attempt(killed=n < number - 1, diaries=[Diary.read(folder, r, n) for r in ranks]) for n in range(number)]
+    return [
+        Attempt(killed=n < number - 1, diaries=[Diary.read(folder, r, n) for r in ranks])
+        for n in range(number)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -154,17 +183,29 @@ def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, u
     run = start(tmp_path / "killed", *kills, restarts=3).wait(150)
     assert run.code == 0, run.err
     for number, kill in enumerate(kills):
-        fell = [entry for entry in Diary.read(tmp_path / "killed", kill.who, number) if entry[0] == "kill"]
+        fell = [
+            entry
+            for entry in Diary.read(tmp_path / "killed", kill.who, number)
+            if entry[0] == "kill"
+        ]
         assert len(fell) == 1, f"kill {number} missed"
     assert_same_run(uninterrupted, tmp_path / "killed", 4)
 
 
-@pytest.mark.parametrize(("at", "warm"), [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)])
-def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(tmp_path, uninterrupted, at, warm):
-    """kill -9 of the launcher while a rank stands still at the moment that is asked for, then of its workers."""
+@pytest.mark.parametrize(
+    ("at", "warm"), [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)]
+)
+def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(
+    tmp_path, uninterrupted, at, warm
+):
+    """kill -9 of the launcher while a rank stands still at the moment that is asked for, then of
+    its workers.
+    """
     folder = tmp_path / "killed"
     run = start(folder, Kill("stop", who=1, at=at), warm=warm)
-    assert wait_until(lambda: any(entry[0] == "kill" for entry in Diary.read(folder, 1, 0)), 60), run.err
+    assert wait_until(lambda: any(entry[0] == "kill" for entry in Diary.read(folder, 1, 0)), 60), (
+        run.err
+    )
     run.signal(signal.SIGKILL)
     for pid in run.alive():
         if pid != run.process.pid:

@@ -1,4 +1,6 @@
-"""F18: two runs in one folder, with real processes: racing, killed, stopped, and where nothing can be locked."""
+"""F18: two runs in one folder, with real processes: racing, killed, stopped, and where nothing can
+be locked.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.launching import PATIENCE
 
 from .storage_tools import names, new_folder
 
-# ------------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 class Actor:
@@ -101,7 +103,7 @@ def wait_for_one(candidates, condition, seconds=20.0):
         time.sleep(0.002)
 
 
-# ------------------------------------------------------------------------------------------------ one of many
+# -------------------------------------------------------------------------------------- one of many
 
 
 def take_and_wait(folder, signs, number):
@@ -122,7 +124,9 @@ def take_and_wait(folder, signs, number):
 
 
 def race(before, takers):
-    """Let many take the lock of a folder at once; return how many got it, and how the others were refused."""
+    """Let many take the lock of a folder at once; return how many got it, and how the others were
+    refused.
+    """
     with new_folder() as folder, new_folder() as signs:
         LEAVINGS[before](folder)
         actors = [Actor(take_and_wait, folder, signs, number) for number in range(takers)]
@@ -130,7 +134,10 @@ def race(before, takers):
             wait_for(signs / f"ready.{number}")
         (signs / "go").touch()
         end = time.monotonic() + 30
-        while len([*signs.glob("won.*"), *signs.glob("refused.*")]) < takers and time.monotonic() < end:
+        while (
+            len([*signs.glob("won.*"), *signs.glob("refused.*")]) < takers
+            and time.monotonic() < end
+        ):
             time.sleep(0.005)
         (signs / "end").touch()
         results = [actor.result() for actor in actors]
@@ -163,7 +170,9 @@ def test_f18_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, befor
 
 
 def work_in_turns(folder, signs):
-    """Take and release again and again; whenever inside, nobody else may be who has not been killed there."""
+    """Take and release again and again; whenever inside, nobody else may be who has not been killed
+    there.
+    """
     while not (signs / "end").exists():
         try:
             with FolderLock(folder).hold():
@@ -183,22 +192,32 @@ def work_in_turns(folder, signs):
 
 
 def turns_and_kills(kills):
-    """Kill owners while others wait; return how many turns there were, who died inside, and who was not alone."""
+    """Kill owners while others wait; return how many turns there were, who died inside, and who was
+    not alone.
+    """
     with new_folder() as folder, new_folder() as signs:
         turns = signs / "turns"
         turns.touch()
         actors = [Actor(work_in_turns, folder, signs) for _ in range(4)]
         for number in range(kills):
             enough = turns.stat().st_size + number % 5  # not always as many in between
-            wait_for_one([turns], lambda path, enough=enough: path.stat().st_size >= enough, 20.0 * PATIENCE)
-            victim = wait_for_one(actors, lambda actor: (signs / f"inside.{actor.pid}").exists(), 20.0 * PATIENCE)
+            wait_for_one(
+                [turns], lambda path, enough=enough: path.stat().st_size >= enough, 20.0 * PATIENCE
+            )
+            victim = wait_for_one(
+                actors, lambda actor: (signs / f"inside.{actor.pid}").exists(), 20.0 * PATIENCE
+            )
             (signs / f"killed.{victim.pid}").touch()
             victim.kill()
             actors[actors.index(victim)] = Actor(work_in_turns, folder, signs)
         (signs / "end").touch()
         for actor in actors:
             actor.result()
-        return turns.stat().st_size, len([*signs.glob("left.*")]), sorted(path.name for path in signs.glob("both.*"))
+        return (
+            turns.stat().st_size,
+            len([*signs.glob("left.*")]),
+            sorted(path.name for path in signs.glob("both.*")),
+        )
 
 
 def test_f18_never_two_at_a_time_while_owners_are_killed(ranks):
@@ -208,16 +227,18 @@ def test_f18_never_two_at_a_time_while_owners_are_killed(ranks):
     assert both == []
 
 
-# ------------------------------------------------------------------------------------------------ dead or alive
+# ------------------------------------------------------------------------------------ dead or alive
 
 
 def hold_until(folder, signs, leaves_a_child=False):
     lock = FolderLock(folder)
     lock.acquire()
-    if leaves_a_child and os.fork() == 0:  # as a worker of a loader, which outlives its rank for a moment
+    # as a worker of a loader, which outlives its rank for a moment
+    if leaves_a_child and os.fork() == 0:
         try:
             (signs / f"child.{os.getpid()}").touch()
-            while signs.exists() and not (signs / "end").exists():  # the folder goes right after the sign
+            # the folder goes right after the sign
+            while signs.exists() and not (signs / "end").exists():
                 time.sleep(0.01)
         finally:
             os._exit(0)
@@ -252,17 +273,23 @@ def take_from_the_killed(reaped, leaves_a_child):
 
 
 @pytest.mark.parametrize(
-    ("reaped", "leaves_a_child"), [(True, False), (False, False), (True, True)], ids=["gone", "zombie", "orphan"]
+    ("reaped", "leaves_a_child"),
+    [(True, False), (False, False), (True, True)],
+    ids=["gone", "zombie", "orphan"],
 )
 def test_f18_kill_9_frees_the_folder_for_the_next_run(ranks, reaped, leaves_a_child):
-    left, mine, alive = ranks.run(take_from_the_killed, reaped, leaves_a_child, world_size=1, init=False)[0]
+    left, mine, alive = ranks.run(
+        take_from_the_killed, reaped, leaves_a_child, world_size=1, init=False
+    )[0]
     assert left == [], "what the dead run had half-made is gone with the first save"
     assert mine
     assert alive == leaves_a_child
 
 
 def take_from_the_living(state):
-    """Try to take the lock of a run that is alive; return what was said, how long it took, and what became of it."""
+    """Try to take the lock of a run that is alive; return what was said, how long it took, and what
+    became of it.
+    """
     with new_folder() as folder, new_folder() as signs:
         owner = Actor(hold_until, folder, signs)
         wait_for(signs / "held")
@@ -283,7 +310,9 @@ def take_from_the_living(state):
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_f18_a_second_run_is_refused(ranks, state):
     said, pid, seconds, became = ranks.run(take_from_the_living, state, world_size=1, init=False)[0]
-    assert f"FOLDER is in use by another run: process {pid} on {os.uname().nodename}, since 2" in said
+    assert (
+        f"FOLDER is in use by another run: process {pid} on {os.uname().nodename}, since 2" in said
+    )
     assert GRACE_SECONDS <= seconds < 2 * GRACE_SECONDS * PATIENCE
     assert became == (True, None), "it never noticed"
 
@@ -309,20 +338,24 @@ def a_child_takes_nothing_away():
 
 
 def test_f18_a_forked_child_holds_nothing_and_takes_nothing_away(ranks):
-    pid, (held, required, acquired) = ranks.run(a_child_takes_nothing_away, world_size=1, init=False)[0]
+    pid, (held, required, acquired) = ranks.run(
+        a_child_takes_nothing_away, world_size=1, init=False
+    )[0]
     assert not held
     assert "not held: acquire it first" in required
     assert f"in use by another run: process {pid} on " in acquired
 
 
-# ------------------------------------------------------------------------------------------------ nothing can be locked
+# ---------------------------------------------------------------------------- nothing can be locked
 
 
 EVERYTHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 
 
 class Stops:
-    """Stops the process before its main thread looks, makes, writes, moves or deletes in a folder for the n-th time."""
+    """Stops the process before its main thread looks, makes, writes, moves or deletes in a folder
+    for the n-th time.
+    """
 
     def __init__(self, folder, at, events):
         self.folder, self.at, self.events = str(folder), at, events
@@ -343,7 +376,8 @@ class Stops:
         if event == "open":
             writes = args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             return str(args[0]).startswith(self.folder) and (writes or LOCK_NAME in str(args[0]))
-        inside_open_folder = event in {"os.remove", "os.rmdir"} and args[-1] != -1  # as shutil.rmtree works
+        # as shutil.rmtree works
+        inside_open_folder = event in {"os.remove", "os.rmdir"} and args[-1] != -1
         return inside_open_folder or str(args[0]).startswith(self.folder)
 
 
@@ -365,7 +399,9 @@ def checkpoints(folder):
 
 
 def old_run(folder, stops_at):
-    """Save, replace and delete, and stop at one of the points on the way. Says how many there were."""
+    """Save, replace and delete, and stop at one of the points on the way. Says how many there
+    were.
+    """
     lock = FolderLock(folder)
     with lock.hold():
         stops = Stops(folder, stops_at, EVERYTHING)
@@ -380,7 +416,9 @@ def old_run(folder, stops_at):
 
 
 def late(stops_at):
-    """Stop the old run at a point, let a new run start and save, let the old one go on. None, or its points."""
+    """Stop the old run at a point, let a new run start and save, let the old one go on. None, or
+    its points.
+    """
     with new_folder() as folder:
         old = Actor(old_run, folder, stops_at)
         if not old.stopped():
@@ -401,7 +439,9 @@ def new_run(folder, old):
         (staging / "weights").write_text("new")
         old.signal(signal.SIGCONT)
         ok, words = old.result()
-        assert ok is False or seen == {"CKPT+latest": "new", "CKPT+other": "old"}, f"it has noticed nothing: {words}"
+        assert ok is False or seen == {"CKPT+latest": "new", "CKPT+other": "old"}, (
+            f"it has noticed nothing: {words}"
+        )
         lock.require()
         commit_staging(staging, folder / "CKPT+mine")  # ... and has not been disturbed
         lock.clean()
@@ -433,6 +473,8 @@ def late_at_every_point():
 
 
 @pytest.mark.slow
-def test_f18_where_nothing_can_be_locked_an_old_run_that_wakes_up_late_stops_and_nothing_is_mixed(ranks):
+def test_f18_where_nothing_can_be_locked_an_old_run_that_wakes_up_late_stops_and_nothing_is_mixed(
+    ranks,
+):
     """Stopped at every point of three saves, a replacement and a deletion."""
     assert ranks.run(late_at_every_point, world_size=1, init=False, timeout=560)[0] >= 40

@@ -1,4 +1,6 @@
-"""The record of a run (hyperparameters, environment, script, log, events) belongs to it as long as it lives."""
+"""The record of a run (hyperparameters, environment, script, log, events) belongs to it as long as
+it lives.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ brain = Line({"net": torch.nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.1
 data = [torch.ones(1) for _ in range(8)]
 brain.fit(range(1, 2), data, train_loader_kwargs={"batch_size": 2})
 brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
-"""
+"""  # noqa: E501
 
 YAML = "output_folder: out\nname: run\nat_once: False\nlr: 0.1\n"
 
@@ -71,8 +73,13 @@ def is_there(path):
 
 def record(folder):
     """Return the content of every file, less the lock."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".run.lock"]
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    files = [
+        path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".run.lock"
+    ]
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in files
+    }
 
 
 def test_a_second_start_changes_nothing_of_a_living_run_and_names_it(start, tmp_path):
@@ -80,7 +87,14 @@ def test_a_second_start_changes_nothing_of_a_living_run_and_names_it(start, tmp_
     assert is_there(tmp_path / "first.trains"), first.err
     pid = int((tmp_path / "first.trains").read_text())
     before = record(tmp_path / "out")
-    assert set(before) >= {"hyperparams.yaml", "env.log", "train.py", "data.txt", "log.txt", "metrics.jsonl"}
+    assert set(before) >= {
+        "hyperparams.yaml",
+        "env.log",
+        "train.py",
+        "data.txt",
+        "log.txt",
+        "metrics.jsonl",
+    }
 
     (tmp_path / "train.py").write_text(SCRIPT + "# changed since\n")
     second = start("second", "--lr=0.2", "--at_once=True").wait()
@@ -165,4 +179,6 @@ def test_a_process_that_a_script_starts_is_told_to_make_the_folder_itself(tmp_pa
     run = Run(python("children.py"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err
     assert "is in use by another run: process " in run.err
-    assert "Where a script starts ranks by itself, make its folder in the ranks, after ddp_init_group." in run.err
+    assert (
+        "Where a script starts ranks by itself, make its folder in the ranks, after ddp_init_group."
+    ) in run.err

@@ -1,4 +1,6 @@
-"""A save that a signal asks for inside of an accumulation window of a recipe's own ``fit_batch``."""
+"""A save that a signal asks for inside of an accumulation window of a recipe's own
+``fit_batch``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ RECIPE = str(Path(__file__).with_name("save_signal_recipe.py"))
 def train(folder, way, processes, *words):
     """Run the recipe on some ranks; return how each ended, and what rank 0 wrote."""
     folder.mkdir(exist_ok=True)
-    runs = start_by_hand(python(RECIPE, str(folder / "save"), way, *words), folder, processes, warm=True)
+    runs = start_by_hand(
+        python(RECIPE, str(folder / "save"), way, *words), folder, processes, warm=True
+    )
     for run in runs:
         run.wait(120)
     return [run.code for run in runs], runs[0].out + runs[0].err
@@ -24,8 +28,12 @@ def train(folder, way, processes, *words):
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("way", ["named", "scale", "factor"])
-def test_a_save_signal_inside_a_window_of_an_own_fit_batch_resumes_bit_for_bit(tmp_path, way, processes):
-    """The checkpoint waits for the end of a window, so that it lacks no gradient; then the run is killed."""
+def test_a_save_signal_inside_a_window_of_an_own_fit_batch_resumes_bit_for_bit(
+    tmp_path, way, processes
+):
+    """The checkpoint waits for the end of a window, so that it lacks no gradient; then the run is
+    killed.
+    """
     codes, plain = train(tmp_path / "plain", way, processes)
     assert codes == [0] * processes, plain
     codes, killed = train(tmp_path / "asked", way, processes, "signal")

@@ -40,12 +40,14 @@ KILLS = 100  # of each mode
 
 @pytest.fixture(scope="module")
 def zygote():
-    """One process that has imported torch and has no threads: what runs in it forks what is killed."""
+    """One process that has imported torch and has no threads: what runs in it forks what is
+    killed.
+    """
     with RankPool(timeout=600) as pool:
         yield lambda function, *args: pool.run(function, *args, world_size=1, init=False)[0]
 
 
-# ------------------------------------------------------------------------------------------------ every point
+# -------------------------------------------------------------------------------------- every point
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Scenario:
     before: tuple[tuple[int, str | None], ...]
     name: str | None
     num_to_keep: int
-    allowed: tuple[set[int], ...]  # the steps that may be found whole after a crash, in order of the save's progress
+    # the steps that may be found whole after a crash, in order of the save's progress
+    allowed: tuple[set[int], ...]
     new: int = 3
 
 
@@ -63,7 +66,9 @@ SCENARIOS = {
     "the first one": Scenario((), None, 2, (set(), {3})),
     "one more": Scenario(((1, None), (2, None)), None, 2, ({1, 2}, {1, 2, 3}, {2, 3})),
     "in place of itself": Scenario(((2, "last"),), "last", 1, ({2}, {3})),
-    "in place, and one deleted": Scenario(((1, None), (2, "last")), "last", 1, ({1, 2}, {1, 3}, {3})),
+    "in place, and one deleted": Scenario(
+        ((1, None), (2, "last")), "last", 1, ({1, 2}, {1, 3}, {3})
+    ),
 }
 
 
@@ -129,13 +134,23 @@ def test_f5_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
     points, outcomes = zygote(crash_everywhere, tmp_path, title, mode, stride, CrashingFiles, first)
     assert len(points) > 100
     assert len(outcomes) == len(range(first, len(points) + 1, stride))
-    assert {f"{when} {name}" for when in ("before", "after") for name in ("make_directory", "write", "rename")} <= set(
-        points
-    )
-    assert {"before sync_file", "after sync_directory", "half of a text", "half of a folder", "open"} <= set(points)
+    assert {
+        f"{when} {name}"
+        for when in ("before", "after")
+        for name in ("make_directory", "write", "rename")
+    } <= set(points)
+    assert {
+        "before sync_file",
+        "after sync_directory",
+        "half of a text",
+        "half of a folder",
+        "open",
+    } <= set(points)
     assert sum(point.endswith(" bytes") for point in points) > 20
     found = {steps for steps, _ in outcomes}
-    assert found == {frozenset(steps) for steps in SCENARIOS[title].allowed}, "some state of the save was never hit"
+    assert found == {frozenset(steps) for steps in SCENARIOS[title].allowed}, (
+        "some state of the save was never hit"
+    )
     assert sum(unfinished for _, unfinished in outcomes) > len(outcomes) / 2
 
 
@@ -165,7 +180,9 @@ class ChangingFiles(WatchedFiles):
 
 
 def removals_elsewhere(folder):
-    """Save where a killed save has left something; return what is left, and what the other rank did to files."""
+    """Save where a killed save has left something; return what is left, and what the other rank did
+    to files.
+    """
     changes = []
     checkpointer = Run().checkpointer(folder)
     with watched(Plan(), ChangingFiles(changes)):
@@ -182,7 +199,9 @@ def test_f5_leftovers_are_removed_by_main_alone(ranks, tmp_path):
     main, other = ranks.run(removals_elsewhere, tmp_path)
     assert main[0] == other[0] == [".tmp-0123", ".trash-4567"]
     assert {("rename", ".tmp-0123"), ("rename", ".trash-4567")} <= set(main[1])
-    assert sum(change == "remove_tree" and name.startswith(".trash-") for change, name in main[1]) == 2
+    assert (
+        sum(change == "remove_tree" and name.startswith(".trash-") for change, name in main[1]) == 2
+    )
     assert other[1] == []
     assert main[2] == []
 
@@ -200,7 +219,9 @@ class WaitingFiles(WatchedFiles):
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(tmp_path, monkeypatch, copies):
+def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(
+    tmp_path, monkeypatch, copies
+):
     if not copies:
         monkeypatch.setattr(SnapshotMemory, "_copy", lambda memory, storage, own: storage)
     run = Run()
@@ -219,7 +240,7 @@ def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(tmp_path,
             steps_of(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------ random moments
+# ----------------------------------------------------------------------------------- random moments
 
 
 def seconds_of_a_save(folder):
@@ -241,15 +262,20 @@ def save_back_to_back(folder, mode, pipe):
     while True:
         step = run.stamp(step + 1)  # in the background of which the one before may still be written
         name = "last" if step % 3 == 0 else None
-        checkpointer.save_and_keep_only(meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=2)
+        checkpointer.save_and_keep_only(
+            meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=2
+        )
         if mode == "async" and step % 4 == 0:
             checkpointer.wait()
-        sure = step if mode == "sync" or step % 4 == 0 else step - 1  # a save waits for the one before
+        # a save waits for the one before
+        sure = step if mode == "sync" or step % 4 == 0 else step - 1
         os.write(pipe, f"{sure}\n".encode())
 
 
 def kill_once(folder, mode, delay):
-    """Kill a saver ``delay`` seconds after its start; return the last step that it was told is safe."""
+    """Kill a saver ``delay`` seconds after its start; return the last step that it was told is
+    safe.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -294,12 +320,17 @@ def kill_at_random(folder, mode, kills):
         best, steps = whole_steps(folder)
         if sure:
             assert best is not None, f"kill {kill}: nothing is found, {sure} was acknowledged"
-            assert sure <= best <= sure + 2, f"kill {kill}: {best} is recovered, {sure} was acknowledged"
+            assert sure <= best <= sure + 2, (
+                f"kill {kill}: {best} is recovered, {sure} was acknowledged"
+            )
             assert steps[0] == best, f"kill {kill}: {steps}"
             recovered_steps.append(best)
             sure = best
-        # the machine may be busier than when it was measured, or less: a few saves between two kills
-        longest = min(20.0, longest * (1.2 if sure == before else 0.9 if sure > before + 3 else 1.0))
+        # the machine may be busier than when it was measured, or less: a few saves between two
+        # kills
+        longest = min(
+            20.0, longest * (1.2 if sure == before else 0.9 if sure > before + 3 else 1.0)
+        )
     return unfinished, recovered_steps
 
 

@@ -1,4 +1,6 @@
-"""F8: an error at any file operation of a save, injected and real; what to do about it, on one rank and on two."""
+"""F8: an error at any file operation of a save, injected and real; what to do about it, on one rank
+and on two.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +90,15 @@ def fail_once(folder, mode, plan, on_error="stop"):
 
 
 def names_what_failed(folder, text):
-    """Say whether a message names the checkpoint that is not there, or the folder that takes none."""
+    """Say whether a message names the checkpoint that is not there, or the folder that takes
+    none.
+    """
     a_save = f"cannot save {folder / 'CKPT+'}"
     a_removal = f"cannot remove {folder / 'CKPT+'}"
-    any_save = f"cannot save or delete a checkpoint in {folder}, because its lock {folder / '.lock'} cannot be taken: "
+    any_save = (
+        f"cannot save or delete a checkpoint in {folder}, because its lock {folder / '.lock'} "
+        "cannot be taken: "
+    )
     return any(words in text for words in (a_save, a_removal, any_save))
 
 
@@ -100,10 +107,17 @@ def check(folder, plan, error):
     where = f"error {plan.number} at point {plan.at}, {plan.points[plan.at - 1]}"
     found = steps_of(folder)
     # In the end it deletes the oldest, which is where a wish of the caller may fail after the save.
-    allowed = [{2, 3}, {1, 2, 3}] if error is None or "cannot remove" in str(error) else [{1, 2}, {1, 2, 3}]
+    allowed = (
+        [{2, 3}, {1, 2, 3}]
+        if error is None or "cannot remove" in str(error)
+        else [{1, 2}, {1, 2, 3}]
+    )
     assert set(found) in allowed, f"{where}: {found} after {error}"
     assert recovered(folder) == max(found), where
-    assert [name for name in leftovers(folder) if name.startswith(".tmp-")] in ([], [".tmp-0123"]), where
+    assert [name for name in leftovers(folder) if name.startswith(".tmp-")] in (
+        [],
+        [".tmp-0123"],
+    ), where
     if error is not None:
         assert WORDS[plan.number] in str(error).lower(), f"{where}: {error}"
         assert names_what_failed(folder, str(error)), f"{where}: {error}"
@@ -155,11 +169,12 @@ def test_f8_a_full_disk_says_how_much_is_needed_and_was_free(template):
     for mode in MODES:
         error = str(fail_once(template, mode, Failing(20, errno.ENOSPC, stays=True)))
         needed, free = (int(number) for number in re.findall(r"(\d+) bytes (?:needed|free)", error))
-        assert 3_000 < needed < 100_000  # a model and Adam's two moments, of a kilobyte each, and what is around them
+        # a model and Adam's two moments, of a kilobyte each, and what is around them
+        assert 3_000 < needed < 100_000
         assert free > 100_000
 
 
-# ------------------------------------------------------------------------------------------------ what to do about it
+# ------------------------------------------------------------------------------ what to do about it
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -217,7 +232,9 @@ def fail_on_main(run, checkpointer, where):
     return error, len(warned.texts), between, found
 
 
-@pytest.mark.parametrize("where", ["before make_directory", "half of a text", "before sync_file", "before rename"])
+@pytest.mark.parametrize(
+    "where", ["before make_directory", "half of a text", "before sync_file", ("before rename")]
+)
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("held", [True, False], ids=["held", "in the lock"])
@@ -236,7 +253,9 @@ def test_f8_all_ranks_do_the_same_about_it(ranks, tmp_path, held, mode, on_error
 
 
 def take_with_an_error(folder, mode, on_error, plan):
-    """Hold the folder with an error while the lock is taken or given back, and save meanwhile; return the error."""
+    """Hold the folder with an error while the lock is taken or given back, and save meanwhile;
+    return the error.
+    """
     run = Run()
     checkpointer = run.checkpointer(folder, mode)
     checkpointer.on_error = on_error
@@ -255,7 +274,9 @@ def take_with_an_error(folder, mode, on_error, plan):
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", WORDS, ids=lambda number: errno.errorcode[number])
-def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(template, tmp_path, number, mode, on_error):
+def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(
+    template, tmp_path, number, mode, on_error
+):
     outcomes = []
     for at in count(1):
         trial = tmp_path / "trial"
@@ -277,20 +298,27 @@ def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(template, tmp
             assert WORDS[number] in text.lower(), where
             assert names_what_failed(trial, text), f"{where}: {text}"
             assert " lock " in text, where
-        assert recovered(trial) == (2 if error else 3), where  # with a warning, the save has taken the lock itself
+        # with a warning, the save has taken the lock itself
+        assert recovered(trial) == (2 if error else 3), where
         outcomes.append(bool(error or told))
         save(Run(), Run().checkpointer(trial), 9, num_to_keep=1)
         assert [name for name in names(trial) if not name.startswith("CKPT+")] == [], where
         shutil.rmtree(trial)
     assert sum(outcomes) >= 3
-    assert not all(outcomes), "giving it back fails without a word: a file that nobody has locked is left"
+    assert not all(outcomes), (
+        "giving it back fails without a word: a file that nobody has locked is left"
+    )
 
 
 def test_f8_a_lock_that_could_not_be_taken_takes_none_from_a_save_in_the_background(tmp_path):
     run = Run()
     checkpointer = run.checkpointer(tmp_path, "async")
     checkpointer.on_error = "warn"
-    with Warnings() as warned, watched(Failing(1, errno.ENOSPC), CrashingFiles()), checkpointer.hold_folder():
+    with (
+        Warnings() as warned,
+        watched(Failing(1, errno.ENOSPC), CrashingFiles()),
+        checkpointer.hold_folder(),
+    ):
         checkpointer.save_checkpoint(meta={"step": 1})
     checkpointer.wait()
     assert len(warned.texts) == 1, warned.texts
@@ -298,7 +326,7 @@ def test_f8_a_lock_that_could_not_be_taken_takes_none_from_a_save_in_the_backgro
     assert names(tmp_path) == [checkpointer.find_checkpoint().path.name]
 
 
-# ------------------------------------------------------------------------------------------------ real ones
+# ---------------------------------------------------------------------------------------- real ones
 
 
 @pytest.fixture
@@ -306,7 +334,9 @@ def small_disk(tmp_path):
     """A file system of a quarter of a megabyte; only root can make one."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True, check=False
+    )
     if made.returncode:
         pytest.skip(f"no file system can be mounted here: {made.stderr.decode().strip()}")
     yield disk
@@ -340,7 +370,9 @@ def test_f8_a_disk_that_is_read_only(small_disk):
 
 
 def save_with_a_limit(folder):
-    """A process whose files may have ten thousand bytes fails to save; it says how, and what is there then."""
+    """A process whose files may have ten thousand bytes fails to save; it says how, and what is
+    there then.
+    """
     run = Run(width=100)
     checkpointer = run.checkpointer(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
@@ -391,5 +423,7 @@ def test_f8_a_folder_that_has_gone(tmp_path):
     checkpointer = run.checkpointer(tmp_path / "save")
     save(run, checkpointer, 1)
     shutil.rmtree(tmp_path / "save")
-    with pytest.raises(CheckpointError, match="in .*save, because its lock .* cannot be taken: .*No such file"):
+    with pytest.raises(
+        CheckpointError, match="in .*save, because its lock .* cannot be taken: .*No such file"
+    ):
         save(run, checkpointer, 2)

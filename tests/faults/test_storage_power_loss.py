@@ -1,4 +1,6 @@
-"""F6: after a loss of power at any moment of several saves, the last acknowledged checkpoint is found."""
+"""F6: after a loss of power at any moment of several saves, the last acknowledged checkpoint is
+found.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def record(folder, mode, forget=lambda name, path: False, saves=SAVES):
 
 
 def lost(disk, folder):
-    """Recover from every state that the disk may be in; return those in which what was acknowledged is lost."""
+    """Recover from every state that the disk may be in; return those in which what was acknowledged
+    is lost.
+    """
     losses = []
     for (_, acknowledged), tree in disk.moments.items():
         materialize(tree, folder)
@@ -66,7 +70,10 @@ def waits_of_one_save(folder):
     """List the waits for the disk that one save does."""
     waits = []
     record(
-        folder, "sync", lambda name, path: waits.append((name, path)) if name.startswith("sync") else False, SAVES[:1]
+        folder,
+        "sync",
+        lambda name, path: waits.append((name, path)) if name.startswith("sync") else False,
+        SAVES[:1],
     )
     return waits
 
@@ -79,11 +86,15 @@ def test_f6_every_wait_of_a_save_is_needed(tmp_path):
         disk = record(
             tmp_path / f"run{number}",
             "sync",
-            lambda name, path, left=left, number=number: name.startswith("sync") and next(left) == number,
+            lambda name, path, left=left, number=number: (
+                name.startswith("sync") and next(left) == number
+            ),
             SAVES[:1],
         )
         losses = lost(disk, tmp_path / "after")
-        assert any(acknowledged == 1 for acknowledged, _ in losses), f"wait {number} of {total} could be left out"
+        assert any(acknowledged == 1 for acknowledged, _ in losses), (
+            f"wait {number} of {total} could be left out"
+        )
 
 
 def test_the_model_knows_what_may_be_missing(tmp_path):
@@ -93,7 +104,8 @@ def test_the_model_knows_what_may_be_missing(tmp_path):
     assert disk.root.states()[-1] == {}
     assert {tree["a"] for tree in disk.root.states() if tree} == {b"1234", b"12", b"", bytes(4)}
     files.sync_file(tmp_path / "a")
-    assert {tree.get("a") for tree in disk.root.states()} == {b"1234", None}  # its name is not sure yet
+    # its name is not sure yet
+    assert {tree.get("a") for tree in disk.root.states()} == {b"1234", None}
     files.sync_directory(tmp_path)
     assert all(tree == {"a": b"1234"} for tree in disk.root.states())
     files.rename(tmp_path / "a", tmp_path / "b")

@@ -32,8 +32,8 @@ class Case:
         options: of the run.
         loader: for the training loader.
         epochs: how many.
-        kill_at: optimizer steps after which the killed run ends, by number of ranks; two thirds of all where none is
-            given.
+        kill_at: optimizer steps after which the killed run ends, by number of ranks; two thirds of
+            all where none is given.
         alone: whether one rank is a process without a process group.
         any_ranks: whether all numbers of ranks give the same bits.
         rounding: how far losses may lie apart on a machine with other kernels, relatively.
@@ -76,7 +76,8 @@ class Case:
 
 
 FLOAT64 = torch.float64
-# AdamW makes whole steps of what rounding leaves as the gradient of a bias before a BatchNorm layer, in float32.
+# AdamW makes whole steps of what rounding leaves as the gradient of a bias before a BatchNorm
+# layer, in float32.
 ROUNDING_OF_BIASES = 0.5
 
 CASES = {
@@ -152,7 +153,7 @@ CASES = {
         loader={"batch_size": 4, "drop_last": True},
         rounding=ROUNDING_OF_BIASES,
     ),
-    # ------------------------------------------------------------------------------ gradients on their way
+    # ----------------------------------------------------------------------- gradients on their way
     "gradients-in-bf16": Case(options={"ddp_comm_hook": "bf16"}, rounding=0.05),
     "powersgd": Case(options={"ddp_comm_hook": "powersgd", "start_powersgd_iter": 3}),
     "unused-parameters": Case(

@@ -13,7 +13,9 @@ SPOILT = 7  # the row that is not finite in a spoilt table
 
 
 class Table(Dataset):
-    """Rows of a table, each of which may be augmented by Python's, numpy's and torch's random numbers."""
+    """Rows of a table, each of which may be augmented by Python's, numpy's and torch's random
+    numbers.
+    """
 
     def __init__(self, dtype, *, noisy=False, spoilt=False):
         numbers = torch.arange(SAMPLES * FEATURES, dtype=torch.float64).reshape(SAMPLES, FEATURES)

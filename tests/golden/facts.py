@@ -1,4 +1,6 @@
-"""What is compared of a training: hashes of the bits, and numbers for a reader and for machines with other kernels."""
+"""What is compared of a training: hashes of the bits, and numbers for a reader and for machines
+with other kernels.
+"""
 
 from __future__ import annotations
 

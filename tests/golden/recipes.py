@@ -72,7 +72,9 @@ class Branches(Golden):
 
 
 class Unfreezing(Golden):
-    """Trains the first layer from the second epoch on; the optimizer has groups with the parameters' names."""
+    """Trains the first layer from the second epoch on; the optimizer has groups with the
+    parameters' names.
+    """
 
     def init_optimizers(self):
         first, *others = self.raw_modules.net.children()

@@ -1,7 +1,8 @@
-"""Writes the golden traces: ``python -m tests.golden.record``, for a change that is meant to change numbers.
+"""Writes the golden traces: ``python -m tests.golden.record``, for a change that is meant to change
+numbers.
 
-``python -m tests.golden.record CASE ...`` writes those of some cases only. A checkpoint that is kept is written where
-there is none: delete its folder to have another.
+``python -m tests.golden.record CASE ...`` writes those of some cases only. A checkpoint that is
+kept is written where there is none: delete its folder to have another.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def traces_of(pool: RankPool, name: str, world_size: int) -> dict[str, list[dict
 
 
 def kill(pool: RankPool, name: str, folder: str, world_size: int, steps: int) -> list[dict]:
-    """Train a case up to the step at which it is killed: in the last batch of the second of three epochs.
+    """Train a case up to the step at which it is killed: in the last batch of the second of three
+    epochs.
 
     Its newest checkpoint is one from the middle of that epoch.
     """
@@ -103,7 +105,9 @@ def write_missing_checkpoints(pool: RankPool) -> None:
 
 
 def as_text(traces: dict[str, dict[str, list[dict]]]) -> str:
-    """Return the traces as JSON with a line for each rank of each run, so that a change shows as lines."""
+    """Return the traces as JSON with a line for each rank of each run, so that a change shows as
+    lines.
+    """
     cases = []
     for name, parts in traces.items():
         runs = []

@@ -1,4 +1,6 @@
-"""The numbers of before: every loss and every weight of small trainings, fresh and resumed, on 1, 2 and 3 ranks."""
+"""The numbers of before: every loss and every weight of small trainings, fresh and resumed, on 1, 2
+and 3 ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ BEFORE = ": a checkpoint of before"
 
 # What a resumed run has in common with the run that was never stopped.
 OF_THE_END = ("steps", "weights", "optimizers", "rates", "average")
-# What is compared to rounding where the kernels are others: how far apart, as a share of the case's `rounding`.
+# What is compared to rounding where the kernels are others: how far apart, as a share of the case's
+# `rounding`.
 NUMBERS = {"last_losses": 1, "test_loss": 1, "norm": 0.1}
 # Trained in each `make test`, once and on two ranks.
 QUICK = ("zero1", "local-sgd", "two-optimizers", "schedule-and-lr-scaling")

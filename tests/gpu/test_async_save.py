@@ -23,7 +23,10 @@ def test_a_state_on_the_gpu_is_copied_to_pinned_memory_that_is_used_again():
     with torch.no_grad():
         model.weight.zero_()
     copy = taken["model"]
-    assert all(value.device.type == "cpu" and torch.equal(value, before[name]) for name, value in copy.items())
+    assert all(
+        value.device.type == "cpu" and torch.equal(value, before[name])
+        for name, value in copy.items()
+    )
     memory.take({"model": model.state_dict()})
     assert [storage.data_ptr() for storage in memory._kept] == places
 
@@ -47,7 +50,9 @@ def test_training_on_the_gpu_goes_on_while_its_state_is_written(tmp_path):
 
 
 def test_an_empty_tensor_on_the_gpu_comes_back_on_the_cpu():
-    copy = SnapshotMemory().take({"a": {"none": torch.empty(0, 3, device="cuda"), "one": torch.ones(1, device="cuda")}})
+    copy = SnapshotMemory().take(
+        {"a": {"none": torch.empty(0, 3, device="cuda"), "one": torch.ones(1, device="cuda")}}
+    )
     state = copy["a"]
     assert (state["none"].device.type, state["none"].shape) == ("cpu", (0, 3))
     assert state["one"].tolist() == [1.0]

@@ -1,4 +1,6 @@
-"""The Brain on GPUs, in one process: these run where a GPU is present. Several processes are in ``test_ddp.py``."""
+"""The Brain on GPUs, in one process: these run where a GPU is present. Several processes are in
+``test_ddp.py``.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,18 @@ def make_data(samples=64, dtype=torch.float32):
 
 
 def make_net(dtype=torch.float32, norm=nn.BatchNorm1d):
-    """Return a model whose norm has three values per channel and sample, so that one sample has a variance, too."""
+    """Return a model whose norm has three values per channel and sample, so that one sample has a
+    variance, too.
+    """
     torch.manual_seed(11)
-    parts = (nn.Linear(6, 24, bias=False), nn.Unflatten(1, (8, 3)), norm(8), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))
+    parts = (
+        nn.Linear(6, 24, bias=False),
+        nn.Unflatten(1, (8, 3)),
+        norm(8),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    )
     return nn.Sequential(*parts).to(dtype)
 
 
@@ -90,7 +101,9 @@ def test_data_parallel_follows_one_device():
 
 def test_data_parallel_with_statistics_per_replica_trains():
     _, weights = train(torch.float64, data_parallel_backend=True)
-    assert all(torch.isfinite(value).all() for value in weights.values() if value.is_floating_point())
+    assert all(
+        torch.isfinite(value).all() for value in weights.values() if value.is_floating_point()
+    )
 
 
 class Noting(nn.Module):
@@ -106,7 +119,9 @@ class Noting(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_data_parallel_computes_in_the_precision_that_was_asked_for_on_every_gpu(precision, dtype):
     brain = Classifier(
         {"net": Noting()},
@@ -114,7 +129,9 @@ def test_data_parallel_computes_in_the_precision_that_was_asked_for_on_every_gpu
         run_opts={"noprogressbar": True, "precision": precision, "data_parallel_backend": True},
     )
     brain.fit([1], make_data(), train_loader_kwargs={"batch_size": 16})
-    assert set(brain.raw_modules.net.seen) == {(dtype, device) for device in range(torch.cuda.device_count())}
+    assert set(brain.raw_modules.net.seen) == {
+        (dtype, device) for device in range(torch.cuda.device_count())
+    }
 
 
 def test_another_gpu_than_the_first_is_the_current_one_and_has_all_the_memory():
@@ -134,7 +151,9 @@ def test_another_gpu_than_the_first_is_the_current_one_and_has_all_the_memory():
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_reduced_precision_trains(precision):
     brain, weights = train(precision=precision, eval_precision=precision)
-    assert all(torch.isfinite(value).all() for value in weights.values() if value.is_floating_point())
+    assert all(
+        torch.isfinite(value).all() for value in weights.values() if value.is_floating_point()
+    )
     assert brain.scaler.is_enabled() == (precision == "fp16")
     assert 0 < brain.optimizer_step <= 12
 
@@ -159,7 +178,9 @@ def test_fp16_skips_what_overflows_and_adapts():
 
 @contextlib.contextmanager
 def syncs():
-    """Note the warnings of ``set_sync_debug_mode``: one for each time that the host waits for the GPU."""
+    """Note the warnings of ``set_sync_debug_mode``: one for each time that the host waits for the
+    GPU.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -173,7 +194,9 @@ def syncs():
 
 
 class Syncs(Classifier):
-    """Counts, in every call of ``fit_batch`` (forward, backward, and the optimizer step), how often the host waits."""
+    """Counts, in every call of ``fit_batch`` (forward, backward, and the optimizer step), how often
+    the host waits.
+    """
 
     def on_fit_start(self):
         super().on_fit_start()
@@ -193,14 +216,22 @@ class SyncsOfSums(Syncs):
 
     def compute_objectives(self, predictions, batch, stage):
         labels = batch[1].to(self.device, non_blocking=True)
-        return nn.functional.cross_entropy(predictions.float(), labels, reduction="sum"), self.count(batch)
+        return nn.functional.cross_entropy(
+            predictions.float(), labels, reduction="sum"
+        ), self.count(batch)
 
     def count(self, batch):
-        return (torch.ones_like(batch[1]) if self.count_on == "cpu" else torch.ones(16, device=self.device)).sum()
+        return (
+            torch.ones_like(batch[1])
+            if self.count_on == "cpu"
+            else torch.ones(16, device=self.device)
+        ).sum()
 
 
 def waits(kind=Syncs, opt=torch.optim.Adam, **options):
-    """Return how often each batch of the second epoch waited; in the first one memory and kernels are made."""
+    """Return how often each batch of the second epoch waited; in the first one memory and kernels
+    are made.
+    """
     brain = kind(
         {"net": make_net()},
         opt,
@@ -219,7 +250,9 @@ def test_waits_are_counted():
 
 @pytest.mark.parametrize("kind", [Syncs, SyncsOfSums])
 def test_a_step_that_is_not_fused_waits_for_the_gpu_once_for_the_norm(kind, monkeypatch):
-    """Forward, backward and micro-batches that do not step wait for nothing; fp16's scaler waits once more."""
+    """Forward, backward and micro-batches that do not step wait for nothing; fp16's scaler waits
+    once more.
+    """
     one_by_one = functools.partial(torch.optim.Adam, fused=False)
     assert waits(kind, one_by_one) == [1, 1, 1, 1]
     assert waits(kind, one_by_one, grad_accumulation_factor=2) == [0, 1, 0, 1]
@@ -231,7 +264,9 @@ def test_a_step_that_is_not_fused_waits_for_the_gpu_once_for_the_norm(kind, monk
 
 @pytest.mark.parametrize("kind", [Syncs, SyncsOfSums])
 def test_a_fused_step_waits_for_nothing_but_under_fp16(kind, monkeypatch):
-    """Waiting for the norm of the step before, which torch does not count, is a wait for what is long there."""
+    """Waiting for the norm of the step before, which torch does not count, is a wait for what is
+    long there.
+    """
     assert waits(kind) == [0, 0, 0, 0]
     assert waits(kind, grad_accumulation_factor=2) == [0, 0, 0, 0]
     assert waits(kind, precision="bf16") == [0, 0, 0, 0]
@@ -243,10 +278,18 @@ def test_a_fused_step_waits_for_nothing_but_under_fp16(kind, monkeypatch):
 @pytest.mark.parametrize("name", late_steps.KINDS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_grad_norm": 0.3}, {"kind": late_steps.Looking}, {"kind": late_steps.Sums}, {"ema_decay": 0.9}],
+    [
+        {},
+        {"max_grad_norm": 0.3},
+        {"kind": late_steps.Looking},
+        {"kind": late_steps.Sums},
+        {"ema_decay": 0.9},
+    ],
     ids=str,
 )
-def test_steps_that_are_looked_at_later_have_the_bits_of_those_that_are_read_first(monkeypatch, name, options):
+def test_steps_that_are_looked_at_later_have_the_bits_of_those_that_are_read_first(
+    monkeypatch, name, options
+):
     found = []
     for kinds in ((), ("cuda",)):
         for module in (optim, making):
@@ -262,7 +305,9 @@ def test_opt_class_is_fused_and_goes_on_from_a_checkpoint_that_was_not(tmp_path)
         net, counter = make_net(), EpochCounter(epochs)
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         options = {"noprogressbar": True, "ckpt_interval_steps": 1, **options}
-        brain = Classifier({"net": net}, torch.optim.AdamW, run_opts=options, checkpointer=checkpointer)
+        brain = Classifier(
+            {"net": net}, torch.optim.AdamW, run_opts=options, checkpointer=checkpointer
+        )
         brain.fit(counter, make_data(), train_loader_kwargs={"batch_size": 16})
         [group] = brain.optimizer.param_groups
         return group["fused"], {one["step"].device.type for one in brain.optimizer.state.values()}
@@ -302,7 +347,9 @@ def test_sums_and_counts_follow_cpu_in_float64():
 
 
 def test_sums_and_counts_with_a_loss_scale():
-    """The scaler unscales, then the count divides: with a scale at which nothing overflows, as in full precision."""
+    """The scaler unscales, then the count divides: with a scale at which nothing overflows, as in
+    full precision.
+    """
     _, full = fit_sums()
     brain, scaled = fit_sums(precision="fp16", scaler=torch.amp.GradScaler("cuda", init_scale=16.0))
     assert brain.optimizer_step == 4, "none was skipped"
@@ -310,14 +357,18 @@ def test_sums_and_counts_with_a_loss_scale():
 
 
 def test_sums_and_counts_find_their_loss_scale():
-    """The scale begins at 65536 and halves at each overflow: after at most 16 of the 40 steps none is skipped."""
+    """The scale begins at 65536 and halves at each overflow: after at most 16 of the 40 steps none
+    is skipped.
+    """
     brain, _ = fit_sums(epochs=20, precision="fp16")
     assert brain.scaler.is_enabled()
     assert brain.optimizer_step >= 24
 
 
 def test_data_parallel_with_batches_of_changing_length():
-    """Sequences of another length in every batch, and a last batch smaller than the number of GPUs."""
+    """Sequences of another length in every batch, and a last batch smaller than the number of
+    GPUs.
+    """
 
     class Sequences(Brain):
         def compute_forward(self, batch, stage):
@@ -336,7 +387,8 @@ def test_data_parallel_with_batches_of_changing_length():
         )
         generator = torch.Generator().manual_seed(1)
         batches = [
-            torch.randn(size, length, 3, generator=generator).double() for size, length in ((8, 5), (8, 9), (1, 2))
+            torch.randn(size, length, 3, generator=generator).double()
+            for size, length in ((8, 5), (8, 9), (1, 2))
         ]
         brain.fit([1, 2], batches, train_loader_kwargs={"batch_size": None})
         assert not any("module" in name for name in brain.raw_modules.state_dict())
@@ -390,7 +442,9 @@ def test_batches_that_are_moved_ahead_are_there_when_a_step_comes_and_change_no_
 
 
 def test_a_batch_is_not_overwritten_while_a_slow_step_still_reads_it():
-    """The copy of a later batch may get the memory of an earlier one, once that was used, and not before."""
+    """The copy of a later batch may get the memory of an earlier one, once that was used, and not
+    before.
+    """
     device = torch.device("cuda")
     batches = (torch.full((1 << 20,), float(number)).pin_memory() for number in range(50))
     sums = []
@@ -401,7 +455,9 @@ def test_a_batch_is_not_overwritten_while_a_slow_step_still_reads_it():
 
 
 class LossInside(Brain):
-    """Its compiled module returns the loss: an output of CUDA graphs, which the next step overwrites."""
+    """Its compiled module returns the loss: an output of CUDA graphs, which the next step
+    overwrites.
+    """
 
     def compute_forward(self, batch, stage):
         loss = self.modules.net(batch[0].to(self.device), batch[1].to(self.device))
@@ -421,8 +477,11 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(self.net(x), labels)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # of the compiler, on GPUs that have them
-@pytest.mark.parametrize("compiles", [{"compile_mode": "reduce-overhead"}, {"compile_mode": "default"}])
+# of the compiler, on GPUs that have them
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize(
+    "compiles", [{"compile_mode": "reduce-overhead"}, {"compile_mode": "default"}]
+)
 def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
     def fit(**options):
         brain = LossInside(
@@ -432,7 +491,9 @@ def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
         )
         data = make_data()
         loader = {"batch_size": 16}
-        return brain.fit([1, 2, 3], data, data, train_loader_kwargs=loader, valid_loader_kwargs=loader)
+        return brain.fit(
+            [1, 2, 3], data, data, train_loader_kwargs=loader, valid_loader_kwargs=loader
+        )
 
     usual, compiled = fit(), fit(compile=True, **compiles)
     assert compiled.train_loss == pytest.approx(usual.train_loss, rel=1e-4)

@@ -1,4 +1,6 @@
-"""Several processes with NCCL, as a user starts them: a GPU each, or all on one where there are too few."""
+"""Several processes with NCCL, as a user starts them: a GPU each, or all on one where there are too
+few.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.launching import Run, python, torchrun
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("train_on_gpus.py")
-COLD_SECONDS = 120.0  # torch, CUDA and NCCL started by every process, on a machine that has read none of them yet
+# torch, CUDA and NCCL started by every process, on a machine that has read none of them yet
+COLD_SECONDS = 120.0
 STEPS = 12  # of three epochs of 64 samples, 16 at a time
 SAMPLES = [64, 63, 50, 49]
 
@@ -27,12 +30,16 @@ def needs(gpus):
 
 def start(folder, processes, *words, name="run", trainings=({},)):
     asked = [{"distributed_backend": "nccl", **one} for one in trainings]
-    command = torchrun(processes, str(SCRIPT), str(folder / name), *words, "--trainings", json.dumps(asked))
+    command = torchrun(
+        processes, str(SCRIPT), str(folder / name), *words, "--trainings", json.dumps(asked)
+    )
     return Run(command, folder, name=name)
 
 
 def results(folder, processes, *words, name="run", trainings=({},)):
-    """Train to the end, one training after the other; return what each rank ended each of them with."""
+    """Train to the end, one training after the other; return what each rank ended each of them
+    with.
+    """
     run = start(folder, processes, *words, name=name, trainings=trainings).wait(COLD_SECONDS)
     assert run.code == 0, run.tail(60)
     ranks = [torch.load(folder / f"{name}.{rank}", weights_only=True) for rank in range(processes)]
@@ -50,22 +57,32 @@ def test_ddp_over_nccl_follows_one_process(processes, tmp_path):
     """Also with remainders, where a rank may repeat a sample that counts in no statistic."""
     trainings = [{"samples": samples, "dtype": "float64"} for samples in SAMPLES]
     own = torch.cuda.device_count() >= processes
-    for samples, found in zip(SAMPLES, results(tmp_path, processes, trainings=trainings), strict=True):
+    for samples, found in zip(
+        SAMPLES, results(tmp_path, processes, trainings=trainings), strict=True
+    ):
         assert_alike(found)
-        assert [one["device"] for one in found] == [f"cuda:{rank if own else 0}" for rank in range(processes)]
+        assert [one["device"] for one in found] == [
+            f"cuda:{rank if own else 0}" for rank in range(processes)
+        ]
         _, alone = train(torch.float64, samples)
         torch.testing.assert_close(found[0]["weights"], alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_ddp_in_half_precision_with_remainders(processes, tmp_path):
-    """A rank that repeats a batch sends statistics of the same dtype as the others; else NCCL stands still.
+    """A rank that repeats a batch sends statistics of the same dtype as the others; else NCCL
+    stands still.
 
-    The loss scale is one at which nothing overflows: a rank's gradients, of a mean over fewer samples, are larger.
+    The loss scale is one at which nothing overflows: a rank's gradients, of a mean over fewer
+    samples, are larger.
     """
-    trainings = [{"samples": samples, "precision": half} for half in ("bf16", "fp16") for samples in SAMPLES]
+    trainings = [
+        {"samples": samples, "precision": half} for half in ("bf16", "fp16") for samples in SAMPLES
+    ]
     scaled = [{**one, "scale": 1024.0} for one in trainings]
-    for training, found in zip(trainings, results(tmp_path, processes, trainings=scaled), strict=True):
+    for training, found in zip(
+        trainings, results(tmp_path, processes, trainings=scaled), strict=True
+    ):
         assert_alike(found)
         brain, alone = train(**training, scale=1024.0)
         assert found[0]["steps"] == brain.optimizer_step
@@ -83,17 +100,23 @@ def test_an_overflow_on_one_rank_is_skipped_and_scaled_down_on_all(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_with_shared_statistics_waits_for_the_gpu_once_and_a_fused_one_never(processes, tmp_path):
+def test_a_step_with_shared_statistics_waits_for_the_gpu_once_and_a_fused_one_never(
+    processes, tmp_path
+):
     usual, fused = results(tmp_path, processes, "--count_syncs", trainings=[{}, {"fused": True}])
     for one in usual:
         assert one["syncs"][4:] == [1] * (STEPS - 4)
     for one in fused:
-        assert one["syncs"][4:] == [0] * (STEPS - 4), "torch does not count the wait for a norm that has been sent"
+        assert one["syncs"][4:] == [0] * (STEPS - 4), (
+            "torch does not count the wait for a norm that has been sent"
+        )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
 def test_other_backends_on_gpus_give_the_same(backend, tmp_path):
-    [found] = results(tmp_path, 2, trainings=[{"dtype": "float64", "samples": 49, "distributed_backend": backend}])
+    [found] = results(
+        tmp_path, 2, trainings=[{"dtype": "float64", "samples": 49, "distributed_backend": backend}]
+    )
     assert_alike(found)
     _, alone = train(torch.float64, 49)
     torch.testing.assert_close(found[0]["weights"], alone, rtol=0, atol=1e-9)
@@ -107,7 +130,9 @@ def test_a_killed_run_on_gpus_goes_on_as_if_it_had_not_been(processes, asynchron
     folders = [f"--folder={tmp_path / name}" for name in ("whole", "killed")]
     [whole] = results(tmp_path, processes, folders[0], name="whole", trainings=trainings)
     fault = ["--fault", "kill", str(processes - 1), "7"]
-    killed = start(tmp_path, processes, folders[1], *fault, name="killed", trainings=trainings).wait(COLD_SECONDS)
+    killed = start(
+        tmp_path, processes, folders[1], *fault, name="killed", trainings=trainings
+    ).wait(COLD_SECONDS)
     assert killed.code != 0
     assert not list(tmp_path.glob("killed.[0-9]")), "no rank has come to the end"
     [again] = results(tmp_path, processes, folders[1], name="again", trainings=trainings)
@@ -143,15 +168,21 @@ print(torch.rand(3, device="cuda").tolist())
 
 
 @pytest.mark.parametrize("sees_its_own_first", [True, False])
-def test_random_numbers_go_on_where_a_rank_sees_its_gpu_by_another_number(sees_its_own_first, tmp_path):
-    """Saved under torchrun, where each rank sees all GPUs; resumed where each task sees its own; and the other way."""
+def test_random_numbers_go_on_where_a_rank_sees_its_gpu_by_another_number(
+    sees_its_own_first, tmp_path
+):
+    """Saved under torchrun, where each rank sees all GPUs; resumed where each task sees its own;
+    and the other way.
+    """
     needs(2)
     all_of_them, alone = ({}, "1"), ({"CUDA_VISIBLE_DEVICES": "1"}, "0")
     order = (alone, all_of_them) if sees_its_own_first else (all_of_them, alone)
     drawn = []
     for how, (environment, number) in zip(("save", "restore"), order, strict=True):
         command = python("-c", DRAWS, number, how, str(tmp_path / "state.pt"))
-        run = Run(command, tmp_path, {"PYTHONPATH": str(SCRIPT.parents[2]), **environment}, how).wait(COLD_SECONDS)
+        run = Run(
+            command, tmp_path, {"PYTHONPATH": str(SCRIPT.parents[2]), **environment}, how
+        ).wait(COLD_SECONDS)
         assert run.code == 0, run.err
         drawn.append(run.out)
     assert drawn[0] == drawn[1]

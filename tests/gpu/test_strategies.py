@@ -1,4 +1,6 @@
-"""Strategies, virtual ranks and automatic micro-batches on GPUs: the same answer there as on one process."""
+"""Strategies, virtual ranks and automatic micro-batches on GPUs: the same answer there as on one
+process.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,30 @@ STRATEGIES = [
 
 
 def test_the_same_bits_on_any_number_of_processes_that_share_or_have_gpus(tmp_path):
-    """In float32, with dropout, whose random numbers are the GPU's, clipping, AdamW and an average of the weights."""
+    """In float32, with dropout, whose random numbers are the GPU's, clipping, AdamW and an average
+    of the weights.
+    """
     common = {**BATCH, "virtual_ranks": 4, "dropout": True, "ema_decay": 0.9, "max_grad_norm": 0.3}
     trainings = [
         {**common, "samples": samples, "optimizer": optimizer, "precision": precision}
-        for samples, optimizer, precision in [(64, "AdamW", "fp32"), (49, "SGD", "fp32"), (50, "AdamW", "bf16")]
+        for samples, optimizer, precision in [
+            (64, "AdamW", "fp32"),
+            (49, "SGD", "fp32"),
+            (50, "AdamW", "bf16"),
+        ]
     ]
-    alone, *others = (results(tmp_path, number, name=f"on {number}", trainings=trainings) for number in (1, 2, 4))
+    alone, *others = (
+        results(tmp_path, number, name=f"on {number}", trainings=trainings) for number in (1, 2, 4)
+    )
     for other in others:
         for one, found in zip(alone, other, strict=True):
             assert_alike([*one, *found])
 
 
 def test_virtual_ranks_explain_an_operation_without_deterministic_kernels(tmp_path):
-    run = start(tmp_path, 1, trainings=[{**BATCH, "virtual_ranks": 4, "kind": "unrepeatable"}]).wait(COLD_SECONDS)
+    run = start(
+        tmp_path, 1, trainings=[{**BATCH, "virtual_ranks": 4, "kind": "unrepeatable"}]
+    ).wait(COLD_SECONDS)
     assert run.code != 0
     assert "virtual_ranks=4: bits are the same only with deterministic kernels" in run.err
     assert "adaptive_avg_pool2d_backward_cuda" in run.err
@@ -40,7 +52,10 @@ def test_virtual_ranks_explain_an_operation_without_deterministic_kernels(tmp_pa
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_strategies_follow_one_process(processes, tmp_path):
-    usual = [{**BATCH, "dtype": "float64", "samples": samples, "optimizer": "AdamW"} for samples in (64, 49)]
+    usual = [
+        {**BATCH, "dtype": "float64", "samples": samples, "optimizer": "AdamW"}
+        for samples in (64, 49)
+    ]
     half = {**BATCH, "precision": "bf16"}
     trainings = [{**one, **chosen} for one in usual for chosen in STRATEGIES[1:]]
     trainings += [{**half, **chosen} for chosen in STRATEGIES]
@@ -77,12 +92,16 @@ def test_a_step_that_one_gpu_has_no_memory_for_is_made_in_parts_on_all(processes
     assert found[0]["steps"] == alone["steps"]
     for one in found:
         assert one["sizes"][0] == 64 // processes
-        assert 8 < max(one["sizes"][-4:]) <= 15, "the largest that fits, and not only the half of what did not"
+        assert 8 < max(one["sizes"][-4:]) <= 15, (
+            "the largest that fits, and not only the half of what did not"
+        )
     torch.testing.assert_close(found[0]["weights"], alone["weights"], rtol=0, atol=1e-9)
 
 
 def test_an_error_for_want_of_memory_names_the_option(tmp_path):
-    run = start(tmp_path, 1, trainings=[{"kind": "hungry", "global_batch_size": 64}]).wait(COLD_SECONDS)
+    run = start(tmp_path, 1, trainings=[{"kind": "hungry", "global_batch_size": 64}]).wait(
+        COLD_SECONDS
+    )
     assert run.code != 0
     assert "OutOfMemoryError" in run.err
     assert "--auto_micro_batch" in run.err

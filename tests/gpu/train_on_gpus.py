@@ -1,10 +1,12 @@
-"""Trains the model of ``test_brain.py`` as its words say, on any number of processes; not a test by itself.
+"""Trains the model of ``test_brain.py`` as its words say, on any number of processes; not a test by
+itself.
 
-Every rank writes down what each training ended with: weights, steps, loss scale, sizes of batches, and how often
-a step waited for the GPU.
+Every rank writes down what each training ended with: weights, steps, loss scale, sizes of batches,
+and how often a step waited for the GPU.
 
-Ranks that have no GPU of their own share one, each as if it were alone on a machine: NCCL refuses two ranks of one
-machine on one GPU. So one GPU shows what NCCL does between ranks, over sockets and slowly.
+Ranks that have no GPU of their own share one, each as if it were alone on a machine: NCCL refuses
+two ranks of one machine on one GPU. So one GPU shows what NCCL does between ranks, over sockets and
+slowly.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Counting(Syncs, Faulty):
 
 
 class Hungry(Faulty):
-    """Needs memory in proportion to its batch in training; the last rank has enough for 15 samples."""
+    """Needs memory in proportion to its batch in training; the last rank has enough for 15
+    samples.
+    """
 
     per_sample = 2**26  # bytes
     room = 15 * per_sample + per_sample // 2
@@ -61,13 +65,17 @@ class Hungry(Faulty):
         self.sizes = []
         if self.rank == get_world_size() - 1:
             whole = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + self.room) / whole)
+            torch.cuda.set_per_process_memory_fraction(
+                (torch.cuda.memory_reserved() + self.room) / whole
+            )
 
     def compute_forward(self, batch, stage):
         self.held = None
         if self.modules.training:
             self.sizes.append(len(batch[0]))
-            self.held = torch.empty(len(batch[0]) * self.per_sample, dtype=torch.uint8, device=self.device)
+            self.held = torch.empty(
+                len(batch[0]) * self.per_sample, dtype=torch.uint8, device=self.device
+            )
         return super().compute_forward(batch, stage)
 
 
@@ -88,7 +96,9 @@ def words():
     parser.add_argument("--folder", help="of checkpoints")
     parser.add_argument("--fault", nargs=3, default=("", 0, 0), metavar=("KIND", "RANK", "AFTER"))
     parser.add_argument("--count_syncs", action="store_true")
-    parser.add_argument("--trainings", type=json.loads, default=[{}], help="run options, and arguments of train()")
+    parser.add_argument(
+        "--trainings", type=json.loads, default=[{}], help="run options, and arguments of train()"
+    )
     return parser.parse_args()
 
 
@@ -99,20 +109,36 @@ def model(kind, dtype, norm, *, dropout):
     return nn.Sequential(nn.Dropout(0.3), net) if dropout else net
 
 
-def train(asked, *, samples=64, dtype="float32", epochs=3, kind="faulty", dropout=False, optimizer="SGD", **options):
+def train(
+    asked,
+    *,
+    samples=64,
+    dtype="float32",
+    epochs=3,
+    kind="faulty",
+    dropout=False,
+    optimizer="SGD",
+    **options,
+):
     if dropout:
         seed_everything(5, verbose=False)
     dtype = getattr(torch, dtype)
     net = model(kind, dtype, options.pop("norm", None), dropout=dropout)
     counter = EpochCounter(epochs)
-    classes = {"hungry": Hungry, "unrepeatable": Faulty, "faulty": Counting if asked.count_syncs else Faulty}
+    classes = {
+        "hungry": Hungry,
+        "unrepeatable": Faulty,
+        "faulty": Counting if asked.count_syncs else Faulty,
+    }
     settings = {"SGD": {"momentum": 0.9, "lr": 0.1}, "AdamW": {"lr": 0.01}}[optimizer]
     fused, scale = options.pop("fused", None), options.pop("scale", None)
     brain = classes[kind](
         {"net": net},
         lambda parameters: getattr(torch.optim, optimizer)(parameters, fused=fused, **settings),
         run_opts={"noprogressbar": True, **options},
-        checkpointer=None if asked.folder is None else Checkpointer(asked.folder, {"net": net, "counter": counter}),
+        checkpointer=None
+        if asked.folder is None
+        else Checkpointer(asked.folder, {"net": net, "counter": counter}),
     )
     if scale is not None and brain.scaler.is_enabled():
         brain.scaler = torch.amp.GradScaler("cuda", init_scale=scale)
@@ -126,7 +152,8 @@ def train(asked, *, samples=64, dtype="float32", epochs=3, kind="faulty", dropou
     state = brain.raw_modules.state_dict()
     return {
         "weights": {
-            name: (one.full_tensor() if hasattr(one, "full_tensor") else one).cpu() for name, one in state.items()
+            name: (one.full_tensor() if hasattr(one, "full_tensor") else one).cpu()
+            for name, one in state.items()
         },
         "steps": brain.optimizer_step,
         "scale": brain.scaler.get_scale(),

@@ -43,7 +43,11 @@ def test_the_rank_itself_may_join_again(rank):
 
 def test_a_child_with_the_same_variables_may_not(rank):
     as_child(rank)
-    with pytest.raises(LaunchError, match=r"was started by rank 3 \(pid 1\d+\) .*MASTER_PORT=29500 RANK=3"):
+    with pytest.raises(
+        LaunchError,
+        match=r"was started by rank 3 \(pid 1\d+\) "
+        r".*MASTER_PORT=29500 RANK=3",
+    ):
         refuse_child_of_rank(find_launch())
 
 

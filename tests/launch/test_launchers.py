@@ -36,14 +36,18 @@ def with_changes(environ, changes):
 
 
 def test_no_launcher_is_rank_zero_of_one():
-    info = find_launch({"WORLD_SIZE": "4", "PATH": "/bin", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    info = find_launch(
+        {"WORLD_SIZE": "4", "PATH": "/bin", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    )
     assert info == LaunchInfo("none", 0, 0, 1, 1, 0, 0)
     assert not info.is_distributed
 
 
 def test_torchrun_is_read_whole():
     info = find_launch(TORCHRUN)
-    assert info == LaunchInfo("torchrun", 3, 1, 4, 2, 1, 2, "node1", 29500, "", agent_hosts_store=True)
+    assert info == LaunchInfo(
+        "torchrun", 3, 1, 4, 2, 1, 2, "node1", 29500, "", agent_hosts_store=True
+    )
     assert info.is_distributed
     assert info.first_on_node == 2
 
@@ -99,9 +103,15 @@ def test_info_cannot_be_changed():
         ({"RANK": ""}, "RANK='' is not a whole number"),
         ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5' is not a whole number"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4"),
+        (
+            {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": None},
+            ("LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4"),
+        ),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is above WORLD_SIZE=4"),
-        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not a whole number"),
+        (
+            {"TORCHELASTIC_RESTART_COUNT": "x"},
+            ("TORCHELASTIC_RESTART_COUNT='x' is not a whole number"),
+        ),
     ],
 )
 def test_contradictions_are_errors(changes, reason):
@@ -120,7 +130,7 @@ def test_the_error_tabulates_what_was_found_where():
     assert {"  LOCAL_RANK='0'", "  RANK is not set", "  SLURM_PROCID='3'"} <= set(rows)
 
 
-# ------------------------------------------------------------------------------------------------- Slurm
+# -------------------------------------------------------------------------------------------- Slurm
 
 # Task 3 of `srun -N2 -n4`, as slurmstepd 22.05 sets it up (less what says nothing about ranks).
 SRUN = {
@@ -151,7 +161,7 @@ def task(rank, **changes):
     """Another task of the same step."""
     node, local = divmod(rank, 2)
     own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
-           "SLURM_GTIDS": ("0,1", "2,3")[node], "SLURMD_NODENAME": ("gpu07", "gpu08")[node]}  # fmt: skip
+           "SLURM_GTIDS": ("0,1", "2,3")[node], "SLURMD_NODENAME": ("gpu07", "gpu08")[node]}  # fmt: skip  # noqa: E501
     return with_changes({**SRUN, **own}, changes)
 
 
@@ -162,7 +172,9 @@ def test_d6_several_tasks_of_a_step_are_ranks():
     assert [info.local_rank for info in found] == [0, 1, 0, 1]
     assert [info.node_rank for info in found] == [0, 0, 1, 1]
     assert {(info.world_size, info.local_world_size) for info in found} == {(4, 2)}
-    assert {info.address for info in found} == {"gpu07"}, "the first host of the step, not of the job"
+    assert {info.address for info in found} == {"gpu07"}, (
+        "the first host of the step, not of the job"
+    )
     assert len({info.port for info in found}) == 1
     assert FIRST_DERIVED_PORT <= found[0].port < FIRST_DERIVED_PORT + DERIVED_PORTS
     assert not found[0].agent_hosts_store
@@ -203,7 +215,12 @@ def test_d6_what_is_no_list_of_ranks_is_refused(text):
 
 def test_d6_on_one_node_the_loopback_is_enough():
     info = find_launch({**SRUN, **ONE_NODE})
-    assert (info.address, info.local_world_size, info.node_rank, info.local_rank) == ("127.0.0.1", 4, 0, 3)
+    assert (info.address, info.local_world_size, info.node_rank, info.local_rank) == (
+        "127.0.0.1",
+        4,
+        0,
+        3,
+    )
 
 
 def test_d6_each_step_and_each_requeue_has_a_port_of_its_own():
@@ -219,7 +236,9 @@ def test_d6_what_the_user_says_of_address_and_port_wins():
     assert info.run_id
     assert find_launch({**SRUN, "MASTER_PORT": "12345"}).address == "gpu07"
     for port in ("0", "x", "70000", "-1"):
-        with pytest.raises(LaunchError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"):
+        with pytest.raises(
+            LaunchError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"
+        ):
             find_launch({**SRUN, "MASTER_PORT": port})
 
 
@@ -229,7 +248,8 @@ def test_d6_what_the_user_says_of_address_and_port_wins():
         {"SLURM_STEP_ID": None, "SLURM_PROCID": "0"},  # a batch script, or a salloc shell
         {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in a larger allocation
         {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": None},  # salloc's interactive step
-        {"SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": None},  # the batch script, where it has a number
+        # the batch script, where it has a number
+        {"SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": None},
         {"SLURM_STEP_ID": "batch"},
         {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": None},
     ],
@@ -245,7 +265,10 @@ def test_d6_one_process_inside_slurm_is_one_process(changes):
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not below the number of tasks on this node=2"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
         ({"SLURM_GTIDS": "0,1"}, "SLURM_PROCID=3, but SLURM_GTIDS has 1 for SLURM_LOCALID=1"),
-        ({"SLURM_GTIDS": "0,3,4,5,6"}, "the number of tasks on this node=5 is above the number of tasks=4"),
+        (
+            {"SLURM_GTIDS": "0,3,4,5,6"},
+            ("the number of tasks on this node=5 is above the number of tasks=4"),
+        ),
         ({"SLURM_STEP_NODELIST": "gpu[7"}, "cannot read the Slurm host list"),
     ],
 )
@@ -282,7 +305,10 @@ RANKS = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({**task(1), **RANKS}, "RANK=3 of WORLD_SIZE=4, but slurm started this process as number 1 of 4"),
+        (
+            {**task(1), **RANKS},
+            ("RANK=3 of WORLD_SIZE=4, but slurm started this process as number 1 of 4"),
+        ),
         (
             {**SRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             "but slurm started this process as number 3 of 4",
@@ -295,14 +321,17 @@ def test_d6_ranks_that_contradict_the_step_are_refused_with_a_table(environ, wor
         find_launch(environ)
     message = str(caught.value)
     assert words in message.splitlines()[0]
-    assert {f"  SLURM_PROCID='{environ['SLURM_PROCID']}'", "  SLURM_STEP_NUM_TASKS='4'"} <= set(message.splitlines())
+    assert {f"  SLURM_PROCID='{environ['SLURM_PROCID']}'", "  SLURM_STEP_NUM_TASKS='4'"} <= set(
+        message.splitlines()
+    )
 
 
 @pytest.mark.parametrize(
     "variables",
     [
         RANKS,  # a script of the user's own that renames the variables
-        {"RANK": "13", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"},  # one that starts 4 per task
+        # one that starts 4 per task
+        {"RANK": "13", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"},
         {**RANKS, "RANK": "0", "RAY_JOB_ID": "01000000"},  # Ray numbers its workers as it likes
     ],
 )
@@ -310,7 +339,7 @@ def test_d6_ranks_that_fit_into_the_step(variables):
     assert find_launch({**SRUN, **variables}).rank == int(variables["RANK"])
 
 
-# --------------------------------------------------------------------------------------------------- MPI
+# ---------------------------------------------------------------------------------------------- MPI
 
 # Rank 1 of `mpirun -np 2`, Open MPI 4.1.4.
 OPEN_MPI = {
@@ -325,10 +354,17 @@ OPEN_MPI = {
     "PMIX_RANK": "1",
 }
 # The same of MPICH 4.0.2.
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "8"}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "PMI_FD": "8",
+}
 # jsrun sets Open MPI's variables too.
 JSRUN = {
-    **OPEN_MPI, "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    **OPEN_MPI, "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
     "JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "1", "LSB_JOBID": "4711",
 }  # fmt: skip
 MPI = {"openmpi": OPEN_MPI, "pmi": MPICH, "jsm": JSRUN}
@@ -337,7 +373,8 @@ MPI = {"openmpi": OPEN_MPI, "pmi": MPICH, "jsm": JSRUN}
 @pytest.mark.parametrize("launcher", MPI)
 def test_d6_processes_of_an_mpi_launcher_are_ranks(launcher):
     info = find_launch(MPI[launcher])
-    assert (info.launcher, info.rank, info.local_rank, info.world_size, info.local_world_size, info.node_rank) == (
+    assert (info.launcher, info.rank, info.local_rank, info.world_size, info.local_world_size,
+        info.node_rank) == (
         launcher, 1, 1, 2, 2, 0,
     )  # fmt: skip
     assert info.address == "127.0.0.1"
@@ -360,29 +397,46 @@ def test_d6_mpich_shares_nothing_that_a_port_could_be_made_from():
 
 @pytest.mark.parametrize("launcher", MPI)
 def test_d6_over_several_nodes_no_address_is_invented(launcher):
-    environ = {name: {"1": "3", "2": "4"}.get(value, value) if name.endswith(("_RANK", "_SIZE")) else value
+    environ = {name: {"1": "3", "2": "4"}.get(value, value) if name.endswith(("_RANK",
+        "_SIZE")) else value
                for name, value in MPI[launcher].items()}  # fmt: skip
     local = {name: value for name, value in MPI[launcher].items() if "LOCAL" in name}
     info = find_launch({**environ, **local})
-    assert (info.rank, info.local_rank, info.world_size, info.local_world_size, info.node_rank) == (3, 1, 4, 2, 1)
+    assert (info.rank, info.local_rank, info.world_size, info.local_world_size, info.node_rank) == (
+        3,
+        1,
+        4,
+        2,
+        1,
+    )
     assert info.address == ""
     assert find_launch({**environ, **local, "MASTER_ADDR": "node1"}).address == "node1"
 
 
 def test_d6_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
-    """Rank 1 of 4 is alone on the second of two nodes, as with --map-by node: nobody says who is first on a node."""
+    """Rank 1 of 4 is alone on the second of two nodes, as with --map-by node: nobody says who is
+    first on a node.
+    """
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(LaunchError, match="mpirun --map-by slot"):
         find_launch(environ)
 
 
 def test_d6_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them():
-    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2"):
+    with pytest.raises(
+        LaunchError, match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2"
+    ):
         find_launch({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"})
 
 
 def test_d6_mpirun_starts_its_helpers_by_srun_and_wins():
-    helper = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_GTIDS": "1"}
+    helper = {
+        **SRUN,
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_GTIDS": "1",
+    }
     assert find_launch({**helper, **OPEN_MPI}).launcher == "openmpi"
     assert find_launch({**helper, **MPICH}).launcher == "pmi"
 
@@ -395,15 +449,22 @@ def test_d6_the_pmi_of_srun_is_slurms():
 
 @pytest.mark.parametrize("launcher", MPI)
 def test_d6_a_single_process_of_mpi_is_one_process(launcher):
-    changes = {name: "1" for name in MPI[launcher] if name.endswith("SIZE") or name == "MPI_LOCALNRANKS"}
+    changes = {
+        name: "1" for name in MPI[launcher] if name.endswith("SIZE") or name == "MPI_LOCALNRANKS"
+    }
     assert not find_launch({**MPI[launcher], **changes}).is_distributed
 
 
 def test_d6_ranks_that_contradict_mpi_are_refused():
-    with pytest.raises(LaunchError, match="but openmpi started this process as number 1 of 2") as caught:
+    with pytest.raises(
+        LaunchError, match="but openmpi started this process as number 1 of 2"
+    ) as caught:
         find_launch({**OPEN_MPI, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     assert "OMPI_COMM_WORLD_RANK" in str(caught.value)
-    assert find_launch({**OPEN_MPI, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).launcher == "environment"
+    assert (
+        find_launch({**OPEN_MPI, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).launcher
+        == "environment"
+    )
 
 
 def test_jsrun_shows_each_process_its_own_gpus():
@@ -411,19 +472,25 @@ def test_jsrun_shows_each_process_its_own_gpus():
     assert not find_launch(OPEN_MPI).own_devices
 
 
-# ------------------------------------------------------------------------------------------------- others
+# ------------------------------------------------------------------------------------------- others
 
 
 def test_ports_differ_and_stay():
     ports = [derived_port(f"slurm 77.{step}") for step in range(8)]
     assert len(set(ports)) == 8
-    assert derived_port("slurm 77.0") == 24302, "another version of ddpkit on another node must find the same"
+    assert derived_port("slurm 77.0") == 24302, (
+        "another version of ddpkit on another node must find the same"
+    )
 
 
 def test_d23_the_rank_is_known_before_the_group_is_there():
     known = [TORCHRUN, SRUN, *MPI.values()]
-    assert all(any(read(environ) for environ in known) for read in LAUNCHERS), "a launcher without an environment here"
+    assert all(any(read(environ) for environ in known) for read in LAUNCHERS), (
+        "a launcher without an environment here"
+    )
     for environ in known:
         assert rank_if_known(environ) == find_launch(environ).rank
-    assert rank_if_known({**SRUN, "SLURM_LOCALID": "9"}) == 3, "also where the rest contradicts itself"
+    assert rank_if_known({**SRUN, "SLURM_LOCALID": "9"}) == 3, (
+        "also where the rest contradicts itself"
+    )
     assert rank_if_known({**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None

@@ -1,4 +1,6 @@
-"""One process on each node, with the variables of its platform: refused with the command, and not as lonely runs."""
+"""One process on each node, with the variables of its platform: refused with the command, and not
+as lonely runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ddpkit.errors import LaunchError
 from ddpkit.launch import become_torchrun, find_launch, refuse_lonely_node
 from ddpkit.launch.platforms import NUMBERS_OF_NODES, PLATFORMS
 
-# What a node of a job with so many nodes and GPUs finds in its environment, as the platforms document it.
+# What a node of a job with so many nodes and GPUs finds in its environment, as the platforms
+# document it.
 
 
 def kubeflow(nodes, rank, gpus):
@@ -139,8 +142,8 @@ def test_one_of_several_nodes_is_refused_with_its_torchrun_line(
         (gpus or ("auto" if "PET" in str(platform(2, 1, 0)) else 1)) if counts else gpus or 1
     )
     line = (
-        f"torchrun --nnodes=2 --nproc_per_node={processes} --node_rank=1 --master_addr={address} --master_port={port} "
-        "recipe.py hparams.yaml --lr=0.1"
+        f"torchrun --nnodes=2 --nproc_per_node={processes} --node_rank=1 --master_addr={address} "
+        f"--master_port={port} recipe.py hparams.yaml --lr=0.1"
     )
     assert f"\n  {line}\n" in message
     assert "node 1 of 2" in message
@@ -203,9 +206,9 @@ def test_an_elastic_job_meets_where_it_says(machine):
     }
     message = refused(environ)
     assert (
-        "torchrun --nnodes=1:4 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=job-master-0:23456 "
-        in message
-    )
+        "torchrun --nnodes=1:4 --nproc_per_node=2 --rdzv_backend=c10d "
+        "--rdzv_endpoint=job-master-0:23456 "
+    ) in message
     assert "this is one of 1:4 nodes" in message
 
 

@@ -97,7 +97,9 @@ def run_trials(
 def without_faults(
     verdicts: dict[str, Verdict], folder: Path, limit_seconds: float
 ) -> dict[str, Verdict]:
-    """Run the tests that have failed without any fault: one that fails then, too, catches nothing."""
+    """Run the tests that have failed without any fault: one that fails then, too, catches
+    nothing.
+    """
     caught = [verdict for verdict in verdicts.values() if verdict.kind == CAUGHT]
     tests = sorted({test for verdict in caught for test in verdict.tests if "::" in test})
     if not tests:

@@ -18,8 +18,8 @@ class Fault:
         text: the expression or the statements to be replaced, as Python source. Line breaks,
             spaces and comments do not matter. It has to occur once in ``where``.
         planted: what replaces it; ``pass`` to leave out statements.
-        tests: arguments for pytest: files, tests, ``-k`` with words; ``-m slow`` for slow ones, too.
-            Those of the room by default.
+        tests: arguments for pytest: files, tests, ``-k`` with words; ``-m slow`` for slow ones,
+            too. Those of the room by default.
         hangs: whether tests that do not end in time have caught it.
         room: the part of the package that it belongs to.
     """

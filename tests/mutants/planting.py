@@ -17,7 +17,9 @@ DEFINITION = re.compile(r"^[ \t]*(?:(?:async )?def|class) (\w+)|^(\w+) *[:=]", r
 
 
 class DoesNotApply(Exception):
-    """The text of a fault is not found once: the code has changed, and the fault is to be rewritten."""
+    """The text of a fault is not found once: the code has changed, and the fault is to be
+    rewritten.
+    """
 
 
 @dataclass(frozen=True)

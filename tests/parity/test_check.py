@@ -1,4 +1,6 @@
-"""``--check_parity`` as it is typed: real processes of a script, its exit code, and what stays as it was."""
+"""``--check_parity`` as it is typed: real processes of a script, its exit code, and what stays as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ SCRIPT = """
     brain = Line({"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), None, run_opts, checkpointer, schedule)
     brain.fit(range(1, 3), data, train_loader_kwargs={"batch_size": 3})
     print("after fit")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -62,7 +64,10 @@ def test_a_script_that_holds_ends_well_and_with_fit(script, tmp_path):
     """The weights have no seed, and the processes get them all the same."""
     run = script("holds", "--check_parity=2")
     assert run.code == 0, run.err
-    assert "Parity holds: 2 processes and one with the joined batch have the same gradients." in run.err
+    assert (
+        "Parity holds: 2 processes and one with the joined batch have the same gradients."
+        in run.err
+    )
     assert not run.out, "the script goes on after fit"
     assert not list((tmp_path / "results" / "save").glob("*"))
     assert (tmp_path / "results" / "metrics.jsonl").read_text().count('"start"') == 1
@@ -81,9 +86,9 @@ def test_processes_that_fail_where_one_does_not(script):
     run = script("fails", "--check_parity=2")
     assert run.code == 1
     assert (
-        "ParityError: parity does not hold: 2 processes fail where one process has made a step. They said last:"
-        in run.err
-    )
+        "ParityError: parity does not hold: 2 processes fail where one process has made a step. "
+        "They said last:"
+    ) in run.err
     assert "AssertionError: not on several" in run.err
 
 
@@ -91,7 +96,10 @@ def test_processes_that_fail_where_one_does_not(script):
 def test_processes_that_leave_out_the_call_of_fit(script):
     run = script("leaves", "--check_parity=2")
     assert run.code == 1
-    assert "parity does not hold: 2 processes end without this call of fit where one process has made a step" in run.err
+    assert (
+        "parity does not hold: 2 processes end without this call of fit where one process has "
+        "made a step"
+    ) in run.err
 
 
 @pytest.mark.slow
@@ -99,13 +107,20 @@ def test_ranks_that_take_different_ways_by_chance_end(script):
     """They would wait for each other for ever; the one process tells how long they may."""
     run = script("hangs", "--check_parity=4")
     assert run.code == 1
-    assert "ParityError: parity does not hold: 4 processes fail where one process has made a step" in run.err
+    assert (
+        "ParityError: parity does not hold: 4 processes fail where one process has made a step"
+    ) in run.err
 
 
 def test_several_processes_are_told_to_be_one(script, tmp_path):
-    run = Run(torchrun(2, "train.py", "holds", "hparams.yaml", "--check_parity=4"), tmp_path, warm=True).wait()
+    run = Run(
+        torchrun(2, "train.py", "holds", "hparams.yaml", "--check_parity=4"), tmp_path, warm=True
+    ).wait()
     assert run.code == 1
-    assert "check_parity=4 starts the processes itself, and a launcher has started 2. Start one:" in run.err
+    assert (
+        "check_parity=4 starts the processes itself, and a launcher has started 2. Start one:"
+        in run.err
+    )
 
 
 def test_code_that_is_in_no_file_cannot_be_started_again(tmp_path):
@@ -117,7 +132,10 @@ def test_code_that_is_in_no_file_cannot_be_started_again(tmp_path):
 
 
 def test_nothing_of_it_is_imported_without_the_option(tmp_path):
-    code = "import ddpkit, sys; ddpkit.Brain().evaluate; print([name for name in sys.modules if 'parity' in name])"
+    code = (
+        "import ddpkit, sys; ddpkit.Brain().evaluate; print([name for name in sys.modules if "
+        "'parity' in name])"
+    )
     (tmp_path / "train.py").write_text(code)
     run = Run(python("train.py"), tmp_path, warm=True).wait()
     assert (run.code, run.out) == (0, "[]\n"), run.err

@@ -1,4 +1,6 @@
-"""Noise that is switched off: every stand-in gives the same twice, in the shape and dtype of the real thing."""
+"""Noise that is switched off: every stand-in gives the same twice, in the shape and dtype of the
+real thing.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_layers_that_are_computed_again_in_the_backward_pass():
     """No function is looked at there: the layers themselves are switched off."""
     rows, drop = torch.ones(4, 5, requires_grad=True), nn.Dropout(0.5)
     with without_noise(drop):
-        checkpoint(lambda rows: drop(rows).sin().square(), rows, use_reentrant=False).sum().backward()
+        checkpoint(
+            lambda rows: drop(rows).sin().square(), rows, use_reentrant=False
+        ).sum().backward()
     found, rows.grad = rows.grad, None
     rows.sin().square().sum().backward()
     assert torch.equal(found, rows.grad)
@@ -100,7 +104,9 @@ def test_layers():
     rows = torch.randn(2, 3, 4)
 
     def once():
-        return torch.stack([layers["drop"](rows), layers["heads"](rows, rows, rows)[0], layers["cell"](rows)[0]])
+        return torch.stack(
+            [layers["drop"](rows), layers["heads"](rows, rows, rows)[0], layers["cell"](rows)[0]]
+        )
 
     assert not torch.equal(once(), once())
     with without_noise(layers):

@@ -32,18 +32,23 @@ def exists(name):
 def names_of(path):
     """All dotted names that a file imports or uses, in full."""
     if path.suffix != ".py":
-        tokens = [token.value for token in yaml.scan(path.read_text()) if isinstance(token, yaml.TagToken)]
+        tokens = [
+            token.value for token in yaml.scan(path.read_text()) if isinstance(token, yaml.TagToken)
+        ]
         return [word.rpartition(":")[2] for _, word in tokens]
     tree, found, bound = ast.parse(path.read_text()), [], {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
             bound |= {
-                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0]
+                for a in node.names
             }
         elif isinstance(node, ast.ImportFrom):
             found += [f"{node.module}.{alias.name}" for alias in node.names]
-            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            bound |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         first, _, rest = dotted(node).partition(".")
@@ -53,11 +58,28 @@ def names_of(path):
 
 
 def main(folder):
-    """Print the names of SpeechBrain and ddpkit in a folder that Python does not find, and how many there are."""
-    files = [path for path in Path(folder).rglob("*") if path.suffix in {".py", ".yaml"} and "/." not in str(path)]
-    names = {name for path in files for name in names_of(path) if name.split(".")[0] in {"speechbrain", "ddpkit"}}
+    """Print the names of SpeechBrain and ddpkit in a folder that Python does not find, and how many
+    there are.
+    """
+    files = [
+        path
+        for path in Path(folder).rglob("*")
+        if path.suffix in {".py", ".yaml"} and "/." not in str(path)
+    ]
+    names = {
+        name
+        for path in files
+        for name in names_of(path)
+        if name.split(".")[0] in {"speechbrain", "ddpkit"}
+    }
     print(
-        json.dumps({"files": len(files), "names": len(names), "lost": sorted(one for one in names if not exists(one))})
+        json.dumps(
+            {
+                "files": len(files),
+                "names": len(names),
+                "lost": sorted(one for one in names if not exists(one)),
+            }
+        )
     )
 
 

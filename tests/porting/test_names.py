@@ -60,4 +60,6 @@ def test_ddpkit_module():
 
 
 def test_the_page_shows_the_table():
-    assert naming_table.parts()[1].strip() == naming_table.table().strip(), "run python -m tests.porting.naming_table"
+    assert naming_table.parts()[1].strip() == naming_table.table().strip(), (
+        "run python -m tests.porting.naming_table"
+    )

@@ -17,7 +17,9 @@ from tests.launching import Run, python
 from tests.porting.resolving import exists, names_of
 
 RECIPES = Path(__file__).parent / "recipes"
-CLEAN = "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
+CLEAN = (
+    "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
+)
 OLD, NEW = "import speechbrain as sb\nsb.Stage.TRAIN\n", "import ddpkit\nddpkit.Stage.TRAIN\n"
 
 
@@ -28,7 +30,11 @@ def recipe(tmp_path):
 
 
 def picture(folder):
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -36,7 +42,11 @@ def picture(folder):
 
 def test_afterwards_every_name_resolves(recipe):
     assert main(["port", str(recipe), "--write"]) == 0
-    files = [path for path in recipe.rglob("*") if path.suffix in {".py", ".yaml"} and ".before" not in str(path)]
+    files = [
+        path
+        for path in recipe.rglob("*")
+        if path.suffix in {".py", ".yaml"} and ".before" not in str(path)
+    ]
     names = [name for path in files for name in names_of(path)]
     ours = {name for name in names if name.split(".")[0] == "ddpkit"}
     theirs = {name for name in names if name.split(".")[0] == "speechbrain"}
@@ -44,20 +54,25 @@ def test_afterwards_every_name_resolves(recipe):
     assert {name for name in theirs if ddpkit_name(name)} == set()
     assert len(files) == 5
     assert {"ddpkit.Brain", "ddpkit.device.infer_device", "ddpkit.checkpoints.Checkpointer"} <= ours
-    assert {"speechbrain.dataio.dataset.DynamicItemDataset.from_csv", "speechbrain.nnet.losses.nll_loss"} <= theirs
+    assert {
+        "speechbrain.dataio.dataset.DynamicItemDataset.from_csv",
+        "speechbrain.nnet.losses.nll_loss",
+    } <= theirs
 
 
 def test_a_recipe_that_needs_the_core_alone_runs_without_speechbrain(recipe, tmp_path):
     assert main(["port", str(recipe / "own"), "--write"]) == 0
     assert "import speechbrain" not in (recipe / "own/train.py").read_text()
-    command = python("train.py", "hparams/train.yaml", "--device=cpu", f"--output_folder={tmp_path / 'out'}")
+    command = python(
+        "train.py", "hparams/train.yaml", "--device=cpu", f"--output_folder={tmp_path / 'out'}"
+    )
     run = Run(command, recipe / "own", warm=True).wait()
     assert run.code == 0, run.err
     assert re.search(r"^test loss 0\.\d+ by ddpkit\.brain$", run.out, re.MULTILINE)
     assert (tmp_path / "out/train_log.txt").read_text().count("epoch:") == 2
 
 
-# ------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def test_nothing_is_written_until_it_is_asked_for(recipe, capsys):
@@ -70,7 +85,9 @@ def test_nothing_is_written_until_it_is_asked_for(recipe, capsys):
 
 
 def test_the_diff_is_what_is_written(recipe, tmp_path, capsys):
-    (recipe / "odd.py").write_bytes(b"import speechbrain as sb\r\nsb.Stage\r\n'no end of line'; sb.core.Stage")
+    (recipe / "odd.py").write_bytes(
+        b"import speechbrain as sb\r\nsb.Stage\r\n'no end of line'; sb.core.Stage"
+    )
     assert main(["port", str(recipe)]) == 0
     patch, patched = tmp_path / "patch", tmp_path / "patched"
     patch.write_bytes(capsys.readouterr().out.encode())
@@ -78,7 +95,9 @@ def test_the_diff_is_what_is_written(recipe, tmp_path, capsys):
     subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=patched, check=True)
     assert main(["port", str(recipe), "--write"]) == 0
     for path in patched.rglob("*.*"):
-        assert path.is_dir() or path.read_bytes() == (recipe / path.relative_to(patched)).read_bytes()
+        assert (
+            path.is_dir() or path.read_bytes() == (recipe / path.relative_to(patched)).read_bytes()
+        )
 
 
 def test_twice_changes_nothing_and_the_copies_lead_back(recipe, capsys):
@@ -117,7 +136,11 @@ def test_what_behaves_differently_is_told_with_line_and_link(recipe, capsys):
     for code, text in shown.items():
         number = next(number for number, line in enumerate(lines, 1) if code in line)
         assert f"\ngan/train.py:{number}: {text}" in told
-    assert re.search(r"mixed/train.py:\d+: takes lengths.*\n    docs/porting.md#gradients-and-steps\n", told)
+    assert re.search(
+        r"mixed/train.py:\d+: takes lengths.*\n    "
+        r"docs/porting.md#gradients-and-steps\n",
+        told,
+    )
     assert "mixed/hparams/tagger.yaml:8: says no `shuffle`" in told
     assert "\nown/train.py" not in told
 
@@ -152,7 +175,9 @@ def test_a_file_that_cannot_be_read_is_named_and_left(tmp_path, capsys, name, ra
     (tmp_path / "good.py").write_text(OLD)
     assert main(["port", str(tmp_path), "--write"]) == 1
     error = capsys.readouterr().err
-    assert re.fullmatch(rf"python -m ddpkit port: error: {name}: left as it is: .*{problem}.*\n", error)
+    assert re.fullmatch(
+        rf"python -m ddpkit port: error: {name}: left as it is: .*{problem}.*\n", error
+    )
     assert (tmp_path / name).read_bytes() == raw
     assert (tmp_path / "good.py").read_text() == NEW
 
@@ -194,7 +219,11 @@ def test_one_file_is_ported_alone(tmp_path):
     "place", [".git", "__pycache__", "venv", "results/1", "save/CKPT+1", ".hidden.py", "notes.txt"]
 )
 def test_what_is_no_part_of_the_recipe_is_passed_over(tmp_path, place):
-    path = tmp_path / place / "train.py" if not Path(place).suffix or place == ".git" else tmp_path / place
+    path = (
+        tmp_path / place / "train.py"
+        if not Path(place).suffix or place == ".git"
+        else tmp_path / place
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OLD)
     (tmp_path / "venv").mkdir(exist_ok=True)

@@ -17,7 +17,10 @@ def ported(text):
 
 
 # Pairs of texts, before and after.
-PAIRS = [case.split("----\n") for case in (Path(__file__).parent / "imports.txt").read_text().split("====\n")]
+PAIRS = [
+    case.split("----\n")
+    for case in (Path(__file__).parent / "imports.txt").read_text().split("====\n")
+]
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS, ids=[old.splitlines()[0] for old, _ in PAIRS])
@@ -70,18 +73,37 @@ def test_what_is_not_ddpkits_stays_as_it_is(text):
     ("text", "line", "told"),
     [
         ("from speechbrain.core import *\n", 1, "`from speechbrain.core import *` is left"),
-        ("try:\n    import speechbrain as sb\nexcept E:\n    sb = None\nsb.Stage\n", 5, "`sb` is bound more than once"),
+        (
+            "try:\n    import speechbrain as sb\nexcept E:\n    sb = None\nsb.Stage\n",
+            5,
+            ("`sb` is bound more than once"),
+        ),
         ("def f():\n    global sb\n    import speechbrain as sb\nsb.x\n", 0, ""),
         ("import speechbrain as sb\ndef f(sb): return sb.Stage\n", 2, "once: `sb.Stage` is left"),
         ("import speechbrain as sb\n[sb.Stage for sb in ()]\n", 2, "`sb` is bound more than once"),
-        ("import speechbrain as sb\nsb.Stage\nclass A:\n    sb = 1\n", 2, "`sb` is bound more than once"),
-        ("import speechbrain as sb\nsb.Stage\nimport sbsv as sb\n", 2, "`sb` is bound more than once"),
         (
-            "import torch\nfrom speechbrain.utils.logger import (\n    get_logger,  # ours\n    a,\n)\n",
+            "import speechbrain as sb\nsb.Stage\nclass A:\n    sb = 1\n",
+            2,
+            ("`sb` is bound more than once"),
+        ),
+        (
+            "import speechbrain as sb\nsb.Stage\nimport sbsv as sb\n",
+            2,
+            ("`sb` is bound more than once"),
+        ),
+        (
+            (
+                "import torch\nfrom speechbrain.utils.logger import (\n    get_logger,  # "
+                "ours\n    a,\n)\n"
+            ),
             2,
             "a list of imports with comments, for several modules, is left: write it by hand",
         ),
-        ("import speechbrain as sb\n(sb # c\n .Stage)\n", 2, "`sb.Stage` is left: write it in one piece"),
+        (
+            "import speechbrain as sb\n(sb # c\n .Stage)\n",
+            2,
+            ("`sb.Stage` is left: write it in one piece"),
+        ),
     ],
 )
 def test_what_is_left_is_told(text, line, told):

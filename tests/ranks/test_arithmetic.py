@@ -1,7 +1,9 @@
-"""Law 1 as a property: sizes, remainders, accumulation and weights of every kind give one process's answer.
+"""Law 1 as a property: sizes, remainders, accumulation and weights of every kind give one process's
+answer.
 
-One process with the joined batch is the reference, and for plain means a loop of a few lines that knows nothing of
-ddpkit. Everything is in float64, where agreement to 1e-10 leaves no room for a sample that counts a little more.
+One process with the joined batch is the reference, and for plain means a loop of a few lines that
+knows nothing of ddpkit. Everything is in float64, where agreement to 1e-10 leaves no room for a
+sample that counts a little more.
 """
 
 from __future__ import annotations
@@ -55,14 +57,18 @@ def make_data(samples, first=0):
     for number in range(first, first + samples):
         generator = torch.Generator().manual_seed(number)
         features = torch.randn(3, generator=generator, dtype=torch.float64)
-        found.append((number, features, features.sum().tanh().reshape(1) + 0.1 * (number % 3), number % 5))
+        found.append(
+            (number, features, features.sum().tanh().reshape(1) + 0.1 * (number % 3), number % 5)
+        )
     return found
 
 
 def make_modules(case):
     torch.manual_seed(5)
     middle = [nn.BatchNorm1d(4)] if case.batch_norm else []
-    net = nn.Sequential(nn.Linear(3, 4, bias=not case.batch_norm), *middle, nn.Tanh(), nn.Linear(4, 1)).double()
+    net = nn.Sequential(
+        nn.Linear(3, 4, bias=not case.batch_norm), *middle, nn.Tanh(), nn.Linear(4, 1)
+    ).double()
     return {"net": net, **({"gain": nn.Linear(1, 1).double()} if case.optimizers > 1 else {})}
 
 
@@ -89,7 +95,9 @@ class Recorder(Brain):
         if "gain" not in self.modules:
             super().init_optimizers()
             return
-        self.optimizers_dict = {name: sgd(self.modules[name].parameters()) for name in ("net", "gain")}
+        self.optimizers_dict = {
+            name: sgd(self.modules[name].parameters()) for name in ("net", "gain")
+        }
 
     def on_stage_start(self, stage, epoch=None):
         self.met.append([])
@@ -103,7 +111,9 @@ def sgd(parameters):
 
 
 def train(case):
-    """Fit and evaluate; return weights, what was reported, optimizer steps and the samples of every epoch."""
+    """Fit and evaluate; return weights, what was reported, optimizer steps and the samples of every
+    epoch.
+    """
     brain = Recorder(
         make_modules(case),
         sgd,
@@ -133,9 +143,18 @@ def train(case):
         )
     except DataError as error:
         return str(error).split(":")[0]
-    test_loss = brain.evaluate(make_data(case.samples % 7 + 1, first=200), test_loader_kwargs=others)
-    weights = torch.cat([value.detach().double().flatten() for value in brain.raw_modules.state_dict().values()])
-    return weights, [*brain.told, ("end", test_loss)], brain.optimizer_step, [one for one in brain.met if one]
+    test_loss = brain.evaluate(
+        make_data(case.samples % 7 + 1, first=200), test_loader_kwargs=others
+    )
+    weights = torch.cat(
+        [value.detach().double().flatten() for value in brain.raw_modules.state_dict().values()]
+    )
+    return (
+        weights,
+        [*brain.told, ("end", test_loss)],
+        brain.optimizer_step,
+        [one for one in brain.met if one],
+    )
 
 
 def train_all(cases):
@@ -154,19 +173,29 @@ def compare(ranks, world_size, cases):
         weights, told, steps, seen = expected
         for weights_there, told_there, steps_there, _ in found:
             assert steps_there == steps, case
-            assert repr(told_there) == repr(found[0][1]), ("the ranks report different numbers", case)
-            torch.testing.assert_close(weights_there, weights, rtol=0, atol=1e-10, equal_nan=True, msg=str(case))
+            assert repr(told_there) == repr(found[0][1]), (
+                "the ranks report different numbers",
+                case,
+            )
+            torch.testing.assert_close(
+                weights_there, weights, rtol=0, atol=1e-10, equal_nan=True, msg=str(case)
+            )
             assert [name for name, _ in told_there] == [name for name, _ in told], case
             assert [loss for _, loss in told_there] == pytest.approx(
                 [loss for _, loss in told], abs=1e-10, nan_ok=True
             ), case
         for epoch in range(EPOCHS):
-            together = [sample for result in found for sample in (result[3][epoch : epoch + 1] or [[]])[0]]
+            together = [
+                sample for result in found for sample in (result[3][epoch : epoch + 1] or [[]])[0]
+            ]
             assert sorted(together) == sorted(seen[epoch]), ("another set of samples", case)
             keep = case.samples
             if case.drop_last:
                 keep -= keep % (case.whole or case.batch_size * world_size)
-            assert len(together) == len(set(together)) == keep, ("not every sample exactly once", case)
+            assert len(together) == len(set(together)) == keep, (
+                "not every sample exactly once",
+                case,
+            )
 
 
 def draw(seed, number, **fixed):
@@ -186,19 +215,23 @@ def draw(seed, number, **fixed):
     return cases
 
 
-# ------------------------------------------------------------------------------------------ the property
+# ------------------------------------------------------------------------------------- the property
 
 # The first of the cases that are drawn; all of them in `make check`.
 drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark.slow)])
 # Three ranks divide unevenly all that two do.
-two_to_four = pytest.mark.parametrize("world_size", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))])
+two_to_four = pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))]
+)
 
 
 @drawn
 @two_to_four
 def test_d4_d7_o3_o5_any_sizes(ranks, world_size, number):
     """N in 1..40, batch 1..7, accumulation 1..5, shuffled or not, remainder dropped or not."""
-    small = [Case(samples, 1 + samples % 3, 1 + samples % 2) for samples in range(1, world_size + 2)]
+    small = [
+        Case(samples, 1 + samples % 3, 1 + samples % 2) for samples in range(1, world_size + 2)
+    ]
     compare(ranks, world_size, small + draw(world_size, number))
 
 
@@ -236,7 +269,8 @@ def test_batch_norm_with_any_sizes(ranks, world_size, number):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "number"), [(3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 6), (3, 6)])]
+    ("world_size", "number"),
+    [(3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 6), (3, 6)])],
 )
 def test_two_optimizers(ranks, world_size, number):
     compare(ranks, world_size, draw(world_size, number, optimizers=2))
@@ -245,18 +279,22 @@ def test_two_optimizers(ranks, world_size, number):
 @drawn
 @two_to_four
 def test_global_batches_divided_unevenly(ranks, world_size, number):
-    """``global_batch_size`` divided over the ranks; with ``micro_batch_size`` in as many batches as that needs."""
+    """``global_batch_size`` divided over the ranks; with ``micro_batch_size`` in as many batches as
+    that needs.
+    """
     chance = random.Random(world_size)
     cases = []
     for seed in range(number * 3 // 2):
         whole = chance.randint(1, 17)
         micro = chance.randint(1, 5) if seed % 3 else None
         objective = chance.choice(["mean", "tokens"])
-        cases += draw(seed, 1, batch_size=None, factor=1, whole=whole, micro=micro, objective=objective)
+        cases += draw(
+            seed, 1, batch_size=None, factor=1, whole=whole, micro=micro, objective=objective
+        )
     compare(ranks, world_size, cases)
 
 
-# -------------------------------------------------------------------------------- against a bare loop
+# ------------------------------------------------------------------------------ against a bare loop
 
 
 def bare(case, world_size):
@@ -266,10 +304,15 @@ def bare(case, world_size):
     optimizer = sgd(net.parameters())
     window = case.batch_size * world_size * case.factor
     for epoch in range(1, EPOCHS + 1):
-        order = Order(case.samples, Sharding().seed, epoch, shuffle=case.shuffle).indices(0, case.samples)
+        order = Order(case.samples, Sharding().seed, epoch, shuffle=case.shuffle).indices(
+            0, case.samples
+        )
         for start in range(0, case.samples, window):
             batch = [data[index] for index in order[start : start + window]]
-            inputs, targets = torch.stack([one[1] for one in batch]), torch.stack([one[2] for one in batch])
+            inputs, targets = (
+                torch.stack([one[1] for one in batch]),
+                torch.stack([one[2] for one in batch]),
+            )
             (net(inputs) - targets).square().mean().backward()
             nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
             optimizer.step()
@@ -277,18 +320,24 @@ def bare(case, world_size):
     return torch.cat([value.detach().flatten() for value in net.state_dict().values()])
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))]
+)
 def test_against_a_bare_loop(ranks, world_size, monkeypatch):
     for name in ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED"):
         monkeypatch.delenv(name, raising=False)
     cases = draw(31, 10, drop_last=False)
-    results = ranks.run(train_all, cases, world_size=world_size) if world_size > 1 else [train_all(cases)]
+    results = (
+        ranks.run(train_all, cases, world_size=world_size) if world_size > 1 else [train_all(cases)]
+    )
     for found in results:
         for case, (weights, *_) in zip(cases, found, strict=True):
-            torch.testing.assert_close(weights, bare(case, world_size), rtol=0, atol=1e-10, msg=str(case))
+            torch.testing.assert_close(
+                weights, bare(case, world_size), rtol=0, atol=1e-10, msg=str(case)
+            )
 
 
-# ------------------------------------------------------------------------------------- its own teeth
+# ------------------------------------------------------------------------------------ its own teeth
 
 
 def test_the_property_has_teeth(ranks):
@@ -319,23 +368,34 @@ def train_with_means_of_means(case):
         Feed.batches = right
 
 
-# --------------------------------------------------------------------------- on another number of ranks
+# ----------------------------------------------------------------------- on another number of ranks
 
 
 def train_to_the_middle(folder, epochs):
     """Train with checkpoints inside the epoch; the first run ends after a few optimizer steps."""
     case = Case(20, None, whole=6, micro=1)
     net = make_modules(case)["net"]
-    options = {"device": "cpu", "noprogressbar": True, "global_batch_size": 6, "micro_batch_size": 1}
+    options = {
+        "device": "cpu",
+        "noprogressbar": True,
+        "global_batch_size": 6,
+        "micro_batch_size": 1,
+    }
     brain = Recorder(
         {"net": net},
         sgd,
-        run_opts={**options, "ckpt_interval_steps": 1, "optimizer_step_limit": None if epochs else 2},
+        run_opts={
+            **options,
+            "ckpt_interval_steps": 1,
+            "optimizer_step_limit": None if epochs else 2,
+        },
         checkpointer=Checkpointer(folder, {"net": net}),
     )
     brain.met, brain.told = [], []
     brain.fit(EpochCounterOnce(epochs or 1), make_data(20), train_loader_kwargs={"shuffle": True})
-    return torch.cat([value.flatten() for value in brain.raw_modules.state_dict().values()]), brain.optimizer_step
+    return torch.cat(
+        [value.flatten() for value in brain.raw_modules.state_dict().values()]
+    ), brain.optimizer_step
 
 
 class EpochCounterOnce:
@@ -349,10 +409,16 @@ class EpochCounterOnce:
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(ranks, world_size, tmp_path):
-    """A place in the epoch is one between optimizer steps, however many batches these take on a rank."""
+def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(
+    ranks, world_size, tmp_path
+):
+    """A place in the epoch is one between optimizer steps, however many batches these take on a
+    rank.
+    """
     whole, steps = train_to_the_middle(tmp_path / "whole", 2)
     train_to_the_middle(tmp_path / "parts", 0)
-    for weights, steps_there in ranks.run(train_to_the_middle, tmp_path / "parts", 2, world_size=world_size):
+    for weights, steps_there in ranks.run(
+        train_to_the_middle, tmp_path / "parts", 2, world_size=world_size
+    ):
         assert steps_there == steps == 8
         torch.testing.assert_close(weights, whole, rtol=0, atol=1e-10)

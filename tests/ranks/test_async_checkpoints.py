@@ -1,4 +1,6 @@
-"""Checkpoints written in the background, errors that are only warned of, and files that one rank reads for all."""
+"""Checkpoints written in the background, errors that are only warned of, and files that one rank
+reads for all.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def stamped(value, width=8):
 
 
 def values_of(model):
-    return sorted({number for parameter in model.parameters() for number in parameter.unique().tolist()})
+    return sorted(
+        {number for parameter in model.parameters() for number in parameter.unique().tolist()}
+    )
 
 
 class FullDisk(FileOperations):
@@ -42,7 +46,7 @@ class FullDisk(FileOperations):
         super().write(path, writer)
 
 
-# ------------------------------------------------------------------------------------------------ saving
+# ------------------------------------------------------------------------------------------- saving
 
 
 def save_while_training(folder):
@@ -51,7 +55,9 @@ def save_while_training(folder):
     checkpointer.asynchronous = True
     posts = []
     real = mailbox.Mailbox.post
-    mailbox.Mailbox.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
+    mailbox.Mailbox.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[
+        1
+    ]
     try:
         saved = checkpointer.save_checkpoint(meta={"n": 1})
     finally:
@@ -93,7 +99,9 @@ def fail_in_the_background(folder, on_error):
     return told
 
 
-def test_f8_an_error_in_the_background_is_raised_on_every_rank_at_the_next_call_and_once(ranks, tmp_path):
+def test_f8_an_error_in_the_background_is_raised_on_every_rank_at_the_next_call_and_once(
+    ranks, tmp_path
+):
     assert ranks.run(fail_in_the_background, tmp_path, "stop") == [[True, None, "found"]] * 2
 
 
@@ -149,7 +157,9 @@ def warn_of_failures_anywhere(folder, where):
 
 
 @pytest.mark.parametrize("where", ["rank 1", "main", "folder"])
-def test_f8_with_warn_a_save_that_every_rank_takes_part_in_fails_alike_on_all(ranks, tmp_path, where):
+def test_f8_with_warn_a_save_that_every_rank_takes_part_in_fails_alike_on_all(
+    ranks, tmp_path, where
+):
     assert ranks.run(warn_of_failures_anywhere, tmp_path, where) == [(None, True)] * 2
 
 
@@ -169,11 +179,13 @@ def test_d1_asynchronous_saves_of_main_alone_hang_nobody(ranks, tmp_path):
     assert ranks.run(main_alone, tmp_path) == [(2, [1, 2, 10])] * 2
 
 
-# ------------------------------------------------------------------------------------------------ loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 def loaded_files(folder):
-    """Note the files with states that this rank loads, and whether each is the one that was saved."""
+    """Note the files with states that this rank loads, and whether each is the one that was
+    saved.
+    """
     opened = []
     real = torch.load
 
@@ -195,7 +207,10 @@ def load_from_one(folder, mode):
     other = {"n": rank}
     checkpointer = Checkpointer(folder, {"model": model, "optimizer": optimizer})
     checkpointer.add_recoverable(
-        "other", other, lambda obj, path, end: obj.update(n=path.read_text()), lambda obj, path: path.write_text("5")
+        "other",
+        other,
+        lambda obj, path, end: obj.update(n=path.read_text()),
+        lambda obj, path: path.write_text("5"),
     )
     checkpointer.load_mode, checkpointer.verify_mode = mode, "size"
     checkpointer.save_checkpoint()
@@ -208,7 +223,9 @@ def load_from_one(folder, mode):
         checkpointer.load_checkpoint(loaded)
     finally:
         restore()
-    right = all(torch.equal(a, b) for a, b in zip(expected, model.state_dict().values(), strict=True))
+    right = all(
+        torch.equal(a, b) for a, b in zip(expected, model.state_dict().values(), strict=True)
+    )
     return right, len(optimizer.state), other["n"], sorted(set(opened))
 
 
@@ -216,7 +233,9 @@ def test_k15_one_rank_reads_and_every_rank_gets_the_state(ranks, tmp_path):
     all_read = ranks.run(load_from_one, tmp_path / "all", "all")
     one_reads = ranks.run(load_from_one, tmp_path / "one", "broadcast")
     assert [result[:3] for result in all_read + one_reads] == [(True, 2, "5")] * 4
-    own, copies = ([(name, is_own) for name in ("model.ckpt", "optimizer.ckpt")] for is_own in (True, False))
+    own, copies = (
+        [(name, is_own) for name in ("model.ckpt", "optimizer.ckpt")] for is_own in (True, False)
+    )
     assert [result[3] for result in all_read + one_reads] == [own, own, own, copies]
 
 
@@ -239,7 +258,9 @@ def load_with_a_fault(folder, fault):
     checkpointer = Checkpointer(folder, {"model": model})
     if fault == "loader":
         checkpointer.add_recoverable("model", model, lambda *args: 1 / 0 if on_one else None)
-    found = run_on_main(lambda: Checkpointer(folder, {"model": nn.Linear(300, 300)}).save_checkpoint())
+    found = run_on_main(
+        lambda: Checkpointer(folder, {"model": nn.Linear(300, 300)}).save_checkpoint()
+    )
     if not on_one:
         damage(found.paramfiles["model"], fault)
     dist.barrier()
@@ -261,14 +282,28 @@ def load_with_a_fault(folder, fault):
     ("fault", "words"),
     [
         ("gone", "rank 0: .*No such file.*rank 1: .*rank 0 failed in .*No such file"),
-        ("directory", "rank 1: rank 0 failed in .*Is a directory.* what saves a directory, .* needs ckpt_load=all"),
-        ("short", "rank 0: cannot load .*model.ckpt: .*zip archive.*rank 1: cannot load .*model.ckpt: .*zip archive"),
+        (
+            "directory",
+            (
+                "rank 1: rank 0 failed in .*Is a directory.* what saves a directory, .* needs "
+                "ckpt_load=all"
+            ),
+        ),
+        (
+            "short",
+            (
+                "rank 0: cannot load .*model.ckpt: .*zip archive.*rank 1: cannot load "
+                ".*model.ckpt: .*zip archive"
+            ),
+        ),
         ("misfit", "rank 1: .* does not fit this Linear"),
         ("receiver", "rank 1: .*no room here"),
         ("loader", "rank 1: .*ZeroDivisionError"),
     ],
 )
-def test_where_one_rank_cannot_load_every_rank_raises_and_nobody_waits(ranks, tmp_path, fault, words):
+def test_where_one_rank_cannot_load_every_rank_raises_and_nobody_waits(
+    ranks, tmp_path, fault, words
+):
     for message in ranks.run(load_with_a_fault, tmp_path, fault):
         assert re.search(words, message), message
         assert "Traceback" not in message
@@ -340,20 +375,25 @@ def test_ranks_that_would_load_different_things_all_refuse(ranks, tmp_path):
 
 
 def peak_of_a_load(folder, mode, number):
-    """Return how far the resident memory rises above what it was, in MiB, while 128 MiB are loaded."""
+    """Return how far the resident memory rises above what it was, in MiB, while 128 MiB are
+    loaded.
+    """
     model = nn.ModuleList([nn.Linear(2048, 16384 // number, bias=False) for _ in range(number)])
     checkpointer = Checkpointer(folder, {"model": model})
     saved = checkpointer.save_checkpoint()
     checkpointer.load_mode, checkpointer.verify_mode = mode, "size"
     checkpointer.load_checkpoint(saved)  # whatever is allocated once
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, or the next load would not be seen
+    # what was freed goes back to the system, or the next load would not be seen
+    ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
 
     def resident(word):
         text = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(word)) / 1024
+        return (
+            next(int(line.split()[1]) for line in text.splitlines() if line.startswith(word)) / 1024
+        )
 
     before = resident("VmRSS")
     checkpointer.load_checkpoint(saved)

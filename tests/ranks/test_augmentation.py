@@ -1,4 +1,6 @@
-"""The same augmented batches, and the same weights, whatever the workers and ranks: real ranks, real workers."""
+"""The same augmented batches, and the same weights, whatever the workers and ranks: real ranks,
+real workers.
+"""
 
 # ruff: noqa: NPY002 -- the global streams are what is tested
 
@@ -58,16 +60,22 @@ def three_workers_on_two_cores():
 
 @three_workers_on_two_cores()
 def batches_here(kind, num_workers, size):
-    """This rank's samples of every batch of three epochs, as bytes; the global streams are the rank's own."""
+    """This rank's samples of every batch of three epochs, as bytes; the global streams are the
+    rank's own.
+    """
     seed_epoch_streams(torch.initial_seed(), 1, 0)
     rank, world_size = get_rank() or 0, get_world_size()
     options = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "shuffle": True}
     sharding = Sharding(rank, world_size, seed=7)
-    loader = shard(Augmented(kind, size), sharding, batch_size=GLOBAL_BATCH // world_size, **options)
+    loader = shard(
+        Augmented(kind, size), sharding, batch_size=GLOBAL_BATCH // world_size, **options
+    )
     plan, found = plan_of(loader), []
     for epoch in (1, 2, 3):
         loader.set_epoch(epoch)
-        found.append([batch[: plan.count(number)].numpy().tobytes() for number, batch in enumerate(loader)])
+        found.append(
+            [batch[: plan.count(number)].numpy().tobytes() for number, batch in enumerate(loader)]
+        )
     return found
 
 
@@ -75,17 +83,24 @@ def batches_here(kind, num_workers, size):
 @pytest.mark.parametrize("num_workers", [3, 0, 1])
 @pytest.mark.parametrize("kind", ["all", "python", "numpy", "torch", "own"])
 def test_the_same_augmented_batches_on_any_workers_and_ranks(ranks, kind, num_workers):
-    """Every global batch is bit-identical, in its order, to the one that one process loads without workers."""
+    """Every global batch is bit-identical, in its order, to the one that one process loads without
+    workers.
+    """
     expected = batches_here(kind, 0, SIZE)
     assert len({batch for epoch in expected for batch in epoch}) == 3 * 4, "nothing is drawn twice"
     assert batches_here(kind, num_workers, SIZE) == expected
     parts = ranks.run(batches_here, kind, num_workers, SIZE, world_size=2)
-    joined = [[b"".join(pieces) for pieces in zip(*epoch, strict=True)] for epoch in zip(*parts, strict=True)]
+    joined = [
+        [b"".join(pieces) for pieces in zip(*epoch, strict=True)]
+        for epoch in zip(*parts, strict=True)
+    ]
     assert joined == expected
 
 
 class Classifier(Brain):
-    """Trains on augmented data, with dropout nowhere, so that augmentation is all that is random."""
+    """Trains on augmented data, with dropout nowhere, so that augmentation is all that is
+    random.
+    """
 
     def compute_forward(self, batch, stage):
         return self.modules.net(batch[:, 1:])
@@ -104,13 +119,30 @@ class Classifier(Brain):
 def train(num_workers):
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    options = {"device": "cpu", "noprogressbar": True, "max_grad_norm": 0.5, "shard_evaluation": True}
-    brain = Classifier({"net": net}, lambda weights: torch.optim.Adam(weights, lr=0.01), run_opts=options)
-    kwargs = {"batch_size": GLOBAL_BATCH // get_world_size(), "shuffle": True, "num_workers": num_workers}
-    brain.fit(
-        range(1, 4), Augmented("all"), Augmented("all", 11), train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs
+    options = {
+        "device": "cpu",
+        "noprogressbar": True,
+        "max_grad_norm": 0.5,
+        "shard_evaluation": True,
+    }
+    brain = Classifier(
+        {"net": net}, lambda weights: torch.optim.Adam(weights, lr=0.01), run_opts=options
     )
-    return {name: value.clone() for name, value in brain.raw_modules.state_dict().items()}, brain.losses
+    kwargs = {
+        "batch_size": GLOBAL_BATCH // get_world_size(),
+        "shuffle": True,
+        "num_workers": num_workers,
+    }
+    brain.fit(
+        range(1, 4),
+        Augmented("all"),
+        Augmented("all", 11),
+        train_loader_kwargs=kwargs,
+        valid_loader_kwargs=kwargs,
+    )
+    return {
+        name: value.clone() for name, value in brain.raw_modules.state_dict().items()
+    }, brain.losses
 
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=pytest.mark.slow)])

@@ -1,4 +1,6 @@
-"""``--auto_micro_batch``: a step that one rank has no memory for is repeated on all, with smaller micro-batches."""
+"""``--auto_micro_batch``: a step that one rank has no memory for is repeated on all, with smaller
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,43 @@ from tests.contract.recipes import QUIET, Killed, points
 
 
 class Small(nn.Module):
-    """A model whose memory, on one rank, is enough for so many rows; it runs out forwards or backwards."""
+    """A model whose memory, on one rank, is enough for so many rows; it runs out forwards or
+    backwards.
+    """
 
-    def __init__(self, most, on_rank=0, backward=False, norm=nn.Identity, noise=0.0, after=0, shrinks_at=0):
+    def __init__(
+        self, most, on_rank=0, backward=False, norm=nn.Identity, noise=0.0, after=0, shrinks_at=0
+    ):
         super().__init__()
         torch.manual_seed(7)
         self.shrinks_at = shrinks_at  # so many rows leave less memory behind
-        self.net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)).double()
-        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))  # DDP sends it, as it may move
-        self.most, self.on_rank, self.backward, self.after, self.steps = most, on_rank, backward, after, 0
+        self.net = nn.Sequential(
+            nn.Linear(3, 4), norm(4), nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)
+        ).double()
+        # DDP sends it, as it may move
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+        self.most, self.on_rank, self.backward, self.after, self.steps = (
+            most,
+            on_rank,
+            backward,
+            after,
+            0,
+        )
 
     def forward(self, x):
         out = self.net(x) * self.scale
         self.most -= self.training and len(x) == self.shrinks_at
         self.steps += self.training
-        if self.training and len(x) > self.most and (get_rank() or 0) == self.on_rank and self.steps > self.after:
+        if (
+            self.training
+            and len(x) > self.most
+            and (get_rank() or 0) == self.on_rank
+            and self.steps > self.after
+        ):
             if not self.backward:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words."
+                )
             out.register_hook(fail)
         return out
 
@@ -76,7 +98,12 @@ def make(kind=Regression, folder=None, most=100, model=None, **options):
     modules = {"model": Normalised(most, **model) if "places" in model else Small(most, **model)}
     given = {**QUIET, "global_batch_size": GLOBAL, "auto_micro_batch": True, **options}
     checkpointer = None if folder is None else Checkpointer(folder, modules)
-    return kind(modules, lambda of: torch.optim.AdamW(of, lr=0.05), run_opts=given, checkpointer=checkpointer)
+    return kind(
+        modules,
+        lambda of: torch.optim.AdamW(of, lr=0.05),
+        run_opts=given,
+        checkpointer=checkpointer,
+    )
 
 
 def told(brain, result):
@@ -89,10 +116,14 @@ def sizes(brain):
 
 
 def train(kind=Regression, most=100, loading=None, **options):
-    """Return what a training comes to, the size of its micro-batches, and the samples of its last epoch."""
+    """Return what a training comes to, the size of its micro-batches, and the samples of its last
+    epoch.
+    """
     brain = make(kind, most=most, **options)
     data = points(SAMPLES)
-    result = brain.fit(range(1, 4), data, data[:7], train_loader_kwargs=loading or {"shuffle": True})
+    result = brain.fit(
+        range(1, 4), data, data[:7], train_loader_kwargs=loading or {"shuffle": True}
+    )
     return told(brain, result), sizes(brain), brain.seen
 
 
@@ -106,16 +137,33 @@ IN_THE_FIRST_STEP = {
     "backwards": ({"most": 3, "model": {"backward": True}}, 3),
     "counts": ({"kind": Counting, "most": 2, "model": {"backward": True, "on_rank": 1}}, 2),
     "noise": ({"most": 3, "model": {"noise": 0.4}}, 3),
-    "workers": ({"most": 3, "loading": {"num_workers": 1, "persistent_workers": True, "shuffle": True}}, 3),
+    "workers": (
+        {"most": 3, "loading": {"num_workers": 1, "persistent_workers": True, "shuffle": True}},
+        3,
+    ),
     "bf16": ({"most": 3, "precision": "bf16"}, 3),
-    "BatchNorm": ({"most": 3, "sync_batchnorm": False, "model": OWN_NORM, "loading": {"drop_last": True}}, 3),
+    "BatchNorm": (
+        {"most": 3, "sync_batchnorm": False, "model": OWN_NORM, "loading": {"drop_last": True}},
+        3,
+    ),
     "unused parameters": ({"most": 3, "find_unused_parameters": True}, 3),
 }
 LATER = {
-    "zero1": ({"most": 2, "strategy": "zero1", "model": {"after": 9, "on_rank": 1}, "micro_batch_size": 3}, 1),
+    "zero1": (
+        {
+            "most": 2,
+            "strategy": "zero1",
+            "model": {"after": 9, "on_rank": 1},
+            "micro_batch_size": 3,
+        },
+        1,
+    ),
     "forwards": ({"most": 2, "model": {"after": 9}, "micro_batch_size": 3}, 1),
     "backwards": ({"most": 3, "model": {"after": 7, "on_rank": 1, "backward": True}}, 3),
-    "counts": ({"kind": Counting, "most": 2, "model": {"after": 12, "on_rank": 1}, "micro_batch_size": 5}, 1),
+    "counts": (
+        {"kind": Counting, "most": 2, "model": {"after": 12, "on_rank": 1}, "micro_batch_size": 5},
+        1,
+    ),
     "in the last step of an epoch": ({"most": 1, "model": {"after": 4}, "micro_batch_size": 6}, 1),
 }
 
@@ -130,14 +178,19 @@ def both(given):
 def assert_close(found, expected):
     assert [*found[0]] == [*expected[0]]
     for name, values in expected[0].items():
-        torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(values), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            torch.tensor(found[0][name]), torch.tensor(values), rtol=0, atol=1e-10
+        )
     assert found[1:3] == pytest.approx(expected[1:3], rel=1e-10)
     assert found[3]["train"] == pytest.approx(expected[3]["train"], rel=1e-10)
     assert found[4] == expected[4]
 
 
 def quick(cases, number):
-    return [one if place < number else pytest.param(one, marks=pytest.mark.slow) for place, one in enumerate(cases)]
+    return [
+        one if place < number else pytest.param(one, marks=pytest.mark.slow)
+        for place, one in enumerate(cases)
+    ]
 
 
 @pytest.mark.parametrize("case", quick(IN_THE_FIRST_STEP, 1))
@@ -164,7 +217,8 @@ def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, c
         assert size[0] == micro or number != 2
 
 
-# Memory lacks in the second micro-batch of a step: the first has told its loss and its values already.
+# Memory lacks in the second micro-batch of a step: the first has told its loss and its values
+# already.
 IN_THE_SECOND_BATCH = {  # what the model is like, and the sizes that the run ends with
     "of a later step": ({"after": 3}, (3, 4)),
     "of a later step, backwards": ({"after": 3, "backward": True}, (3, 4)),
@@ -189,7 +243,8 @@ def test_the_noise_of_an_attempt_that_failed_is_drawn_again():
     assert size == begun == (3, 4)
 
 
-# Samples of a step and how many fit on one of two processes; the sizes that are tried, None for all at once.
+# Samples of a step and how many fit on one of two processes; the sizes that are tried, None for all
+# at once.
 SEARCHES = {
     (48, 3): [None, 12, 6, 3, 4, 3],
     (48, 4): [None, 12, 6, 3, 4, 5, 4],
@@ -209,7 +264,9 @@ class Tries(Regression):
 
 
 def search(cases):
-    return [both({"kind": Tries, "global_batch_size": whole, "most": most}) for whole, most in cases]
+    return [
+        both({"kind": Tries, "global_batch_size": whole, "most": most}) for whole, most in cases
+    ]
 
 
 def test_the_first_step_finds_the_largest_size_that_fits(ranks):
@@ -276,19 +333,32 @@ def train_plainly():
     return train(auto_micro_batch=False)
 
 
-# ---------------------------------------------------------------------------------------- synchronised BatchNorm
+# --------------------------------------------------------------------------- synchronised BatchNorm
 
 
 class Lacks(nn.Module):
-    """Passes rows on; on some ranks there is memory for so many only, and it runs out forwards or backwards."""
+    """Passes rows on; on some ranks there is memory for so many only, and it runs out forwards or
+    backwards.
+    """
 
     def __init__(self, most, on_ranks, backward, after):
         super().__init__()
-        self.most, self.on_ranks, self.backward, self.after, self.passes = most, on_ranks, backward, after, 0
+        self.most, self.on_ranks, self.backward, self.after, self.passes = (
+            most,
+            on_ranks,
+            backward,
+            after,
+            0,
+        )
 
     def forward(self, x):
         self.passes += self.training
-        if self.training and len(x) > self.most and get_rank() in self.on_ranks and self.passes > self.after:
+        if (
+            self.training
+            and len(x) > self.most
+            and get_rank() in self.on_ranks
+            and self.passes > self.after
+        ):
             if not self.backward:
                 fail(None)
             x.register_hook(fail)
@@ -296,7 +366,9 @@ class Lacks(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Three layers of BatchNorm; memory lacks before the first, between two, or after the last, each on some ranks."""
+    """Three layers of BatchNorm; memory lacks before the first, between two, or after the last,
+    each on some ranks.
+    """
 
     def __init__(self, most, places, backward=False, after=0):
         super().__init__()
@@ -325,16 +397,23 @@ NORMALISED = {
     "on all ranks, backwards": {"places": {2: ALL}, "backward": True},
     "on two ranks in two places, backwards": {"places": {0: [1], 2: [0]}, "backward": True},
 }
-SITUATIONS = {  # after so many passes; options; and the size that is found on two ranks, and on three
+# after so many passes; options; and the size that is found on two ranks, and on three
+SITUATIONS = {
     "in the first step": (0, {"global_batch_size": 24}, (3, 3)),
     "in a later step": (7, {}, (3, 2)),
-    "in a later batch of a later step": (3, {"global_batch_size": 24, "micro_batch_size": 6}, (3, 2)),
+    "in a later batch of a later step": (
+        3,
+        {"global_batch_size": 24, "micro_batch_size": 6},
+        (3, 2),
+    ),
     "in a block that is computed again": (8, {"activation_checkpointing": ["Sequential"]}, (3, 2)),
 }
 
 
 def lack(model, options):
-    """Train, once with the given lack of memory, once where all ranks lack it before anything is sent of a batch."""
+    """Train, once with the given lack of memory, once where all ranks lack it before anything is
+    sent of a batch.
+    """
     before = {"places": {0: ALL}, "after": model["after"]}
     return [train(most=3, model=one, **options)[:2] for one in (model, before)]
 
@@ -349,32 +428,43 @@ def lacks():
 
 
 @pytest.mark.parametrize(("case", "situation", "number"), lacks())
-def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(ranks, case, situation, number):
+def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(
+    ranks, case, situation, number
+):
     after, options, size = SITUATIONS[situation]
-    for found, expected in ranks.run(lack, {**NORMALISED[case], "after": after}, options, world_size=number):
+    for found, expected in ranks.run(
+        lack, {**NORMALISED[case], "after": after}, options, world_size=number
+    ):
         assert found == expected
         assert found[1][0] == size[number - 2]
 
 
 def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ranks):
-    given = {"places": {0: [1], 2: [0]}, "after": 7}  # of the passes every other is in a backward pass
-    for found, expected in ranks.run(lack, given, {"activation_checkpointing": ["Sequential"]}, world_size=2):
+    # of the passes every other is in a backward pass
+    given = {"places": {0: [1], 2: [0]}, "after": 7}
+    for found, expected in ranks.run(
+        lack, given, {"activation_checkpointing": ["Sequential"]}, world_size=2
+    ):
         assert found == expected
         assert found[1][0] == 3
 
 
 @pytest.mark.parametrize("case", quick(NORMALISED, 1))
 def test_synchronised_batch_norm_has_the_bits_of_the_size_that_fits(ranks, case):
-    for found, size, expected, begun, _ in ranks.run(both, {"most": 3, "model": NORMALISED[case]}, world_size=2):
+    for found, size, expected, begun, _ in ranks.run(
+        both, {"most": 3, "model": NORMALISED[case]}, world_size=2
+    ):
         assert found == expected
         assert size == begun == (3, 2)
 
 
-# ---------------------------------------------------------------------------------------- killed, and gone on with
+# ------------------------------------------------------------------------- killed, and gone on with
 
 
 def go_on(folder, after, dies_at=None):
-    brain = make(Counting, folder, most=2, model={"after": after, "on_rank": 1}, ckpt_interval_steps=1)
+    brain = make(
+        Counting, folder, most=2, model={"after": after, "on_rank": 1}, ckpt_interval_steps=1
+    )
     brain.dies_at = dies_at
     counter = EpochCounter(3)
     brain.checkpointer.add_recoverables({"counter": counter})
@@ -388,7 +478,9 @@ def go_on(folder, after, dies_at=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("after", "dies_at"), [(0, 1), (3, 4), (3, 8)])
-def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_same_bits(ranks, tmp_path, after, dies_at):
+def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_same_bits(
+    ranks, tmp_path, after, dies_at
+):
     whole = ranks.run(go_on, tmp_path / "whole", after, world_size=2)
     ranks.run(go_on, tmp_path / "parts", after, dies_at, world_size=2)
     again = ranks.run(go_on, tmp_path / "parts", after, world_size=2)
@@ -398,7 +490,7 @@ def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_sam
         assert len(first[1]) == size[0]
 
 
-# ---------------------------------------------------------------------------------------- what cannot work
+# --------------------------------------------------------------------------------- what cannot work
 
 
 def test_one_sample_that_is_too_large_is_an_error_on_every_rank(ranks):
@@ -463,7 +555,9 @@ def refuse_torchs():
 
 
 class OwnSum(Regression):
-    """Sends something between the ranks in the forward pass, before which one of them runs out of memory."""
+    """Sends something between the ranks in the forward pass, before which one of them runs out of
+    memory.
+    """
 
     def compute_forward(self, batch, stage):
         if get_rank() and self.optimizer_step == 2:
@@ -500,7 +594,9 @@ def test_without_the_option_a_lack_of_memory_names_it(option, caplog):
     brain = make(most=0, micro_batch_size=4, auto_micro_batch=option)
     with pytest.raises((torch.OutOfMemoryError, ConfigError)):
         brain.fit([1], points(SAMPLES))
-    assert ("In training, --auto_micro_batch cuts the global batch into parts" in caplog.text) is not option
+    assert (
+        "In training, --auto_micro_batch cuts the global batch into parts" in caplog.text
+    ) is not option
 
 
 class Assigns(nn.Module):

@@ -55,13 +55,19 @@ class Batches:
 
 
 def train(kind, factor=1, workers=0):
-    brain = MaskedSum({"net": linear()}, sgd(0.01), None, {**QUIET, "grad_accumulation_factor": factor})
+    brain = MaskedSum(
+        {"net": linear()}, sgd(0.01), None, {**QUIET, "grad_accumulation_factor": factor}
+    )
     options = {
         "plan": {"batch_size": 2, "num_workers": workers},
-        "dynamic": {"batch_sampler": DynamicBatchSampler(Ragged(), 8.0, 3, lengths_list=LENGTHS, seed=1)},
+        "dynamic": {
+            "batch_sampler": DynamicBatchSampler(Ragged(), 8.0, 3, lengths_list=LENGTHS, seed=1)
+        },
         "own": {},
     }[kind]
-    result = brain.fit(range(1, 3), Batches() if kind == "own" else Ragged(), train_loader_kwargs=options)
+    result = brain.fit(
+        range(1, 3), Batches() if kind == "own" else Ragged(), train_loader_kwargs=options
+    )
     return weights(brain), result.train_loss
 
 

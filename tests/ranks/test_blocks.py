@@ -38,7 +38,10 @@ class Block(nn.Module):
 
     def __init__(self, norm=True):
         super().__init__()
-        self.inner, self.norm = Counted(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if norm else nn.LayerNorm(WIDTH)
+        self.inner, self.norm = (
+            Counted(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH) if norm else nn.LayerNorm(WIDTH),
+        )
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x, *, factor=1.0):
@@ -73,24 +76,42 @@ def make(folder=None, norm=True, **options):
     modules = {"net": Net(norm)}
     checkpointer = None if folder is None else Checkpointer(folder, modules)
     return Regression(
-        modules, lambda of: torch.optim.AdamW(of, lr=0.01), run_opts={**QUIET, **options}, checkpointer=checkpointer
+        modules,
+        lambda of: torch.optim.AdamW(of, lr=0.01),
+        run_opts={**QUIET, **options},
+        checkpointer=checkpointer,
     )
 
 
 def digest(brain):
     state = brain.raw_modules.state_dict()
-    data = b"".join(name.encode() + one.contiguous().view(-1).numpy().tobytes() for name, one in state.items())
+    data = b"".join(
+        name.encode() + one.contiguous().view(-1).numpy().tobytes() for name, one in state.items()
+    )
     return hashlib.sha256(data).hexdigest()
 
 
 def train(folder=None, epochs=2, **options):
-    """Return all that must not depend on how the gradients were computed; and the forward passes of a block."""
+    """Return all that must not depend on how the gradients were computed; and the forward passes of
+    a block.
+    """
     brain = make(folder, **options)
     data = samples()
-    brain.fit(range(1, epochs + 1), data, data[:10], train_loader_kwargs={"batch_size": 8, "shuffle": True})
-    steps = {name: int(one) for name, one in brain.raw_modules.state_dict().items() if name.endswith("tracked")}
+    brain.fit(
+        range(1, epochs + 1),
+        data,
+        data[:10],
+        train_loader_kwargs={"batch_size": 8, "shuffle": True},
+    )
+    steps = {
+        name: int(one)
+        for name, one in brain.raw_modules.state_dict().items()
+        if name.endswith("tracked")
+    }
     told = brain.progress.train_loss, brain.progress.valid_loss
-    return (digest(brain), told, steps, torch.rand(1).item()), brain.raw_modules.net.blocks[0].inner.passes
+    return (digest(brain), told, steps, torch.rand(1).item()), brain.raw_modules.net.blocks[
+        0
+    ].inner.passes
 
 
 CASES = {
@@ -142,23 +163,28 @@ def refused(blocks, net=None, **options):
 
 def test_what_cannot_work_is_refused():
     assert refused(["Block", "Attention"]) == (
-        "activation_checkpointing=['Block', 'Attention'] names 'Attention', and the classes in the modules are: "
-        "BatchNorm1d, Block, Counted, Dropout, Linear, ModuleList, Net."
+        "activation_checkpointing=['Block', 'Attention'] names 'Attention', and the classes in "
+        "the modules are: BatchNorm1d, Block, Counted, Dropout, Linear, ModuleList, Net."
     )
     assert "a BatchNorm keeps its input only" in refused(["BatchNorm1d"])
-    with pytest.raises(ConfigError, match="does not work with data_parallel_backend=True: each GPU would"):
+    with pytest.raises(
+        ConfigError, match="does not work with data_parallel_backend=True: each GPU would"
+    ):
         checkpoint_blocks(
-            torch.nn.ModuleDict(), RunOptions(activation_checkpointing=["Block"], data_parallel_backend=True)
+            torch.nn.ModuleDict(),
+            RunOptions(activation_checkpointing=["Block"], data_parallel_backend=True),
         )
 
 
 def test_a_buffer_that_moves_is_refused():
     net = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
     parametrizations.spectral_norm(net[0].inner)
-    assert "a Block changes its buffer 'inner.parametrizations.weight.0._u'" in refused(["Block"], net)
+    assert "a Block changes its buffer 'inner.parametrizations.weight.0._u'" in refused(
+        ["Block"], net
+    )
 
 
-# ---------------------------------------------------------------------------------------- compiled blocks
+# ---------------------------------------------------------------------------------- compiled blocks
 
 
 def train_compiled(norm, **options):
@@ -175,7 +201,9 @@ def train_compiled(norm, **options):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, inside its compiler
-            found, _ = train(norm=norm, grad_accumulation_factor=2, compile_blocks=["Block"], **options)
+            found, _ = train(
+                norm=norm, grad_accumulation_factor=2, compile_blocks=["Block"], **options
+            )
     finally:
         torch.compile = compiled
         torch.compiler.reset()
@@ -185,11 +213,17 @@ def train_compiled(norm, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [None, ["Block"]])
 @pytest.mark.parametrize("norm", ["layer", "batch"])
-@pytest.mark.parametrize("strategy", [{"strategy": "ddp"}, {"strategy": "zero1"}, {"virtual_ranks": 2}], ids=str)
-def test_compiled_blocks_are_compiled_under_each_strategy_and_give_the_same_bits(ranks, strategy, norm, checkpointed):
+@pytest.mark.parametrize(
+    "strategy", [{"strategy": "ddp"}, {"strategy": "zero1"}, {"virtual_ranks": 2}], ids=str
+)
+def test_compiled_blocks_are_compiled_under_each_strategy_and_give_the_same_bits(
+    ranks, strategy, norm, checkpointed
+):
     """FSDP: tests/ranks/test_fsdp.py."""
     options = {"norm": norm == "batch", "activation_checkpointing": checkpointed, **strategy}
-    for plain, found, graphs in ranks.run(functools.partial(train_compiled, **options), world_size=2):
+    for plain, found, graphs in ranks.run(
+        functools.partial(train_compiled, **options), world_size=2
+    ):
         assert found == plain
         assert graphs >= 3  # two sizes of batches, and the evaluation
 
@@ -216,4 +250,7 @@ def test_what_cannot_be_compiled_is_refused():
     assert "compile_blocks=['Blocks'] names 'Blocks'" in refused(None, compile_blocks=["Blocks"])
     assert "leave it out, or --compile and" in refused(None, compile_blocks=["Block"], compile=True)
     assert "'net.blocks.0'" not in (said := refused(["Block"], compile=True))
-    assert "'net' cannot be compiled as a whole, as activation_checkpointing=['Block'] names blocks of it" in said
+    assert (
+        "'net' cannot be compiled as a whole, as activation_checkpointing=['Block'] names blocks "
+        "of it"
+    ) in said

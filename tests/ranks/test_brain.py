@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
@@ -32,7 +39,17 @@ from ddpkit.seed import seed_everything
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.train_logger import FileTrainLogger
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights, world_size
+from tests.contract.recipes import (
+    QUIET,
+    Regression,
+    linear,
+    make,
+    points,
+    seen_in,
+    sgd,
+    weights,
+    world_size,
+)
 from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules
 from tests.contract.test_brain_resume import Killed, Mortal
 from tests.rank_pool import RankPoolError
@@ -43,7 +60,9 @@ CLOSE = {"rtol": 0, "atol": 1e-10}
 def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+        torch.testing.assert_close(
+            found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
+        )
 
 
 def assert_alike(results):
@@ -52,7 +71,7 @@ def assert_alike(results):
         assert result == results[0], f"rank {rank} differs from rank 0"
 
 
-# ---------------------------------------------------------------------------------------------- the same answer
+# ---------------------------------------------------------------------------------- the same answer
 
 
 def train_gan(joined):
@@ -75,7 +94,11 @@ def test_a_gan_has_the_same_weights_as_in_one_process(ranks, world):
 def train_own_fit_batch(joined, factor, cls_name):
     cls = {"own": OwnFitBatch, "default": Regression}[cls_name]
     brain = make(cls, grad_accumulation_factor=factor, opt=sgd(momentum=0.9))
-    brain.fit([1, 2], points(30), train_loader_kwargs={"batch_size": joined // world_size(), "shuffle": True})
+    brain.fit(
+        [1, 2],
+        points(30),
+        train_loader_kwargs={"batch_size": joined // world_size(), "shuffle": True},
+    )
     return weights(brain), brain.optimizer_step, brain.losses
 
 
@@ -84,10 +107,14 @@ def train_own_fit_batch(joined, factor, cls_name):
 @pytest.mark.parametrize(("world", "factor"), [(2, 1), (2, 2), (3, 4), (2, 9)])
 def test_o3_an_overridden_fit_batch_is_stepped_alike(ranks, world, factor, cls_name):
     expected, steps, losses = train_own_fit_batch(6, factor, cls_name)
-    for found, steps_there, losses_there in ranks.run(train_own_fit_batch, 6, factor, cls_name, world_size=world):
+    for found, steps_there, losses_there in ranks.run(
+        train_own_fit_batch, 6, factor, cls_name, world_size=world
+    ):
         assert_close(found, expected)
         assert steps_there == steps == 2 * math.ceil(5 / factor)
-        assert [loss for _, _, loss in losses_there] == pytest.approx([loss for _, _, loss in losses])
+        assert [loss for _, _, loss in losses_there] == pytest.approx(
+            [loss for _, _, loss in losses]
+        )
 
 
 class WholeBatches(Dataset):
@@ -96,7 +123,8 @@ class WholeBatches(Dataset):
     def __init__(self, number):
         rows = points(2 * number)
         self.batches = [
-            tuple(torch.stack(part) for part in zip(*rows[k : k + 2], strict=True)) for k in range(0, 2 * number, 2)
+            tuple(torch.stack(part) for part in zip(*rows[k : k + 2], strict=True))
+            for k in range(0, 2 * number, 2)
         ]
 
     def __len__(self):
@@ -114,11 +142,16 @@ def train_whole_batches(number, factor):
 
 @pytest.mark.parametrize(("number", "world"), [(4, 2), (5, 2), (4, 3)])
 def test_whole_batches_are_dealt_out_and_a_repeated_one_weighs_nothing(ranks, number, world):
-    expected, losses, _ = train_whole_batches(number, world)  # in one process: windows of as many batches
-    for found, losses_there, trained_on in ranks.run(train_whole_batches, number, 1, world_size=world):
+    # in one process: windows of as many batches
+    expected, losses, _ = train_whole_batches(number, world)
+    for found, losses_there, trained_on in ranks.run(
+        train_whole_batches, number, 1, world_size=world
+    ):
         assert_close(found, expected)
         assert trained_on == 2 * math.ceil(number / world)
-        assert [loss for _, _, loss in losses_there] == pytest.approx([loss for _, _, loss in losses])
+        assert [loss for _, _, loss in losses_there] == pytest.approx(
+            [loss for _, _, loss in losses]
+        )
 
 
 class Branching(nn.Module):
@@ -142,10 +175,13 @@ def train_branching():
 def test_find_unused_parameters_lets_a_forward_pass_leave_some_out(ranks):
     found = ranks.run(train_branching)
     assert_close(found[1], found[0])
-    assert any(not torch.equal(value, Branching().state_dict()[name[4:]]) for name, value in found[0].items())
+    assert any(
+        not torch.equal(value, Branching().state_dict()[name[4:]])
+        for name, value in found[0].items()
+    )
 
 
-# ---------------------------------------------------------------------------------------------- wrappers
+# ----------------------------------------------------------------------------------------- wrappers
 
 
 class Encoder(nn.Module):
@@ -176,7 +212,9 @@ class Both(Regression):
     """Calls forward, and a part once more."""
 
     def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0]) + self.modules.net.encode(batch[0]).mean(dim=1, keepdim=True)
+        return self.modules.net(batch[0]) + self.modules.net.encode(batch[0]).mean(
+            dim=1, keepdim=True
+        )
 
 
 class Frozen(Regression):
@@ -199,7 +237,9 @@ def test_gradients_made_past_forward_are_averaged(ranks, cls_name, factor):
     expected, losses = train_encoder(cls_name, factor)
     for found, losses_there in ranks.run(train_encoder, cls_name, factor):
         assert_close(found, expected)
-        assert [loss for _, _, loss in losses_there] == pytest.approx([loss for _, _, loss in losses])
+        assert [loss for _, _, loss in losses_there] == pytest.approx(
+            [loss for _, _, loss in losses]
+        )
 
 
 def reach():
@@ -257,13 +297,24 @@ class WithTeacher(Regression):
 
 
 def train_with_teacher():
-    torch.manual_seed(100 + (dist.get_rank() if dist.is_initialized() else 0))  # a script that sets no seed
-    teacher = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().requires_grad_(requires_grad=False)
+    # a script that sets no seed
+    torch.manual_seed(100 + (dist.get_rank() if dist.is_initialized() else 0))
+    teacher = (
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        .double()
+        .requires_grad_(requires_grad=False)
+    )
     modules = {"net": nn.Linear(3, 1).double(), "teacher": teacher, "act": nn.Tanh()}
     brain = WithTeacher(modules, sgd(), None, QUIET)
     brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
-    kinds = {name: isinstance(module, DistributedDataParallel) for name, module in brain.modules.items()}
-    return kinds, {name: value for name, value in weights(brain).items() if "running" not in name and "num" not in name}
+    kinds = {
+        name: isinstance(module, DistributedDataParallel) for name, module in brain.modules.items()
+    }
+    return kinds, {
+        name: value
+        for name, value in weights(brain).items()
+        if "running" not in name and "num" not in name
+    }
 
 
 def test_what_is_not_trained_is_not_wrapped_and_the_same_everywhere(ranks):
@@ -273,7 +324,9 @@ def test_what_is_not_trained_is_not_wrapped_and_the_same_everywhere(ranks):
 
 
 class Thawing(Regression):
-    """Unfreezes a whole entry and a part of another for the second epoch, and freezes it for the fourth."""
+    """Unfreezes a whole entry and a part of another for the second epoch, and freezes it for the
+    fourth.
+    """
 
     def on_stage_start(self, stage, epoch=None):
         if stage is Stage.TRAIN:
@@ -291,7 +344,9 @@ def train_thawing():
     torch.manual_seed(6)
     front, net = nn.Linear(3, 3).double().requires_grad_(requires_grad=False), Encoder()
     net.inner.requires_grad_(requires_grad=False)
-    brain = Thawing({"front": front, "net": net}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2})
+    brain = Thawing(
+        {"front": front, "net": net}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}
+    )
     brain.fit([1, 2, 3, 4], points(18), train_loader_kwargs={"batch_size": 6 // world_size()})
     return brain.moments
 
@@ -317,7 +372,11 @@ class Behind(Regression):
 
 def train_behind_frozen_statistics():
     torch.manual_seed(6)
-    front = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double().requires_grad_(requires_grad=False)
+    front = (
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+        .double()
+        .requires_grad_(requires_grad=False)
+    )
     brain = Behind({"front": front, "net": Encoder()}, sgd(), None, QUIET)
     brain.fit([1, 2], points(20), train_loader_kwargs={"batch_size": 6 // world_size()})
     return weights(brain)
@@ -359,7 +418,9 @@ def train_normalised(folder):
     norm = nn.BatchNorm1d(3).double()
     net = linear()
     model = nn.ModuleList([norm, net])  # what a YAML gives to the checkpointer
-    brain = Normalised({"norm": norm, "net": net}, sgd(), None, QUIET, Checkpointer(folder, {"model": model}))
+    brain = Normalised(
+        {"norm": norm, "net": net}, sgd(), None, QUIET, Checkpointer(folder, {"model": model})
+    )
     brain.fit([1, 2], points(12), points(5), train_loader_kwargs={"batch_size": 6 // world_size()})
     saved = brain.checkpointer.save_checkpoint(name="done")
     state = torch.load(saved.paramfiles["model"], weights_only=True)
@@ -372,7 +433,9 @@ def test_d12_batchnorm_is_synchronised_and_saved_through_the_recipes_own_referen
     for converted, state, _, losses_there in ranks.run(train_normalised, tmp_path / "two"):
         assert converted
         assert_close(dict(state), dict(expected))
-        assert [loss for _, _, loss in losses_there] == pytest.approx([loss for _, _, loss in losses])
+        assert [loss for _, _, loss in losses_there] == pytest.approx(
+            [loss for _, _, loss in losses]
+        )
 
 
 def fit_twice():
@@ -419,11 +482,13 @@ def test_o9_no_sync_is_left_clean_by_an_exception(ranks):
     assert_close(second, first)
 
 
-# ---------------------------------------------------------------------------------------------- what a step costs
+# -------------------------------------------------------------------------------- what a step costs
 
 
 def count_collectives(factor, cls_name):
-    """Train a warm-up epoch, then count in the next: all of c10d's operations, and those of the control plane."""
+    """Train a warm-up epoch, then count in the next: all of c10d's operations, and those of the
+    control plane.
+    """
     control = []
     real = dist.all_to_all_single
 
@@ -444,7 +509,13 @@ def count_collectives(factor, cls_name):
             brain._fit_train(brain.make_dataloader(data, Stage.TRAIN, **kwargs), 2, enable=False)
     finally:
         dist.all_to_all_single = real
-    found = Counter({event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")})
+    found = Counter(
+        {
+            event.key: event.count
+            for event in profiler.key_averages()
+            if event.key.startswith("c10d::")
+        }
+    )
     return found, len(control), brain.optimizer_step - before, time.monotonic() - started
 
 
@@ -461,7 +532,9 @@ def test_gradients_are_sent_once_per_optimizer_step(ranks, factor, cls_name):
 
 
 def host_reads(profiler):
-    return sum(event.count for event in profiler.key_averages() if event.key == "aten::_local_scalar_dense")
+    return sum(
+        event.count for event in profiler.key_averages() if event.key == "aten::_local_scalar_dense"
+    )
 
 
 class ReadsCounted(Regression):
@@ -481,9 +554,12 @@ class ReadsCounted(Regression):
 
 
 def count_host_reads(factor):
-    # Once per process, the first backward pass tries on the CPU how torch's engine can be called. It reads the answers.
+    # Once per process, the first backward pass tries on the CPU how torch's engine can be called.
+    # It reads the answers.
     make().fit([1], points(2), train_loader_kwargs={"batch_size": 1})
-    brain = make(ReadsCounted, opt=torch.optim.Adam, grad_accumulation_factor=factor, measure_steps="off")
+    brain = make(
+        ReadsCounted, opt=torch.optim.Adam, grad_accumulation_factor=factor, measure_steps="off"
+    )
     brain.fit([1], points(12), points(6), train_loader_kwargs={"batch_size": 2 // world_size()})
     return brain.reads, brain.evaluation_reads
 
@@ -513,7 +589,7 @@ def test_o13_no_more_host_reads_than_a_bare_loop(ranks, factor):
         assert set(evaluation_reads) == {0}
 
 
-# ---------------------------------------------------------------------------------------------- agreement
+# ---------------------------------------------------------------------------------------- agreement
 
 
 class Poisoned(Regression):
@@ -593,14 +669,21 @@ def test_d7_stage_losses_are_one_number_on_all_ranks(ranks):
     assert full[0] == [(name, pytest.approx(loss)) for name, loss in expected]
     sharded = ranks.run(stage_losses, True)
     assert_alike(sharded)
-    assert sharded[0][1:] == [(name, pytest.approx(5 / 3)) for name in ("VALID", "TEST", "returned")]
+    assert sharded[0][1:] == [
+        (name, pytest.approx(5 / 3)) for name in ("VALID", "TEST", "returned")
+    ]
 
 
 class Clipped(Regression):
-    """Only the joined gradient of some steps is beyond the norm; by itself each rank would count otherwise."""
+    """Only the joined gradient of some steps is beyond the norm; by itself each rank would count
+    otherwise.
+    """
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
-        self.told = [*getattr(self, "told", []), (self.progress.clipped, self.progress.clipped_share)]
+        self.told = [
+            *getattr(self, "told", []),
+            (self.progress.clipped, self.progress.clipped_share),
+        ]
 
 
 def clipped_steps(per_step):
@@ -610,7 +693,9 @@ def clipped_steps(per_step):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_share_of_clipped_steps_is_one_number_on_all_ranks_and_that_of_one_process(ranks, world):
+def test_the_share_of_clipped_steps_is_one_number_on_all_ranks_and_that_of_one_process(
+    ranks, world
+):
     expected = clipped_steps(6)
     assert all(0 < clipped < 7 and share == clipped / 7 for clipped, share in expected)
     assert ranks.run(clipped_steps, 6, world_size=world) == [expected] * world
@@ -651,7 +736,11 @@ def random_streams():
     brain = make(Noisy, net=nn.Linear(3, 1).double())
     brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
     os.environ.pop("DDPKIT_GLOBAL_SEED", None)
-    return {name: value.tolist() for name, value in brain.initial.items()}, brain.drawn_before, noise
+    return (
+        {name: value.tolist() for name, value in brain.initial.items()},
+        brain.drawn_before,
+        noise,
+    )
 
 
 def test_d16_weights_begin_equal_and_noise_differs(ranks):
@@ -662,7 +751,7 @@ def test_d16_weights_begin_equal_and_noise_differs(ranks):
     assert ranks.run(random_streams) == [first, second]
 
 
-# ---------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------- data
 
 
 def positions(train_set, kwargs, epochs=(1, 2), **run_opts):
@@ -699,7 +788,9 @@ KINDS = {
     "dataset": lambda data: data,
     "ready-made": lambda data: DataLoader(data, batch_size=2),
     "ready-made, shuffled": lambda data: DataLoader(data, batch_size=2, shuffle=True),
-    "ready-made, sampler": lambda data: DataLoader(data, batch_size=2, sampler=SequentialSampler(data)),
+    "ready-made, sampler": lambda data: DataLoader(
+        data, batch_size=2, sampler=SequentialSampler(data)
+    ),
     "ready-made, batches": lambda data: DataLoader(data, batch_sampler=Pairs(data)),
     "saveable": lambda data: make_dataloader(data, batch_size=2, shuffle=True),
 }
@@ -721,7 +812,9 @@ def train_on(kind, number):
 @pytest.mark.parametrize("number", [12, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_d5_every_sample_on_one_rank(ranks, kind, number):
-    """Together the ranks see every sample once an epoch; one may be repeated to keep step, and weighs nothing."""
+    """Together the ranks see every sample once an epoch; one may be repeated to keep step, and
+    weighs nothing.
+    """
     results = ranks.run(train_on, kind, number)
     assert_alike([result[1:] for result in results])
     for epoch in range(2):
@@ -736,7 +829,9 @@ def test_d5_every_sample_on_one_rank(ranks, kind, number):
 def train_on_stream(kind, number, factor, cls_name="default"):
     cls = {"Stream": Stream, "ShardableStream": ShardableStream}[kind.partition(",")[0]]
     kwargs, data = {"batch_size": 1}, points(30)
-    brain = make({"default": Regression, "own": OwnFitBatch}[cls_name], grad_accumulation_factor=factor)
+    brain = make(
+        {"default": Regression, "own": OwnFitBatch}[cls_name], grad_accumulation_factor=factor
+    )
     stream = cls(data[:number])
     if kind.endswith("ready-made"):
         brain.fit([1, 2], DataLoader(stream, **kwargs))
@@ -744,7 +839,12 @@ def train_on_stream(kind, number, factor, cls_name="default"):
         brain.fit([1, 2], brain.make_dataloader(stream, Stage.TRAIN, **kwargs))
     else:
         brain.fit([1, 2], stream, train_loader_kwargs=kwargs)
-    return [batch[0] for batch in seen_in(data, brain.trained_on)], brain.optimizer_step, brain.losses, weights(brain)
+    return (
+        [batch[0] for batch in seen_in(data, brain.trained_on)],
+        brain.optimizer_step,
+        brain.losses,
+        weights(brain),
+    )
 
 
 def sample_losses(number, factor, world):
@@ -756,7 +856,9 @@ def sample_losses(number, factor, world):
 
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
-@pytest.mark.parametrize("kind", ["Stream", "ShardableStream", "Stream, ready-made", "Stream, made by the Brain"])
+@pytest.mark.parametrize(
+    "kind", ["Stream", "ShardableStream", "Stream, ready-made", ("Stream, made by the Brain")]
+)
 @pytest.mark.parametrize(("number", "world"), [(7, 2), (8, 2), (7, 3), (8, 3)])
 def test_d4_d5_streams_give_every_item_once_and_end_together(ranks, number, world, kind, factor):
     results = ranks.run(train_on_stream, kind, number, factor, world_size=world)
@@ -765,7 +867,11 @@ def test_d4_d5_streams_give_every_item_once_and_end_together(ranks, number, worl
     for rank, (items, steps, _, _) in enumerate(results):
         assert len(items) == 2 * rounds
         assert steps == 2 * math.ceil(rounds / factor)
-        own = rounds - (rank >= number - world * (rounds - 1)) if not kind.startswith("Shardable") else rounds
+        own = (
+            rounds - (rank >= number - world * (rounds - 1))
+            if not kind.startswith("Shardable")
+            else rounds
+        )
         for epoch in range(2):
             seen[epoch].update(set(items[epoch * rounds :][:own]))
     assert seen == [Counter(range(number))] * 2
@@ -775,11 +881,15 @@ def test_d4_d5_streams_give_every_item_once_and_end_together(ranks, number, worl
     if not kind.startswith("Shardable"):
         losses, expected = sample_losses(number, factor, world)
         assert_close(results[0][3], expected)
-        assert [entry[2] for entry in results[0][2]] == pytest.approx([entry[2] for entry in losses])
+        assert [entry[2] for entry in results[0][2]] == pytest.approx(
+            [entry[2] for entry in losses]
+        )
 
 
 def test_a_stream_under_an_overridden_fit_batch(ranks):
-    """A full window is exact; in the last one an item that is repeated to keep step counts, but never double."""
+    """A full window is exact; in the last one an item that is repeated to keep step counts, but
+    never double.
+    """
     first, second = ranks.run(train_on_stream, "Stream", 8, 2, "own")
     assert_close(first[3], second[3])
     assert_close(first[3], sample_losses(8, 2, 2)[1])
@@ -828,7 +938,9 @@ def test_nominal_epochs_are_the_same_on_two_ranks(ranks):
 
 def train_on_divided_loader():
     def train_set(data):
-        return DataLoader(data[:8], batch_size=2, sampler=DistributedSampler(data[:8], shuffle=True))
+        return DataLoader(
+            data[:8], batch_size=2, sampler=DistributedSampler(data[:8], shuffle=True)
+        )
 
     return positions(train_set, None)
 
@@ -836,12 +948,14 @@ def train_on_divided_loader():
 def test_a_loader_that_its_maker_has_divided_is_told_the_epoch(ranks):
     results = ranks.run(train_on_divided_loader)
     for epoch in range(2):
-        seen = sorted(position for result in results for batch in result[0][epoch] for position in batch)
+        seen = sorted(
+            position for result in results for batch in result[0][epoch] for position in batch
+        )
         assert seen == list(range(8))
     assert results[0][0][0] != results[0][0][1]
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 class SaveAsYouLike(Regression):
@@ -865,7 +979,10 @@ def save_one_sided(folder):
 
 def test_d1_one_sided_calls_in_on_stage_end(ranks, tmp_path):
     assert_alike(ranks.run(save_one_sided, tmp_path))
-    assert sorted(path.name for path in (tmp_path / "save").glob("CKPT*")) == ["CKPT+epoch1", "CKPT+epoch2"]
+    assert sorted(path.name for path in (tmp_path / "save").glob("CKPT*")) == [
+        "CKPT+epoch1",
+        "CKPT+epoch2",
+    ]
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 10
 
 
@@ -873,19 +990,25 @@ class AsksMain(Regression):
     """Saves, and has the main process answer a question, after every batch."""
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        self.answers = [*getattr(self, "answers", []), run_on_main(lambda: (self.step, self.optimizer_step))]
+        self.answers = [
+            *getattr(self, "answers", []),
+            run_on_main(lambda: (self.step, self.optimizer_step)),
+        ]
         self.checkpointer.save_checkpoint(name=f"step{self.step}")
 
 
 def ask_after_every_batch(folder, strategy):
-    brain = make(AsksMain, folder=folder, strategy=strategy, global_batch_size=3, micro_batch_size=1)
+    brain = make(
+        AsksMain, folder=folder, strategy=strategy, global_batch_size=3, micro_batch_size=1
+    )
     brain.fit([1], points(7), train_loader_kwargs={"batch_size": 1})
     return brain.answers
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_d1_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):
-    # Rank 1 has no sample in the last micro-batch of a step. In the first step zero1 compares the ranks besides.
+    # Rank 1 has no sample in the last micro-batch of a step. In the first step zero1 compares the
+    # ranks besides.
     answers = [(1, 0), (2, 1), (3, 1), (4, 2), (5, 3)]
     assert ranks.run(ask_after_every_batch, tmp_path, strategy) == [answers] * 2
     assert len(list(tmp_path.glob("CKPT*"))) == 5
@@ -947,7 +1070,8 @@ def saved_at(folder, run_opts):
 
     run_of(brain).policy.save_inside_epoch = watched
     real = IntraEpochSaves.tell
-    IntraEpochSaves.tell = lambda self: Requests(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
+    # the clocks disagree
+    IntraEpochSaves.tell = lambda self: Requests(0.0 if dist.get_rank() else 100.0)
     try:
         brain.fit([1, 2], points(40), train_loader_kwargs={"batch_size": 2})
     finally:
@@ -982,7 +1106,12 @@ def run_mortal(folder, dies_at, run_opts, how):
     data = points(39)
     kwargs = {"batch_size": 2, "shuffle": True} if how == "dataset" else {"batch_size": 2}
     with contextlib.suppress(Killed):
-        brain.fit(counter, data if how == "dataset" else Stream(data), data[:3], train_loader_kwargs=kwargs)
+        brain.fit(
+            counter,
+            data if how == "dataset" else Stream(data),
+            data[:3],
+            train_loader_kwargs=kwargs,
+        )
     return seen_in(data, brain.trained_on), weights(brain), brain.losses, brain.optimizer_step
 
 
@@ -1000,7 +1129,9 @@ def test_a_run_on_two_ranks_is_continued_in_the_middle_of_an_epoch(ranks, tmp_pa
         assert after[1].keys() == through[1].keys()
         assert all(torch.equal(after[1][name], through[1][name]) for name in after[1])
         assert after[2][0][:2] == ("TRAIN", 2)
-        assert [entry[2] for entry in after[2]] == pytest.approx([entry[2] for entry in through[2][2:]])
+        assert [entry[2] for entry in after[2]] == pytest.approx(
+            [entry[2] for entry in through[2][2:]]
+        )
         assert after[3] == through[3]
 
 
@@ -1043,14 +1174,17 @@ def caught_on_one_rank():
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         run_opts={"device": "cpu", "noprogressbar": True},
     )
-    with contextlib.suppress(ValueError):  # the recipe goes on as if nothing had happened, on this rank alone
+    # the recipe goes on as if nothing had happened, on this rank alone
+    with contextlib.suppress(ValueError):
         brain.fit([1], data, train_loader_kwargs={"batch_size": 2})
     brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
 
 
 @pytest.mark.slow  # the other rank is given half a minute
 def test_an_exception_that_one_rank_catches_ends_all_of_them(ranks):
-    """The other rank is in a collective that nobody joins any more: the one that went on must notice, and end."""
+    """The other rank is in a collective that nobody joins any more: the one that went on must
+    notice, and end.
+    """
     outcomes = ranks.outcomes(caught_on_one_rank, world_size=2)
     assert [outcome.ok for outcome in outcomes] == [False, False]
     assert outcomes[1].error_type == "RankFailedError"

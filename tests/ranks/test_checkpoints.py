@@ -34,7 +34,12 @@ def save_and_load(folder):
     checkpointer = Checkpointer(folder, {"value": value})
     saved = checkpointer.save_checkpoint(meta={"tensor": torch.ones(2)})
     loaded = checkpointer.recover_if_possible()
-    return saved.path, loaded == saved, value.value, [c.path for c in checkpointer.list_checkpoints()]
+    return (
+        saved.path,
+        loaded == saved,
+        value.value,
+        [c.path for c in checkpointer.list_checkpoints()],
+    )
 
 
 def test_all_ranks_get_the_checkpoint_and_load_the_state_of_main(ranks, tmp_path):
@@ -84,7 +89,9 @@ def test_states_that_are_divided_over_the_ranks_are_made_whole_before_a_save(ran
 def count_handovers(folder):
     posts = []
     real = mailbox.Mailbox.post
-    mailbox.Mailbox.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
+    mailbox.Mailbox.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[
+        1
+    ]
     try:
         counts = []
         for number in (1, 5):
@@ -337,7 +344,9 @@ def saved_by_each(folder, asynchronous, every_rank):
 
 @pytest.mark.parametrize("every_rank", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_save_checkpoint_returns_the_checkpoint_on_every_rank(ranks, tmp_path, asynchronous, every_rank):
+def test_save_checkpoint_returns_the_checkpoint_on_every_rank(
+    ranks, tmp_path, asynchronous, every_rank
+):
     (saved, is_newest), other = ranks.run(saved_by_each, tmp_path, asynchronous, every_rank)
     assert is_newest
     assert saved.meta["loss"] == 0.5
@@ -388,7 +397,10 @@ def resume_on_own_disks(folder, converts):
 
 
 def test_nodes_that_do_not_share_the_folder_get_its_files_from_rank_0(ranks, tmp_path):
-    assert ranks.run(resume_on_own_disks, tmp_path / "a", True) == [([[1.0, 1.0]], "CKPT+a/text.ckpt: of rank 0")] * 2
+    assert (
+        ranks.run(resume_on_own_disks, tmp_path / "a", True)
+        == [([[1.0, 1.0]], ("CKPT+a/text.ckpt: of rank 0"))] * 2
+    )
 
 
 PIECE = 16 << 20  # bytes that are sent at a time

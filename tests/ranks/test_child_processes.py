@@ -1,4 +1,6 @@
-"""A program that a rank starts inherits the rank's variables, and is not a second one of the same rank."""
+"""A program that a rank starts inherits the rank's variables, and is not a second one of the same
+rank.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ SCRIPT = """
             env = {name: value for name, value in os.environ.items() if name != "DDPKIT_RANK_PROCESS"}
             child(["evaluate.py"], env)
         print(f"done {get_rank()}", flush=True)
-"""
+"""  # noqa: E501
 EVALUATE = """
     import ddpkit
     from ddpkit.distributed import get_rank, get_world_size
@@ -64,9 +66,9 @@ BRAIN = """
     ddpkit.Brain({}, run_opts={"device": "cpu"})
 """
 REFUSED = (
-    r"evaluate\.py: error: this process \(pid \d+\) was started by rank 0 \(pid \d+\) and has inherited its variables "
-    r"\(LOCAL_RANK=0 MASTER_ADDR=\S+ MASTER_PORT=\d+ RANK=0 WORLD_SIZE=2\)\. .*"
-    r"env=ddpkit\.distributed\.environment_without_launch\(\)"
+    r"evaluate\.py: error: this process \(pid \d+\) was started by rank 0 \(pid \d+\) and has "
+    r"inherited its variables \(LOCAL_RANK=0 MASTER_ADDR=\S+ MASTER_PORT=\d+ RANK=0 "
+    r"WORLD_SIZE=2\)\. .*env=ddpkit\.distributed\.environment_without_launch\(\)"
 )
 
 

@@ -1,4 +1,6 @@
-"""DDP by torch's names, on real ranks: the same answer, the same bits after a resume, and clear refusals."""
+"""DDP by torch's names, on real ranks: the same answer, the same bits after a resume, and clear
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
 class Net(nn.Module):
-    """Several buckets at 0.001 MiB; a layer that only some models use; a buffer that no forward pass changes."""
+    """Several buckets at 0.001 MiB; a layer that only some models use; a buffer that no forward
+    pass changes.
+    """
 
     def __init__(self, *, uses_extra=True):
         super().__init__()
@@ -33,16 +37,22 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.extra(hidden)) if self.uses_extra else hidden)
 
 
-# ---------------------------------------------------------------------------------------------- the same answer
+# ---------------------------------------------------------------------------------- the same answer
 
 
 def train(cls, factor, options):
     brain = make(cls, net=Net(), opt=sgd(momentum=0.9), grad_accumulation_factor=factor, **options)
-    brain.fit([1, 2], points(22), train_loader_kwargs={"batch_size": 4 // world_size(), "shuffle": True})
+    brain.fit(
+        [1, 2], points(22), train_loader_kwargs={"batch_size": 4 // world_size(), "shuffle": True}
+    )
     return weights(brain), brain.optimizer_step, brain.losses
 
 
-STATIC, VIEWS, SMALL = {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}
+STATIC, VIEWS, SMALL = (
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 0.001},
+)
 LEVERS = {
     "static graph": STATIC,
     "views": VIEWS,
@@ -58,19 +68,28 @@ LEVERS = {
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
 @pytest.mark.parametrize(
-    "name", ["several", "static graph", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LEVERS)[1:-1])]
+    "name",
+    [
+        "several",
+        "static graph",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in list(LEVERS)[1:-1]),
+    ],
 )
 def test_the_options_change_no_number(ranks, name, cls, factor):
     """Also with a short last window, and a rank without a sample in the last batch."""
     expected, steps, losses = train(cls, factor, {})
-    for found, steps_there, losses_there in ranks.run(train, cls, factor, LEVERS[name], world_size=2):
+    for found, steps_there, losses_there in ranks.run(
+        train, cls, factor, LEVERS[name], world_size=2
+    ):
         assert steps_there == steps
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, **CLOSE)
-        assert [loss for *_, loss in losses_there] == pytest.approx([loss for *_, loss in losses], abs=1e-10)
+        assert [loss for *_, loss in losses_there] == pytest.approx(
+            [loss for *_, loss in losses], abs=1e-10
+        )
 
 
-# ----------------------------------------------------------------------------------------- gradients in fewer bytes
+# ------------------------------------------------------------------------- gradients in fewer bytes
 
 
 def sent_dtypes(cls, factor, options):
@@ -91,9 +110,13 @@ def sent_dtypes(cls, factor, options):
 
 @pytest.mark.parametrize(("cls", "factor"), [(Regression, 1), (OwnFitBatch, 3)])
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(ranks, name, dtype, cls, factor):
+def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(
+    ranks, name, dtype, cls, factor
+):
     exact = train(cls, factor, {})[0]
-    (first, sent), (second, _) = ranks.run(sent_dtypes, cls, factor, {"ddp_comm_hook": name}, world_size=2)
+    (first, sent), (second, _) = ranks.run(
+        sent_dtypes, cls, factor, {"ddp_comm_hook": name}, world_size=2
+    )
     assert dtype in sent
     for key, value in exact.items():
         assert torch.equal(first[key], second[key])
@@ -101,11 +124,18 @@ def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(ranks,
     assert any(not torch.equal(first[key], value) for key, value in exact.items())
 
 
-POWER = {"ddp_comm_hook": "powersgd", "start_powersgd_iter": 2, "bucket_cap_mb": 0.001, "max_grad_norm": 0}
+POWER = {
+    "ddp_comm_hook": "powersgd",
+    "start_powersgd_iter": 2,
+    "bucket_cap_mb": 0.001,
+    "max_grad_norm": 0,
+}
 
 
 def power_factor(cls, options):
-    """Return the numbers sent per step, the loss of each epoch, and whether the ranks' weights are the same bits."""
+    """Return the numbers sent per step, the loss of each epoch, and whether the ranks' weights are
+    the same bits.
+    """
     sent, real = [], dist.all_reduce
 
     def noted(tensor, *args, **kwargs):
@@ -120,7 +150,9 @@ def power_factor(cls, options):
     finally:
         dist.all_reduce = real
     everybody = gather_objects(lambda: weights(brain))
-    alike = all(torch.equal(one, everybody[0][key]) for other in everybody for key, one in other.items())
+    alike = all(
+        torch.equal(one, everybody[0][key]) for other in everybody for key, one in other.items()
+    )
     return sum(sent), [loss for *_, loss in brain.losses], alike
 
 
@@ -138,7 +170,9 @@ def test_powersgd_sends_thin_matrices_and_learns_what_it_has_left_out(ranks, cls
 class PoisonedOnce(Regression):
     def compute_objectives(self, predictions, batch, stage):
         loss = super().compute_objectives(predictions, batch, stage)
-        return loss * float("nan") if self.optimizer_step == 5 and not self.nonfinite_count else loss
+        return (
+            loss * float("nan") if self.optimizer_step == 5 and not self.nonfinite_count else loss
+        )
 
 
 def test_powersgd_goes_on_after_a_step_that_was_not_finite(ranks):
@@ -153,7 +187,9 @@ class Sums(Regression):
 
 
 def test_a_large_sum_fits_into_fp16(ranks):
-    """It is divided by a power of two near the count before it is sent, as where a scaler multiplies it."""
+    """It is divided by a power of two near the count before it is sent, as where a scaler
+    multiplies it.
+    """
     expected, steps, _ = train(Sums, 1, {})
     for found, steps_there, _ in ranks.run(train, Sums, 1, {"ddp_comm_hook": "fp16"}, world_size=2):
         assert steps_there == steps == 12
@@ -161,7 +197,7 @@ def test_a_large_sum_fits_into_fp16(ranks):
             torch.testing.assert_close(found[key], value, rtol=0, atol=0.01)
 
 
-# ---------------------------------------------------------------------------------------------- resume
+# ------------------------------------------------------------------------------------------- resume
 
 
 class Mortal(Regression):
@@ -175,7 +211,9 @@ class Mortal(Regression):
 def train_mortal(folder, dies_at, options):
     counter = EpochCounter(2)
     given = {"opt": sgd(momentum=0.9), "ckpt_interval_steps": 2, "bucket_cap_mb": 0.001, **options}
-    brain = make(Mortal, net=Net().float(), folder=folder, recoverables={"counter": counter}, **given)
+    brain = make(
+        Mortal, net=Net().float(), folder=folder, recoverables={"counter": counter}, **given
+    )
     brain.dies_at = dies_at
     data = [(inputs.float(), target.float()) for inputs, target in points(36)]
     try:
@@ -198,7 +236,9 @@ def train_mortal(folder, dies_at, options):
     ids=str,
 )
 def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, options, dies_at):
-    """On three ranks, where the last bit of a sum depends on the order in which DDP makes its buckets."""
+    """On three ranks, where the last bit of a sum depends on the order in which DDP makes its
+    buckets.
+    """
     [whole, *_] = ranks.run(train_mortal, tmp_path / "whole", None, options, world_size=3)
     assert ranks.run(train_mortal, tmp_path / "dead", dies_at, options, world_size=3) == [None] * 3
     for found, losses in ranks.run(train_mortal, tmp_path / "dead", None, options, world_size=3):
@@ -206,7 +246,7 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, options, dies_at):
         assert losses == whole[1][-len(losses) :]
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 def outcome(make_and_fit, *args):
@@ -227,10 +267,13 @@ def train_unused(cls, options):
         raise
 
 
-def test_unused_parameters_are_named_before_a_step_is_made_with_gradients_that_are_not_averaged(ranks):
+def test_unused_parameters_are_named_before_a_step_is_made_with_gradients_that_are_not_averaged(
+    ranks,
+):
     for text in ranks.run(outcome, train_unused, Regression, {}, world_size=2):
         assert text.startswith(
-            "modules['net'] has parameters that the last batch of this optimizer step did not use: extra.w"
+            "modules['net'] has parameters that the last batch of this optimizer step did not "
+            "use: extra.w"
         )
         assert "give --find_unused_parameters" in text
 
@@ -245,16 +288,28 @@ CONTRADICTIONS = {
         "static_graph": True,
         "find_unused_parameters": True,
     },
-    "ddp_comm_hook=fp16 does not work with check_parity=2": {"check_parity": 2, "ddp_comm_hook": "fp16"},
+    "ddp_comm_hook=fp16 does not work with check_parity=2": {
+        "check_parity": 2,
+        "ddp_comm_hook": "fp16",
+    },
     "ddp_comm_hook=powersgd does not work with static_graph=True: DDP rebuilds": {
         "static_graph": True,
         "ddp_comm_hook": "powersgd",
     },
-    "ddp_comm_hook=powersgd does not work with precision=fp16": {"precision": "fp16", "ddp_comm_hook": "powersgd"},
-    "virtual_ranks does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
+    "ddp_comm_hook=powersgd does not work with precision=fp16": {
+        "precision": "fp16",
+        "ddp_comm_hook": "powersgd",
+    },
+    "virtual_ranks does not work with ddp_comm_hook=bf16": {
+        "virtual_ranks": 2,
+        "ddp_comm_hook": "bf16",
+    },
     **{
         f"{chosen} does not work with {name}={value}: {why}": {**given, name: value}
-        for chosen, given in (("virtual_ranks", {"virtual_ranks": 2}), ("strategy=fsdp", {"strategy": "fsdp"}))
+        for chosen, given in (
+            ("virtual_ranks", {"virtual_ranks": 2}),
+            ("strategy=fsdp", {"strategy": "fsdp"}),
+        )
         for name, values, why in (
             ("static_graph", [True], "it is DDP's"),
             ("bucket_cap_mb", [5.0], "it is DDP's"),
@@ -305,7 +360,7 @@ def test_what_does_not_go_together_is_refused_on_every_rank(ranks):
             assert text.startswith(words)
 
 
-# ---------------------------------------------------------------------------------------------- batch norm of each rank
+# -------------------------------------------------------------------------- batch norm of each rank
 
 
 class Normed(Regression):
@@ -321,7 +376,12 @@ def train_normed(options):
     brain = make(Normed, net=net, **options)
     brain.fit([1, 2], points(24), points(6), train_loader_kwargs={"batch_size": 4})
     report = run_of(brain).preflight.report
-    return weights(brain), brain.means, brain.losses, None if report is None else report.said.get("batch norm")
+    return (
+        weights(brain),
+        brain.means,
+        brain.losses,
+        None if report is None else report.said.get("batch norm"),
+    )
 
 
 def test_without_synchronisation_each_rank_normalises_its_rows_and_rank_0s_statistics_count(ranks):
@@ -333,4 +393,6 @@ def test_without_synchronisation_each_rank_normalises_its_rows_and_rank_0s_stati
     assert losses == losses_there
     assert all(torch.equal(first[key], value) for key, value in second.items())
     assert all(torch.equal(one, other) for one, other in means)
-    assert any(not torch.equal(first[key], value) for key, value in shared[0][0].items() if "weight" in key)
+    assert any(
+        not torch.equal(first[key], value) for key, value in shared[0][0].items() if "weight" in key
+    )

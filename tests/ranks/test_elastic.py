@@ -1,4 +1,6 @@
-"""torchrun with nodes that come and go: the world shrinks and grows, on one store that is never emptied."""
+"""torchrun with nodes that come and go: the world shrinks and grows, on one store that is never
+emptied.
+"""
 
 from __future__ import annotations
 
@@ -76,18 +78,31 @@ TRAINING = """
     if if_main_process():
         bits = b"".join(one.numpy().tobytes() for one in brain.raw_modules.state_dict().values())
         Path(sys.argv[1], "bits").write_text(hashlib.sha256(bits).hexdigest())
-"""
+"""  # noqa: E501
 
 
 def agent(
-    folder: Path, port: int, name: str, environment: dict[str, str], *arguments: str, most: int = 2, seconds: int = 10
+    folder: Path,
+    port: int,
+    name: str,
+    environment: dict[str, str],
+    *arguments: str,
+    most: int = 2,
+    seconds: int = 10,
 ) -> Run:
-    """Start torchrun for one node; those that come in so many seconds after the first make a world with it.
+    """Start torchrun for one node; those that come in so many seconds after the first make a world
+    with it.
 
-    It is forked from a process that has imported torch: on a loaded machine the import alone takes longer than that.
+    It is forked from a process that has imported torch: on a loaded machine the import alone takes
+    longer than that.
     """
     beats = f"last_call_timeout={seconds},keep_alive_interval=2,keep_alive_max_attempt=4"
-    words = [f"--nnodes=1:{most}", "--nproc_per_node=1", "--max-restarts=5", "--monitor-interval=0.3"]
+    words = [
+        f"--nnodes=1:{most}",
+        "--nproc_per_node=1",
+        "--max-restarts=5",
+        "--monitor-interval=0.3",
+    ]
     words += [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{port}",
@@ -107,10 +122,12 @@ def listens(port: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("grows", [False, True], ids=["one leaves", "one leaves and one joins"])
 def test_f10_nodes_that_come_and_go(tmp_path, grows):
-    """torchrun counts no restart when a node leaves or joins: its count cannot tell one attempt from another.
+    """torchrun counts no restart when a node leaves or joins: its count cannot tell one attempt
+    from another.
 
-    A node that joins finds its way only where torchrun's agents do not share their store: with torch 2.13 the first of
-    them does not tell it the address again (``MASTER_ADDR`` is waited for in vain), before any rank is started.
+    A node that joins finds its way only where torchrun's agents do not share their store: with
+    torch 2.13 the first of them does not tell it the address again (``MASTER_ADDR`` is waited for
+    in vain), before any rank is started.
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     worlds = tmp_path / "worlds"
@@ -144,7 +161,9 @@ def test_f10_nodes_that_come_and_go(tmp_path, grows):
 @pytest.mark.launch
 @pytest.mark.slow
 def test_a_run_that_loses_nodes_has_the_same_bits_with_virtual_ranks(tmp_path):
-    """Of four nodes one dies, and another, and another; the last one goes on alone, and ends as one that was alone."""
+    """Of four nodes one dies, and another, and another; the last one goes on alone, and ends as one
+    that was alone.
+    """
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
     alone = Run([sys.executable, "train.py", "alone"], tmp_path, {})
     assert alone.wait(120).code == 0, alone.err
@@ -163,11 +182,15 @@ def test_a_run_that_loses_nodes_has_the_same_bits_with_virtual_ranks(tmp_path):
         assert wait_until(lambda: listens(port), 60), "the first agent keeps the store"
         runs += [start("second"), start("third"), start("fourth")]
         for size in (4, 3, 2):
-            assert wait_until(lambda size=size: len(set(trained(size))) > 3, 120), [run.err for run in runs]
+            assert wait_until(lambda size=size: len(set(trained(size))) > 3, 120), [
+                run.err for run in runs
+            ]
             for pid in runs[size - 1].alive():
                 os.kill(pid, signal.SIGKILL)
         assert runs[0].wait(180).code == 0, runs[0].err
-        assert 0 < trained(2)[0] < trained(1)[0], "each attempt goes on where the one before has saved"
+        assert 0 < trained(2)[0] < trained(1)[0], (
+            "each attempt goes on where the one before has saved"
+        )
         assert max(trained(4)) < max(trained(3)) < max(trained(2)) < max(trained(1)) == 24
         assert (tmp_path / "cut" / "bits").read_text() == (tmp_path / "alone" / "bits").read_text()
     finally:

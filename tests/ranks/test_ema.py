@@ -42,7 +42,12 @@ def train(folder, *, epochs=2, dies_at=None, seed=7):
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
     frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False).double()
     counter = EpochCounter(epochs)
-    options = {**QUIET, "ema_decay": DECAY, "evaluate_ema": True, "ckpt_interval_steps": 2 if dies_at else 0}
+    options = {
+        **QUIET,
+        "ema_decay": DECAY,
+        "evaluate_ema": True,
+        "ckpt_interval_steps": 2 if dies_at else 0,
+    }
     checkpointer = Checkpointer(folder, {"net": net, "frozen": frozen, "counter": counter})
     brain = Recipe({"net": net, "frozen": frozen}, sgd(momentum=0.9), None, options, checkpointer)
     brain.losses, brain.dies_at = [], dies_at
@@ -85,7 +90,9 @@ def test_the_average_is_that_of_one_process(ranks, tmp_path, world):
     assert not torch.equal(expected["average"]["net.0.weight"], expected["weights"]["net.0.weight"])
 
 
-def test_a_run_of_two_processes_continues_the_average_of_one_and_the_other_way_round(ranks, tmp_path):
+def test_a_run_of_two_processes_continues_the_average_of_one_and_the_other_way_round(
+    ranks, tmp_path
+):
     expected = train(tmp_path / "whole")
     assert train(tmp_path / "one", dies_at=(2, 6)) is None
     for found in ranks.run(train, tmp_path / "one", world_size=2):
@@ -105,4 +112,6 @@ def test_a_resumed_average_is_bit_identical_on_every_rank(ranks, tmp_path):
         assert_same(found["average"], expected["average"])
         assert_same(found["weights"], expected["weights"])
         assert found["losses"][-1] == expected["losses"][-1]
-    assert train(tmp_path / "killed", epochs=2)["losses"] == pytest.approx(whole[0]["losses"][-1:], rel=1e-10)
+    assert train(tmp_path / "killed", epochs=2)["losses"] == pytest.approx(
+        whole[0]["losses"][-1:], rel=1e-10
+    )

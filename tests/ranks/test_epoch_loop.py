@@ -25,7 +25,10 @@ def plain_epochs():
 def test_d8_main_s_metric_decides_on_every_rank(ranks):
     main, other = [3, 2, 2, 2, 1, 0], [6, 5, 4, 3, 2, 1]
     assert ranks.run(epochs, [main, other]) == [([1, 2, 3, 4], 2.0, 2, True)] * 2
-    assert ranks.run(epochs, [other + [9] * 4, main + [0] * 4]) == [([1, 2, 3, 4, 5, 6, 7, 8], 1.0, 6, True)] * 2
+    assert (
+        ranks.run(epochs, [other + [9] * 4, main + [0] * 4])
+        == [([1, 2, 3, 4, 5, 6, 7, 8], 1.0, 6, True)] * 2
+    )
 
 
 def test_d1_d8_the_metric_may_be_known_on_main_alone(ranks):

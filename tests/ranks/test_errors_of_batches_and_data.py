@@ -1,4 +1,6 @@
-"""What a hook returns wrongly, and data that cannot be trained on, are told in one sentence with the recipe's line."""
+"""What a hook returns wrongly, and data that cannot be trained on, are told in one sentence with
+the recipe's line.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,9 @@ def test_one_process_says_one_sentence_and_the_line(folder):
         ),
         pytest.param(
             "worker",
-            "error: shapes [(2, 2), (3, 3)] cannot be padded: tensors may differ in their first dimension only. "
-            "(in DataLoader worker process 0) (in TRAIN of epoch 1 at step 0, at train.py:",
+            "error: shapes [(2, 2), (3, 3)] cannot be padded: tensors may differ in their first "
+            "dimension only. (in DataLoader worker process 0) (in TRAIN of epoch 1 at step 0, at "
+            "train.py:",
             "return ddpkit.batch.batch_pad_right([torch.ones(2, 2), torch.ones(3, 3)])",
         ),
         pytest.param("generator", "TRAIN: the data is a generator", "brain.fit([1], data, "),
@@ -121,7 +124,7 @@ def test_a_fault_of_all_ranks_is_said_once(folder, start):
     assert 'train.py", line' not in told
 
 
-# ------------------------------------------------------------------------------------- torch's own words
+# -------------------------------------------------------------------------------- torch's own words
 
 
 class TwicePerPass(nn.Module):

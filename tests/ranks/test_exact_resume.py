@@ -1,4 +1,6 @@
-"""Law 2 on several ranks: bit-identical on as many, the same samples and steps on another number."""
+"""Law 2 on several ranks: bit-identical on as many, the same samples and steps on another
+number.
+"""
 
 from __future__ import annotations
 
@@ -109,27 +111,41 @@ def data(kind):
     if kind == "looped":
         return LoopedLoader(make_dataloader(Stream(26), batch_size=2), 6), {}
     if kind == "sampler":
-        return numbered(26), {"batch_sampler": BatchSampler(SequentialSampler(range(26)), 2, drop_last=False)}
+        return numbered(26), {
+            "batch_sampler": BatchSampler(SequentialSampler(range(26)), 2, drop_last=False)
+        }
     return numbered(26), {"batch_size": 2, "shuffle": True}
 
 
 def train(folder, kind, dies_at, noisy, options=None):
     """Run as a script does; return this rank's weights, losses and samples."""
     torch.manual_seed(3)
-    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)] if noisy else [nn.Linear(3, 1)]
+    layers = (
+        [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)]
+        if noisy
+        else [nn.Linear(3, 1)]
+    )
     net = nn.Sequential(*layers).double()
     options = dict(options or {})
     counter = EpochCounter(options.pop("epochs", 2))
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.02)
     one_sided, inside = options.pop("one_sided", False), options.pop("inside", "")
-    brain = Learner({"net": net}, optimizer, None, {**QUIET, "ckpt_interval_steps": 2, **options}, checkpointer)
+    brain = Learner(
+        {"net": net}, optimizer, None, {**QUIET, "ckpt_interval_steps": 2, **options}, checkpointer
+    )
     brain.dies_at, brain.seen, brain.losses = dies_at, [], []
     brain.waited = []
     brain.noisy, brain.one_sided, brain.inside = noisy, one_sided, inside
     train_set, kwargs = data(kind)
     try:
-        brain.fit(counter, train_set, numbered(5), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 2})
+        brain.fit(
+            counter,
+            train_set,
+            numbered(5),
+            train_loader_kwargs=kwargs,
+            valid_loader_kwargs={"batch_size": 2},
+        )
     except Killed:
         return None
     except ConfigError as error:
@@ -161,11 +177,16 @@ def assert_bits(found, expected):
 @pytest.mark.parametrize(
     ("kind", "dies_at", "options"),
     [
-        pytest.param("plan", (2, 4), {}, marks=pytest.mark.slow),  # on two ranks; below it is on three
+        # on two ranks; below it is on three
+        pytest.param("plan", (2, 4), {}, marks=pytest.mark.slow),
         ("plan", (2, 1), {"one_sided": True}),
         pytest.param("plan", (1, 4), {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
-        pytest.param("plan", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow),
-        pytest.param("stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow),
+        pytest.param(
+            "plan", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow
+        ),
         ("sampler", (2, 3), {}),
         pytest.param("stream", (1, 4), {}, marks=pytest.mark.slow),
         ("stream", (2, 4), {"grad_accumulation_factor": 2}),
@@ -191,7 +212,12 @@ def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)],
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        (2, 3),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     ("kind", "dies_at", "options"),
@@ -203,8 +229,12 @@ def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path
         ("stream", (3, 1), {"epochs": 3}),
     ],
 )
-def test_k13_another_number_of_ranks_takes_the_same_steps(ranks, tmp_path, kind, before, after, dies_at, options):
-    """As `before` processes would have: the same samples in every optimizer step, the same weights, in float64."""
+def test_k13_another_number_of_ranks_takes_the_same_steps(
+    ranks, tmp_path, kind, before, after, dies_at, options
+):
+    """As `before` processes would have: the same samples in every optimizer step, the same weights,
+    in float64.
+    """
     whole = ranks.run(train, tmp_path / "whole", kind, None, False, options, world_size=before)[0]
     ranks.run(train, tmp_path / "dead", kind, dies_at, False, options, world_size=before)
     shutil.copytree(tmp_path / "dead", tmp_path / "other")
@@ -215,7 +245,9 @@ def test_k13_another_number_of_ranks_takes_the_same_steps(ranks, tmp_path, kind,
     assert again == {key: through[key] for key in again}
     assert max(through) in again
     losses = [loss for *_, loss in found[2]]
-    assert losses == pytest.approx([loss for *_, loss in whole[2][len(whole[2]) - len(losses) :]], rel=1e-10)
+    assert losses == pytest.approx(
+        [loss for *_, loss in whole[2][len(whole[2]) - len(losses) :]], rel=1e-10
+    )
 
 
 def test_k13_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
@@ -226,8 +258,12 @@ def test_k13_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_nobody(ranks, tmp_path):
-    """The weights are right; the reported loss of that epoch is the main process's share for all."""
+def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_nobody(
+    ranks, tmp_path
+):
+    """The weights are right; the reported loss of that epoch is the main process's share for
+    all.
+    """
     options = {"inside": "main", "ckpt_interval_steps": 0, "epochs": 3}
     whole = ranks.run(train, tmp_path / "whole", "plan", None, False, options)
     first, *later = whole[0][4]
@@ -235,7 +271,9 @@ def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_n
     assert len(later) == 2
     assert max(later) < rank_state.WAIT_SECONDS
     ranks.run(train, tmp_path / "dead", "plan", (2, 5), False, options)
-    for mine, expected in zip(ranks.run(train, tmp_path / "dead", "plan", None, False, options), whole, strict=True):
+    for mine, expected in zip(
+        ranks.run(train, tmp_path / "dead", "plan", None, False, options), whole, strict=True
+    ):
         assert all(torch.equal(mine[0][name], value) for name, value in expected[0].items())
         assert mine[2][1:] == expected[2][len(expected[2]) - len(mine[2]) + 1 :]
 
@@ -251,11 +289,18 @@ def gathered(fails=False):
         states.gather()
     except (ValueError, RankFailedError) as error:
         return f"{type(error).__name__}: {error}"
-    return [None if one is None else (one["rank"], one["large"].sum().item()) for one in states.state_dict()["ranks"]]
+    return [
+        None if one is None else (one["rank"], one["large"].sum().item())
+        for one in states.state_dict()["ranks"]
+    ]
 
 
 def test_the_states_of_all_ranks_reach_the_main_process_and_no_other(ranks):
-    assert ranks.run(gathered, world_size=3) == [[(0, 0.0), (1, 1000.0), (2, 2000.0)], [None] * 3, [None] * 3]
+    assert ranks.run(gathered, world_size=3) == [
+        [(0, 0.0), (1, 1000.0), (2, 2000.0)],
+        [None] * 3,
+        [None] * 3,
+    ]
     first, second, third = ranks.run(gathered, True, world_size=3)
     assert second == "ValueError: not to be had"
     assert first == third
@@ -266,7 +311,13 @@ def test_the_states_of_all_ranks_reach_the_main_process_and_no_other(ranks):
 def with_a_checkpointer_on_main(folder):
     net = nn.Linear(3, 1).double()
     checkpointer = Checkpointer(folder, {"net": net}) if if_main_process() else None
-    brain = Learner({"net": net}, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None, QUIET, checkpointer)
+    brain = Learner(
+        {"net": net},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        None,
+        QUIET,
+        checkpointer,
+    )
     try:
         brain.fit(EpochCounter(1), numbered(8))
     except RankMismatchError as error:
@@ -281,7 +332,9 @@ def test_a_checkpointer_on_some_ranks_only_is_refused_on_all(ranks, tmp_path):
 
 @pytest.mark.parametrize("resume", ["never", pytest.param("path", marks=pytest.mark.slow)])
 def test_k13_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, resume):
-    """One decision: the weights are those of the newest of this launch, and so is the number of samples per step."""
+    """One decision: the weights are those of the newest of this launch, and so is the number of
+    samples per step.
+    """
     whole = ranks.run(train, tmp_path / "whole", "plan", None, False)[0]
     folder = tmp_path / "dead"
     ranks.run(with_environment, folder, (2, 4), "auto", 0)
@@ -296,7 +349,9 @@ def test_k13_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, res
 
 def with_environment(folder, dies_at, resume, restarts):
     before = dict(os.environ)
-    os.environ.update({"TORCHELASTIC_RUN_ID": "launch-7", "TORCHELASTIC_RESTART_COUNT": str(restarts)})
+    os.environ.update(
+        {"TORCHELASTIC_RUN_ID": "launch-7", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    )
     try:
         return train(folder, "plan", dies_at, False, {"resume": resume})
     finally:

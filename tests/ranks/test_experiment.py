@@ -45,7 +45,9 @@ def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     assert "2 processes" in (tmp_path / "out" / "env.log").read_text()
     if not main_only:
         assert "[rank: 1] from rank 1" in (tmp_path / "out" / "log.rank1.txt").read_text()
-    (event,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert (event["event"], event["world_size"]) == ("start", 2)
 
 
@@ -54,7 +56,10 @@ def test_d2_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
     outcomes = ranks.outcomes(create, str(tmp_path / "file" / "out"))
     assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
     for outcome in outcomes:
-        assert f"experiment_directory='{tmp_path}/file/out' cannot be written: Not a directory" in outcome.error
+        assert (
+            f"experiment_directory='{tmp_path}/file/out' cannot be written: Not a directory"
+            in outcome.error
+        )
 
 
 def test_d2_missing_hyperparams_fail_on_every_rank(ranks, tmp_path):

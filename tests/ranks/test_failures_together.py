@@ -48,7 +48,7 @@ SCRIPT = """
         brain = Faulty({"net": net}, lambda own: torch.optim.SGD(own, lr=0.1), run_opts={"device": "cpu"})
         brain.fit([1], torch.ones(8, 1), train_loader_kwargs={"batch_size": 2})
     fail(int(os.environ["RANK"]))
-"""
+"""  # noqa: E501
 BOOM = r"ValueError: boom"
 TRACES = re.compile(r"^\[rank\d\]: Traceback", re.MULTILINE)  # of torchrun's own there is one more
 FIRST = re.compile(
@@ -126,7 +126,10 @@ def test_another_exception_on_another_rank_is_told_beside_the_first(tmp_path, sc
     first, other = (0, 1) if FIRST.findall(said) == ["0"] else (1, 0)
     errors = ["ValueError: boom", "KeyError: 'other'"]
     assert len(TRACES.findall(said)) == 1
-    line = rf"rank {other} .* failed after rank {first} .*, with another traceback \((\S+)\), in TRAIN of"
+    line = (
+        rf"rank {other} .* failed after rank {first} .*, with another traceback \((\S+)\), in "
+        r"TRAIN of"
+    )
     found = re.search(
         line + rf" epoch 1 at step 1, at train.py:\d+ in fail: {errors[other]}\n", said
     )

@@ -1,4 +1,6 @@
-"""A process that a rank forks, such as a loader's worker, must not stumble over what the rank has in memory."""
+"""A process that a rank forks, such as a loader's worker, must not stumble over what the rank has
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Looking(Dataset):
 
 
 def load_beside_garbage():
-    """Leave a trained module behind that only the garbage collector can find, then start workers."""
+    """Leave a trained module behind that only the garbage collector can find, then start
+    workers.
+    """
     gc.collect()  # what other tests have left
     before = wrapped_modules()
     gc.disable()
@@ -38,7 +42,10 @@ def load_beside_garbage():
         module(torch.ones(1, 2)).sum().backward()
         module.itself = [module]
         del module
-        found = [int(item) for item in start_loading(DataLoader(Looking(), batch_size=None, num_workers=2))]
+        found = [
+            int(item)
+            for item in start_loading(DataLoader(Looking(), batch_size=None, num_workers=2))
+        ]
         own = wrapped_modules() - before
     finally:
         gc.enable()

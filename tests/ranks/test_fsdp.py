@@ -1,4 +1,6 @@
-"""``--strategy=fsdp``: the same answer from weights, gradients and optimizer states that are divided over the ranks."""
+"""``--strategy=fsdp``: the same answer from weights, gradients and optimizer states that are
+divided over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,11 @@ class Classifier(Brain):
 
     def compute_objectives(self, predictions, batch, stage):
         losses = nn.functional.cross_entropy(predictions, batch[1], reduction="none")
-        if stage is Stage.TRAIN and self.poisoned_at == self.optimizer_step and self.progress.nonfinite == 0:
+        if (
+            stage is Stage.TRAIN
+            and self.poisoned_at == self.optimizer_step
+            and self.progress.nonfinite == 0
+        ):
             losses = losses * math.nan
         if stage is Stage.TRAIN and not self.progress.window.count:
             losses = losses / 0.0  # of a sample that is repeated to keep step, which must not count
@@ -121,17 +127,38 @@ class Classifier(Brain):
 
 def make(kind=Classifier, folder=None, net=None, **options):
     net, counter = net or make_net(), EpochCounter(2)
-    given = {**QUIET, "max_grad_norm": 0.4, "global_batch_size": 12, "strategy": "fsdp", "fsdp_min_parameters": 30}
-    checkpointer = None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
-    brain = kind({"net": net}, lambda p: torch.optim.AdamW(p, lr=0.02), None, {**given, **options}, checkpointer)
+    given = {
+        **QUIET,
+        "max_grad_norm": 0.4,
+        "global_batch_size": 12,
+        "strategy": "fsdp",
+        "fsdp_min_parameters": 30,
+    }
+    checkpointer = (
+        None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    )
+    brain = kind(
+        {"net": net},
+        lambda p: torch.optim.AdamW(p, lr=0.02),
+        None,
+        {**given, **options},
+        checkpointer,
+    )
     return brain, counter
 
 
 def whole(brain):
     """The weights, and their average: plain tensors on every rank, gathered by torch."""
-    average = {} if brain.ema is None else {f"ema {name}": one for name, one in brain.ema.state_dict().items()}
+    average = (
+        {}
+        if brain.ema is None
+        else {f"ema {name}": one for name, one in brain.ema.state_dict().items()}
+    )
     state = {**brain.raw_modules.state_dict(), **average}
-    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone() for name, one in state.items()}
+    return {
+        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone()
+        for name, one in state.items()
+    }
 
 
 def train(*arguments, samples=25, valid=7, dies_at=None, poisoned_at=None, counts=False, **options):
@@ -148,7 +175,9 @@ def close(one, other, tolerance=1e-10):
     assert one["steps"] == other["steps"] > 0
     assert one["told"] == pytest.approx(other["told"], rel=tolerance, abs=tolerance)
     for name, value in one["weights"].items():
-        torch.testing.assert_close(value, other["weights"][name], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            value, other["weights"][name], rtol=tolerance, atol=tolerance, msg=name
+        )
 
 
 def refused(**options):
@@ -188,8 +217,10 @@ CASES = [
     {"counts": True, "fsdp_reshard_after_forward": False},
     {"micro_batch_size": 3, "fsdp_whole_gradients": True},
     {"micro_batch_size": 3, "counts": True, "poisoned_at": 2},
-    {"samples": 25, "shard_evaluation": True, "fsdp_blocks": ["Block"]},  # a rank without a sample in the last batch
-    {"ema_decay": 0.8, "evaluate_ema": True, "shard_evaluation": True, "valid": 1},  # ranks without a batch
+    # a rank without a sample in the last batch
+    {"samples": 25, "shard_evaluation": True, "fsdp_blocks": ["Block"]},
+    # ranks without a batch
+    {"ema_decay": 0.8, "evaluate_ema": True, "shard_evaluation": True, "valid": 1},
 ]
 
 
@@ -206,18 +237,30 @@ def count_reduce_scatters(**options):
     with profile(acc_events=False) as profiler:
         train(samples=24, micro_batch_size=3, fsdp_blocks=["Block"], measure_steps="off", **options)
     events = profiler.profiler.kineto_results.events()
-    return sum("reduce_scatter" in event.name() for event in events if event.name().startswith("c10d::"))
+    return sum(
+        "reduce_scatter" in event.name() for event in events if event.name().startswith("c10d::")
+    )
 
 
-@pytest.mark.parametrize(("keeps_whole", "per_step"), [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)])
-def test_whole_gradients_are_divided_once_per_step_instead_of_in_each_micro_batch(ranks, keeps_whole, per_step):
+@pytest.mark.parametrize(
+    ("keeps_whole", "per_step"), [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)]
+)
+def test_whole_gradients_are_divided_once_per_step_instead_of_in_each_micro_batch(
+    ranks, keeps_whole, per_step
+):
     """Two blocks and the rest."""
     count = functools.partial(count_reduce_scatters, fsdp_whole_gradients=keeps_whole)
     assert ranks.run(count) == [4 * per_step] * 2
 
 
 # Three steps in an epoch, of which the last has no sample for a rank but the first.
-SAVING = {"ema_decay": 0.8, "evaluate_ema": True, "ckpt_interval_steps": 2, "micro_batch_size": 3, "samples": 25}
+SAVING = {
+    "ema_decay": 0.8,
+    "evaluate_ema": True,
+    "ckpt_interval_steps": 2,
+    "micro_batch_size": 3,
+    "samples": 25,
+}
 
 
 def through():
@@ -229,7 +272,10 @@ def parts(**options):
     brain, counter = make(**options)
     brain.fit(counter, data(12), data(7))
     state = [one for known in brain.optimizer.state.values() for one in known.values() if one.ndim]
-    return [sum(local_part(one).numel() for one in known) for known in (brain.modules.parameters(), state)]
+    return [
+        sum(local_part(one).numel() for one in known)
+        for known in (brain.modules.parameters(), state)
+    ]
 
 
 def test_each_rank_holds_a_part(ranks):
@@ -287,7 +333,10 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
         assert one["steps"] == other["steps"] > 0
         assert_same(one["weights"], other["weights"])
     newest = Checkpointer(tmp_path).find_checkpoint()
-    files = {name: torch.load(newest.paramfiles[name], weights_only=True) for name in ("net", "ema", "optimizer")}
+    files = {
+        name: torch.load(newest.paramfiles[name], weights_only=True)
+        for name in ("net", "ema", "optimizer")
+    }
     assert {type(one) for one in [*files["net"].values(), *files["ema"].values()]} == {torch.Tensor}
     assert [known["exp_avg"].shape for known in files["optimizer"]["state"].values()] == [
         one.shape for one in make_net().parameters()
@@ -307,25 +356,34 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
 def test_a_run_goes_on_from_and_to_other_strategies(ranks, tmp_path, before, after):
     expected = through()
     for (size, strategy), run in ((before, stop), (after, go_on)):
-        results = [run(tmp_path, strategy)] if size == 1 else ranks.run(run, tmp_path, strategy, world_size=size)
+        results = (
+            [run(tmp_path, strategy)]
+            if size == 1
+            else ranks.run(run, tmp_path, strategy, world_size=size)
+        )
     for result in results:
         assert result["steps"] == expected["steps"]
         assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
         for name, value in expected["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(
+                result["weights"][name], value, rtol=1e-10, atol=1e-10, msg=name
+            )
 
 
-# ------------------------------------------------------------------------------- what a recipe may do
+# ----------------------------------------------------------------------------- what a recipe may do
 
 
 class OwnBatch(Classifier):
-    """Its own step, with a look at the weights between backward pass and step, and predictions after it."""
+    """Its own step, with a look at the weights between backward pass and step, and predictions
+    after it.
+    """
 
     def fit_batch(self, batch):
         loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
         self.backward(loss)
         with torch.no_grad():
-            self.modules.net(batch[0])  # leaves the weights whole with fsdp_reshard_after_forward=False
+            # leaves the weights whole with fsdp_reshard_after_forward=False
+            self.modules.net(batch[0])
         if self.should_step:
             self.optimizers_step()
         return loss.detach()
@@ -358,7 +416,10 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Block(FEATURES, norm=False), Block(FEATURES, norm=False))
-        self.head, self.last = nn.Linear(FEATURES, FEATURES, bias=False), nn.Linear(FEATURES, CLASSES)
+        self.head, self.last = (
+            nn.Linear(FEATURES, FEATURES, bias=False),
+            nn.Linear(FEATURES, CLASSES),
+        )
         self.head.weight = self.blocks[0].layer.weight
 
     def forward(self, inputs):
@@ -371,12 +432,23 @@ def make_tied():
 
 
 def fit(kind, modules, samples=37, **options):
-    given = {**QUIET, "max_grad_norm": 0.4, "global_batch_size": 12, "strategy": "fsdp", "fsdp_min_parameters": 30}
+    given = {
+        **QUIET,
+        "max_grad_norm": 0.4,
+        "global_batch_size": 12,
+        "strategy": "fsdp",
+        "fsdp_min_parameters": 30,
+    }
     brain = kind(modules, lambda p: torch.optim.AdamW(p, lr=0.02), None, {**given, **options})
     brain.fit(range(1, 3), data(samples), data(7), train_loader_kwargs={"shuffle": True})
     outputs = torch.stack(brain.predict(data(7), loader_kwargs={"batch_size": 2}))
     tested = brain.evaluate(data(5))
-    return {"weights": whole(brain), "told": [*brain.told, tested], "steps": brain.optimizer_step, "outputs": outputs}
+    return {
+        "weights": whole(brain),
+        "told": [*brain.told, tested],
+        "steps": brain.optimizer_step,
+        "outputs": outputs,
+    }
 
 
 def other():
@@ -414,7 +486,9 @@ def fit_one(name):
     if name == "two nets":
         return fit(TwoNets, {"net": make_net(), "other": other()})
     if name == "a frozen net":
-        return fit(TwoNets, {"net": make_net(), "other": other().requires_grad_(requires_grad=False)})
+        return fit(
+            TwoNets, {"net": make_net(), "other": other().requires_grad_(requires_grad=False)}
+        )
     if name == "batch norm":
         return fit(Classifier, {"net": make_net(norm=True)}, samples=36)
     if name == "own fit_batch":
@@ -424,7 +498,12 @@ def fit_one(name):
     if name == "tied":
         return fit(Classifier, {"net": make_tied()})
     if name == "recomputed":
-        return fit(Classifier, {"net": make_net()}, activation_checkpointing=["Block"], fsdp_blocks=["Block"])
+        return fit(
+            Classifier,
+            {"net": make_net()},
+            activation_checkpointing=["Block"],
+            fsdp_blocks=["Block"],
+        )
     assert name == "offloaded"
     return fit(Classifier, {"net": make_net()}, fsdp_cpu_offload=True, ema_decay=0.5)
 
@@ -436,7 +515,14 @@ def fit_one(name):
         "own fit_batch",
         *(
             pytest.param(one, marks=pytest.mark.slow)
-            for one in ("batch norm", "a frozen net", "unfreezes", "tied", "recomputed", "offloaded")
+            for one in (
+                "batch norm",
+                "a frozen net",
+                "unfreezes",
+                "tied",
+                "recomputed",
+                "offloaded",
+            )
         ),
     ],
 )
@@ -479,7 +565,9 @@ class InAnObject(Classifier):
 def fails(kind):
     net = make_net()
     if kind is InAnObject:
-        net.register_forward_hook(lambda _module, _inputs, outputs: types.SimpleNamespace(scores=outputs))
+        net.register_forward_hook(
+            lambda _module, _inputs, outputs: types.SimpleNamespace(scores=outputs)
+        )
     return message_of(kind, BatchError, None, {"net": net})
 
 
@@ -504,14 +592,20 @@ class Decayed(Classifier):
 
 class PastItAtTheEnd(PastItsModule):
     def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0]) if stage is Stage.TRAIN else super().compute_forward(batch, stage)
+        return (
+            self.modules.net(batch[0])
+            if stage is Stage.TRAIN
+            else super().compute_forward(batch, stage)
+        )
 
 
 @pytest.mark.parametrize("kind", [PastItsModule, PastItAtTheEnd, Decayed])
 def test_a_weight_that_is_used_outside_of_a_forward_pass(ranks, kind):
     """In training, in an evaluation, and in a loss whose backward pass fails."""
     for message in ranks.run(message_of, kind, BatchError, None):
-        assert message.startswith('A weight that is divided over the ranks met a whole tensor: "aten.')
+        assert message.startswith(
+            'A weight that is divided over the ranks met a whole tensor: "aten.'
+        )
         assert "in the forward of the module that has it" in message
 
 
@@ -545,7 +639,10 @@ class Chooses(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second = nn.Linear(FEATURES, CLASSES).double(), nn.Linear(FEATURES, CLASSES).double()
+        self.first, self.second = (
+            nn.Linear(FEATURES, CLASSES).double(),
+            nn.Linear(FEATURES, CLASSES).double(),
+        )
 
     def forward(self, inputs):
         return (self.second if self.training and not if_main_process() else self.first)(inputs)
@@ -564,7 +661,11 @@ def test_ranks_that_use_other_parameters_of_a_block_are_told(ranks):
 
 @pytest.mark.parametrize(
     ("after", "reshard"),
-    [(0, True), pytest.param(0, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow)],
+    [
+        (0, True),
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_use_other_blocks_are_told_before_anything_is_saved(ranks, after, reshard):
     """The last of four steps is looked at where the pass ends: after three steps."""
@@ -621,19 +722,27 @@ def saves_alone(folder):
 def test_a_save_by_the_main_process_alone_is_an_error(ranks, tmp_path):
     results = ranks.run(saves_alone, tmp_path, timeout=60)
     for message, _ in results:
-        assert "the main process saves alone. Call save_checkpoint or save_and_keep_only on every rank" in message
-    assert "waits for the other ranks to save, too, 0 s in all, and some have not come" in "".join(results[0][1])
+        assert (
+            "the main process saves alone. Call save_checkpoint or save_and_keep_only on every rank"
+        ) in message
+    assert "waits for the other ranks to save, too, 0 s in all, and some have not come" in "".join(
+        results[0][1]
+    )
 
 
 def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
-    for message in ranks.run(message_of, LooksInside, (CheckpointError, MainProcessError), tmp_path):
+    for message in ranks.run(
+        message_of, LooksInside, (CheckpointError, MainProcessError), tmp_path
+    ):
         assert "each rank has a part of its tensors" in message
         assert "ddpkit.checkpoints.whole_state_dict" in message
     net = make_net()
     torch_recovery(net, tmp_path / "whole.ckpt", end_of_epoch=True)
     optimizer = torch.optim.AdamW(net.parameters())
     torch_recovery(optimizer, tmp_path / "optimizer.ckpt", end_of_epoch=True)
-    assert {one["exp_avg"].shape for one in optimizer.state.values()} == {one.shape for one in net.parameters()}
+    assert {one["exp_avg"].shape for one in optimizer.state.values()} == {
+        one.shape for one in net.parameters()
+    }
     assert not (tmp_path / "part.ckpt").exists()
 
 
@@ -647,7 +756,10 @@ def test_a_forward_pass_of_the_main_process_alone_is_an_error(ranks, reshard):
     """Not a wait for the others, who wait for the main process."""
     run = functools.partial(message_of, fsdp_reshard_after_forward=reshard)
     for message in ranks.run(run, PredictsAlone, (LaunchError, MainProcessError), None, timeout=60):
-        assert "the forward pass of net (strategy='fsdp') was called inside main-only code (run_on_main" in message
+        assert (
+            "the forward pass of net (strategy='fsdp') was called inside main-only code "
+            "(run_on_main"
+        ) in message
 
 
 class GathersAlone(Classifier):
@@ -656,7 +768,9 @@ class GathersAlone(Classifier):
 
 
 def test_whole_states_for_the_main_process_alone_are_an_error(ranks):
-    for message in ranks.run(message_of, GathersAlone, (LaunchError, MainProcessError), None, timeout=60):
+    for message in ranks.run(
+        message_of, GathersAlone, (LaunchError, MainProcessError), None, timeout=60
+    ):
         assert "whole_state_dict was called inside main-only code (run_on_main" in message
 
 
@@ -681,7 +795,9 @@ class Sharded(Classifier):
 
 
 def evaluate_sharded(folder=None, *, predicts=False, **options):
-    """Evaluate a model that the recipe has sharded, or predict; return the loss, or what refuses it."""
+    """Evaluate a model that the recipe has sharded, or predict; return the loss, or what refuses
+    it.
+    """
     net, checkpointer = make_net(), None if folder is None else Checkpointer(folder)
     if torch.distributed.is_initialized():
         for part in (*net[1:3], net):
@@ -693,16 +809,24 @@ def evaluate_sharded(folder=None, *, predicts=False, **options):
         return str(problem)
 
 
-@pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str)
-def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(ranks, tmp_path, options):
+@pytest.mark.parametrize(
+    "options", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str
+)
+def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(
+    ranks, tmp_path, options
+):
     make(folder=tmp_path, strategy="auto")[0].checkpointer.save_checkpoint()
     expected = pytest.approx(evaluate_sharded(tmp_path), rel=1e-10)
     assert ranks.run(functools.partial(evaluate_sharded, tmp_path, **options)) == [expected] * 2
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(ranks, strategy):
-    for found in ranks.run(functools.partial(evaluate_sharded, shard_evaluation=True, strategy=strategy)):
+def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(
+    ranks, strategy
+):
+    for found in ranks.run(
+        functools.partial(evaluate_sharded, shard_evaluation=True, strategy=strategy)
+    ):
         assert found.startswith("shard_evaluation=True: the recipe has sharded its model")
     for found in ranks.run(functools.partial(evaluate_sharded, predicts=True, strategy=strategy)):
         assert found.startswith("predict: the recipe has sharded its model")
@@ -712,7 +836,9 @@ def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_e
 def messages(folder):
     return [
         message_of(Outside, ConfigError, folder / "a"),
-        message_of(Classifier, ConfigError, folder / "c", {"net": make_tied()}, fsdp_blocks=["Block"]),
+        message_of(
+            Classifier, ConfigError, folder / "c", {"net": make_tied()}, fsdp_blocks=["Block"]
+        ),
         message_of(Classifier, ConfigError, folder / "d", fsdp_blocks=["Blok"]),
         message_of(Sharded, ConfigError, folder / "e", strategy="fsdp"),
         message_of(Sharded, ConfigError, folder / "f", strategy="ddp"),
@@ -720,7 +846,9 @@ def messages(folder):
         message_of(Sharded, ConfigError, folder / "l", strategy="auto", virtual_ranks=2),
         message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
         message_of(Orthogonal, ConfigError, folder / "i", matrix()),
-        message_of(Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4),
+        message_of(
+            Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4
+        ),
     ]
 
 
@@ -737,7 +865,10 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
                 "virtual_ranks=2: modules['net'] is wrapped or sharded already",
                 "a fit_batch of the recipe does not work with fsdp_whole_gradients=True",
                 "does not work with the optimizer 'muon', Muon: each rank would step",
-                "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights and gradients inside",
+                (
+                    "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights "
+                    "and gradients inside"
+                ),
             ],
             found,
             strict=True,
@@ -775,7 +906,9 @@ def test_a_model_on_the_meta_device_has_the_values_of_one_process(ranks, world_s
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "4")
     alone = train_from_meta(strategy="auto")
     for strategy in ("fsdp", "zero1"):
-        for one in ranks.run(functools.partial(train_from_meta, strategy=strategy), world_size=world_size):
+        for one in ranks.run(
+            functools.partial(train_from_meta, strategy=strategy), world_size=world_size
+        ):
             close(one, alone)
 
 
@@ -787,8 +920,12 @@ def test_no_rank_ever_holds_a_model_on_the_meta_device_whole(ranks):
 @pytest.mark.slow
 def test_a_run_from_the_meta_device_goes_on(ranks, tmp_path):
     whole = ranks.run(functools.partial(train_from_meta, tmp_path / "whole"))
-    ranks.run(functools.partial(train_from_meta, tmp_path / "part", dies_at=(2, 5), ckpt_interval_steps=1))
-    for one, other in zip(ranks.run(functools.partial(train_from_meta, tmp_path / "part")), whole, strict=True):
+    ranks.run(
+        functools.partial(train_from_meta, tmp_path / "part", dies_at=(2, 5), ckpt_interval_steps=1)
+    )
+    for one, other in zip(
+        ranks.run(functools.partial(train_from_meta, tmp_path / "part")), whole, strict=True
+    ):
         for name, value in other["weights"].items():
             assert torch.equal(one["weights"][name], value), name
 
@@ -810,7 +947,11 @@ def test_an_evaluation_alone_divides_a_model_on_the_meta_device(ranks, tmp_path)
 def reset_of_others():
     net = net_on_meta()
     net.resets_parts = True
-    with pytest.raises(ConfigError, match=r"^modules: net is .*Scaled.reset_parameters\(\) changes parts inside"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^modules: net is .*Scaled.reset_parameters\(\) "
+        r"changes parts inside",
+    ):
         train(Classifier, None, net)
 
 

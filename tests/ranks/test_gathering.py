@@ -1,4 +1,6 @@
-"""Real ranks: results and predictions are those of one process, whatever the division; and nobody waits for ever."""
+"""Real ranks: results and predictions are those of one process, whatever the division; and nobody
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from ddpkit import distributed
 from ddpkit.brain import Brain
@@ -87,7 +95,9 @@ def assert_results(found, indices):
     for one, other in zip(ragged, wanted["pair"][0], strict=True):
         assert torch.equal(one, other)
     assert facts == wanted["pair"][1]
-    assert [row.reshape(-1).tolist() for row in found["batches"]] == [row.tolist() for row in wanted["batches"]]
+    assert [row.reshape(-1).tolist() for row in found["batches"]] == [
+        row.tolist() for row in wanted["batches"]
+    ]
 
 
 def evaluate(size, shard, kwargs):
@@ -102,7 +112,9 @@ def evaluate(size, shard, kwargs):
 def test_d7_every_sample_once_in_dataset_order_on_every_rank(ranks, world, shard):
     for size in sorted({1, max(world - 1, 1), world, world + 1, 17}):
         for kwargs in ({"batch_size": 2}, {"batch_size": 3, "shuffle": True}):
-            for [(stage, loss, found)] in ranks.run(evaluate, size, shard, kwargs, world_size=world):
+            for [(stage, loss, found)] in ranks.run(
+                evaluate, size, shard, kwargs, world_size=world
+            ):
                 assert stage == "TEST"
                 assert math.isfinite(loss)
                 assert_results(found, range(size))
@@ -151,7 +163,9 @@ def in_drawn_order():
 
     class Numbered(Collect):
         def on_stage_end(self, stage, stage_loss, epoch=None):
-            self.found = self.gather([(name, self.rank, place) for place, name in enumerate(self.ids)])
+            self.found = self.gather(
+                [(name, self.rank, place) for place, name in enumerate(self.ids)]
+            )
 
     brain = make(Numbered, shard_evaluation=True)
     brain.evaluate(numbered(5), test_loader_kwargs={"sampler": [3, 1, 3, 2, 3, 0], "batch_size": 2})
@@ -177,7 +191,13 @@ def test_a_sample_drawn_twice_comes_in_the_order_of_the_batches(ranks):
 
 def train(size, options, kwargs):
     brain = make(Collect, shard_evaluation=True, **options)
-    brain.fit([1, 2], numbered(size), numbered(5), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 2})
+    brain.fit(
+        [1, 2],
+        numbered(size),
+        numbered(5),
+        train_loader_kwargs=kwargs,
+        valid_loader_kwargs={"batch_size": 2},
+    )
     return brain.results
 
 
@@ -242,20 +262,27 @@ class CollectEverywhereOwn(CollectOwn):
 def validate_leaving_out(size):
     brain = make(CollectEverywhereOwn, shard_evaluation=True)
     kwargs = {"batch_size": 1}
-    brain.fit([1, 2], numbered(size), numbered(size), train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs)
+    brain.fit(
+        [1, 2],
+        numbered(size),
+        numbered(size),
+        train_loader_kwargs=kwargs,
+        valid_loader_kwargs=kwargs,
+    )
     brain.evaluate(numbered(size), test_loader_kwargs=kwargs)
     return brain.results
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_evaluation_repeats_nothing_whatever_the_last_training_batch_was(ranks, world):
-    for results in ranks.run(validate_leaving_out, 7, world_size=world):  # 7: some rank has one less
+    # 7: some rank has one less
+    for results in ranks.run(validate_leaving_out, 7, world_size=world):
         assert [name for name, _, _ in results] == [*["TRAIN", "VALID"] * 2, "TEST"]
         for _, _, found in results:
             assert_results(found, range(7))
 
 
-# ---------------------------------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------------------- what goes wrong
 
 
 MISTAKES = {
@@ -294,7 +321,10 @@ def outcome(function, *args, **kwargs):
 def failing(problem):
     brain = make(Failing, shard_evaluation=True)
     brain.problem = problem
-    kwargs = {"batch_size": 2, **({"num_workers": 2, "in_order": False} if problem == "in_order" else {})}
+    kwargs = {
+        "batch_size": 2,
+        **({"num_workers": 2, "in_order": False} if problem == "in_order" else {}),
+    }
     return outcome(brain.evaluate, numbered(5), test_loader_kwargs=kwargs)
 
 
@@ -324,7 +354,10 @@ def test_what_does_not_pickle_ends_every_rank(ranks):
     (kind, message, _), (kind_there, message_there, _) = ranks.run(failing, "pickle")
     assert kind == "RankFailedError"
     assert "rank 1" in message
-    assert "pickle" in message_there.lower() or "lambda" in message_there, (kind_there, message_there)
+    assert "pickle" in message_there.lower() or "lambda" in message_there, (
+        kind_there,
+        message_there,
+    )
 
 
 def test_in_a_batch_hook_it_is_refused(ranks):
@@ -371,7 +404,9 @@ def evaluate_stream(size, shard, divides, workers):
         brain.found = brain.gather(brain.ids)
 
     brain.on_stage_end = ids
-    brain.evaluate(Numbers(size, divides), test_loader_kwargs={"batch_size": 2, "num_workers": workers})
+    brain.evaluate(
+        Numbers(size, divides), test_loader_kwargs={"batch_size": 2, "num_workers": workers}
+    )
     return brain.found
 
 
@@ -393,7 +428,9 @@ def test_a_stream_that_workers_read_comes_in_its_own_order(ranks):
 def evaluate_stream_by_batch(size, divides, workers):
     brain = make(Collect, shard_evaluation=True)
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: None
-    brain.evaluate(Numbers(size, divides), test_loader_kwargs={"batch_size": 3, "num_workers": workers})
+    brain.evaluate(
+        Numbers(size, divides), test_loader_kwargs={"batch_size": 3, "num_workers": workers}
+    )
     alone, both = brain.gather(brain.rows), brain.gather({"ids": brain.ids, "rows": brain.rows})
     indices, other = ([int(row.reshape(-1)[0]) for row in rows] for rows in (alone, both["rows"]))
     return indices == other, both["ids"] == [f"id{index}" for index in indices], indices
@@ -407,21 +444,27 @@ def test_what_is_given_for_each_batch_of_a_stream_comes_in_its_order_too(ranks, 
 
 
 def test_what_is_given_for_each_batch_of_a_stream_that_divides_itself_comes_rank_by_rank(ranks):
-    assert ranks.run(evaluate_stream_by_batch, 7, True, 0) == [(True, True, [0, 2, 4, 6, 1, 3, 5])] * 2
+    assert (
+        ranks.run(evaluate_stream_by_batch, 7, True, 0) == [(True, True, [0, 2, 4, 6, 1, 3, 5])] * 2
+    )
 
 
 class CollectInTraining(Collect):
     """Gathers in each training stage; keeps what it has found."""
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
-        self.gathered = [*getattr(self, "gathered", []), self.gather({"ids": self.ids, "rows": self.rows})]
+        self.gathered = [
+            *getattr(self, "gathered", []),
+            self.gather({"ids": self.ids, "rows": self.rows}),
+        ]
 
 
 def train_on_stream(size, divides=False, batch_size=2):
     brain = make(CollectInTraining)
     brain.fit([1, 2], Numbers(size, divides), train_loader_kwargs={"batch_size": batch_size})
     return [
-        (found["ids"], [int(row.reshape(-1)[0]) for row in found["rows"]]) for found in brain.gathered
+        (found["ids"], [int(row.reshape(-1)[0]) for row in found["rows"]])
+        for found in brain.gathered
     ]
 
 
@@ -443,9 +486,17 @@ def calls_of_an_undivided_evaluation():
     for name in ("all_gather", "broadcast"):
         real = getattr(dist, name)
         setattr(
-            dist, name, lambda *args, name=name, real=real, **kwargs: (calls.append(name), real(*args, **kwargs))[1]
+            dist,
+            name,
+            lambda *args, name=name, real=real, **kwargs: (
+                calls.append(name),
+                real(*args, **kwargs),
+            )[1],
         )
-    real_exchange, module = distributed.exchange, __import__("ddpkit.training.gathering", fromlist=["exchange"])
+    real_exchange, module = (
+        distributed.exchange,
+        __import__("ddpkit.training.gathering", fromlist=["exchange"]),
+    )
     module.exchange = lambda value: (calls.append("exchange"), real_exchange(value))[1]
     brain = make(Collect)
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: None
@@ -464,12 +515,14 @@ def test_an_undivided_evaluation_needs_no_communication(ranks):
     assert ranks.run(calls_of_an_undivided_evaluation) == [[], []]
 
 
-# ---------------------------------------------------------------------------------------------- objects
+# ------------------------------------------------------------------------------------------ objects
 
 
 def objects(sizes):
     mine = dist.get_rank()
-    whole = gather_objects(lambda: [torch.full((sizes[mine],), float(mine)), {"rank": mine}, "x" * sizes[mine]])
+    whole = gather_objects(
+        lambda: [torch.full((sizes[mine],), float(mine)), {"rank": mine}, "x" * sizes[mine]]
+    )
     return [(one[0].shape[0], float(one[0].sum()), one[1]["rank"], len(one[2])) for one in whole]
 
 
@@ -481,7 +534,10 @@ def test_objects_of_any_size(ranks):
 
 def on_main_alone():
     if dist.get_rank() == 0:
-        with distributed.alone(), pytest.raises(LaunchError, match="gather_objects was called inside main-only code"):
+        with (
+            distributed.alone(),
+            pytest.raises(LaunchError, match="gather_objects was called inside main-only code"),
+        ):
             gather_objects(lambda: 1)
     return True
 
@@ -495,7 +551,10 @@ def views():
     large = torch.zeros(1000, 1000)
     sent = []
     real = distributed._gather_bytes
-    distributed._gather_bytes = lambda data, **options: (sent.append(len(data)), real(data, **options))[1]
+    distributed._gather_bytes = lambda data, **options: (
+        sent.append(len(data)),
+        real(data, **options),
+    )[1]
     try:
         brain = make(Collect, shard_evaluation=True)
         brain.on_stage_end = lambda stage, stage_loss, epoch=None: None
@@ -519,7 +578,7 @@ def test_a_view_travels_alone(ranks):
         assert max(sent) < 30_000
 
 
-# ---------------------------------------------------------------------------------------------- predictions
+# -------------------------------------------------------------------------------------- predictions
 
 
 class Predicting(Collect):
@@ -542,7 +601,9 @@ def predict(size, cls, kwargs, stream=False):
     return brain.predict(data, loader_kwargs=kwargs)
 
 
-@pytest.mark.parametrize("world", [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))])
+@pytest.mark.parametrize(
+    "world", [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))]
+)
 def test_predictions_are_those_of_one_process(ranks, world):
     for size in (1, 3, 17):
         whole = torch.stack([inputs for inputs, _, _ in numbered(size)])
@@ -552,7 +613,9 @@ def test_predictions_are_those_of_one_process(ranks, world):
             for outputs in ranks.run(predict, size, Predicting, kwargs, world_size=world):
                 assert len(outputs) == size
                 torch.testing.assert_close(torch.stack([one["score"] for one in outputs]), scores)
-                assert [one["more"] for one in outputs] == [(f"id{index}", index) for index in range(size)]
+                assert [one["more"] for one in outputs] == [
+                    (f"id{index}", index) for index in range(size)
+                ]
         for outputs in ranks.run(predict, size, Collect, {"batch_size": 2}, world_size=world):
             torch.testing.assert_close(torch.stack(outputs), scores)
 
@@ -574,7 +637,10 @@ class Batches:
 
 
 def predict_batches():
-    return [list(one.shape) for one in make(Collect).predict(Batches(), loader_kwargs={"batch_size": None})]
+    return [
+        list(one.shape)
+        for one in make(Collect).predict(Batches(), loader_kwargs={"batch_size": None})
+    ]
 
 
 def test_where_the_dataset_makes_the_batches_an_output_belongs_to_an_item(ranks):
@@ -598,7 +664,9 @@ class Calibrating(Collect):
     """Looks at a whole set before it predicts."""
 
     def on_evaluate_start(self, max_key=None, min_key=None):
-        self.looked_at = sum(len(batch[2]) for batch in self.make_dataloader(numbered(9), Stage.VALID, batch_size=2))
+        self.looked_at = sum(
+            len(batch[2]) for batch in self.make_dataloader(numbered(9), Stage.VALID, batch_size=2)
+        )
 
 
 def calibrate():
@@ -616,7 +684,9 @@ def predict_wrongly(kind):
     wrong = {
         "scalar": lambda batch: torch.tensor(1.0),
         "object": lambda batch: object(),
-        "short": lambda batch: {"a": torch.zeros(1, 3), "b": [0]} if len(batch[2]) > 1 else torch.zeros(1),
+        "short": lambda batch: (
+            {"a": torch.zeros(1, 3), "b": [0]} if len(batch[2]) > 1 else torch.zeros(1)
+        ),
     }
     brain.predict_batch = wrong[kind]
     return outcome(brain.predict, numbered(3), loader_kwargs={"batch_size": 2})[:2]
@@ -658,7 +728,9 @@ def after_training(folder):
     brain = make(Collect, folder=folder, shard_evaluation=True)
     data = numbered(8)
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: (
-        brain.checkpointer.save_checkpoint(meta={"loss": stage_loss}) if stage is Stage.VALID else None
+        brain.checkpointer.save_checkpoint(meta={"loss": stage_loss})
+        if stage is Stage.VALID
+        else None
     )
     brain.fit([1, 2], data, data, train_loader_kwargs={"batch_size": 8 // world_size()})
     last = torch.stack(brain.predict(data[:5]))
@@ -678,7 +750,10 @@ def test_predict_recovers_the_checkpoint_that_is_asked_for(ranks, tmp_path):
 
 def dealt_sequentially():
     sampler = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
-    return [int(one) for one in make(Index).predict(numbered(5), loader_kwargs={"batch_sampler": sampler})]
+    return [
+        int(one)
+        for one in make(Index).predict(numbered(5), loader_kwargs={"batch_sampler": sampler})
+    ]
 
 
 class Index(Collect):

@@ -17,7 +17,9 @@ from ddpkit.strategies.ddp import DDP
 
 
 def brain_in_a_group_of_the_script(backend, chosen):
-    """Make a Brain as under ``mp.spawn``: no launcher, and a process group that the script has started."""
+    """Make a Brain as under ``mp.spawn``: no launcher, and a process group that the script has
+    started.
+    """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name)
     bound = None if chosen is None else torch.device(f"cuda:{chosen[dist.get_rank()]}")
@@ -54,12 +56,15 @@ def other_branches_than_the_other_rank(lefts):
         modules.net.module(torch.tensor([[1.0, 2.0]]), lefts[dist.get_rank()]).backward()
     strategy.finish_gradients()
     return {
-        name: None if one.grad is None else one.grad.tolist() for name, one in modules.net.module.named_parameters()
+        name: None if one.grad is None else one.grad.tolist()
+        for name, one in modules.net.module.named_parameters()
     }
 
 
 def test_minor_5_gradients_that_not_every_rank_has_are_averaged_with_none_for_the_others(ranks):
-    """Of different sizes on the ranks they would be added to each other, or wait for each other for ever."""
+    """Of different sizes on the ranks they would be added to each other, or wait for each other for
+    ever.
+    """
     found = ranks.run(other_branches_than_the_other_rank, (True, False))
     assert found[0] == found[1]
     assert found[0]["left.weight"] == [[0.5, 1.0]]
@@ -88,6 +93,8 @@ def keep(layer):
 
 @pytest.mark.parametrize("make", [transpose_on_one, keep])
 def test_minor_11_frozen_parameters_that_are_not_contiguous_are_those_of_rank_0(ranks, make):
-    """NCCL refuses them; gloo sends them in the order of memory, which may be another on each rank."""
+    """NCCL refuses them; gloo sends them in the order of memory, which may be another on each
+    rank.
+    """
     first, second = ranks.run(frozen_after_spreading, make)
     assert first == second

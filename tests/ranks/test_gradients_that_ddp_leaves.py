@@ -1,4 +1,6 @@
-"""Gradients that DDP does not average, or not in the batch that ends a step: in the same answer, too."""
+"""Gradients that DDP does not average, or not in the batch that ends a step: in the same answer,
+too.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class EveryOther(Regression):
 
 
 class Auxiliary(Regression):
-    """Calls an entry in each batch; its output is in the loss of every other batch, never in that which ends a step."""
+    """Calls an entry in each batch; its output is in the loss of every other batch, never in that
+    which ends a step.
+    """
 
     def compute_forward(self, batch, stage):
         return self.modules.net(batch[0]), self.modules.frozen(batch[0])
@@ -90,12 +94,16 @@ def train(cls, world_size, options, is_own=False, adam=False):
 
 def assert_equals_one_process(ranks, cls, world_size, options, is_own=False, adam=False):
     expected = torch.tensor(train(cls, 1, {}, is_own, adam))
-    found = torch.tensor(ranks.run(train, cls, world_size, options, is_own, adam, world_size=world_size))
+    found = torch.tensor(
+        ranks.run(train, cls, world_size, options, is_own, adam, world_size=world_size)
+    )
     assert torch.equal(found[0], found[-1])
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str
+)
 @pytest.mark.parametrize("is_own", [False, True])
 def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_own):
     assert_equals_one_process(ranks, Thaws, 2, options, is_own)
@@ -104,7 +112,9 @@ def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
-    assert_equals_one_process(ranks, EveryOther, world_size, {"find_unused_parameters": True}, is_own)
+    assert_equals_one_process(
+        ranks, EveryOther, world_size, {"find_unused_parameters": True}, is_own
+    )
 
 
 @pytest.mark.corner
@@ -124,10 +134,16 @@ class InOddSteps(Regression):
         return outputs + self.modules.frozen(batch[0]) if is_odd else outputs
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("is_own", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_parameter_that_no_batch_of_a_step_uses_is_not_moved_by_decay_or_momentum(ranks, options, is_own):
-    """Where gradients are averaged as the optimizers step, no process has one of it: a zero would move it."""
+def test_a_parameter_that_no_batch_of_a_step_uses_is_not_moved_by_decay_or_momentum(
+    ranks, options, is_own
+):
+    """Where gradients are averaged as the optimizers step, no process has one of it: a zero would
+    move it.
+    """
     options = {"find_unused_parameters": True, **options}
     assert_equals_one_process(ranks, InOddSteps, 2, options, is_own, adam=True)
 
@@ -140,7 +156,10 @@ class InTwoOptimizers(own(Auxiliary)):
     def init_optimizers(self):
         weight = self.modules.frozen.weight
         rest = [one for one in self.modules.parameters() if one is not weight]
-        self.optimizers_dict = {"rest": torch.optim.SGD(rest, lr=0.1), "last": torch.optim.SGD([weight], lr=0.1)}
+        self.optimizers_dict = {
+            "rest": torch.optim.SGD(rest, lr=0.1),
+            "last": torch.optim.SGD([weight], lr=0.1),
+        }
 
     def freeze_optimizers(self, optimizers):
         return {self.steps_now: optimizers[self.steps_now]}
@@ -159,7 +178,9 @@ def test_an_entry_of_two_optimizers_that_step_one_after_the_other(ranks):
 
 
 class TakesTurns(Regression):
-    """The second loss of a window gives gradients to the optimizer that has stepped with the first."""
+    """The second loss of a window gives gradients to the optimizer that has stepped with the
+    first.
+    """
 
     def init_optimizers(self):
         self.optimizers_dict = {name: adamw(one.parameters()) for name, one in self.modules.items()}
@@ -217,7 +238,9 @@ def choose(options):
     brain.fit([1], points(16))
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}], ids=str
+)
 def test_ranks_that_use_different_entries_are_told_at_the_end_of_the_pass(ranks, options):
     """DDP itself mixes their gradients without a word."""
     for outcome in ranks.outcomes(choose, options, world_size=2):
@@ -228,7 +251,9 @@ def test_ranks_that_use_different_entries_are_told_at_the_end_of_the_pass(ranks,
 def wrap_by_hand():
     modules = {"net": nn.parallel.DistributedDataParallel(nn.Linear(3, 1).double())}
     with pytest.raises(ConfigError) as caught:
-        Regression(modules, sgd(lr=0.1), None, {**QUIET, "global_batch_size": 8}).fit([1], points(16))
+        Regression(modules, sgd(lr=0.1), None, {**QUIET, "global_batch_size": 8}).fit(
+            [1], points(16)
+        )
     return str(caught.value)
 
 
@@ -262,7 +287,9 @@ class Grows(Regression):
 def grow(at, options):
     torch.manual_seed(4)
     sizes = {"global_batch_size": 12}
-    brain = Grows({"net": nn.Linear(3, 1).double()}, sgd(lr=0.1), None, {**QUIET, **sizes, **options})
+    brain = Grows(
+        {"net": nn.Linear(3, 1).double()}, sgd(lr=0.1), None, {**QUIET, **sizes, **options}
+    )
     brain.at = at
     brain.fit([1, 2, 3], points(48), train_loader_kwargs={"shuffle": True})
     return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()

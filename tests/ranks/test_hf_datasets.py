@@ -1,4 +1,6 @@
-"""Sets and streams of the real Hugging Face datasets on real ranks: the same answer, and a resume inside an epoch."""
+"""Sets and streams of the real Hugging Face datasets on real ranks: the same answer, and a resume
+inside an epoch.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def as_pipeline(seed=3):
 
     halves = [table().select(part).to_iterable_dataset() for part in (range(13), range(13, 26))]
     shuffled = halves[0].shuffle(seed=seed, buffer_size=4).map(double)
-    return interleave_datasets([shuffled, halves[1]], stopping_strategy="all_exhausted").with_format("torch"), {}
+    return interleave_datasets(
+        [shuffled, halves[1]], stopping_strategy="all_exhausted"
+    ).with_format("torch"), {}
 
 
 def split_by_node():
@@ -82,7 +86,9 @@ def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
     own_ranks, tmp_path, num_workers, augment
 ):
     alone, two = (
-        run_through_and_killed(own_ranks, tmp_path / str(world), world, as_set, num_workers, augment, **STEP)
+        run_through_and_killed(
+            own_ranks, tmp_path / str(world), world, as_set, num_workers, augment, **STEP
+        )
         for world in (1, 2)
     )
     assert each_once(alone[2])
@@ -92,19 +98,25 @@ def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
 @pytest.mark.parametrize("buffer", [0, 5])
 def test_a_stream_of_one_shard_is_dealt_out(own_ranks, tmp_path, buffer):
     alone, two = (
-        run_through_and_killed(own_ranks, tmp_path / str(world), world, as_stream, 1, 0, buffer, **STEP)
+        run_through_and_killed(
+            own_ranks, tmp_path / str(world), world, as_stream, 1, 0, buffer, **STEP
+        )
         for world in (1, 2)
     )
     assert each_once(alone[2])
     assert_same_training(two, alone)
 
 
-@pytest.mark.parametrize(("shards", "num_workers", "buffer"), [(4, 0, 0), (4, 0, 5), (4, 2, 5), (3, 2, 0)])
+@pytest.mark.parametrize(
+    ("shards", "num_workers", "buffer"), [(4, 0, 0), (4, 0, 5), (4, 2, 5), (3, 2, 0)]
+)
 def test_a_stream_of_several_shards_divides_itself_and_goes_on_inside_an_epoch(
     own_ranks, tmp_path, shards, num_workers, buffer
 ):
     """Three shards are too few for two ranks with two workers each: they are dealt out."""
-    _, _, steps = run_through_and_killed(own_ranks, tmp_path, 2, as_stream, shards, num_workers, buffer, **STEP)
+    _, _, steps = run_through_and_killed(
+        own_ranks, tmp_path, 2, as_stream, shards, num_workers, buffer, **STEP
+    )
     assert each_once(steps)
     if buffer:
         first, second, _ = epochs(steps)
@@ -112,16 +124,22 @@ def test_a_stream_of_several_shards_divides_itself_and_goes_on_inside_an_epoch(
 
 
 @pytest.mark.parametrize(("shards", "num_workers", "buffer"), [(1, 0, 5), (6, 0, 0), (6, 2, 5)])
-def test_a_stream_has_the_same_bits_with_virtual_ranks(own_ranks, tmp_path, shards, num_workers, buffer):
+def test_a_stream_has_the_same_bits_with_virtual_ranks(
+    own_ranks, tmp_path, shards, num_workers, buffer
+):
     """Each of the six virtual ranks has a shard, whichever process reads it."""
     given = {"virtual_ranks": 6, "global_batch_size": 12, "dies_at": (2, 2)}
     alone, *more = (
-        run_through_and_killed(own_ranks, tmp_path / str(world), world, as_stream, shards, num_workers, buffer, **given)
+        run_through_and_killed(
+            own_ranks, tmp_path / str(world), world, as_stream, shards, num_workers, buffer, **given
+        )
         for world in (1, 2, 3)
     )
     assert each_once(alone[2])
     if not buffer:
-        assert epochs(alone[2])[0][0] == [0, 1, 5, 6, 10, 11, 14, 15, 18, 19, 22, 23], "two of each shard"
+        assert epochs(alone[2])[0][0] == [0, 1, 5, 6, 10, 11, 14, 15, 18, 19, 22, 23], (
+            "two of each shard"
+        )
     for found in more:
         assert found[1:] == alone[1:], "losses, and samples of each step"
         assert all(torch.equal(found[0][name], value) for name, value in alone[0].items())
@@ -138,12 +156,15 @@ def test_a_buffer_inside_of_a_pipeline_is_found(own_ranks, tmp_path):
 
 def test_a_shuffle_without_a_seed_is_refused_on_several_ranks(own_ranks, tmp_path):
     with pytest.raises(RankPoolError) as caught:
-        own_ranks.run(train, str(tmp_path), as_stream, (4, 0, 5, None), None, {}, world_size=2, env=OFFLINE)
+        own_ranks.run(
+            train, str(tmp_path), as_stream, (4, 0, 5, None), None, {}, world_size=2, env=OFFLINE
+        )
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "RankMismatchError"
         assert (
-            "shuffle of IterableDataset (without a seed each process shuffles differently: give one)" in outcome.error
-        )
+            "shuffle of IterableDataset (without a seed each process shuffles differently: give "
+            "one)"
+        ) in outcome.error
 
 
 def resumed_with_another_shuffle(folder):
@@ -162,12 +183,15 @@ def resumed_with_another_shuffle(folder):
 
 
 def test_a_resume_with_another_shuffle_is_told(own_ranks, tmp_path):
-    ((told,),) = own_ranks.run(resumed_with_another_shuffle, str(tmp_path), world_size=1, env=OFFLINE)
+    ((told,),) = own_ranks.run(
+        resumed_with_another_shuffle, str(tmp_path), world_size=1, env=OFFLINE
+    )
     assert "shuffle (give it a seed)" in told
 
 
 def empty_for_one_rank():
-    warnings.filterwarnings("ignore", "To copy construct from a tensor")  # datasets 5.2 filters what it has formatted
+    # datasets 5.2 filters what it has formatted
+    warnings.filterwarnings("ignore", "To copy construct from a tensor")
     stream, kwargs = as_stream(2)
     return stream.filter(first_half), kwargs
 
@@ -178,7 +202,9 @@ def first_half(row):
 
 def test_a_rank_whose_shard_is_empty_ends_all_ranks(own_ranks, tmp_path):
     with pytest.raises(RankPoolError) as caught:
-        own_ranks.run(train, str(tmp_path), empty_for_one_rank, (), None, {}, world_size=2, env=OFFLINE)
+        own_ranks.run(
+            train, str(tmp_path), empty_for_one_rank, (), None, {}, world_size=2, env=OFFLINE
+        )
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "DataError"
         assert "gives a first batch to 1 of 2 rank(s) only" in outcome.error

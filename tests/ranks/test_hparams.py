@@ -1,4 +1,6 @@
-"""A mistake in a recipe's YAML is one sentence, with exit code 2, said by one rank whoever has started them."""
+"""A mistake in a recipe's YAML is one sentence, with exit code 2, said by one rank whoever has
+started them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ net: !new:torch.nn.Linear
 """
 SAID = (
     "hparams.yaml:5, key 'net[out_feature]': torch.nn.Linear takes no argument 'out_feature'. "
-    "Did you mean 'out_features' or 'in_features'? It takes: in_features, out_features, bias, device, dtype."
+    "Did you mean 'out_features' or 'in_features'? It takes: in_features, out_features, bias, "
+    "device, dtype."
 )
 COMMAND = ("train.py", "hparams.yaml", "--device=cpu")
 
@@ -59,7 +62,8 @@ def test_torchrun_says_it_once_in_its_summary(folder):
 @pytest.mark.slow
 def test_what_fails_on_one_rank_is_said_by_that_rank(folder):
     (folder / "own.py").write_text(
-        "import os\n\n\ndef made():\n    if os.environ['RANK'] == '1':\n        raise OSError('no such disk')\n"
+        "import os\n\n\ndef made():\n    if os.environ['RANK'] == '1':\n        raise OSError('no "
+        "such disk')\n"
     )
     (folder / "hparams.yaml").write_text("data: !apply:own.made\n")
     (folder / "train.py").write_text(

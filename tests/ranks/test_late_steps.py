@@ -1,4 +1,6 @@
-"""Optimizer steps that the ranks look at one step later; on CPUs, whose fused kernels skip by themselves too."""
+"""Optimizer steps that the ranks look at one step later; on CPUs, whose fused kernels skip by
+themselves too.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_the_same_on_two_ranks(ranks, name):
 
 
 def give_up():
-    """Have rank 0 alone look at the step that is one too many, and say in which batch each rank ends."""
+    """Have rank 0 alone look at the step that is one too many, and say in which batch each rank
+    ends.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in (optim, making):
             patch.setattr(module, "GPUS", ("cpu",))

@@ -1,4 +1,6 @@
-"""Ranks that other launchers than torchrun start: the variables that they set, with real processes behind them."""
+"""Ranks that other launchers than torchrun start: the variables that they set, with real processes
+behind them.
+"""
 
 from __future__ import annotations
 
@@ -42,29 +44,39 @@ SCRIPT = """
     facts = {"early": early, "rank": get_rank(), "local": get_local_rank(), "world": get_world_size(), "sum": int(ones),
              "main": run_on_main(os.getpid), "node": run_once_per_node(os.getpid), "pid": os.getpid()}
     Path(f"facts.{get_rank()}").write_text(json.dumps(facts))
-"""
+"""  # noqa: E501
 
 
 def start(folder: Path, environments: list[dict[str, str]]) -> list[Run]:
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    return [Run(python("train.py"), folder, one, f"task{task}", warm=True) for task, one in enumerate(environments)]
+    return [
+        Run(python("train.py"), folder, one, f"task{task}", warm=True)
+        for task, one in enumerate(environments)
+    ]
 
 
 def facts(folder: Path, ranks: int) -> list[dict]:
     found = [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(ranks)]
-    assert [(one["rank"], one["world"], one["sum"]) for one in found] == [(rank, ranks, ranks) for rank in range(ranks)]
+    assert [(one["rank"], one["world"], one["sum"]) for one in found] == [
+        (rank, ranks, ranks) for rank in range(ranks)
+    ]
     assert {one["main"] for one in found} == {found[0]["pid"]}
     return found
 
 
 def srun(job: str, tasks: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
-    """What slurmstepd sets for each task of a step whose tasks are dealt out to the nodes in turn."""
+    """What slurmstepd sets for each task of a step whose tasks are dealt out to the nodes in
+    turn.
+    """
     there = [[task for task in range(tasks) if task % nodes == node] for node in range(nodes)]
     return [
         {
-            "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(task), "SLURM_NODEID": str(task % nodes),
-            "SLURM_LOCALID": str(task // nodes), "SLURM_GTIDS": ",".join(map(str, there[task % nodes])),
-            "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_NTASKS": str(tasks),
+            "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(task),
+            "SLURM_NODEID": str(task % nodes),
+            "SLURM_LOCALID": str(task // nodes), "SLURM_GTIDS": ",".join(map(str,
+            there[task % nodes])),
+            "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes),
+            "SLURM_NTASKS": str(tasks),
             "SLURM_STEP_NODELIST": "localhost", **more,
         }
         for task in range(tasks)
@@ -76,7 +88,9 @@ def test_d6_bare_srun(tmp_path):
     for run in runs:
         assert run.wait().code == 0, run.err
     found = facts(tmp_path, 2)
-    assert [one["early"] for one in found] == [[0, 0, True], [1, 1, False]], "d23: known before the group is there"
+    assert [one["early"] for one in found] == [[0, 0, True], [1, 1, False]], (
+        "d23: known before the group is there"
+    )
     assert runs[0].err == "main is 0\n"
     assert runs[1].err == ""
 
@@ -104,9 +118,12 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
             break
         time.sleep(0.1)
-    dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False).wait(["ddpkit/here/1"])  # its task 1 is in
+    # its task 1 is in
+    dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False).wait(["ddpkit/here/1"])
     second = start(folders[1], srun("2", 3, **place)[:2])
-    for run, words in zip(second, (f"port {port} of MASTER_PORT is taken", "two processes are rank 1"), strict=True):
+    for run, words in zip(
+        second, (f"port {port} of MASTER_PORT is taken", ("two processes are rank 1")), strict=True
+    ):
         run.wait(50)
         assert run.code == 1
         assert words in run.err, run.err
@@ -120,7 +137,7 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
         assert any(word in run.err for word in words.split("|")), run.err
 
 
-# --------------------------------------------------------------------------------------------- the group
+# ---------------------------------------------------------------------------------------- the group
 
 
 def late_for_a_barrier():
@@ -146,7 +163,9 @@ def test_f3_a_shortened_timeout_counts(ranks):
 
 
 def limits_of_the_control_group(minutes):
-    """Return the limit of the group of the CPU, of one that the library has started or that was there."""
+    """Return the limit of the group of the CPU, of one that the library has started or that was
+    there.
+    """
     if minutes is not None:
         ddp_init_group({"device": "cpu", "distributed_timeout_minutes": minutes})
     shorten_timeout(20)  # of steps, and not of what is done at the end of a stage
@@ -163,12 +182,16 @@ def limit_by_default():
 
 
 def test_collectives_wait_longer_than_the_watchdog_does(ranks):
-    """So that it is the watchdog that says why; NCCL ends a process without a word of where the others are."""
+    """So that it is the watchdog that says why; NCCL ends a process without a word of where the
+    others are.
+    """
     assert ranks.run(limit_by_default, init=False) == [1830.0, 1830.0]
 
 
 def connect_late():
-    """Say, on rank 0, whether rank 1 had connected when the group was ready; rank 1 waits for just that."""
+    """Say, on rank 0, whether rank 1 had connected when the group was ready; rank 1 waits for just
+    that.
+    """
     make = dist.new_group
 
     def make_late(**options):
@@ -198,7 +221,10 @@ def test_a_group_is_ready_when_all_ranks_have_connected(ranks):
 
 
 def share_a_gpu():
-    words = "ncclInvalidUsage. Last error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 35000"
+    words = (
+        "ncclInvalidUsage. Last error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA "
+        "device 35000"
+    )
 
     def refuse(*_arguments, **_options):
         raise RuntimeError(words)
@@ -223,7 +249,9 @@ def leave_groups_of_nccl():
     control, destroyed = control_group(), []
     fake = SimpleNamespace(
         get_backend=lambda group=None: "gloo" if group is control else "nccl",
-        destroy_process_group=lambda group=None: destroyed.append("all" if group is None else dist.get_backend(group)),
+        destroy_process_group=lambda group=None: destroyed.append(
+            "all" if group is None else dist.get_backend(group)
+        ),
         distributed_c10d=dist.distributed_c10d,
     )
     process_group.dist, before = fake, process_group.dist
@@ -241,7 +269,8 @@ def test_after_a_failure_the_groups_that_are_not_of_nccl_are_destroyed(ranks):
 
 
 def guest_limits():
-    ddp_init_group({"device": "cpu", "distributed_timeout_minutes": 7})  # which is not the one who decides
+    # which is not the one who decides
+    ddp_init_group({"device": "cpu", "distributed_timeout_minutes": 7})
     found = limits_of_the_control_group(None)
     dist.barrier()  # else the first rank may be gone before the other has connected
     return found
@@ -271,10 +300,15 @@ def test_a_backend_without_timeouts_is_left_alone(monkeypatch):
             raise RuntimeError("Backend mpi does not support setting a timeout")
 
     monkeypatch.setattr(process_group, "is_distributed_initialized", lambda: True)
-    monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=NoTimeouts())))
+    monkeypatch.setattr(
+        process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=NoTimeouts()))
+    )
     shorten_timeout(5)
     assert asked == [timedelta(seconds=5)]
-    monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object())))  # an older torch
+    # an older torch
+    monkeypatch.setattr(
+        process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object()))
+    )
     shorten_timeout(5)
 
 
@@ -310,7 +344,11 @@ LOST_WHILE_JOINING = """
     [
         ("kill", "disappeared: it was killed, or has crashed"),
         ("kill the first", "disappeared: it was lost with the store on"),
-        pytest.param("raise", "failed first, at train.py:11 in join: ValueError: boom", marks=pytest.mark.slow),
+        pytest.param(
+            "raise",
+            "failed first, at train.py:11 in join: ValueError: boom",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_is_lost_while_the_group_is_made_ends_the_others(tmp_path, how, reason):

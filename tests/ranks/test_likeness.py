@@ -1,4 +1,6 @@
-"""Data that is not the same on all ranks, though each is given its part of it: nobody trains on half of it unawares."""
+"""Data that is not the same on all ranks, though each is given its part of it: nobody trains on
+half of it unawares.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,10 @@ def train_on(kind, num_workers, stage):
     logger.addHandler(handler)
     try:
         brain = make(Seen, net=torch.nn.Linear(1, 1).double(), shard_evaluation=True)
-        data, kwargs = kind() if callable(kind) else kind, {"batch_size": 2, "num_workers": num_workers}
+        data, kwargs = (
+            kind() if callable(kind) else kind,
+            {"batch_size": 2, "num_workers": num_workers},
+        )
         if stage == "fit":
             brain.fit([1, 2], data, train_loader_kwargs=kwargs)
         elif stage == "predict":
@@ -170,13 +175,24 @@ def test_a_stream_that_is_random_or_short_is_told_too(ranks, kind, world):
 @pytest.mark.parametrize("stage", ["fit", "evaluate"])
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
-    [(Stream, 0), (Stream, 2), (ShuffledAlike, 0), (ShuffledAlike, 2), (Noisy, 0), (Noisy, 2), (Short, 0), (Short, 2)],
+    [
+        (Stream, 0),
+        (Stream, 2),
+        (ShuffledAlike, 0),
+        (ShuffledAlike, 2),
+        (Noisy, 0),
+        (Noisy, 2),
+        (Short, 0),
+        (Short, 2),
+    ],
 )
 def test_a_stream_that_is_the_same_but_for_noise_is_dealt_out(ranks, kind, num_workers, stage):
     results = ranks.run(train_on, kind, num_workers, stage, world_size=2)
     epochs, size = 2 if stage == "fit" else 1, 1 if kind is Short else SIZE
     assert not any(isinstance(found, str) for found, _ in results), results[0][0]
-    assert Counter(itertools.chain.from_iterable(found for found, _ in results)) == dict.fromkeys(range(size), epochs)
+    assert Counter(itertools.chain.from_iterable(found for found, _ in results)) == dict.fromkeys(
+        range(size), epochs
+    )
     assert any(warnings for _, warnings in results) == (kind is Noisy)
 
 
@@ -187,7 +203,7 @@ def test_a_stream_of_which_only_noise_is_seen_is_refused(ranks):
         assert RANDOM in found
 
 
-# ------------------------------------------------------------------------------------- loaders and datasets
+# ----------------------------------------------------------------------------- loaders and datasets
 
 
 class Loader:
@@ -238,7 +254,11 @@ class OwnFiles(Dataset):
 
 
 def train_on_files(own, noise, num_workers):
-    generators = {"seeded": lambda: torch.rand(()), "own": np.random.default_rng().random, None: None}
+    generators = {
+        "seeded": lambda: torch.rand(()),
+        "own": np.random.default_rng().random,
+        None: None,
+    }
     data = OwnFiles(own=own, noise=generators[noise])
     before = torch.get_rng_state()
     found = train_on_plain(data, {"batch_size": 2, "num_workers": num_workers})
@@ -259,10 +279,14 @@ def test_a_dataset_of_each_ranks_own_files_is_told(ranks, noise, num_workers):
 @pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("noise", [None, "seeded", "own"])
-def test_the_same_dataset_on_all_ranks_is_divided_whatever_noise_it_draws(ranks, noise, num_workers):
+def test_the_same_dataset_on_all_ranks_is_divided_whatever_noise_it_draws(
+    ranks, noise, num_workers
+):
     results = ranks.run(train_on_files, False, noise, num_workers, world_size=2)
     assert not any(isinstance(found, str) for found, *_ in results), results[0][0]
-    assert sorted(itertools.chain.from_iterable(found for found, *_ in results)) == list(range(SIZE))
+    assert sorted(itertools.chain.from_iterable(found for found, *_ in results)) == list(
+        range(SIZE)
+    )
 
 
 class Crops(OwnFiles):

@@ -12,7 +12,13 @@ from torch import nn
 from ddpkit.control import PeriodicSync
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import CheckpointError, ConfigError, NonFiniteLossError, RankMismatchError, RunStopped
+from ddpkit.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteLossError,
+    RankMismatchError,
+    RunStopped,
+)
 from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.strategies import local_sgd
 from tests.contract.recipes import QUIET, Killed, Regression, make, points, sgd, weights
@@ -34,7 +40,12 @@ def adamw(parameters):
 
 def moments(brain):
     states = brain.optimizer.state.values()
-    return [value.clone() for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    return [
+        value.clone()
+        for state in states
+        for _, value in sorted(state.items())
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def everything(brain):
@@ -45,7 +56,7 @@ def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-# ---------------------------------------------------------------------------------------------- the same as DDP
+# ---------------------------------------------------------------------------------- the same as DDP
 
 
 class Sums(Regression):
@@ -69,7 +80,9 @@ def train(cls, options, number):
     ],
 )
 def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, size, cls, more):
-    """Also where one rank has no sample in the last batch: its gradient is zero, and its weights count as any."""
+    """Also where one rank has no sample in the last batch: its gradient is zero, and its weights
+    count as any.
+    """
     own = {"local_sgd_period": 1, "local_sgd_start": 0, **more}
     averaged = {name: value for name, value in more.items() if name == "grad_accumulation_factor"}
     expected, steps, losses = ranks.run(train, cls, averaged, 6 * size + 1, world_size=size)[0]
@@ -79,10 +92,12 @@ def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, size, cls, more):
         assert same(list(mine.values()), list(found[0][0].values()))
         for key, value in expected.items():
             torch.testing.assert_close(mine[key], value, **CLOSE)
-        assert [loss for *_, loss in losses_there] == pytest.approx([loss for *_, loss in losses], abs=1e-10)
+        assert [loss for *_, loss in losses_there] == pytest.approx(
+            [loss for *_, loss in losses], abs=1e-10
+        )
 
 
-# ---------------------------------------------------------------------------------------------- a simulation
+# ------------------------------------------------------------------------------------- a simulation
 
 
 def trained_with(optimizer, options, number, epochs):
@@ -108,11 +123,16 @@ class Simulated:
 
     def state(self, rank):
         states = self.optimizers[rank].state.values()
-        return [*self.nets[rank].parameters(), *(value for one in states for _, value in sorted(one.items()))]
+        return [
+            *self.nets[rank].parameters(),
+            *(value for one in states for _, value in sorted(one.items())),
+        ]
 
     def backward(self, batch):
         size = len(self.nets)
-        for net, share in zip(self.nets, torch.tensor_split(torch.arange(len(batch)), size), strict=True):
+        for net, share in zip(
+            self.nets, torch.tensor_split(torch.arange(len(batch)), size), strict=True
+        ):
             rows = [batch[k] for k in share]
             inputs, targets = (torch.stack(part) for part in zip(*(rows or batch[:1]), strict=True))
             loss = (net(inputs) - targets).square().sum() * size / len(batch)
@@ -144,17 +164,24 @@ def test_weights_and_moments_are_those_of_ranks_simulated_by_hand(ranks, size, s
     by_hand = Simulated(adamw, size)
     by_hand.train(number, 3, start=start, period=3)
     for found in ranks.run(
-        trained_with, adamw, {"local_sgd_start": start, "local_sgd_period": 3}, number, 3, world_size=size
+        trained_with,
+        adamw,
+        {"local_sgd_start": start, "local_sgd_period": 3},
+        number,
+        3,
+        world_size=size,
     ):
         for one, value in zip(found, by_hand.state(0), strict=True):
             torch.testing.assert_close(one, value.detach(), rtol=0, atol=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------- resume
+# ------------------------------------------------------------------------------------------- resume
 
 
 class Mortal(Regression):
-    """Dies, or is asked to stop, in a given batch; remembers after which optimizer steps it has saved."""
+    """Dies, or is asked to stop, in a given batch; remembers after which optimizer steps it has
+    saved.
+    """
 
     dies_at = stops_at = None
 
@@ -188,13 +215,23 @@ class Centred(nn.Module):
 
 def normed():
     torch.manual_seed(2)
-    return nn.Sequential(Centred(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)).double()
+    return nn.Sequential(
+        Centred(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)
+    ).double()
 
 
 def train_mortal(folder, at, options):
     counter = EpochCounter(2)
     options = {"sync_batchnorm": False, "local_sgd_start": 2, "local_sgd_period": 3, **options}
-    brain = make(Mortal, net=normed(), opt=adamw, folder=folder, recoverables={"counter": counter}, **LOCAL, **options)
+    brain = make(
+        Mortal,
+        net=normed(),
+        opt=adamw,
+        folder=folder,
+        recoverables={"counter": counter},
+        **LOCAL,
+        **options,
+    )
     for name, place in at.items():
         setattr(brain, name, place)
     try:
@@ -205,7 +242,9 @@ def train_mortal(folder, at, options):
 
 
 def stopped(folder, at, options):
-    """Train where the ranks confer after every fourth step of an epoch, beginning with the first."""
+    """Train where the ranks confer after every fourth step of an epoch, beginning with the
+    first.
+    """
     real = stage_runner.PeriodicSync
     stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = EveryFour
     try:
@@ -228,17 +267,25 @@ def assert_resumed(ranks, tmp_path, at, options, size, begin=train_mortal):
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(2, 7), pytest.param((1, 2), marks=pytest.mark.slow)])
-def test_a_run_that_died_between_averages_is_resumed_with_the_same_bits(ranks, tmp_path, dies_at, size):
-    """It goes on from the newest save, which came at an average and not after two steps as asked for."""
+def test_a_run_that_died_between_averages_is_resumed_with_the_same_bits(
+    ranks, tmp_path, dies_at, size
+):
+    """It goes on from the newest save, which came at an average and not after two steps as asked
+    for.
+    """
     assert_resumed(ranks, tmp_path, {"dies_at": dies_at}, {"ckpt_interval_steps": 2}, size)
 
 
 def test_a_stop_waits_for_the_next_average(ranks, tmp_path):
-    """Asked for in step 6, known to all in step 9; averages come after steps 2 + 3, 2 + 6 and 2 + 9."""
+    """Asked for in step 6, known to all in step 9; averages come after steps 2 + 3, 2 + 6 and
+    2 + 9.
+    """
     assert assert_resumed(ranks, tmp_path, {"stops_at": (1, 6)}, {}, 2, begin=stopped) == 11
 
 
-def test_a_stop_waits_for_the_average_at_the_end_of_an_epoch_where_none_comes_before(ranks, tmp_path):
+def test_a_stop_waits_for_the_average_at_the_end_of_an_epoch_where_none_comes_before(
+    ranks, tmp_path
+):
     """Without a validation nothing else ends the run before the next epoch."""
     options = {"local_sgd_period": 1000}
     assert assert_resumed(ranks, tmp_path, {"stops_at": (1, 6)}, options, 2, begin=stopped) == 12
@@ -260,7 +307,7 @@ def test_nothing_is_saved_while_the_weights_are_not_the_same(ranks, tmp_path):
     assert ranks.run(saved_between, tmp_path, world_size=2) == [0, 0]
 
 
-# ---------------------------------------------------------------------------------------------- steps alike
+# -------------------------------------------------------------------------------------- steps alike
 
 
 def averaged_count(number):
@@ -281,7 +328,9 @@ class Poisoned(Regression):
 
     def compute_objectives(self, predictions, batch, stage):
         loss = super().compute_objectives(predictions, batch, stage)
-        return loss * float("nan") if get_rank() == 1 and self.optimizer_step in self.steps else loss
+        return (
+            loss * float("nan") if get_rank() == 1 and self.optimizer_step in self.steps else loss
+        )
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)
@@ -310,13 +359,17 @@ def test_a_rank_whose_gradients_are_not_finite_steps_with_zeros_and_all_count_al
 def test_too_many_such_steps_end_all_ranks_at_the_same_average(ranks):
     first, second = ranks.run(poisoned, range(8), world_size=2)
     assert first == second
-    assert first.startswith("6 steps of epoch 1 had gradients that are not finite (on the rank with the most), and ")
+    assert first.startswith(
+        "6 steps of epoch 1 had gradients that are not finite (on the rank with the most), and "
+    )
 
 
 def half():
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    brain = make(net=net, opt=adamw, precision="bf16", **LOCAL, local_sgd_start=3, local_sgd_period=4)
+    brain = make(
+        net=net, opt=adamw, precision="bf16", **LOCAL, local_sgd_start=3, local_sgd_period=4
+    )
     data = [(inputs.float(), inputs.float().sum(0, keepdim=True)) for inputs, _ in points(64)]
     brain.fit(range(1, 7), data, train_loader_kwargs={"batch_size": 4})
     return everything(brain), [loss for *_, loss in brain.losses]
@@ -357,7 +410,7 @@ def test_buffers_of_an_entry_without_parameters_are_averaged_too(ranks):
     assert first.any()
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 class Lists(torch.optim.SGD):
@@ -408,7 +461,10 @@ OPTIMIZERS = {
 
 def refused(net, optimizer):
     brain = make(
-        net=net(), opt=lambda parameters: optimizer(parameters, **RATES.get(optimizer, {})), **LOCAL, local_sgd_period=2
+        net=net(),
+        opt=lambda parameters: optimizer(parameters, **RATES.get(optimizer, {})),
+        **LOCAL,
+        local_sgd_period=2,
     )
     with pytest.raises((ConfigError, RankMismatchError)) as caught:
         brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
@@ -421,13 +477,17 @@ RATES = {Lists: {"lr": 0.1}, Adaptive: {"lr": 0.1}}
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_that_cannot_be_averaged_are_named(ranks, optimizer):
     for text in ranks.run(refused, net_of, optimizer, world_size=2):
-        start = "ddp_comm_hook=post_local_sgd cannot average the optimizer 'opt_class' over the ranks: "
+        start = (
+            "ddp_comm_hook=post_local_sgd cannot average the optimizer 'opt_class' over the ranks: "
+        )
         assert text.startswith(start + OPTIMIZERS[optimizer])
 
 
 def test_ranks_that_use_other_parameters_are_told(ranks):
     for text in ranks.run(refused, Branching, torch.optim.AdamW, world_size=2):
-        assert text.startswith("ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here 18 in all)")
+        assert text.startswith(
+            "ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here 18 in all)"
+        )
 
 
 class UsesMore(Regression):
@@ -437,7 +497,9 @@ class UsesMore(Regression):
 
 
 def uneven():
-    brain = UsesMore({"net": net_of(), "other": net_of()}, adamw, None, {**QUIET, **LOCAL, "local_sgd_period": 2})
+    brain = UsesMore(
+        {"net": net_of(), "other": net_of()}, adamw, None, {**QUIET, **LOCAL, "local_sgd_period": 2}
+    )
     with pytest.raises(RankMismatchError) as caught:
         brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
     return str(caught.value)
@@ -445,7 +507,9 @@ def uneven():
 
 def test_an_entry_that_some_ranks_do_not_use_is_told_before_numbers_are_sent(ranks):
     for text in ranks.run(uneven, world_size=2):
-        assert text.startswith("ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here ")
+        assert text.startswith(
+            "ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here "
+        )
 
 
 PERIOD = {"local_sgd_period": 4}
@@ -454,7 +518,10 @@ CONTRADICTIONS = [
     ({**LOCAL, "local_sgd_period": 0}, "local_sgd_period"),
     ({**LOCAL, **PERIOD, "local_sgd_start": -1}, "local_sgd_start"),
     *(
-        ({**LOCAL, **PERIOD, name: value}, f"ddp_comm_hook=post_local_sgd does not work with {name}={value}: ")
+        (
+            {**LOCAL, **PERIOD, name: value},
+            (f"ddp_comm_hook=post_local_sgd does not work with {name}={value}: "),
+        )
         for name, value in {
             "strategy": "zero1",
             "virtual_ranks": 2,
@@ -466,14 +533,23 @@ CONTRADICTIONS = [
             "static_graph": True,
         }.items()
     ),
-    ({**LOCAL, **PERIOD, "ema_decay": 0.0}, "ddp_comm_hook=post_local_sgd does not work with ema_decay=0.0: "),
-    ({**LOCAL, **PERIOD, "strategy": "fsdp"}, "ddp_comm_hook=post_local_sgd does not work with strategy=fsdp: "),
+    (
+        {**LOCAL, **PERIOD, "ema_decay": 0.0},
+        ("ddp_comm_hook=post_local_sgd does not work with ema_decay=0.0: "),
+    ),
+    (
+        {**LOCAL, **PERIOD, "strategy": "fsdp"},
+        ("ddp_comm_hook=post_local_sgd does not work with strategy=fsdp: "),
+    ),
 ]
 
 
 def outcomes():
     found = []
-    for cls, options in [*((Regression, options) for options, _ in CONTRADICTIONS), (OwnFitBatch, LOCAL | PERIOD)]:
+    for cls, options in [
+        *((Regression, options) for options, _ in CONTRADICTIONS),
+        (OwnFitBatch, LOCAL | PERIOD),
+    ]:
         with pytest.raises(ConfigError) as caught:
             make(cls, **options)
         found.append(str(caught.value))
@@ -484,4 +560,6 @@ def test_what_does_not_go_together_is_refused_on_every_rank(ranks):
     for *found, own in ranks.run(outcomes, world_size=2):
         for text, (_, words) in zip(found, CONTRADICTIONS, strict=True):
             assert text.startswith(words)
-        assert own.startswith("a fit_batch of the recipe does not work with ddp_comm_hook=post_local_sgd")
+        assert own.startswith(
+            "a fit_batch of the recipe does not work with ddp_comm_hook=post_local_sgd"
+        )

@@ -1,4 +1,6 @@
-"""``self.log`` on several ranks: the numbers of one process, whoever logs, and after a resume inside an epoch."""
+"""``self.log`` on several ranks: the numbers of one process, whoever logs, and after a resume
+inside an epoch.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,30 @@ class Logging(Regression):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.log("end", float(epoch or 0))
         if stage is Stage.VALID:
-            self.seen = [*self.seen, {name: dict(values) for name, values in self.progress.logged.values.items()}]
+            self.seen = [
+                *self.seen,
+                {name: dict(values) for name, values in self.progress.logged.values.items()},
+            ]
 
 
 def fit(options=None):
     options = {**QUIET, "batch_size": 2, **(options or {})}
-    dies_at, folder, epochs = options.pop("dies_at", None), options.pop("folder", None), options.pop("epochs", 2)
+    dies_at, folder, epochs = (
+        options.pop("dies_at", None),
+        options.pop("folder", None),
+        options.pop("epochs", 2),
+    )
     kwargs = {"batch_size": options.pop("batch_size"), "shuffle": True}
     net, counter = linear(), EpochCounter(epochs)
-    checkpointer = None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    checkpointer = (
+        None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    )
     brain = Logging({"net": net}, sgd(), None, options, checkpointer)
     brain.dies_at = dies_at
     try:
-        result = brain.fit(counter, DATA, VALID, train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 3})
+        result = brain.fit(
+            counter, DATA, VALID, train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 3}
+        )
     except Killed:
         return None
     return result.logged, brain.seen
@@ -64,7 +77,11 @@ def expected():
     for stage, data in (("train", DATA), ("valid", VALID)):
         rows = torch.stack([x for x, _ in data])
         low = rows[rows[:, 0] < -1]
-        logged[stage] = {**found, "mean": rows[:, 0].mean().item(), "share": (rows > 0).double().mean().item()}
+        logged[stage] = {
+            **found,
+            "mean": rows[:, 0].mean().item(),
+            "share": (rows > 0).double().mean().item(),
+        }
         if len(low):
             logged[stage]["low"] = low.sum().item() / len(low)
     return logged
@@ -86,7 +103,11 @@ def test_the_values_are_those_of_the_whole_set(ranks, world, shard):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 2), (1, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (3, 2)))],
+    [
+        (2, 2),
+        (1, 3),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (2, 1), (3, 2))),
+    ],
 )
 def test_a_resume_in_the_middle_of_an_epoch(ranks, tmp_path, before, after):
     options = {"folder": tmp_path, "ckpt_interval_steps": 2, "shard_evaluation": True}
@@ -135,7 +156,11 @@ def steps_written(folder):
         fit({"epochs": 1})
     finally:
         set_run_log(None)
-    return [line for line in log.path.read_text().splitlines() if '"step"' in line] if not get_rank() else []
+    return (
+        [line for line in log.path.read_text().splitlines() if '"step"' in line]
+        if not get_rank()
+        else []
+    )
 
 
 def test_steps_are_means_over_the_ranks(ranks, tmp_path):
@@ -144,7 +169,10 @@ def test_steps_are_means_over_the_ranks(ranks, tmp_path):
     assert steps
     assert steps[-1]["step"] == 4
     weights = [
-        after - before for before, after in itertools.pairwise([0, *(line["step"] * 4 for line in steps[:-1]), 13])
+        after - before
+        for before, after in itertools.pairwise([0, *(line["step"] * 4 for line in steps[:-1]), 13])
     ]
-    total = sum(weight * line["values"]["mean"] for weight, line in zip(weights, steps, strict=True))
+    total = sum(
+        weight * line["values"]["mean"] for weight, line in zip(weights, steps, strict=True)
+    )
     assert total / 13 == pytest.approx(expected()["train"]["mean"], rel=1e-12)

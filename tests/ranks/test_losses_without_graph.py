@@ -1,4 +1,6 @@
-"""Losses that depend on no parameter, as of a batch without ground truth: in the same answer, too."""
+"""Losses that depend on no parameter, as of a batch without ground truth: in the same answer,
+too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, points
 
 EMPTY = 1e3  # first number of an input that has no target
-# By batches of 2 of an epoch of 24: rank 0's of the first step, all of a step, rank 1's of one, the last one.
+# By batches of 2 of an epoch of 24: rank 0's of the first step, all of a step, rank 1's of one, the
+# last one.
 WITHOUT = frozenset({0, 3, 4, 5, 7, 11})
 ALL = frozenset(range(12))
 
@@ -120,7 +123,9 @@ def whole(weight):
 
 
 def train(cls, world_size, options, is_own=None, per_step=6, number=24, without=WITHOUT):
-    """Return losses and weights after two epochs; AdamW moves whatever has a gradient, also one of zero."""
+    """Return losses and weights after two epochs; AdamW moves whatever has a gradient, also one of
+    zero.
+    """
     torch.manual_seed(4)
     modules = {"net": Chain()}
     if not issubclass(cls, OneEntry):

@@ -1,4 +1,6 @@
-"""Losses that depend on no parameter, where BatchNorm is synchronised: the other ranks wait in its backward pass."""
+"""Losses that depend on no parameter, where BatchNorm is synchronised: the other ranks wait in its
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.contract.recipes import QUIET
 from tests.ranks.test_losses_without_graph import Sparse, Sums, data, own, whole
 
-# By batches of 2: rank 0's, rank 1's, that of both ranks, both micro-batches of a rank, all of a step of four.
+# By batches of 2: rank 0's, rank 1's, that of both ranks, both micro-batches of a rank, all of a
+# step of four.
 WITHOUT = frozenset({1, 2, 4, 5, 8, 9, 10, 11, 13})
 
 
@@ -208,7 +211,9 @@ def test_in_a_fit_batch_of_the_recipe(ranks, cls, without_sync, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("per_step", [4, 8])
 def test_with_weights_that_are_averaged(ranks, per_step):
-    """Plain SGD with an average after every step; it decays weights wherever there is a gradient."""
+    """Plain SGD with an average after every step; it decays weights wherever there is a
+    gradient.
+    """
     options = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 1, "max_grad_norm": 1e9}
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, weight_decay=0.5)
     assert_equals_one_process(ranks, Once, options, per_step=per_step, optimizer=optimizer)

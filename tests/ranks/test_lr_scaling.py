@@ -14,14 +14,20 @@ from tests.contract.test_lr_scaling import Scheduled
 def train(joined, factor, number, run_opts):
     """Train on a joined batch of all ranks, the schedule stepped after each optimizer step."""
     brain = make(Scheduled, grad_accumulation_factor=factor, **run_opts)
-    brain.fit([1, 2], points(number), train_loader_kwargs={"batch_size": joined // world_size(), "shuffle": True})
+    brain.fit(
+        [1, 2],
+        points(number),
+        train_loader_kwargs={"batch_size": joined // world_size(), "shuffle": True},
+    )
     return brain.rates, brain.optimizer_step, brain.lr_scale, weights(brain)
 
 
 @pytest.mark.corner
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.parametrize(("factor", "number"), [(1, 24), (3, 24), (2, 25), (1, 29)])
-def test_schedules_step_once_per_optimizer_step_whatever_the_world_size(ranks, rule, factor, number):
+def test_schedules_step_once_per_optimizer_step_whatever_the_world_size(
+    ranks, rule, factor, number
+):
     run_opts = {"lr_scaling": rule, "reference_batch_size": 3}
     [(rates, steps, scale, expected)] = ranks.run(train, 6, factor, number, run_opts, world_size=1)
     assert steps == len(rates) == 2 * math.ceil(math.ceil(number / 6) / factor)

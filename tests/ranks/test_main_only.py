@@ -41,7 +41,7 @@ def in_step() -> None:
     ddp.ddp_barrier()
 
 
-# ------------------------------------------------------------------------------------- D1: who may call
+# --------------------------------------------------------------------------------- D1: who may call
 
 
 def both_ways():
@@ -74,7 +74,9 @@ def same_helper():
 
 
 def test_d1_the_same_helper_from_all_ranks_and_from_main_alone(ranks):
-    """The path of lines that leads to a call is its name, so the counts of the two uses are apart."""
+    """The path of lines that leads to a call is its name, so the counts of the two uses are
+    apart.
+    """
     assert ranks.run(same_helper, world_size=WORLD) == [[2, 4, 6]] * WORLD
 
 
@@ -96,7 +98,12 @@ def inner():
 
 def nested_and_recursive():
     fresh()
-    results = [ddp.run_on_main(outer), recursive(3), [ddp.run_on_main(counted) for _ in range(3)], inner()]
+    results = [
+        ddp.run_on_main(outer),
+        recursive(3),
+        [ddp.run_on_main(counted) for _ in range(3)],
+        inner(),
+    ]
     in_step()
     return results
 
@@ -154,7 +161,7 @@ def test_main_never_waits(ranks):
     assert ranks.run(late_reader, world_size=2) == [list(range(50))] * 2
 
 
-# ------------------------------------------------------------------------------------- D2, F2, F3: errors
+# ------------------------------------------------------------------------------- D2, F2, F3: errors
 
 
 def boom():
@@ -185,7 +192,11 @@ def test_d2_f2_an_error_reaches_every_rank_at_once(ranks):
 
 def test_d2_an_uncaught_error_fails_every_rank(ranks):
     outcomes = ranks.outcomes(ddp.run_on_main, boom, world_size=WORLD)
-    assert [outcome.error_type for outcome in outcomes] == ["KeyError", "MainProcessError", "MainProcessError"]
+    assert [outcome.error_type for outcome in outcomes] == [
+        "KeyError",
+        "MainProcessError",
+        "MainProcessError",
+    ]
 
 
 def caught(repeats):
@@ -275,7 +286,9 @@ def awkward(make):
     with _records() as records:
         value = ddp.run_on_main(make)
         in_step()
-    return value is None, [record.getMessage() for record in records if record.levelno == logging.WARNING]
+    return value is None, [
+        record.getMessage() for record in records if record.levelno == logging.WARNING
+    ]
 
 
 class _records(logging.Handler):
@@ -299,7 +312,11 @@ def make_lock():
 
 @pytest.mark.parametrize(
     ("make", "what"),
-    [(make_generator, "a generator,"), (make_lock, "a lock,"), (functools.partial(Awkward, "dump"), "an? Awkward,")],
+    [
+        (make_generator, "a generator,"),
+        (make_lock, "a lock,"),
+        (functools.partial(Awkward, "dump"), ("an? Awkward,")),
+    ],
 )
 def test_d3_a_value_that_does_not_pickle(ranks, make, what):
     (main_none, main_said), (other_none, other_said) = ranks.run(awkward, make)
@@ -313,10 +330,14 @@ def test_d3_a_value_that_does_not_pickle(ranks, make, what):
 
 
 def test_d3_a_value_that_does_not_unpickle(ranks):
-    (main_none, main_said), (other_none, other_said) = ranks.run(awkward, functools.partial(Awkward, "load"))
+    (main_none, main_said), (other_none, other_said) = ranks.run(
+        awkward, functools.partial(Awkward, "load")
+    )
     assert (main_none, other_none, main_said) == (False, True, [])
     (warning,) = other_said
-    assert "cannot be read on rank 1 (RuntimeError: no way to read this), which gets None" in warning
+    assert (
+        "cannot be read on rank 1 (RuntimeError: no way to read this), which gets None" in warning
+    )
 
 
 def big(size):
@@ -328,7 +349,7 @@ def test_d3_a_value_of_20_mb(ranks):
     assert ranks.run(big, 20_000_000) == [(20_000_000, True)] * 2
 
 
-# ------------------------------------------------------------------------------------- arguments, post_func
+# ----------------------------------------------------------------------------- arguments, post_func
 
 
 def with_post(run_post_on_main):
@@ -367,7 +388,9 @@ def test_post_func_does_not_run_after_a_failure(ranks):
 
 
 def post_talks():
-    """The post function runs on every rank where it runs, so what it does must be possible there."""
+    """The post function runs on every rank where it runs, so what it does must be possible
+    there.
+    """
     return ddp.run_on_main(counted, post_func=in_step, run_post_on_main=True) is not None
 
 
@@ -375,7 +398,7 @@ def test_post_func_may_use_collectives(ranks):
     assert ranks.run(post_talks) == [True, True]
 
 
-# ------------------------------------------------------------------------------------- once per node
+# ------------------------------------------------------------------------------------ once per node
 
 
 def node_work():
@@ -397,7 +420,8 @@ def as_two_nodes():
     """Three ranks on two nodes: ranks 0 and 1, and rank 2 alone."""
     rank = int(os.environ["RANK"])
     os.environ |= {
-        "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": str(1 if rank == 2 else 2),
+        "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2),
+        "LOCAL_WORLD_SIZE": str(1 if rank == 2 else 2),
     }  # fmt: skip
     return node_work()
 
@@ -457,7 +481,12 @@ def test_d23_collectives_inside_main_only_code(ranks):
 
 def environment_only():
     assert not dist.is_initialized()
-    done = [ddp.if_main_process(), ddp.get_rank(), ddp.rank_prefixed_message("x"), ddp.get_world_size()]
+    done = [
+        ddp.if_main_process(),
+        ddp.get_rank(),
+        ddp.rank_prefixed_message("x"),
+        ddp.get_world_size(),
+    ]
     done += [ddp.main_process_only(lambda: "ran")(), ddp.exchange(1), ddp.ddp_broadcast("own")]
     ddp.ddp_barrier()
     return done
@@ -469,7 +498,7 @@ def test_d23_before_the_group_starts_the_environment_counts(ranks):
     assert other == [False, 1, "[rank: 1] x", 1, None, [1], "own"]
 
 
-# ------------------------------------------------------------------------------------- long work, the store
+# ----------------------------------------------------------------------------- long work, the store
 
 
 def long_work(seconds):
@@ -522,7 +551,9 @@ def over_a_file(path):
 
 
 def test_a_group_over_a_file(ranks, tmp_path):
-    (main, main_error, everybody), (other, other_error, _) = ranks.run(over_a_file, str(tmp_path / "store"), init=False)
+    (main, main_error, everybody), (other, other_error, _) = ranks.run(
+        over_a_file, str(tmp_path / "store"), init=False
+    )
     assert (main, other) == ([1, 2, 3], [1, 3])
     assert (main_error, other_error) == ("KeyError", "MainProcessError")
     assert everybody == [0, 1]
@@ -536,7 +567,9 @@ def once_per_machine(path):
     try:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
         before = ddp.get_local_rank()
-        values = [ddp.run_once_per_node(dist.get_rank, post_func=post) for post in (None, lambda: "after")]
+        values = [
+            ddp.run_once_per_node(dist.get_rank, post_func=post) for post in (None, lambda: "after")
+        ]
         error = outcome_of(lambda: ddp.run_once_per_node(fail_on_the_second))
         in_step()
         local = ddp.get_local_rank(), ddp.is_local_rank_zero()
@@ -606,7 +639,7 @@ def test_errors_pickle():
     assert (type(error), str(error)) == (MainProcessError, "words")
 
 
-# ------------------------------------------------------------------------------------- main goes away
+# ----------------------------------------------------------------------------------- main goes away
 
 SCRIPT = """\
 import os, sys, time
@@ -632,8 +665,17 @@ finally:
 @pytest.mark.parametrize(
     ("leaves", "says"),
     [
-        ("sys.exit(0)", "waits at train.py:15 in <module> for rank 0, which has come to its end without making this"),
-        ("raise ValueError('the reason')", ") failed first, at train.py:11 in <module>: ValueError: the reason"),
+        (
+            "sys.exit(0)",
+            (
+                "waits at train.py:15 in <module> for rank 0, which has come to its end without "
+                "making this"
+            ),
+        ),
+        (
+            "raise ValueError('the reason')",
+            (") failed first, at train.py:11 in <module>: ValueError: the reason"),
+        ),
         ("os._exit(1)", "disappeared: it was lost with the store on 127.0.0.1"),
     ],
     ids=["exit", "error", "killed"],
@@ -647,7 +689,8 @@ def test_a_main_that_goes_away_is_noticed(tmp_path, leaves, says):
     other.wait(10)
     assert main.code == (0 if "exit(0)" in leaves else 1)
     assert other.code == 1
-    told = [line for line in other.lines if line.startswith("[rank1]: ")]  # torch may tell of the lost store after it
+    # torch may tell of the lost store after it
+    told = [line for line in other.lines if line.startswith("[rank1]: ")]
     assert says in "\n".join(told[-3:]), other.err
     assert "RankFailedError" in "\n".join(told[-3:])
     assert float((tmp_path / "seconds").read_text()) < 2.0 * PATIENCE
@@ -660,7 +703,11 @@ def test_d2_under_torchrun_the_reason_stands_last(tmp_path):
     run = Run(torchrun(2, str(script)), tmp_path, warm=True).wait(30)
     assert run.code == 1
     assert "rank      : 0 (local_rank: 0)" in run.err.rpartition("Root Cause")[2]
-    assert re.search(r"\[rank0\]: rank 0 .* failed first, at .*: ZeroDivisionError: division by zero", run.tail(3))
+    assert re.search(
+        r"\[rank0\]: rank 0 .* failed first, at .*: ZeroDivisionError: division by "
+        r"zero",
+        run.tail(3),
+    )
 
 
 def _one_sided_first():
@@ -673,5 +720,7 @@ def _one_sided_first():
 
 
 def test_d1_a_one_sided_call_does_not_shift_the_calls_after_a_collective(ranks):
-    """One line, first for the main process alone and then for all: the values must not lag behind."""
+    """One line, first for the main process alone and then for all: the values must not lag
+    behind.
+    """
     assert ranks.run(_one_sided_first) == [["epoch 2", "epoch 3"]] * 2

@@ -16,7 +16,9 @@ class Scored(Regression):
     """Scores every sample as recipes do: summarized on every rank, written on the main process."""
 
     def on_stage_start(self, stage, epoch=None):
-        self.stats = MetricStats(lambda predictions, targets: (predictions - targets).square().mean(1))
+        self.stats = MetricStats(
+            lambda predictions, targets: (predictions - targets).square().mean(1)
+        )
 
     def compute_objectives(self, predictions, batch, stage):
         self.stats.append(batch[2], predictions, batch[1])
@@ -70,7 +72,10 @@ class WrittenFirst(Scored):
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.told = []
-        for write in (lambda: self.stats.write_stats(io.StringIO()), lambda: run_on_main(self.stats.summarize)):
+        for write in (
+            lambda: self.stats.write_stats(io.StringIO()),
+            lambda: run_on_main(self.stats.summarize),
+        ):
             try:
                 write()
             except (ConfigError, LaunchError, RuntimeError) as error:

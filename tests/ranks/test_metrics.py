@@ -54,7 +54,10 @@ def one_reduction_each():
     calls = []
     begin_stage(divided=False)
     real = dist.all_to_all_single  # two ranks exchange
-    dist.all_to_all_single = lambda *args, **kwargs: (calls.append(args[0].numel()), real(*args, **kwargs))[1]
+    dist.all_to_all_single = lambda *args, **kwargs: (
+        calls.append(args[0].numel()),
+        real(*args, **kwargs),
+    )[1]
     try:
         accuracy, meter = Accuracy(), LossMeter()
         for _ in range(200):
@@ -81,11 +84,13 @@ def test_nothing_counted_anywhere(ranks):
     assert all(math.isnan(value) for value in ranks.run(nothing))
 
 
-# ---------------------------------------------------------------------------------------------- by themselves
+# ------------------------------------------------------------------------------------ by themselves
 
 
 class TorchMetric(torch.nn.Module):
-    """Behaves as a metric of torchmetrics 1.9: a state that is summed, one that is concatenated, one that is listed."""
+    """Behaves as a metric of torchmetrics 1.9: a state that is summed, one that is concatenated,
+    one that is listed.
+    """
 
     sync_on_compute = compute_with_cache = True
 
@@ -104,18 +109,23 @@ class TorchMetric(torch.nn.Module):
     def update(self, values):
         self._computed = None
         self.total = self.total + values.sum()
-        self.values.append(values[:, None].long())  # an empty one would have one dimension, and be of floats
+        # an empty one would have one dimension, and be of floats
+        self.values.append(values[:, None].long())
         if self.with_list:
             self.pieces += list(values)
 
-    def sync(self, dist_sync_fn=None, process_group=None, should_sync=True, distributed_available=None):
+    def sync(
+        self, dist_sync_fn=None, process_group=None, should_sync=True, distributed_available=None
+    ):
         if self._is_synced and should_sync:
             raise RuntimeError("The Metric has already been synced.")
         available = (distributed_available or self.distributed_available_fn)()
         if not should_sync or not available:
             return
         exchange = dist_sync_fn or own_exchange
-        self._cache = copy.copy(self.__dict__ | {"values": list(self.values), "pieces": list(self.pieces)})
+        self._cache = copy.copy(
+            self.__dict__ | {"values": list(self.values), "pieces": list(self.pieces)}
+        )
         self.total = torch.stack(exchange(self.total, group=process_group)).sum()
         values = torch.cat(self.values) if self.values else torch.tensor([])
         self.values = [torch.cat(exchange(values, group=process_group))]
@@ -133,7 +143,8 @@ class TorchMetric(torch.nn.Module):
         if self._computed is None:
             self.sync(dist_sync_fn=self.dist_sync_fn)
             values = torch.cat(self.values) if self.values else torch.tensor([], dtype=torch.int64)
-            assert values.dtype == torch.int64  # a class number that has become a float is none any more
+            # a class number that has become a float is none any more
+            assert values.dtype == torch.int64
             value = (float(self.total), values.flatten().tolist(), len(self.pieces))
             if self._is_synced:
                 self.unsync()
@@ -150,7 +161,9 @@ def own_exchange(tensor, group=None):
 
 
 class Measured(Brain):
-    """Sums the numbers of the samples in every kind of metric; reads that of the training late, as recipes may."""
+    """Sums the numbers of the samples in every kind of metric; reads that of the training late, as
+    recipes may.
+    """
 
     def compute_forward(self, batch, stage):
         return self.modules.net(batch[0])
@@ -191,7 +204,12 @@ def measured(size, shard):
     brain.fit([1], data, data, train_loader_kwargs={"batch_size": 1}, valid_loader_kwargs=valid)
     validated, trained = brain.found, brain.trained
     brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
-    return trained, validated, brain.found, [metric.compute() for metric in brain.metrics] == brain.found
+    return (
+        trained,
+        validated,
+        brain.found,
+        [metric.compute() for metric in brain.metrics] == brain.found,
+    )
 
 
 @pytest.mark.corner
@@ -210,7 +228,9 @@ def test_d7_d8_metrics_reduce_themselves_where_the_data_is_divided(ranks, world,
 
 
 def by_hand():
-    """A rank that has counted nothing agrees with one that has, even when asked in a later stage."""
+    """A rank that has counted nothing agrees with one that has, even when asked in a later
+    stage.
+    """
     found = []
     for divided in (True, False):
         metric = Sum()
@@ -239,12 +259,19 @@ def computed_before():
         begin_stage(divided=divided)
         metric = Reduced(TorchMetric())
         metric.update(torch.tensor([1.0 + dist.get_rank()]))
-        found += [metric.metric.compute()[0], metric.compute()[0], metric.compute(reduce=not divided)[0]]
+        found += [
+            metric.metric.compute()[0],
+            metric.compute()[0],
+            metric.compute(reduce=not divided)[0],
+        ]
     return found
 
 
 def test_what_the_metric_has_computed_before_does_not_count(ranks):
-    assert ranks.run(computed_before) == [[1.0, 3.0, 1.0, 1.0, 1.0, 3.0], [2.0, 3.0, 2.0, 2.0, 2.0, 3.0]]
+    assert ranks.run(computed_before) == [
+        [1.0, 3.0, 1.0, 1.0, 1.0, 3.0],
+        [2.0, 3.0, 2.0, 2.0, 2.0, 3.0],
+    ]
 
 
 def on_main_alone(kind):
@@ -253,7 +280,9 @@ def on_main_alone(kind):
     metric.update(torch.ones(2))
     if kind == "undivided" and if_main_process():
         assert metric.compute() == 2.0  # one rank alone may
-    with pytest.raises(LaunchError if if_main_process() else Exception, match="main-only code") as caught:
+    with pytest.raises(
+        LaunchError if if_main_process() else Exception, match="main-only code"
+    ) as caught:
         run_on_main(metric.compute, kwargs={"reduce": True} if kind == "undivided" else {})
     return str(caught.value)
 
@@ -261,7 +290,9 @@ def on_main_alone(kind):
 @pytest.mark.parametrize("kind", ["divided", "undivided", "reduced"])
 def test_d23_compute_in_main_only_code_says_so(ranks, kind):
     for message in ranks.run(on_main_alone, kind):
-        assert ("Reduced" if kind == "reduced" else "Sum") + ".compute was called inside main-only code" in message
+        assert ("Reduced" if kind == "reduced" else "Sum") + (
+            ".compute was called inside main-only code"
+        ) in message
 
 
 OF_OTHERS = {
@@ -282,7 +313,8 @@ def one_rank_alone(call):
     begin_stage(divided=True)
     metric = Sum()
     other = Sum()
-    works = compute_elsewhere(metric) if if_main_process() else metric.compute()  # what is computed counts, not where
+    # what is computed counts, not where
+    works = compute_elsewhere(metric) if if_main_process() else metric.compute()
     work = metric.compute if if_main_process() else functools.partial(OF_OTHERS[call][0], other)
     with pytest.raises(RankMismatchError) as caught:
         work()
@@ -366,7 +398,12 @@ class Counting(Brain):
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if self.resets:
-            numbers = (self.seen_here.compute(), self.mean_loss.compute(), self.lengths.compute(), stage_loss)
+            numbers = (
+                self.seen_here.compute(),
+                self.mean_loss.compute(),
+                self.lengths.compute(),
+                stage_loss,
+            )
             self.told.append((stage.name, *numbers))
 
 
@@ -375,7 +412,12 @@ def count_while_training(size, shard, resets=True):
     brain = Counting(
         {"net": nn.Linear(1, 1).double()},
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        run_opts={"device": "cpu", "noprogressbar": True, "global_batch_size": 3, "shard_evaluation": shard},
+        run_opts={
+            "device": "cpu",
+            "noprogressbar": True,
+            "global_batch_size": 3,
+            "shard_evaluation": shard,
+        },
     )
     brain.resets, brain.told = resets, []
     brain.begin()

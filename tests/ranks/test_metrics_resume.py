@@ -1,4 +1,6 @@
-"""Metrics of a recipe that a training epoch counts go on after a resume, on any number of processes."""
+"""Metrics of a recipe that a training epoch counts go on after a resume, on any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Counting(Brain):
     def compute_objectives(self, predictions, batch, stage):
         errors = (predictions - batch[1]).square()
         if stage is Stage.TRAIN:
-            self.accuracy.update((errors < 1).long().flatten(), torch.ones(len(errors), dtype=torch.long))
+            self.accuracy.update(
+                (errors < 1).long().flatten(), torch.ones(len(errors), dtype=torch.long)
+            )
             self.hparams.mean.update(errors.mean(), len(errors))
             self.seen.update(torch.tensor(float(len(errors))))
         return errors.mean()
@@ -55,7 +59,9 @@ def train(folder, dies_at=None):
     net, counter = torch.nn.Linear(3, 1).double(), EpochCounter(2)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     hparams = {"mean": Mean()}
-    brain = Counting({"net": net}, lambda of: torch.optim.SGD(of, lr=0.1), hparams, OPTIONS, checkpointer)
+    brain = Counting(
+        {"net": net}, lambda of: torch.optim.SGD(of, lr=0.1), hparams, OPTIONS, checkpointer
+    )
     brain.dies_at = dies_at
     try:
         brain.fit(counter, points(40), train_loader_kwargs={"shuffle": True})
@@ -65,7 +71,8 @@ def train(folder, dies_at=None):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 2), (2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 1), (2, 3)])]
+    "sizes",
+    [(2, 2), (2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 1), (2, 3)])],
 )
 def test_metrics_of_a_training_epoch_go_on(ranks, tmp_path, sizes):
     whole = ranks.run(train, tmp_path / "whole", world_size=sizes[1])[0]
@@ -76,7 +83,8 @@ def test_metrics_of_a_training_epoch_go_on(ranks, tmp_path, sizes):
 
 
 def test_a_checkpoint_without_metrics_is_told(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("ddpkit.run.stage_runner.metrics_of", lambda *_: {})  # as an earlier version has saved it
+    # as an earlier version has saved it
+    monkeypatch.setattr("ddpkit.run.stage_runner.metrics_of", lambda *_: {})
     train(tmp_path, dies_at=12)
     monkeypatch.undo()
     train(tmp_path)
@@ -89,14 +97,18 @@ def save_a_metric(folder, when):
     if when == "saved":
         checkpointer.recoverables["seen"] = Sum()  # by hand
     try:
-        checkpointer.save_checkpoint() if when == "saved" else checkpointer.add_recoverable("seen", Sum())
+        checkpointer.save_checkpoint() if when == "saved" else checkpointer.add_recoverable(
+            "seen", Sum()
+        )
     except CheckpointError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize("when", ["saved", "added"])
-def test_a_metric_that_is_given_to_the_checkpointer_is_refused_on_several_ranks(ranks, tmp_path, when):
+def test_a_metric_that_is_given_to_the_checkpointer_is_refused_on_several_ranks(
+    ranks, tmp_path, when
+):
     assert ranks.run(save_a_metric, tmp_path, when, world_size=1) == [""]
     for message in ranks.run(save_a_metric, tmp_path, when):
         assert "'seen' is a Sum, whose totals are of each rank" in message

@@ -1,7 +1,8 @@
-"""Ranks that ``multiprocessing`` has started: ``mp.spawn``, ``start_processes``, ``elastic_launch`` with a function.
+"""Ranks that ``multiprocessing`` has started: ``mp.spawn``, ``start_processes``, ``elastic_launch``
+with a function.
 
-Such a process ends without ``atexit``, or after it has waited for its children, and shows no hook what ended it: only
-what has left ``fit`` or ``evaluate`` is known.
+Such a process ends without ``atexit``, or after it has waited for its children, and shows no hook
+what ended it: only what has left ``fit`` or ``evaluate`` is known.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ SCRIPT = """
 
     if __name__ == "__main__":
         start()
-"""
+"""  # noqa: E501
 
 
 def start(folder, how, fault):
@@ -94,12 +95,17 @@ def start(folder, how, fault):
 
 
 def each(fork, cold):
-    """Every fault with forked ranks; those that start cold take ten CPU seconds, so they have one or two, and later."""
+    """Every fault with forked ranks; those that start cold take ten CPU seconds, so they have one
+    or two, and later.
+    """
     cases = [("fork", fault) for fault in fork] + [("fork, no variables", fork[0])]
     cases += [(how, fault) for how in ("spawn", "elastic") for fault in cold]
     return pytest.mark.parametrize(
         ("how", "fault"),
-        [pytest.param(*case, marks=() if "fork" in case[0] else pytest.mark.slow) for case in cases],
+        [
+            pytest.param(*case, marks=() if "fork" in case[0] else pytest.mark.slow)
+            for case in cases
+        ],
     )
 
 
@@ -110,9 +116,15 @@ def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tm
     place = " in TRAIN of epoch 1 at step 5" if fault.endswith("in fit") else ""
     who = "rank [01]" if "all" in fault else "rank 1"
     if fault == "raise":  # multiprocessing shows nobody what ended it outside of fit
-        assert re.search("ValueError: boom from the fault|rank 1, which has come to its end", run.err), run.err
+        assert re.search(
+            "ValueError: boom from the fault|rank 1, which has come to its end", run.err
+        ), run.err
         return
-    assert re.search(rf"{who} \([^ ]+, pid \d+\) failed.*{place}.*: ValueError: boom from the fault", run.err), run.err
+    assert re.search(
+        rf"{who} \([^ ]+, pid \d+\) failed.*{place}.*: ValueError: boom from the "
+        r"fault",
+        run.err,
+    ), run.err
     assert "Connection closed" not in run.err
 
 
@@ -121,7 +133,10 @@ def test_a_rank_of_multiprocessing_that_leaves_early_is_named_at_once(tmp_path, 
     run = start(tmp_path, how, fault)
     assert run.code != 0
     if fault == "exit in fit":
-        words = r"rank 1 \([^ ]+, pid \d+\) failed first, in TRAIN .* at step 5, at train.py:\d+ in end: SystemExit: 0"
+        words = (
+            r"rank 1 \([^ ]+, pid \d+\) failed first, in TRAIN .* at step 5, at train.py:\d+ in "
+            r"end: SystemExit: 0"
+        )
     else:
         words = "rank 0 waits at .* for rank 1, which has come to its end without making this call"
     assert re.search(words, run.err), run.err

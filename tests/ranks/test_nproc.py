@@ -34,7 +34,7 @@ TRAIN = """
     Path(f"facts.{rank}").write_text(f"{os.getpid()} {os.getppid()} {int(ones)} {threads} {' '.join(sys.argv[1:])}")
     Path(f"ready.{rank}").touch()
 
-"""
+"""  # noqa: E501
 WORDS = ("h.yaml", "--device=cpu")
 
 
@@ -49,7 +49,9 @@ def facts(folder: Path, processes: int) -> list[list[str]]:
 
 
 def ready(folder: Path, processes: int) -> bool:
-    return wait_until(lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60)
+    return wait_until(
+        lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60
+    )
 
 
 @pytest.mark.slow
@@ -62,7 +64,9 @@ def test_nproc(tmp_path, processes):
     for pid, parent, total, _, *words in facts(tmp_path, processes):
         assert total == str(processes)
         assert parent == str(run.process.pid) != pid
-        assert words == [*WORDS, f"--nproc={processes}", "--lr=0.5"], "the command line is handed on as it was"
+        assert words == [*WORDS, f"--nproc={processes}", "--lr=0.5"], (
+            "the command line is handed on as it was"
+        )
     many = "3 processes share" if processes > len(os.sched_getaffinity(0)) else ""
     assert all(many and line.startswith(many) for line in run.lines), run.err
 
@@ -81,7 +85,7 @@ MODEL = """
     brain.fit(range(2), torch.utils.data.DataLoader(data, batch_size=2))
     if rank == 0:
         Path("weights").write_text(str([one.tolist() for one in brain.raw_modules.parameters()]))
-"""
+"""  # noqa: E501
 
 
 def test_nproc_trains_as_torchrun_does(tmp_path):
@@ -102,7 +106,9 @@ def test_nproc_trains_as_torchrun_does(tmp_path):
 def test_nproc_by_module_and_from_the_yaml_device(tmp_path):
     write(tmp_path)
     (tmp_path / "h.yaml").write_text("device: cpu\n")
-    run = Run(python("-W", "error::ResourceWarning", "-m", "train", "h.yaml", "--nproc", "2"), tmp_path).wait()
+    run = Run(
+        python("-W", "error::ResourceWarning", "-m", "train", "h.yaml", "--nproc", "2"), tmp_path
+    ).wait()
     assert run.code == 0, run.err
     assert len(facts(tmp_path, 2)) == 2
 
@@ -139,7 +145,9 @@ def test_f1_an_exception_on_one_rank(tmp_path):
     run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path, warm=True).wait(40)
     assert run.code == 1
     assert re.search(
-        r"rank 1 \(.*, pid \d+\) failed first, at train.py:\d+ in <module>: ValueError: boom", run.tail(3)
+        r"rank 1 \(.*, pid \d+\) failed first, at train.py:\d+ in <module>: "
+        r"ValueError: boom",
+        run.tail(3),
     ), run.err
     assert "Root Cause" in run.err, "torchrun's summary"
 
@@ -157,7 +165,10 @@ def test_f2_the_parent_is_killed(tmp_path):
 @pytest.mark.faults
 def test_f10_ctrl_c_at_the_terminal(tmp_path):
     """The terminal signals its process group, and the ranks are not in it."""
-    run = Run(["setsid", "--wait", *python(write(tmp_path, "time.sleep(60)"), *WORDS, "--nproc=2")], tmp_path)
+    run = Run(
+        ["setsid", "--wait", *python(write(tmp_path, "time.sleep(60)"), *WORDS, "--nproc=2")],
+        tmp_path,
+    )
     assert ready(tmp_path, 2), run.err
     parent = int(facts(tmp_path, 2)[0][1])
     began = time.monotonic()
@@ -195,14 +206,23 @@ def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path)
 def test_nproc_under_a_launcher_is_refused(tmp_path):
     script = write(tmp_path)
     step = {
-        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
         "SLURM_GTIDS": "0,1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
     }  # fmt: skip
     run = Run(python(script, *WORDS, "--nproc=2"), tmp_path, step).wait()
     assert run.code == 2
-    assert "--nproc starts the processes itself, but slurm has started this one already, as rank 1 of 2" in run.err
+    assert (
+        "--nproc starts the processes itself, but slurm has started this one already, as rank 1 "
+        "of 2"
+    ) in run.err
     assert "SLURM_PROCID" in run.err
-    step |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}
+    step |= {
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_GTIDS": "0",
+    }
     run = Run(python(script, *WORDS, "--nproc=2"), tmp_path, step).wait()
     assert run.code == 0, "one task of srun may start as many as it likes"
     assert len(facts(tmp_path, 2)) == 2
@@ -212,7 +232,9 @@ def test_nproc_under_a_launcher_is_refused(tmp_path):
 def test_nproc_needs_a_script(tmp_path):
     script = write(tmp_path)
     code = (tmp_path / script).read_text()
-    run = Run(["bash", "-c", f"{python()[0]} - {' '.join(WORDS)} --nproc=2 < {script}"], tmp_path).wait()
+    run = Run(
+        ["bash", "-c", f"{python()[0]} - {' '.join(WORDS)} --nproc=2 < {script}"], tmp_path
+    ).wait()
     assert "--nproc starts the running script again, and there is none" in run.tail(1), run.err
     body = code.replace("parse_arguments()", "parse_arguments(['h.yaml', '--nproc=2'])")
     (tmp_path / "other.py").write_text(body)

@@ -15,7 +15,9 @@ BATCH = {"batch_size": 4}
 
 
 class Tempered(Regression):
-    """Multiplies its predictions by a parameter of its own; one rank may not use it, or make it infinite."""
+    """Multiplies its predictions by a parameter of its own; one rank may not use it, or make it
+    infinite.
+    """
 
     unused_on = infinite_on = None
     most = 99
@@ -65,7 +67,9 @@ class OwnBatch(Tempered):
 def train(options):
     options = {"global_batch_size": 8, **options}
     kind, samples = options.pop("kind", Tempered), options.pop("samples", 53)
-    attributes = {name: options.pop(name) for name in ("unused_on", "infinite_on", "most") if name in options}
+    attributes = {
+        name: options.pop(name) for name in ("unused_on", "infinite_on", "most") if name in options
+    }
     brain = kind({"net": linear()}, None, run_opts={**QUIET, **options})
     vars(brain).update(attributes)
     brain.fit([1, 2], points(samples), train_loader_kwargs=BATCH)
@@ -98,7 +102,9 @@ def test_it_is_averaged_over_the_ranks(ranks, strategy, options):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_other_ones_on_another_rank_are_an_error_at_once(ranks, strategy):
     with pytest.raises(
-        RankPoolError, match=r"RankMismatchError[\s\S]*\[\(1,\), \(1,\)\] on rank 0; \[\(1,\), \(2,\)\] on rank 1"
+        RankPoolError,
+        match=r"RankMismatchError[\s\S]*\[\(1,\), \(1,\)\] on rank 0; \[\(1,\), "
+        r"\(2,\)\] on rank 1",
     ):
         ranks.run(train, {"kind": OnOneRank, "strategy": strategy})
 
@@ -116,7 +122,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_attempt_of_auto_micro_batch_counts_twice(ranks, world_size):
-    given = {"global_batch_size": 16}  # 16, 8 and 4 on one process are tried, then again between 4 and 8
+    # 16, 8 and 4 on one process are tried, then again between 4 and 8
+    given = {"global_batch_size": 16}
     searching = {**given, "auto_micro_batch": True, "most": 7 // world_size}
     begun = {**given, "micro_batch_size": 6 // world_size}
     if world_size == 1:

@@ -1,4 +1,6 @@
-"""An ``optimizers_step`` of the recipe clips the gradients that the step uses, on any number of processes."""
+"""An ``optimizers_step`` of the recipe clips the gradients that the step uses, on any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def train(cls, options, per_step=12, micro=None, scaler=None):
 
 
 def by_hand(cls):
-    """Return what a plain loop has on one process: the mean over all that a step counts, clipped."""
+    """Return what a plain loop has on one process: the mean over all that a step counts,
+    clipped.
+    """
     torch.manual_seed(4)
     net = nn.Linear(3, 1).double()
     brain = type("Plain", (Regression,), {"compute_objectives": cls.compute_objectives})(

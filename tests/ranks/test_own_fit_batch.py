@@ -1,4 +1,6 @@
-"""A recipe's own ``fit_batch``, as docs/how-to/own-fit-batch.md shows it, on one process and on several."""
+"""A recipe's own ``fit_batch``, as docs/how-to/own-fit-batch.md shows it, on one process and on
+several.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.rank_pool import RankPoolError
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
 SHOWN = {}
-for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+for block in re.findall(
+    r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+):
     exec(block, SHOWN)
 
 
@@ -78,7 +82,9 @@ class Stream(IterableDataset):
 def train(name, number, joined, factor, streams=False, normalised=False):
     """Train two epochs; ``joined`` samples are a micro-batch of all ranks."""
     options = {**QUIET, "grad_accumulation_factor": factor, "max_grad_norm": 1e6}
-    brain = RECIPES[name](modules_of(name, normalised=normalised), sgd(lr=0.05, momentum=0.9), None, options)
+    brain = RECIPES[name](
+        modules_of(name, normalised=normalised), sgd(lr=0.05, momentum=0.9), None, options
+    )
     kwargs = {"batch_size": joined // world_size()}
     losses = []
     brain.on_stage_end = lambda stage, loss, epoch=None: losses.append(loss)
@@ -86,14 +92,17 @@ def train(name, number, joined, factor, streams=False, normalised=False):
     return weights(brain), brain.optimizer_step, losses
 
 
-# 4 and 4, then 4 and 1, of which rank 1 has none. 4, 4, 4, and then 1 alone in a short window. 11: the last is 2 and 1.
+# 4 and 4, then 4 and 1, of which rank 1 has none. 4, 4, 4, and then 1 alone in a short window. 11:
+# the last is 2 and 1.
 SIZES = [(13, 2), (13, 3), (11, 3), (5, 1)]
 
 
 @pytest.mark.corner
 @pytest.mark.parametrize(("number", "factor"), SIZES)
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens", "Gan"])
-def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes(ranks, name, number, factor):
+def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes(
+    ranks, name, number, factor
+):
     expected, steps, losses = train(name, number, 4, factor)
     for found, steps_there, losses_there in ranks.run(train, name, number, 4, factor):
         assert_close(found, expected)
@@ -115,7 +124,9 @@ def test_a_repeated_batch_is_in_no_batch_statistics(ranks, name, factor):
 @pytest.mark.parametrize(("number", "factor"), [(24, 2), (16, 3), (13, 2)])
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens"])
 def test_accumulated_micro_batches_are_one_batch(name, number, factor):
-    """On one process: a window of micro-batches, the last one shorter, is one batch of all its samples."""
+    """On one process: a window of micro-batches, the last one shorter, is one batch of all its
+    samples.
+    """
     accumulated, steps, _ = train(name, number, 4, factor)
     joined, steps_there, _ = train(name, number, 4 * factor, 1)
     assert steps == steps_there
@@ -125,7 +136,9 @@ def test_accumulated_micro_batches_are_one_batch(name, number, factor):
 @pytest.mark.parametrize(("number", "factor"), [(16, 3), (14, 2)])
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens", "Gan"])
 def test_a_documented_fit_batch_on_a_stream(name, number, factor):
-    """The weights of a stream's window are only known when it closes; the step corrects them, or both steps."""
+    """The weights of a stream's window are only known when it closes; the step corrects them, or
+    both steps.
+    """
     streamed, steps, _ = train(name, number, 4, factor, streams=True)
     mapped, steps_there, _ = train(name, number, 4, factor)
     assert steps == steps_there
@@ -171,7 +184,11 @@ class Difference(torch.optim.SGD):
 
 
 def kept_gradients(cls, optimizer):
-    brain = make(cls, opt=lambda parameters: optimizer(parameters, lr=0.1), skip_nonfinite_grads=cls is Momentum)
+    brain = make(
+        cls,
+        opt=lambda parameters: optimizer(parameters, lr=0.1),
+        skip_nonfinite_grads=cls is Momentum,
+    )
     brain.fit([1], points(24), train_loader_kwargs={"batch_size": 6 // world_size()})
     return weights(brain)
 
@@ -204,7 +221,7 @@ def test_the_default_does_what_the_documented_one_does(ranks, world):
         assert_close(found[0], one[0])
 
 
-# ---------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
 
 
 def count_all_reduces(name, factor):
@@ -217,7 +234,9 @@ def count_all_reduces(name, factor):
         return real(*args, **kwargs)
 
     modules = modules_of("Gan") if name == "Gan" else {"net": linear()}
-    brain = RECIPES[name](modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "measure_steps": "off"})
+    brain = RECIPES[name](
+        modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "measure_steps": "off"}
+    )
     data, kwargs = points(48), {"batch_size": 2}
     brain.fit([1], data, train_loader_kwargs=kwargs)
     before = brain.optimizer_step
@@ -227,21 +246,31 @@ def count_all_reduces(name, factor):
             brain._fit_train(brain.make_dataloader(data, Stage.TRAIN, **kwargs), 2, enable=False)
     finally:
         dist.all_to_all_single = real
-    found = Counter({event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")})
+    found = Counter(
+        {
+            event.key: event.count
+            for event in profiler.key_averages()
+            if event.key.startswith("c10d::")
+        }
+    )
     return found, len(control), brain.optimizer_step - before
 
 
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3, 5])
-@pytest.mark.parametrize(("name", "messages"), [("OneLoss", 1), ("TwoLosses", 2), ("Tokens", 2), ("Gan", 2)])
+@pytest.mark.parametrize(
+    ("name", "messages"), [("OneLoss", 1), ("TwoLosses", 2), ("Tokens", 2), ("Gan", 2)]
+)
 def test_a_documented_fit_batch_communicates_where_a_window_closes(ranks, name, messages, factor):
-    """One message of gradients per step; one more for a second backward pass or step, and one for a count."""
+    """One message of gradients per step; one more for a second backward pass or step, and one for a
+    count.
+    """
     for found, control, steps in ranks.run(count_all_reduces, name, factor):
         assert steps == math.ceil(12 / factor)
         assert found == {"c10d::alltoall_base_": steps * messages + control}
 
 
-# ---------------------------------------------------------------------------------------------- mixed and odd recipes
+# ---------------------------------------------------------------------------- mixed and odd recipes
 
 
 class Direct(OneLoss):
@@ -258,7 +287,9 @@ class Both(Regression):
     """One loss back-propagated by hand and stepped in every batch, the other in windows."""
 
     def init_optimizers(self):
-        self.optimizers_dict = {name: torch.optim.SGD(one.parameters(), lr=0.1) for name, one in self.modules.items()}
+        self.optimizers_dict = {
+            name: torch.optim.SGD(one.parameters(), lr=0.1) for name, one in self.modules.items()
+        }
 
     def freeze_optimizers(self, optimizers):
         return {"net": optimizers["net"]}
@@ -292,7 +323,9 @@ class Scaled(Regression):
     def fit_batch(self, batch):
         should_step = self.step % self.grad_accumulation_factor == 0
         with self.no_sync(not should_step):
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            loss = self.compute_objectives(
+                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+            )
             (loss * self.progress.window.scale).backward()
         if should_step:
             self.optimizers_step()
@@ -304,7 +337,9 @@ RECIPES |= {cls.__name__: cls for cls in (Direct, Both, ByModulo, Scaled)}
 
 def train_odd(name, number, joined, factor, streams=False):
     modules = {"net": linear(), "side": linear(seed=9)} if name == "Both" else {"net": linear()}
-    brain = RECIPES[name](modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "max_grad_norm": 0})
+    brain = RECIPES[name](
+        modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "max_grad_norm": 0}
+    )
     data = Stream(number) if streams else points(number)
     brain.fit([1, 2], data, train_loader_kwargs={"batch_size": joined // world_size()})
     return weights(brain)
@@ -358,7 +393,9 @@ def test_weights_that_part_are_told_of_once(ranks):
     (not_counted, told), silent = ranks.run(warned_of, PastDDP)
     assert not_counted.startswith("No optimizer step of PastDDP was counted in its first epoch")
     assert silent == []
-    assert told.startswith("PastDDP.fit_batch steps with gradients that are not averaged over the ranks")
+    assert told.startswith(
+        "PastDDP.fit_batch steps with gradients that are not averaged over the ranks"
+    )
     assert "the weights of modules['net'] are not the same on all of them" in told
     assert "Call self.optimizers_step()" in told
     assert warned_of(PastDDP) == [not_counted]  # one process has nobody to part from
@@ -396,7 +433,9 @@ class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.trunk, self.one, self.other = (nn.Linear(*sizes).double() for sizes in ((3, 4), (4, 1), (4, 1)))
+        self.trunk, self.one, self.other = (
+            nn.Linear(*sizes).double() for sizes in ((3, 4), (4, 1), (4, 1))
+        )
 
     def forward(self, rows):
         rows = self.trunk(rows).tanh()
@@ -468,10 +507,17 @@ def test_all_ranks_divide_sums_by_the_same_power_of_two(ranks, world):
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_two_steps_of_a_window_have_one_loss_scale(factor):
-    """The gradients that the second one accumulates must not be scaled in two ways; here the scale always grows."""
+    """The gradients that the second one accumulates must not be scaled in two ways; here the scale
+    always grows.
+    """
     results = []
     for options in ({"enabled": False}, {"init_scale": 1024.0, "growth_interval": 1}):
-        brain = Gan(modules_of("Gan"), sgd(momentum=0.9), None, {**QUIET, "grad_accumulation_factor": factor})
+        brain = Gan(
+            modules_of("Gan"),
+            sgd(momentum=0.9),
+            None,
+            {**QUIET, "grad_accumulation_factor": factor},
+        )
         brain.scaler = torch.amp.GradScaler("cpu", **options)
         brain.fit([1, 2], points(13), train_loader_kwargs={"batch_size": 2})
         results.append(weights(brain))

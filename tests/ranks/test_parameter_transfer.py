@@ -39,5 +39,7 @@ def test_every_rank_loads_the_file(ranks, tmp_path, way):
 def test_a_source_that_is_not_on_disk_fails_on_every_rank(ranks, tmp_path, way):
     first, second = ranks.outcomes(way, tmp_path)
     assert first.error_type == "MissingFileError"
-    assert second.error_type == ("MainProcessError" if way is transfer_on_main else "MissingFileError")
+    assert second.error_type == (
+        "MainProcessError" if way is transfer_on_main else "MissingFileError"
+    )
     assert "Download it first" in second.error

@@ -1,4 +1,6 @@
-"""How fit and evaluate begin on real ranks: every difference is told on all of them, and a person sees one block."""
+"""How fit and evaluate begin on real ranks: every difference is told on all of them, and a person
+sees one block.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ WORLDS = [(2, 0), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 2)]
 
 def assert_told(outcomes, *words):
     """Every rank raised the same, and says these words."""
-    assert [outcome.error_type for outcome in outcomes] == ["RankMismatchError"] * len(outcomes), outcomes
+    assert [outcome.error_type for outcome in outcomes] == ["RankMismatchError"] * len(outcomes), (
+        outcomes
+    )
     assert len({outcome.error for outcome in outcomes}) == 1
-    for word in (*words, "The ranks are not about to run the same training:", "Start every rank with the same script"):
+    for word in (
+        *words,
+        "The ranks are not about to run the same training:",
+        ("Start every rank with the same script"),
+    ):
         assert word in outcomes[0].error, outcomes[0].error
 
 
@@ -40,7 +48,7 @@ def on(world, odd):
     return f"rank {most[0]}" if len(most) == 1 else several, f"rank {odd}"
 
 
-# -------------------------------------------------------------------------------- differences in one process group
+# ----------------------------------------------------------------- differences in one process group
 
 
 class Untouched(Regression):
@@ -63,8 +71,15 @@ def other_model(odd):
 def test_f14_another_model(ranks, world, odd):
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_model, odd, world_size=world, timeout=LIMIT_SECONDS)
-    assert_told(outcomes, "(1, 3) torch.float32 trained on " + most, "(1, 4) torch.float32 trained on " + one)
-    assert f"rank {odd} is on {agreement.own_place().split(' ', maxsplit=1)[0]} (pid " in outcomes[0].error
+    assert_told(
+        outcomes,
+        "(1, 3) torch.float32 trained on " + most,
+        ("(1, 4) torch.float32 trained on ") + one,
+    )
+    assert (
+        f"rank {odd} is on {agreement.own_place().split(' ', maxsplit=1)[0]} (pid "
+        in outcomes[0].error
+    )
 
 
 def two_paths(odd):
@@ -82,7 +97,10 @@ def two_paths(odd):
 def test_f14_another_path_to_the_same_line(ranks):
     outcomes = ranks.outcomes(two_paths, 1, world_size=2, timeout=LIMIT_SECONDS)
     first = two_paths.__code__.co_firstlineno
-    paths = [f"fit at test_preflight.py:{first + 4} in go, from test_preflight.py:{first + n} in" for n in (9, 7)]
+    paths = [
+        f"fit at test_preflight.py:{first + 4} in go, from test_preflight.py:{first + n} in"
+        for n in (9, 7)
+    ]
     assert_told(outcomes, *paths)
 
 
@@ -93,10 +111,16 @@ def other_option(odd, option, value):
 
 
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
-@pytest.mark.parametrize(("option", "value"), [("max_grad_norm", 1.0), ("test_only", True), ("global_batch_size", 8)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("max_grad_norm", 1.0), ("test_only", True), ("global_batch_size", 8)]
+)
 def test_f14_another_option(ranks, world, odd, option, value):
-    """With test_only the rank does not even train: its evaluate meets the others' fit, where they compare."""
-    outcomes = ranks.outcomes(other_option, odd, option, value, world_size=world, timeout=LIMIT_SECONDS)
+    """With test_only the rank does not even train: its evaluate meets the others' fit, where they
+    compare.
+    """
+    outcomes = ranks.outcomes(
+        other_option, odd, option, value, world_size=world, timeout=LIMIT_SECONDS
+    )
     assert_told(outcomes, f"  option {option}: ", f"{value} on rank {odd}")
 
 
@@ -145,10 +169,14 @@ def other_path(odd):
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
 def test_f14_another_path_through_the_script(ranks, world, odd):
-    """All that follows in fit is called from another line, and would wait for the others for ever."""
+    """All that follows in fit is called from another line, and would wait for the others for
+    ever.
+    """
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_path, odd, world_size=world, timeout=LIMIT_SECONDS)
-    assert_told(outcomes, "  call: fit at test_preflight.py:", "in other_path", f"on {most}", f"on {one}")
+    assert_told(
+        outcomes, "  call: fit at test_preflight.py:", "in other_path", f"on {most}", f"on {one}"
+    )
 
 
 def other_data(odd, where):
@@ -192,7 +220,7 @@ def test_sets_that_a_recipe_has_divided_itself_may_have_other_lengths(ranks):
     assert results[0][2] == results[1][2]
 
 
-# ---------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
 
 
 def counted():
@@ -204,7 +232,8 @@ def counted():
         return real(value, site)
 
     agreement.exchange = count
-    # Ranks of the pool may have imported other files, which is looked at in detail and no difference.
+    # Ranks of the pool may have imported other files, which is looked at in detail and no
+    # difference.
     code_facts, agreement.code_facts = agreement.code_facts, dict
     try:
         brain = make()
@@ -223,7 +252,9 @@ def test_the_ranks_exchange_one_digest_and_where_they_are(ranks):
     """Once per call of fit; and nothing longer as long as they agree."""
     for found, details, places in ranks.run(counted, world_size=3):
         assert (found, details) == (2, 0)
-        assert [(one.node, one.host, one.device.split()[0]) for one in places] == [(0, host_name(), "cpu")] * 3
+        assert [(one.node, one.host, one.device.split()[0]) for one in places] == [
+            (0, host_name(), "cpu")
+        ] * 3
 
 
 def seconds_of_a_start():
@@ -240,7 +271,7 @@ def test_a_start_is_not_held_up(ranks):
     assert best < 0.1 * PATIENCE
 
 
-# ------------------------------------------------------------------------------------------- what a person sees
+# ------------------------------------------------------------------------------- what a person sees
 
 RECIPE = """
     import sys
@@ -270,7 +301,7 @@ RECIPE = """
         checkpointer.save_checkpoint()
         brain.evaluate(data, progressbar=False, test_loader_kwargs={"batch_size": 5})
         brain.evaluate(data, progressbar=False, test_loader_kwargs={"batch_size": 5})
-"""
+"""  # noqa: E501
 NET = """
     import torch
 
@@ -309,16 +340,26 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     run = Run(torchrun(2, "train.py", "--precision=bf16"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err
     found, rest = blocks(run.err)
-    clipped = "epoch 1: the gradients of 2 of 2 optimizer steps were clipped to norm 5.0 (--max_grad_norm)."
+    clipped = (
+        "epoch 1: the gradients of 2 of 2 optimizer steps were clipped to norm 5.0 "
+        "(--max_grad_norm)."
+    )
     assert rest[0] == clipped, run.err
-    assert [line.partition(":")[0] for line in rest[1:]] == ["A checkpointer was given and fit has saved nothing"]
+    assert [line.partition(":")[0] for line in rest[1:]] == [
+        ("A checkpointer was given and fit has saved nothing")
+    ]
     host = agreement.own_place().split()[0]
     assert {name: row for name, row in found["Training"].items() if name != "versions"} == {
         "launcher": f"torchrun, 2 processes on {host}",
         "devices": "2 x cpu (1 thread), backend gloo",
         "strategy": "ddp: each process holds the whole model",
-        "batch": "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 12 samples per epoch",
-        "per step": "6 samples; one process has 3: --global_batch_size=3 trains as one process does",
+        "batch": (
+            "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 12 "
+            "samples per epoch"
+        ),
+        "per step": (
+            "6 samples; one process has 3: --global_batch_size=3 trains as one process does"
+        ),
         "epochs": "2 in all, 4 optimizer steps",
         "valid set": "12 samples, all per process in 12 batches of 1",
         "optimizer": "SGD, lr 0.001",
@@ -344,14 +385,19 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     found, _ = blocks(run.err)
     assert found["Training"]["launcher"] == f"none, one process on {host}"
     assert found["Training"]["devices"] == "cpu (1 thread)"
-    assert found["Training"]["start"] == f"from save/{saved.name}: 4 optimizer steps done, epoch 2 is over"
+    assert found["Training"]["start"] == (
+        f"from save/{saved.name}: 4 optimizer steps done, epoch 2 is over"
+    )
     assert not {"evaluation", "per step"} & set(found["Training"])
 
 
 def strategies_told(given):
     told = []
     for options in given:
-        brain = make(net=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(), **options)
+        brain = make(
+            net=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
+            **options,
+        )
         brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
         report = run_of(brain).preflight.report
         told.append({} if report is None else report.said)
@@ -362,17 +408,22 @@ def test_the_strategy_and_what_batch_norm_normalises_over_are_said(ranks):
     shared = "over the rows of all processes (--sync_batchnorm="
     given = {
         ("ddp: each process holds the whole model", f"{shared}auto)"): {"sync_batchnorm": "auto"},
-        ("ddp: each process holds the whole model", f"{shared}on)"): {"strategy": "ddp", "sync_batchnorm": True},
-        ("zero1: each process holds the whole model, and a part of the optimizers' state", f"{shared}auto)"): {
-            "strategy": "zero1"
+        ("ddp: each process holds the whole model", f"{shared}on)"): {
+            "strategy": "ddp",
+            "sync_batchnorm": True,
         },
+        (
+            "zero1: each process holds the whole model, and a part of the optimizers' state",
+            f"{shared}auto)",
+        ): {"strategy": "zero1"},
         ("fsdp: each process holds 1/2 of the weights, in 3 block(s)", f"{shared}auto)"): {
             "strategy": "fsdp",
             "fsdp_blocks": "Linear",
         },
-        ("virtual ranks: 4, 2 on each process (--virtual_ranks)", "each virtual rank by its own rows"): {
-            "virtual_ranks": 4
-        },
+        (
+            "virtual ranks: 4, 2 on each process (--virtual_ranks)",
+            ("each virtual rank by its own rows"),
+        ): {"virtual_ranks": 4},
     }
     assert ranks.run(strategies_told, list(given.values()))[0] == list(given)
 
@@ -387,17 +438,29 @@ def test_one_process_says_that_it_is_one():
 def train_as_advised():
     brain, alone = make(), 2
     brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
-    advice = "" if run_of(brain).preflight.report is None else run_of(brain).preflight.report.said["per step"]
+    advice = (
+        ""
+        if run_of(brain).preflight.report is None
+        else run_of(brain).preflight.report.said[("per step")]
+    )
     same = make(global_batch_size=alone)
     same.fit([1], points(9))
-    said = "" if run_of(same).preflight.report is None else run_of(same).preflight.report.said.get("per step", "")
+    said = (
+        ""
+        if run_of(same).preflight.report is None
+        else run_of(same).preflight.report.said.get("per step", "")
+    )
     return advice, said, weights(same)
 
 
 def advice_of_local_sgd():
     brain = make(ddp_comm_hook="post_local_sgd", local_sgd_period=2)
     brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
-    return "" if run_of(brain).preflight.report is None else run_of(brain).preflight.report.said.get("per step", "")
+    return (
+        ""
+        if run_of(brain).preflight.report is None
+        else run_of(brain).preflight.report.said.get("per step", "")
+    )
 
 
 def test_no_size_is_said_to_keep_a_training_that_depends_on_the_number_of_processes(ranks):
@@ -406,7 +469,9 @@ def test_no_size_is_said_to_keep_a_training_that_depends_on_the_number_of_proces
 
 def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
     (advice, said, found), _ = ranks.run(train_as_advised)
-    assert advice == "4 samples; one process has 2: --global_batch_size=2 trains as one process does"
+    assert advice == (
+        "4 samples; one process has 2: --global_batch_size=2 trains as one process does"
+    )
     assert said == "", "it is followed already"
     one = make()
     one.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
@@ -415,11 +480,17 @@ def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
 
 
 def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
-    """In one process; nothing is compared there, and the place of a Brain that trains on is no news."""
+    """In one process; nothing is compared there, and the place of a Brain that trains on is no
+    news.
+    """
     caplog.set_level("INFO", logger="ddpkit.run.preflight")
 
     def said():
-        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.run.preflight"]
+        blocks = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "ddpkit.run.preflight"
+        ]
         caplog.clear()
         return [block.splitlines() for block in blocks]
 
@@ -472,15 +543,21 @@ def start_two(first, second, *words):
     ids=["script", "script of a Brain alone", "module", "yaml"],
 )
 def test_f14_two_versions_of_a_recipe(tmp_path, what, when, line):
-    """Told on both, within seconds and as the last thing on the screen, whether they would have waited or not."""
+    """Told on both, within seconds and as the last thing on the screen, whether they would have
+    waited or not.
+    """
     runs = start_two(write(tmp_path / "one", when=when), write(tmp_path / "two", when=when, **what))
     for run in runs:
         assert run.code == 1, run.err
         tail = run.tail(6)
         assert f"{line}" in tail
         assert " on rank 0; " in tail
-        assert f"rank 0 is on {agreement.own_place().split()[0]} (pid {runs[0].process.pid})" in tail
-        assert tail.endswith("Start every rank with the same script, the same command line and the same data.")
+        assert (
+            f"rank 0 is on {agreement.own_place().split()[0]} (pid {runs[0].process.pid})" in tail
+        )
+        assert tail.endswith(
+            "Start every rank with the same script, the same command line and the same data."
+        )
         assert run.seconds < 20 * PATIENCE
 
 
@@ -530,9 +607,12 @@ def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
         "file, run_opts,",
         'import os; os.environ["WORLD_SIZE"] = str(2 + int(os.environ["RANK"])); file, run_opts,',
     )
-    script = script.replace("sb.ddp_init_group(run_opts)", 'sb.ddp_init_group({"distributed_backend": BACKEND[rank]})')
     script = script.replace(
-        "file, run_opts,", 'BACKEND = ["gloo", "cpu:gloo"]; rank = int(os.environ["RANK"]); file, run_opts,'
+        "sb.ddp_init_group(run_opts)", 'sb.ddp_init_group({"distributed_backend": BACKEND[rank]})'
+    )
+    script = script.replace(
+        "file, run_opts,",
+        'BACKEND = ["gloo", "cpu:gloo"]; rank = int(os.environ["RANK"]); file, run_opts,',
     )
     first, second = write(tmp_path / "one", script=script), write(tmp_path / "two", script=script)
     for run in start_two(first, second):
@@ -542,7 +622,9 @@ def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
 
 
 def test_a_file_that_the_main_process_alone_imports_is_no_difference(tmp_path):
-    script = RECIPE.replace("net = Net()", "net = Net()\n        if sb.if_main_process():\n            import plots")
+    script = RECIPE.replace(
+        "net = Net()", "net = Net()\n        if sb.if_main_process():\n            import plots"
+    )
     write(tmp_path, script=script)
     (tmp_path / "plots.py").write_text("")
     run = Run(torchrun(2, "train.py"), tmp_path, warm=True).wait()
@@ -585,12 +667,17 @@ class Evaluating(Regression):
         pytest.param(8, {}, "8 samples, 4 per process in 2 batches of 2", marks=pytest.mark.slow),
         pytest.param(1, {}, "1 sample, 0 to 1 per process in 1 batch of 2", marks=pytest.mark.slow),
         pytest.param(
-            7, {"virtual_ranks": 4}, "7 samples, 3 to 4 per process in 2 batches of 2", marks=pytest.mark.slow
+            7,
+            {"virtual_ranks": 4},
+            "7 samples, 3 to 4 per process in 2 batches of 2",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
 )
-def test_the_rows_that_each_process_evaluates_and_how_gradients_travel_are_said(ranks, samples, options, words):
+def test_the_rows_that_each_process_evaluates_and_how_gradients_travel_are_said(
+    ranks, samples, options, words
+):
     (said, gradients, most), (_, _, least) = ranks.run(rows_of_ranks, samples, options)
     assert said == words
     assert {str(least), str(most)} <= set(words.replace(",", "").split())

@@ -25,7 +25,9 @@ def end_the_process():
 
 
 class Misled(RankPool):
-    """Tells every rank something wrong: one fails before torch has counted the group, the other after it."""
+    """Tells every rank something wrong: one fails before torch has counted the group, the other
+    after it.
+    """
 
     wrong = True
 
@@ -54,12 +56,15 @@ class SlowStart(RankPool):
 def test_the_cold_start_of_ranks_does_not_count_against_the_first_run(monkeypatch):
     with SlowStart(timeout=100.0) as pool:
         pool.clock = SimpleNamespace(now=time.monotonic())
-        monkeypatch.setattr("tests.rank_pool.time", SimpleNamespace(monotonic=lambda: pool.clock.now))
+        monkeypatch.setattr(
+            "tests.rank_pool.time", SimpleNamespace(monotonic=lambda: pool.clock.now)
+        )
         assert pool.run(os.getenv, "RANK", world_size=2, init=False) == ["0", "1"]
 
 
 def test_a_process_that_does_not_start_is_told(monkeypatch):
-    monkeypatch.setattr("tests.rank_pool._serve", end_the_process)  # it takes other arguments: a TypeError ends it
+    # it takes other arguments: a TypeError ends it
+    monkeypatch.setattr("tests.rank_pool._serve", end_the_process)
     with RankPool() as pool, pytest.raises(RankPoolError, match="did not start: exit code 1"):
         pool.run(sum_of_ranks)
 
@@ -73,7 +78,9 @@ def test_ranks_that_start_again_have_the_environment_of_now_and_draws_of_their_o
         pool.run(os.getenv, "RANK", init=False)
         pool.close()
         monkeypatch.setenv("DDPKIT_TEST_OF_THE_POOL", "now")
-        (first, one), (second, other) = pool.run(environment_and_draw, "DDPKIT_TEST_OF_THE_POOL", init=False)
+        (first, one), (second, other) = pool.run(
+            environment_and_draw, "DDPKIT_TEST_OF_THE_POOL", init=False
+        )
     assert first == second == "now"
     assert one != other
 

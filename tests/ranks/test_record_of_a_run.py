@@ -25,7 +25,11 @@ def test_the_main_process_alone_writes_and_names_where_every_rank_runs(ranks, tm
     assert [path.name for path in tmp_path.glob("*.jsonl")] == ["rank0.jsonl"]
     events = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     begun = next(event for event in events if event["event"] == "fit")
-    assert (begun["world_size"], begun["strategy"], begun["samples_per_step"]) == (2, "DistributedDataParallel", 4)
+    assert (begun["world_size"], begun["strategy"], begun["samples_per_step"]) == (
+        2,
+        "DistributedDataParallel",
+        4,
+    )
     assert [rank["host"] for rank in begun["ranks"]] == [os.uname().nodename] * 2
     (saved,) = [event for event in events if event["event"] == "checkpoint"]
     assert (saved["epoch"], saved["optimizer_step"]) == (1, 2)

@@ -1,4 +1,6 @@
-"""Modules and options that a recipe assigns, on several processes: the strategy has the new ones, too."""
+"""Modules and options that a recipe assigns, on several processes: the strategy has the new ones,
+too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run that goes on on several ranks: nothing is said of data that has not changed, on any number of them."""
+"""A run that goes on on several ranks: nothing is said of data that has not changed, on any number
+of them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def train(folder, kind, dies_at, factor):
     net, counter, kept = nn.Linear(3, 1).double(), EpochCounter(1), Kept()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 1, "grad_accumulation_factor": factor}
-    brain = Learner({"net": net}, lambda each: torch.optim.SGD(each, lr=0.01), None, options, checkpointer)
+    brain = Learner(
+        {"net": net}, lambda each: torch.optim.SGD(each, lr=0.01), None, options, checkpointer
+    )
     brain.dies_at, brain.seen, brain.losses, brain.noisy = dies_at, [], [], False
     train_set, kwargs = data(kind)
     logging.getLogger("ddpkit").addHandler(kept)
@@ -62,7 +66,14 @@ def train(folder, kind, dies_at, factor):
 
 @pytest.mark.parametrize(
     "kind",
-    ["plan", "stream", *(pytest.param(one, marks=pytest.mark.slow) for one in ("looped", "sampler", "looped stream"))],
+    [
+        "plan",
+        "stream",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("looped", "sampler", ("looped stream"))
+        ),
+    ],
 )
 def test_an_unchanged_recipe_is_told_nothing_on_any_number_of_ranks(ranks, tmp_path, kind):
     ranks.run(train, tmp_path / "2", kind, (1, 5), 3, world_size=2)
@@ -78,10 +89,17 @@ def test_an_unchanged_recipe_is_told_nothing_on_any_number_of_ranks(ranks, tmp_p
 def test_dealt_batches_come_once_each_with_another_accumulation(ranks, tmp_path, before, now):
     first = ranks.run(train, tmp_path, "sampler", (1, 5), before, world_size=2)
     rest = ranks.run(train, tmp_path, "sampler", None, now, world_size=2)
-    assert any(f"{2 * now} batches per optimizer step, before {2 * before}" in text for text in rest[0][0])
+    assert any(
+        f"{2 * now} batches per optimizer step, before {2 * before}" in text for text in rest[0][0]
+    )
 
     def samples(found):
         return sorted(number for _, seen in found for *_, numbers in seen for number in numbers)
 
-    done = [number for _, seen in first for *_, numbers in seen[: 3 if before == 3 else 4] for number in numbers]
+    done = [
+        number
+        for _, seen in first
+        for *_, numbers in seen[: 3 if before == 3 else 4]
+        for number in numbers
+    ]
     assert sorted(done + samples(rest)) == list(range(SAMPLES))

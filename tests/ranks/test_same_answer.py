@@ -1,4 +1,6 @@
-"""The same answer on 1, 2 and 3 processes, with every accumulation factor: law 1, for equal batches."""
+"""The same answer on 1, 2 and 3 processes, with every accumulation factor: law 1, for equal
+batches.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def make_net(*, batch_norm: bool) -> nn.Sequential:
     torch.manual_seed(11)
     # No bias before BatchNorm: its gradient is zero but for rounding, which Adam would blow up.
     middle = [nn.BatchNorm1d(8)] if batch_norm else []
-    return nn.Sequential(nn.Linear(6, 8, bias=not batch_norm), *middle, nn.Tanh(), nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=not batch_norm), *middle, nn.Tanh(), nn.Linear(8, 3)
+    ).double()
 
 
 class Recorder(Brain):
@@ -46,7 +50,9 @@ class Recorder(Brain):
         self.seen.append((stage.name, stage_loss))
 
 
-def train(batch_size: int, factor: int, *, batch_norm: bool, samples: int = SAMPLES, shard: bool = True):
+def train(
+    batch_size: int, factor: int, *, batch_norm: bool, samples: int = SAMPLES, shard: bool = True
+):
     data = make_data()[:samples]
     brain = Recorder(
         {"net": make_net(batch_norm=batch_norm)},
@@ -60,9 +66,17 @@ def train(batch_size: int, factor: int, *, batch_norm: bool, samples: int = SAMP
         },
     )
     loader = {"batch_size": batch_size, "shuffle": True}
-    brain.fit(range(1, 4), data, data[: samples // 2 + 1], train_loader_kwargs=loader, valid_loader_kwargs=loader)
+    brain.fit(
+        range(1, 4),
+        data,
+        data[: samples // 2 + 1],
+        train_loader_kwargs=loader,
+        valid_loader_kwargs=loader,
+    )
     test_loss = brain.evaluate(data[:17], test_loader_kwargs={"batch_size": batch_size})
-    weights = {name: value.detach().clone() for name, value in brain.raw_modules.state_dict().items()}
+    weights = {
+        name: value.detach().clone() for name, value in brain.raw_modules.state_dict().items()
+    }
     return weights, brain.seen, brain.optimizer_step, test_loss
 
 
@@ -71,16 +85,22 @@ def train(batch_size: int, factor: int, *, batch_norm: bool, samples: int = SAMP
 @pytest.mark.parametrize("factor", [1, 3, 4])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_weights_on_any_number_of_processes(ranks, world_size, factor, batch_norm):
-    """One process with the joined batch is the reference; weights, losses and step counts must agree."""
+    """One process with the joined batch is the reference; weights, losses and step counts must
+    agree.
+    """
     joined = 12
     expected, seen, steps, test_loss = train_alone(joined, factor, batch_norm)
-    results = ranks.run(train_on_rank, joined // world_size, factor, batch_norm, world_size=world_size)
+    results = ranks.run(
+        train_on_rank, joined // world_size, factor, batch_norm, world_size=world_size
+    )
     for weights, seen_there, steps_there, test_loss_there in results:
         assert steps_there == steps == 3 * -(-SAMPLES // (joined * factor))
         assert seen_there == results[0][1], "the ranks report different numbers"
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
         assert [name for name, _ in seen_there] == [name for name, _ in seen]
-        assert [loss for _, loss in seen_there] == pytest.approx([loss for _, loss in seen], abs=1e-10)
+        assert [loss for _, loss in seen_there] == pytest.approx(
+            [loss for _, loss in seen], abs=1e-10
+        )
         assert test_loss_there == pytest.approx(test_loss, abs=1e-10)
 
 
@@ -96,14 +116,18 @@ def train_on_rank(batch_size, factor, batch_norm):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [25, 37, 49])
 def test_uneven_remainders(ranks, world_size, samples):
-    """The last global batch is divided as evenly as possible, and a rank without a sample weighs nothing."""
+    """The last global batch is divided as evenly as possible, and a rank without a sample weighs
+    nothing.
+    """
     expected, seen, steps, _ = train(12, 2, batch_norm=False, samples=samples)
     for weights, seen_there, steps_there, _ in ranks.run(
         train_uneven, 12 // world_size, samples, world_size=world_size
     ):
         assert steps_there == steps
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
-        assert [loss for _, loss in seen_there] == pytest.approx([loss for _, loss in seen], abs=1e-10)
+        assert [loss for _, loss in seen_there] == pytest.approx(
+            [loss for _, loss in seen], abs=1e-10
+        )
 
 
 def train_uneven(batch_size, samples):
@@ -111,10 +135,14 @@ def train_uneven(batch_size, samples):
 
 
 def test_d7_full_evaluation_is_one_agreed_number(ranks):
-    """Without sharding every rank evaluates everything, and the reported loss is that of one process."""
+    """Without sharding every rank evaluates everything, and the reported loss is that of one
+    process.
+    """
     expected = train(12, 1, batch_norm=False, shard=False)
     for result in ranks.run(train_full, world_size=2):
-        assert [loss for _, loss in result[1]] == pytest.approx([loss for _, loss in expected[1]], abs=1e-10)
+        assert [loss for _, loss in result[1]] == pytest.approx(
+            [loss for _, loss in expected[1]], abs=1e-10
+        )
         assert [name for name, _ in result[1]] == ["TRAIN", "VALID"] * 3 + ["TEST"]
 
 
@@ -130,13 +158,17 @@ def test_stage_names():
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [26, 38, 41])
 def test_uneven_remainders_with_batch_norm(ranks, world_size, samples):
-    """A sample that a rank repeats to keep step counts in no batch statistic, and gets no gradient through one."""
+    """A sample that a rank repeats to keep step counts in no batch statistic, and gets no gradient
+    through one.
+    """
     expected, seen, _, _ = train(12, 1, batch_norm=True, samples=samples)
     for weights, seen_there, _, _ in ranks.run(
         train_uneven_batch_norm, 12 // world_size, samples, world_size=world_size
     ):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
-        assert [loss for _, loss in seen_there] == pytest.approx([loss for _, loss in seen], abs=1e-10)
+        assert [loss for _, loss in seen_there] == pytest.approx(
+            [loss for _, loss in seen], abs=1e-10
+        )
 
 
 def train_uneven_batch_norm(batch_size, samples):
@@ -147,7 +179,9 @@ def train_uneven_batch_norm(batch_size, samples):
 def test_uneven_remainders_in_one_window_with_batch_norm(ranks, world_size):
     """Weight 0 and left out of the statistics also where the batch closes a longer window."""
     expected = train(12, 3, batch_norm=True, samples=50)[0]
-    for weights, _, _, _ in ranks.run(train_window_batch_norm, 12 // world_size, world_size=world_size):
+    for weights, _, _, _ in ranks.run(
+        train_window_batch_norm, 12 // world_size, world_size=world_size
+    ):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 

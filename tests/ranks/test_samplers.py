@@ -38,19 +38,30 @@ def dynamic(seed=None, **options):
 
 SAMPLERS = {
     "random": lambda seed: ReproducibleRandomSampler(range(NUMBER), seed),
-    "weighted": lambda seed: ReproducibleWeightedRandomSampler([1.0, 3.0] * 11 + [2.0], 17, True, seed),
-    "balancing": lambda seed: BalancingDataSampler([{"y": k % 5 == 0} for k in range(NUMBER)], "y", seed=seed),
-    "no replacement": lambda seed: ReproducibleWeightedRandomSampler([1.0] * NUMBER, NUMBER, False, seed),
+    "weighted": lambda seed: ReproducibleWeightedRandomSampler(
+        [1.0, 3.0] * 11 + [2.0], 17, True, seed
+    ),
+    "balancing": lambda seed: BalancingDataSampler(
+        [{"y": k % 5 == 0} for k in range(NUMBER)], "y", seed=seed
+    ),
+    "no replacement": lambda seed: ReproducibleWeightedRandomSampler(
+        [1.0] * NUMBER, NUMBER, False, seed
+    ),
 }
 BATCH_SAMPLERS = {
     "dynamic": dynamic,
     "dynamic, ascending": lambda seed: dynamic(seed, batch_ordering="ascending"),
     "dynamic, drop_last": lambda seed: dynamic(seed, drop_last=True),
     "concat": lambda seed: ConcatDatasetBatchSampler(
-        [ReproducibleRandomSampler(range(9), seed), ReproducibleRandomSampler(range(14), seed)], [1, 2]
+        [ReproducibleRandomSampler(range(9), seed), ReproducibleRandomSampler(range(14), seed)],
+        [1, 2],
     ),
-    "of batches": lambda seed: BatchSampler(ReproducibleRandomSampler(range(NUMBER), seed), 3, drop_last=False),
-    "of one batch": lambda seed: BatchSampler(ReproducibleRandomSampler(range(2), seed), 2, drop_last=False),
+    "of batches": lambda seed: BatchSampler(
+        ReproducibleRandomSampler(range(NUMBER), seed), 3, drop_last=False
+    ),
+    "of one batch": lambda seed: BatchSampler(
+        ReproducibleRandomSampler(range(2), seed), 2, drop_last=False
+    ),
 }
 WHOLE = {"random", "no replacement", "dynamic", "dynamic, ascending", "of batches"}
 
@@ -77,7 +88,9 @@ class Noting(Regression):
 
 
 def fit(kind, seed, hparams=None, factor=1, **options):
-    """Train on what a sampler gives; return, per epoch, this rank's batches of indices, and the weights."""
+    """Train on what a sampler gives; return, per epoch, this rank's batches of indices, and the
+    weights.
+    """
     brain = make(Noting, hparams=hparams, grad_accumulation_factor=factor)
     if kind in SAMPLERS:
         options = {"sampler": SAMPLERS[kind](seed), "batch_size": 2, **options}
@@ -105,14 +118,16 @@ def joined(results, epoch):
     return [[batch for batch in one if batch] for one in rounds]
 
 
-# -------------------------------------------------------------------------------------------- coverage
+# ----------------------------------------------------------------------------------------- coverage
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_d17_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
-    """Each index as often as the sampler draws it, in its order; alike whatever the number of ranks."""
+    """Each index as often as the sampler draws it, in its order; alike whatever the number of
+    ranks.
+    """
     results = ranks.run(fit, kind, 4, world_size=world)
     for epoch in EPOCHS:
         assert flat(flat(joined(results, epoch))) == drawn_alone(kind, 4, epoch)
@@ -130,7 +145,9 @@ def test_d17_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
     for epoch in EPOCHS:
         expected = drawn_alone(kind, 4, epoch)
         assert flat(joined(results, epoch)) == expected, "its batches, in its order"
-        assert [len(one) for one in joined(results, epoch)[:-1]] == [world] * (-(-len(expected) // world) - 1)
+        assert [len(one) for one in joined(results, epoch)[:-1]] == [world] * (
+            -(-len(expected) // world) - 1
+        )
         if kind in WHOLE:
             assert sorted(flat(expected)) == list(range(NUMBER))
     if kind != "of one batch":
@@ -142,7 +159,9 @@ def test_d17_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["dynamic", "concat", "weighted"])
 def test_ranks_and_accumulation_come_to_the_same_weights(ranks, kind, world):
-    """Windows of as many batches in one process are the steps of as many ranks: each sample weighs the same."""
+    """Windows of as many batches in one process are the steps of as many ranks: each sample weighs
+    the same.
+    """
     [(_, expected)] = ranks.run(fit, kind, 4, None, world, world_size=1)
     for _, found in ranks.run(fit, kind, 4, world_size=world):
         for name, value in expected.items():
@@ -160,14 +179,16 @@ def test_d17_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
     assert sorted(flat(flat(noted[1] for noted in other))) == list(range(NUMBER))
 
 
-# ------------------------------------------------------------------------------------------- drop_last
+# ---------------------------------------------------------------------------------------- drop_last
 
 
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "of batches"])
 def test_d18_drop_last_is_honoured(ranks, kind, world):
-    """Of a sampler an incomplete batch of all ranks is left out, of a batch sampler a round without one for each."""
+    """Of a sampler an incomplete batch of all ranks is left out, of a batch sampler a round without
+    one for each.
+    """
     results = ranks.run(fit_drop_last, kind, world_size=world)
     for epoch in EPOCHS:
         drawn = drawn_alone(kind, 4, epoch)
@@ -182,7 +203,7 @@ def fit_drop_last(kind):
     return fit(kind, 4, drop_last=True)
 
 
-# --------------------------------------------------------------------------------------------- sorting
+# ------------------------------------------------------------------------------------------ sorting
 
 
 def fit_sorting(kind, sorting):
@@ -218,16 +239,21 @@ def test_sorting_decides_where_there_is_no_sampler(ranks, world):
     assert len(set(map(tuple, orders))) == 3
 
 
-# ---------------------------------------------------------------------------------------------- resume
+# ------------------------------------------------------------------------------------------- resume
 
 
 def run(folder, kind, dies_at=None, seed=7):
     counter, net = EpochCounter(3), linear(seed=seed)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
-    brain = Noting({"net": net}, sgd(momentum=0.9), None, {**QUIET, "ckpt_interval_steps": 1}, checkpointer)
+    brain = Noting(
+        {"net": net}, sgd(momentum=0.9), None, {**QUIET, "ckpt_interval_steps": 1}, checkpointer
+    )
     brain.dies_at = dies_at
     name = "sampler" if kind in SAMPLERS else "batch_sampler"
-    kwargs = {name: {**SAMPLERS, **BATCH_SAMPLERS}[kind](4), **({"batch_size": 2} if kind in SAMPLERS else {})}
+    kwargs = {
+        name: {**SAMPLERS, **BATCH_SAMPLERS}[kind](4),
+        **({"batch_size": 2} if kind in SAMPLERS else {}),
+    }
     if dies_at is None:
         brain.fit(counter, numbered(), train_loader_kwargs=kwargs)
     else:
@@ -245,20 +271,24 @@ def test_a_run_is_continued_in_the_middle_of_an_epoch(ranks, tmp_path, kind, wor
     resumed = ranks.run(run, tmp_path / "killed", kind, None, 8, world_size=world)
     for before, after, through in zip(killed, resumed, whole, strict=True):
         assert before[0][1] == through[0][1]
-        assert before[0][2] + after[0][2] == through[0][2], "each batch of the epoch once, none twice"
+        assert before[0][2] + after[0][2] == through[0][2], (
+            "each batch of the epoch once, none twice"
+        )
         assert after[0][3] == through[0][3]
         for name, value in through[1].items():
             assert torch.equal(after[1][name], value), name
 
 
-# --------------------------------------------------------------------------------- divided by the user
+# ------------------------------------------------------------------------------ divided by the user
 
 
 def fit_wrapped(number, shuffle, of_batches):
     brain = make(Noting)
     inner = ReproducibleRandomSampler(range(number), 4)
     if of_batches:
-        batches = DistributedSamplerWrapper(BatchSampler(inner, 2, drop_last=False), shuffle=shuffle)
+        batches = DistributedSamplerWrapper(
+            BatchSampler(inner, 2, drop_last=False), shuffle=shuffle
+        )
         kwargs = {"batch_sampler": batches}
     else:
         kwargs = {"sampler": DistributedSamplerWrapper(inner, shuffle=shuffle), "batch_size": 2}
@@ -279,11 +309,15 @@ def test_a_wrapped_sampler_is_not_divided_again(ranks, world, shuffle, of_batche
     repeated = -(-13 // world) * world - 13
     counts = Counter(flat(flat(joined(results, 1))))
     assert set(counts) == set(range(13))
-    assert sum(counts.values()) - 13 == repeated, "every rank the same number, as DistributedSampler has it"
+    assert sum(counts.values()) - 13 == repeated, (
+        "every rank the same number, as DistributedSampler has it"
+    )
 
 
 def share_through_arguments(kind):
-    """A loader that a recipe makes itself, with the arguments that divide; then the Brain's own division of it."""
+    """A loader that a recipe makes itself, with the arguments that divide; then the Brain's own
+    division of it.
+    """
     kwargs = {
         "plain": {"batch_size": 2, "shuffle": True},
         "sampler": {"batch_size": 2, "sampler": SAMPLERS["random"](4)},
@@ -364,7 +398,9 @@ def test_a_sampler_that_draws_otherwise_on_every_rank_is_told_of(ranks):
     outcomes = ranks.outcomes(fit_own, OfItsOwn, world_size=2)
     for outcome in outcomes:
         assert outcome.error_type == "RankMismatchError"
-        assert "draw of OfItsOwn for epoch 1 (its randomness must follow from a seed" in outcome.error
+        assert (
+            "draw of OfItsOwn for epoch 1 (its randomness must follow from a seed" in outcome.error
+        )
 
 
 def test_a_sampler_that_says_it_draws_for_its_rank_is_left_alone(ranks):

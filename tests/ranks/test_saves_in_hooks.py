@@ -1,4 +1,6 @@
-"""A save in any hook on two ranks, by all of them or by the main process alone, ends as if never stopped."""
+"""A save in any hook on two ranks, by all of them or by the main process alone, ends as if never
+stopped.
+"""
 
 from __future__ import annotations
 

@@ -29,23 +29,34 @@ def test_a_schedule_is_the_same_on_any_number_of_processes(ranks, kind, tmp_path
 
 
 @pytest.mark.parametrize(
-    "kind", ["plateau", *(pytest.param(one, marks=pytest.mark.slow) for one in ("one cycle", "every epoch"))]
+    "kind",
+    [
+        "plateau",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("one cycle", ("every epoch"))),
+    ],
 )
 def test_a_run_that_is_killed_on_two_processes_resumes_its_schedule(ranks, kind, tmp_path):
     expected = ranks.run(traced, tmp_path / "whole", kind, world_size=2)
     assert expected[0][0] == (3, 9)
     assert ranks.run(traced, tmp_path / "killed", kind, (2, 2), world_size=2) == [None, None]
-    for found, whole in zip(ranks.run(traced, tmp_path / "killed", kind, world_size=2), expected, strict=True):
+    for found, whole in zip(
+        ranks.run(traced, tmp_path / "killed", kind, world_size=2), expected, strict=True
+    ):
         assert found[0] == whole[0]
         assert found[1] == whole[1][-len(found[1]) :]
         assert_same(found[2], whole[2])
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-def test_a_run_that_goes_on_with_another_number_of_processes_keeps_its_schedule(ranks, before, after, tmp_path):
+def test_a_run_that_goes_on_with_another_number_of_processes_keeps_its_schedule(
+    ranks, before, after, tmp_path
+):
     """Its steps have as many samples as before, so there are as many of them."""
     expected = ranks.run(traced, tmp_path / "whole", "one cycle", world_size=before)[0]
-    assert ranks.run(traced, tmp_path / "killed", "one cycle", (2, 3), world_size=before) == [None] * before
+    assert (
+        ranks.run(traced, tmp_path / "killed", "one cycle", (2, 3), world_size=before)
+        == [None] * before
+    )
     for found in ranks.run(traced, tmp_path / "killed", "one cycle", world_size=after):
         assert found[0] == expected[0]
         assert found[1] == expected[1][-len(found[1]) :]

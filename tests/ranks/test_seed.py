@@ -33,7 +33,9 @@ def test_d16_the_model_s_numbers_are_the_same_and_the_noise_is_not(ranks):
 
 
 def test_d16_the_streams_follow_from_seed_rank_and_epoch(ranks):
-    runs = {arguments: ranks.run(draws, *arguments) for arguments in [(7,), (8,), (7, 2), (7, 2, 5)]}
+    runs = {
+        arguments: ranks.run(draws, *arguments) for arguments in [(7,), (8,), (7, 2), (7, 2, 5)]
+    }
     assert ranks.run(draws, 7) == runs[7,]
     streams = [rank[1] for run in runs.values() for rank in run]
     assert len(set(streams)) == len(streams)

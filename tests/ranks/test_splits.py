@@ -1,4 +1,6 @@
-"""Splits that nobody has seeded are others on each rank: told before the first step, whatever sample 0 is."""
+"""Splits that nobody has seeded are others on each rank: told before the first step, whatever
+sample 0 is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ KWARGS = {"batch_size": 2}
 
 
 def fold(*, seeded):
-    """Return the indices of a split as ``KFold(shuffle=True)`` gives them: sorted, and sample 0 is in it."""
+    """Return the indices of a split as ``KFold(shuffle=True)`` gives them: sorted, and sample 0 is
+    in it.
+    """
     generator = np.random.default_rng(3 if seeded else 30 + (get_rank() or 0))
     held_out = 1 + generator.permutation(SIZE - 1)[:5]
     return np.setdiff1d(np.arange(SIZE), held_out), np.sort(held_out)

@@ -1,4 +1,6 @@
-"""The real StatefulDataLoader of torchdata on real ranks: the same answer, and a resume inside an epoch."""
+"""The real StatefulDataLoader of torchdata on real ranks: the same answer, and a resume inside an
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from tests.ecosystem import SAMPLES, assert_same_training, each_once, needs, rows, run_through_and_killed
+from tests.ecosystem import (
+    SAMPLES,
+    assert_same_training,
+    each_once,
+    needs,
+    rows,
+    run_through_and_killed,
+)
 from tests.rank_pool import RankPool
 
 pytestmark = needs("torchdata")
@@ -46,7 +55,8 @@ class Part(IterableDataset):
 def stateful(dataset, **options):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, of any newer torch
+    # torchdata 0.11 calls it, of any newer torch
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     return StatefulDataLoader(dataset, batch_size=2, **options)
 
 
@@ -78,10 +88,15 @@ def divided(by_sampler):
     return loader, {}
 
 
-@pytest.mark.parametrize(("data", "arguments"), [(of_a_set, ()), (shuffled, (0,)), (shuffled, (2,)), (of_a_stream, ())])
-def test_it_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(own_ranks, tmp_path, data, arguments):
+@pytest.mark.parametrize(
+    ("data", "arguments"), [(of_a_set, ()), (shuffled, (0,)), (shuffled, (2,)), (of_a_stream, ())]
+)
+def test_it_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
+    own_ranks, tmp_path, data, arguments
+):
     alone, two = (
-        run_through_and_killed(own_ranks, tmp_path / str(world), world, data, *arguments, **STEP) for world in (1, 2)
+        run_through_and_killed(own_ranks, tmp_path / str(world), world, data, *arguments, **STEP)
+        for world in (1, 2)
     )
     assert each_once(alone[2])
     assert_same_training(two, alone)
@@ -89,7 +104,9 @@ def test_it_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(own
 
 def test_the_last_samples_are_dropped_alike(own_ranks, tmp_path):
     alone, two = (
-        run_through_and_killed(own_ranks, tmp_path / str(world), world, dropping, dies_at=(2, 5), **STEP)
+        run_through_and_killed(
+            own_ranks, tmp_path / str(world), world, dropping, dies_at=(2, 5), **STEP
+        )
         for world in (1, 2)
     )
     assert all(len(seen) == 4 for seen in alone[2].values())
@@ -104,7 +121,9 @@ def test_one_that_its_maker_has_divided_goes_on_inside_an_epoch(own_ranks, tmp_p
 
 
 def order_of_loader(seed):
-    """Return which samples a shuffled loader gives in the first step, made after another seed of torch."""
+    """Return which samples a shuffled loader gives in the first step, made after another seed of
+    torch.
+    """
     from ddpkit.dataloader import Sharding, reshard
 
     torch.manual_seed(seed)

@@ -1,4 +1,6 @@
-"""A profile of several processes: a file of each, the wait for the others as a range, and figures of the first."""
+"""A profile of several processes: a file of each, the wait for the others as a range, and figures
+of the first.
+"""
 
 from __future__ import annotations
 

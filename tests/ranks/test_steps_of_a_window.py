@@ -1,4 +1,6 @@
-"""Two optimizers on several processes: as many steps as windows, with the limit, the schedule and the average."""
+"""Two optimizers on several processes: as many steps as windows, with the limit, the schedule and
+the average.
+"""
 
 from __future__ import annotations
 

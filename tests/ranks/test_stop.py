@@ -1,4 +1,6 @@
-"""Several ranks and several Brains: who is asked to stop in predict, and whose limits of time count."""
+"""Several ranks and several Brains: who is asked to stop in predict, and whose limits of time
+count.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_f9_if_one_rank_is_asked_predict_stops_on_all_at_one_step(ranks):
     assert 3 <= step <= 8
 
 
-# ------------------------------------------------------------------------------------------------ limits of time
+# ----------------------------------------------------------------------------------- limits of time
 
 
 def limits():
@@ -51,7 +53,9 @@ def limits():
 
 
 class Limited(Regression):
-    """Notes the limits that count in its stages, and may have another evaluate in its own validation."""
+    """Notes the limits that count in its stages, and may have another evaluate in its own
+    validation.
+    """
 
     other = None
 
@@ -76,7 +80,9 @@ def each_its_own():
 
 def test_f11_the_limits_of_the_brain_that_works_count_not_of_the_one_made_last(ranks):
     none, teachers = (0.0, 0.0), (20.0, 40.0)
-    assert ranks.run(each_its_own, world_size=1, init=False) == [(none, [none] * 3, none, [teachers] * 2, none)]
+    assert ranks.run(each_its_own, world_size=1, init=False) == [
+        (none, [none] * 3, none, [teachers] * 2, none)
+    ]
 
 
 kept = []
@@ -126,7 +132,9 @@ def waiting_seconds():
 
 
 def test_f3_collectives_wait_as_long_as_the_brain_that_works_wants(ranks):
-    """A short while in a Brain's steps, the whole time when another starts, and until its next step."""
+    """A short while in a Brain's steps, the whole time when another starts, and until its next
+    step.
+    """
     outer, inner, patient = [300.0, 130.0, "TRAIN"], [300.0, 40.0, "TRAIN"], [300.0, "TRAIN", 300.0]
     assert ranks.run(waiting_seconds, world_size=2) == [[*outer, *inner, *patient]] * 2
     assert not dist.is_initialized()

@@ -1,4 +1,6 @@
-"""Streams and loaders of batches on real ranks with real workers: the same answer, and an end that all reach."""
+"""Streams and loaders of batches on real ranks with real workers: the same answer, and an end that
+all reach.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def rank():
 def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+        torch.testing.assert_close(
+            found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
+        )
 
 
 def numbers(losses):
@@ -43,7 +47,9 @@ def numbers(losses):
 
 
 class Counted(Regression):
-    """Remembers of the batches what they count, which is nothing where one is repeated to keep step."""
+    """Remembers of the batches what they count, which is nothing where one is repeated to keep
+    step.
+    """
 
     def compute_forward(self, batch, stage):
         outputs = super().compute_forward(batch, stage)
@@ -60,7 +66,7 @@ class Stream(IterableDataset):
         return iter(self.data)
 
 
-# ------------------------------------------------------------------------- a rank without a share of a batch
+# ---------------------------------------------------------------- a rank without a share of a batch
 
 
 class Trunk(nn.Module):
@@ -86,11 +92,15 @@ FAR = 5.0  # an input beyond it names the second head
 def with_a_far_end(size, far=1):
     """The last samples name the second head, all others the first."""
     data = points(size)
-    return data[:-far] + [(inputs.index_fill(0, torch.tensor(0), 2 * FAR), target) for inputs, target in data[-far:]]
+    return data[:-far] + [
+        (inputs.index_fill(0, torch.tensor(0), 2 * FAR), target) for inputs, target in data[-far:]
+    ]
 
 
 def train_two_heads(how, num_workers=0):
-    """Train where a step's samples are twelve, and the last step's is one: no rank but the first has it."""
+    """Train where a step's samples are twelve, and the last step's is one: no rank but the first
+    has it.
+    """
     given = {"global_batch_size": 12}
     if how == "batches":
         given = {"grad_accumulation_factor": 6 // world_size()}
@@ -99,7 +109,11 @@ def train_two_heads(how, num_workers=0):
     if how == "batches":
         brain.fit([1, 2], Batches(with_a_far_end(13)))  # seven of them
     else:
-        brain.fit([1, 2], data if how == "map" else Stream(data), train_loader_kwargs={"num_workers": num_workers})
+        brain.fit(
+            [1, 2],
+            data if how == "map" else Stream(data),
+            train_loader_kwargs={"num_workers": num_workers},
+        )
     return weights(brain), brain.losses, brain.optimizer_step
 
 
@@ -111,20 +125,26 @@ def make_with_heads(**given):
 
 @pytest.mark.corner
 @pytest.mark.parametrize(
-    ("how", "num_workers"), [("map", 0), ("stream", 0), ("stream", 1), ("stream", 2), ("batches", 0)]
+    ("how", "num_workers"),
+    [("map", 0), ("stream", 0), ("stream", 1), ("stream", 2), ("batches", 0)],
 )
 @pytest.mark.parametrize("world", [2, 1, 3])
-def test_parameters_that_nobody_used_stay_where_they_are_though_a_rank_has_no_share(ranks, world, how, num_workers):
+def test_parameters_that_nobody_used_stay_where_they_are_though_a_rank_has_no_share(
+    ranks, world, how, num_workers
+):
     expected, losses, steps = train_two_heads(how)
-    for found, reported, steps_there in ranks.run(train_two_heads, how, num_workers, world_size=world):
+    for found, reported, steps_there in ranks.run(
+        train_two_heads, how, num_workers, world_size=world
+    ):
         assert_close(found, expected)
         assert numbers(reported) == pytest.approx(numbers(losses), abs=1e-10)
         assert steps_there == steps == {"batches": 4}.get(how, 6)
 
 
-# ------------------------------------------------------------------------------------------ the same answer
+# ---------------------------------------------------------------------------------- the same answer
 
-CASES = [(25, 1), (25, 3), (36, 1), (41, 3)]  # a rest of one, no rest, a rest of five; a short window
+# a rest of one, no rest, a rest of five; a short window
+CASES = [(25, 1), (25, 3), (36, 1), (41, 3)]
 FEW = [(25, 1), (41, 3)]  # with workers, which are started anew for each pass
 
 
@@ -143,21 +163,39 @@ def train_all(num_workers, shard_evaluation, *, cases=CASES, drop_last=False):
         batch_size = JOINED // world_size()
         train = {"batch_size": batch_size, "drop_last": drop_last, "num_workers": num_workers}
         valid = {"batch_size": 5, "num_workers": num_workers}
-        brain.fit([1, 2], Stream(data), Stream(data[:17]), train_loader_kwargs=train, valid_loader_kwargs=valid)
-        test = brain.evaluate(Stream(data[:7]), test_loader_kwargs={"batch_size": 2, "num_workers": num_workers})
+        brain.fit(
+            [1, 2],
+            Stream(data),
+            Stream(data[:17]),
+            train_loader_kwargs=train,
+            valid_loader_kwargs=valid,
+        )
+        test = brain.evaluate(
+            Stream(data[:7]), test_loader_kwargs={"batch_size": 2, "num_workers": num_workers}
+        )
         seen = seen_in(data, brain.trained_on)
         found.append((weights(brain), brain.losses, brain.optimizer_step, test, seen))
     return found
 
 
-AT_LENGTH = [(1, 1, CASES), (1, 2, CASES), (2, 0, CASES), (2, 1, CASES), (2, 2, CASES), (3, 0, CASES), (3, 2, CASES)]
+AT_LENGTH = [
+    (1, 1, CASES),
+    (1, 2, CASES),
+    (2, 0, CASES),
+    (2, 1, CASES),
+    (2, 2, CASES),
+    (3, 0, CASES),
+    (3, 2, CASES),
+]
 
 
 @pytest.mark.parametrize(
     ("world", "num_workers", "cases"),
     [(2, 2, FEW), *(pytest.param(*one, marks=pytest.mark.slow) for one in AT_LENGTH)],
 )
-def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(ranks, world, num_workers, cases):
+def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(
+    ranks, world, num_workers, cases
+):
     shard_evaluation = num_workers != 1
     expected = train_all(0, shard_evaluation=False, cases=cases)
     train = functools.partial(train_all, cases=cases)
@@ -174,7 +212,9 @@ def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(ranks
             assert own[case][3] == pytest.approx(test, abs=1e-10)
         for number, batch in enumerate(seen):
             together = [item for own in found for item in own[case][4][number]]
-            assert sorted(together) == sorted(batch), "the same items in every global batch, each once"
+            assert sorted(together) == sorted(batch), (
+                "the same items in every global batch, each once"
+            )
 
 
 def train_dropping(num_workers, cases):
@@ -191,22 +231,33 @@ def test_an_incomplete_global_batch_is_dropped_alike(ranks, cases):
             assert numbers(mine[1]) == pytest.approx(numbers(alone[1]), abs=1e-10)
 
 
-# --------------------------------------------------------------------------------------------- uneven ends
+# -------------------------------------------------------------------------------------- uneven ends
 
 
 def train_two_heads_on_parts(sizes, factor):
-    """The last batches of the longer parts name the second head: those of the shorter have ended by then."""
+    """The last batches of the longer parts name the second head: those of the shorter have ended by
+    then.
+    """
     brain = make_with_heads(grad_accumulation_factor=factor)
     far = sum(size - min(sizes) for size in sizes)
-    brain.fit([1, 2], Uneven(with_a_far_end(sum(sizes), far), sizes), train_loader_kwargs={"batch_size": 2})
+    brain.fit(
+        [1, 2],
+        Uneven(with_a_far_end(sum(sizes), far), sizes),
+        train_loader_kwargs={"batch_size": 2},
+    )
     return weights(brain), brain.losses
 
 
 @pytest.mark.parametrize(("sizes", "factor"), [([4, 9], 1), ([4, 14], 3), ([4, 4, 8], 1)])
-def test_parameters_that_nobody_used_stay_where_they_are_though_a_ranks_part_has_ended(ranks, sizes, factor):
+def test_parameters_that_nobody_used_stay_where_they_are_though_a_ranks_part_has_ended(
+    ranks, sizes, factor
+):
     positions = iter(range(sum(sizes)))
     parts = [list(itertools.islice(positions, size)) for size in sizes]
-    joined = [[place for own in parts for place in own[start : start + 2]] for start in range(0, max(sizes), 2)]
+    joined = [
+        [place for own in parts for place in own[start : start + 2]]
+        for start in range(0, max(sizes), 2)
+    ]
     brain = make_with_heads(grad_accumulation_factor=factor)
     data = with_a_far_end(sum(sizes), sum(size - min(sizes) for size in sizes))
     brain.fit([1, 2], data, train_loader_kwargs={"batch_sampler": joined})
@@ -230,7 +281,9 @@ class Uneven(IterableDataset):
 
 def train_uneven(sizes, batch_size, factor, weighting, how):
     data = points(sum(sizes))
-    brain = make(Counted, grad_accumulation_factor=factor, loss_weighting=weighting, opt=sgd(momentum=0.9))
+    brain = make(
+        Counted, grad_accumulation_factor=factor, loss_weighting=weighting, opt=sgd(momentum=0.9)
+    )
     stream = Uneven(data, sizes)
     if how == "loader":
         loader = DataLoader(stream.data, batch_size)
@@ -258,7 +311,9 @@ def train_joined(sizes, batch_size, factor):
 
 def check_uneven(ranks, sizes, batch_size, factor, how="stream"):
     expected, losses, steps = train_joined(sizes, batch_size, factor)
-    results = ranks.run(train_uneven, sizes, batch_size, factor, "samples", how, world_size=len(sizes))
+    results = ranks.run(
+        train_uneven, sizes, batch_size, factor, "samples", how, world_size=len(sizes)
+    )
     seen = Counter()
     for found, reported, steps_there, items in results:
         assert_close(found, expected)
@@ -270,13 +325,17 @@ def check_uneven(ranks, sizes, batch_size, factor, how="stream"):
 
 @pytest.mark.parametrize("factor", [1, 3])
 def test_d4_ranks_with_three_and_four_batches(ranks, factor):
-    """Rank 1's fourth batch is not averaged with rank 0's first of the next epoch, and nobody hangs."""
+    """Rank 1's fourth batch is not averaged with rank 0's first of the next epoch, and nobody
+    hangs.
+    """
     check_uneven(ranks, [6, 8], 2, factor)
 
 
 @pytest.mark.corner
 @pytest.mark.parametrize("how", ["stream", "loader"])
-@pytest.mark.parametrize(("sizes", "factor"), [([1, 60], 1), ([40, 2], 3), ([3, 1, 31], 2), ([5, 17, 2], 1)])
+@pytest.mark.parametrize(
+    ("sizes", "factor"), [([1, 60], 1), ([40, 2], 3), ([3, 1, 31], 2), ([5, 17, 2], 1)]
+)
 def test_d4_a_stream_that_is_much_longer_on_one_rank(ranks, sizes, factor, how):
     check_uneven(ranks, sizes, 2, factor, how)
 
@@ -308,7 +367,11 @@ def train_files(num_workers):
     brain = make(Counted)
     stream = Files([data[:2], data[2:17], data[17:30]])
     brain.fit([1], stream, train_loader_kwargs={"batch_size": 2, "num_workers": num_workers})
-    return [item for batch in seen_in(data, brain.trained_on) for item in batch], weights(brain), brain.losses
+    return (
+        [item for batch in seen_in(data, brain.trained_on) for item in batch],
+        weights(brain),
+        brain.losses,
+    )
 
 
 @pytest.mark.parametrize(("world", "num_workers"), [(2, 0), (3, 1), (2, 2)])
@@ -321,7 +384,7 @@ def test_files_are_shared_out_or_counted(ranks, world, num_workers):
         assert losses == results[0][2]
 
 
-# ----------------------------------------------------------------------------------------- loaders of batches
+# ------------------------------------------------------------------------------- loaders of batches
 
 
 class Batches:
@@ -340,7 +403,11 @@ class Batches:
 
 def train_on_batches(number, windows, weighting):
     data = points(number)
-    brain = make(grad_accumulation_factor=windows // world_size(), loss_weighting=weighting, opt=sgd(momentum=0.9))
+    brain = make(
+        grad_accumulation_factor=windows // world_size(),
+        loss_weighting=weighting,
+        opt=sgd(momentum=0.9),
+    )
     brain.fit([1, 2], Batches(data), Batches(data[:7]))
     return weights(brain), brain.losses, brain.optimizer_step, brain.evaluate(Batches(data[:9]))
 
@@ -352,7 +419,9 @@ def train_on_batches(number, windows, weighting):
 def test_d5_a_loader_of_ones_own_is_dealt_out(ranks, number, world, weighting):
     """Six batches an optimizer step, whoever works on them."""
     expected, losses, steps, test = train_on_batches(number, 6, weighting)
-    for found, reported, steps_there, test_there in ranks.run(train_on_batches, number, 6, weighting, world_size=world):
+    for found, reported, steps_there, test_there in ranks.run(
+        train_on_batches, number, 6, weighting, world_size=world
+    ):
         assert_close(found, expected)
         assert steps_there == steps
         assert [loss for name, _, loss in reported if name == "VALID"] == pytest.approx(
@@ -377,7 +446,9 @@ def test_d5_a_looped_loader_of_ones_own_is_dealt_out(ranks):
 
 
 class OnceOnly:
-    """Batches of a class that does not start anew in ``__iter__``, which nobody can know beforehand."""
+    """Batches of a class that does not start anew in ``__iter__``, which nobody can know
+    beforehand.
+    """
 
     def __init__(self):
         batch = tuple(torch.stack(part) for part in zip(*points(4), strict=True))
@@ -399,7 +470,7 @@ def test_a_loader_that_cannot_be_read_again_ends_all_ranks(ranks):
         assert "yields nothing when it is iterated again" in outcome.error
 
 
-# --------------------------------------------------------------------------------------------- the agreement
+# ------------------------------------------------------------------------------------ the agreement
 
 
 class Confers(Regression):
@@ -440,11 +511,13 @@ def test_sums_that_are_awaited_later(ranks):
         assert between == [3.0]
 
 
-# --------------------------------------------------------------------------------------------- asked to stop
+# ------------------------------------------------------------------------------------ asked to stop
 
 
 class Asked(Host):
-    """Takes its time over a batch; one rank is asked to stop once it has made so many steps, or all that it has."""
+    """Takes its time over a batch; one rank is asked to stop once it has made so many steps, or all
+    that it has.
+    """
 
     def __init__(self, who, after):
         super().__init__()
@@ -467,30 +540,44 @@ def stop_an_evaluation(sizes, who, after=40):
     host, began = Asked(who, min(after, sizes[who])), time.monotonic()
     evaluation_stops.sum_over_ranks, moves = host.counted, POSITION.moves_seen
     try:
-        loader = DataLoader(Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes))
+        loader = DataLoader(
+            Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes)
+        )
         loss = evaluate(host, loader, Stage.VALID, 1)
     except RunStopped as stopped:
         return stopped.cause, host.progress.step, host.sums, None
     finally:
         evaluation_stops.sum_over_ranks = sum_over_ranks
-    return "", host.progress.step, host.sums, (loss, POSITION.moves_seen - moves, time.monotonic() - began)
+    return (
+        "",
+        host.progress.step,
+        host.sums,
+        (loss, POSITION.moves_seen - moves, time.monotonic() - began),
+    )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "who"), [([700, 700], 1), ([700, 20], 0), ([700, 20], 1), ([700, 0], 1), ([20, 700, 30], 2)]
+    ("sizes", "who"),
+    [([700, 700], 1), ([700, 20], 0), ([700, 20], 1), ([700, 0], 1), ([20, 700, 30], 2)],
 )
 def test_f9_a_stop_in_the_evaluation_of_a_stream_is_agreed_on(ranks, sizes, who):
-    """Also if that rank, or another one, has no batch left: all raise, at one beat, and nobody goes on to the end."""
+    """Also if that rank, or another one, has no batch left: all raise, at one beat, and nobody goes
+    on to the end.
+    """
     results = ranks.run(stop_an_evaluation, sizes, who, world_size=len(sizes))
     assert [cause for cause, *_ in results] == ["SIGTERM"] * len(sizes)
     longest = [step for (_, step, *_), size in zip(results, sizes, strict=True) if size == 700]
     assert len(set(longest)) == 1, "at the same step, of those that make it"
     assert longest[0] < 700
-    assert all(step == size for (_, step, *_), size in zip(results, sizes, strict=True) if size < 700)
+    assert all(
+        step == size for (_, step, *_), size in zip(results, sizes, strict=True) if size < 700
+    )
 
 
 @pytest.mark.parametrize("sizes", [[120, 7], [0, 60], [25, 25]])
-def test_an_evaluation_that_nobody_stops_takes_all_batches_and_confers_about_once_a_second(ranks, sizes):
+def test_an_evaluation_that_nobody_stops_takes_all_batches_and_confers_about_once_a_second(
+    ranks, sizes
+):
     results = ranks.run(stop_an_evaluation, sizes, -1)
     assert [step for _, step, *_ in results] == sizes
     total = sum(sizes)
@@ -498,6 +585,10 @@ def test_an_evaluation_that_nobody_stops_takes_all_batches_and_confers_about_onc
     sums = {number for _, _, number, _ in results}
     assert len(sums) == 1
     seconds = max(taken for *_, (_, _, taken) in results)
-    assert sums.pop() <= 11 + 2 * seconds, "the first of them double their distance; the last is that of the loss"
+    assert sums.pop() <= 11 + 2 * seconds, (
+        "the first of them double their distance; the last is that of the loss"
+    )
     waits = [moves for *_, (_, moves, _) in results]
-    assert (max(waits) > 0) == (sizes[0] != sizes[1]), "a rank that waits for others that move is not standing still"
+    assert (max(waits) > 0) == (sizes[0] != sizes[1]), (
+        "a rank that waits for others that move is not standing still"
+    )

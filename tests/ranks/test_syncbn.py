@@ -97,7 +97,13 @@ def test_on_three_ranks_with_one_row_each(ranks, rows):
 
 @pytest.mark.parametrize(
     "options",
-    [{"momentum": None}, {"momentum": 1.0}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.5}],
+    [
+        {"momentum": None},
+        {"momentum": 1.0},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps": 0.5},
+    ],
     ids=str,
 )
 def test_options(ranks, options):
@@ -135,17 +141,25 @@ def messages():
 
 
 def without_rows(dtype, on_cuda, repeats):
-    """Train a step in which rank 1 has no rows, or repeats some that count nothing; return what was sent, and errors.
+    """Train a step in which rank 1 has no rows, or repeats some that count nothing; return what was
+    sent, and errors.
 
-    Under autocast a convolution gives rows in half precision, the parameters and statistics are in float32.
+    Under autocast a convolution gives rows in half precision, the parameters and statistics are in
+    float32.
     """
     with as_on_cuda() if on_cuda else contextlib.nullcontext(), messages() as sent:
         torch.manual_seed(5)
         rows = torch.randn(4, 3, 2).to(dtype)
         joined, layer = nn.BatchNorm1d(3), convert_sync_batchnorm(nn.BatchNorm1d(3))
         whole, has_none = rows.to(torch.float32, copy=True).requires_grad_(), dist.get_rank() == 1
-        mine = (rows if not has_none else rows[:2] if repeats else rows[:0]).clone().requires_grad_()
-        with counted_by(SimpleNamespace(count=0)) if has_none and repeats else contextlib.nullcontext():
+        mine = (
+            (rows if not has_none else rows[:2] if repeats else rows[:0]).clone().requires_grad_()
+        )
+        with (
+            counted_by(SimpleNamespace(count=0))
+            if has_none and repeats
+            else contextlib.nullcontext()
+        ):
             output = layer(mine)
         (output.float() * (0.0 if has_none else 1.0)).square().sum().backward()
         joined(whole).square().sum().backward()
@@ -165,16 +179,20 @@ def without_rows(dtype, on_cuda, repeats):
 @pytest.mark.parametrize("repeats", [True, False], ids=["a repeated batch", "no rows"])
 @pytest.mark.parametrize("on_cuda", [True, False], ids=["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_b1_the_messages_of_all_ranks_are_alike_where_one_has_no_rows_in_half_precision(ranks, dtype, on_cuda, repeats):
+def test_b1_the_messages_of_all_ranks_are_alike_where_one_has_no_rows_in_half_precision(
+    ranks, dtype, on_cuda, repeats
+):
     first, second = ranks.run(without_rows, dtype, on_cuda, repeats)
     assert first == second
-    assert [name for name, _, _ in first] == ["all_to_all_single"] * 2  # two ranks over gloo exchange
+    # two ranks over gloo exchange
+    assert [name for name, _, _ in first] == ["all_to_all_single"] * 2
 
 
 def exact_where_the_mean_is_large():
     layer = SyncBatchNorm(1)
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(512, 1, generator=generator) + 4096.0  # sums of squares in float32 would be off by more than 1
+    # sums of squares in float32 would be off by more than 1
+    x = torch.randn(512, 1, generator=generator) + 4096.0
     layer(x[dist.get_rank() :: 2])
     return float(layer.running_var), float(0.9 + 0.1 * x.double().var())
 
@@ -218,7 +236,9 @@ def too_small(rows, on_cuda):
 @pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
 def test_one_value_over_all_ranks_is_an_error_on_every_rank(ranks, on_cuda):
     for rank, message in enumerate(ranks.run(too_small, (1, 0), on_cuda)):
-        assert f"Expected more than 1 value per channel when training, got input size [{1 - rank}, 3]" in message
+        assert (
+            f"Expected more than 1 value per channel when training, got input size [{1 - rank}, 3]"
+        ) in message
         assert "1 value over all 2 ranks" in message
 
 
@@ -284,7 +304,9 @@ def train_under_ddp(bucket_mb):
             optimizer.zero_grad()
         nn.functional.cross_entropy(joined(x), y).backward()
         # DDP averages over ranks; a rank's share of the mean over 8 rows is its sum / 8
-        loss = nn.functional.cross_entropy(net(x.split(rows)[rank]), y.split(rows)[rank], reduction="sum")
+        loss = nn.functional.cross_entropy(
+            net(x.split(rows)[rank]), y.split(rows)[rank], reduction="sum"
+        )
         (loss * 2 / 8).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -298,10 +320,12 @@ def test_d12_ddp_on_cpu_trains_as_one_process_does(ranks, bucket_mb):
 
 
 class TwoPaths(nn.Module):
-    """The ranks take different branches, and the branches' buckets stand before those of the norm layers.
+    """The ranks take different branches, and the branches' buckets stand before those of the norm
+    layers.
 
-    Parameters that a rank leaves out count as ready at once, so it starts their all-reduce before it comes
-    to the norm layers; the other rank, which uses them, after. On one group this test aborts.
+    Parameters that a rank leaves out count as ready at once, so it starts their all-reduce before
+    it comes to the norm layers; the other rank, which uses them, after. On one group this test
+    aborts.
     """
 
     def __init__(self):
@@ -312,7 +336,9 @@ class TwoPaths(nn.Module):
 
     def forward(self, parts, lefts):
         chosen = [self.left if left else self.right for left in lefts]
-        x = torch.cat([branch(self.first(part)) for branch, part in zip(chosen, parts, strict=True)])
+        x = torch.cat(
+            [branch(self.first(part)) for branch, part in zip(chosen, parts, strict=True)]
+        )
         return self.last(self.norm2(self.middle(self.norm1(x))))
 
 

@@ -1,4 +1,6 @@
-"""A rank that comes to a collective past its limit of time is named in what a user of torchrun reads."""
+"""A rank that comes to a collective past its limit of time is named in what a user of torchrun
+reads.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SCRIPT = """
     ddpkit.ddp_init_group(run_opts)
     brain = B({"net": torch.nn.Linear(1, 1)}, lambda own: torch.optim.SGD(own, lr=0.1), run_opts=run_opts)
     brain.fit([1, 2], torch.ones(8, 1), torch.ones(8, 1))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Metrics of the real torchmetrics on real ranks: the values of one process, in training and in every evaluation."""
+"""Metrics of the real torchmetrics on real ranks: the values of one process, in training and in
+every evaluation.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ def measured(samples, shard_evaluation):
         "micro": of_classes.MulticlassAccuracy(CLASSES, average="micro"),
         "f1": of_classes.MulticlassF1Score(CLASSES),
     }
-    brain = make(Classifier, net=nn.Linear(3, CLASSES).double(), global_batch_size=4, shard_evaluation=shard_evaluation)
+    brain = make(
+        Classifier,
+        net=nn.Linear(3, CLASSES).double(),
+        global_batch_size=4,
+        shard_evaluation=shard_evaluation,
+    )
     brain.modules["accuracy"] = of_classes.MulticlassAccuracy(CLASSES)
     brain.metrics = {
         "several": Reduced(torchmetrics.MetricCollection(several)),
@@ -80,13 +87,16 @@ def assert_alike(found, expected):
         for name, value in expected.items():
             assert_alike(found[name], value)
     else:
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # torchmetrics counts in float32
+        # torchmetrics counts in float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shard_evaluation", [True, False])
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_values_are_those_of_one_process(own_ranks, world, shard_evaluation):
-    """The last batch of training has one sample, which the other ranks repeat; that of validation has one, too."""
+    """The last batch of training has one sample, which the other ranks repeat; that of validation
+    has one, too.
+    """
     (alone,) = own_ranks.run(measured, 9, False, world_size=1)
     for found in own_ranks.run(measured, 9, shard_evaluation, world_size=world):
         assert len(found) == len(alone) == 4

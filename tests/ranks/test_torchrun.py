@@ -1,4 +1,6 @@
-"""torchrun and its like, as a user starts them: clean from start to end, and all gone at the end."""
+"""torchrun and its like, as a user starts them: clean from start to end, and all gone at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ RECIPE = """
         }
         Path(f"report.{get_rank()}.json").write_text(json.dumps(facts))
 
-"""
+"""  # noqa: E501
 
 
 def write(folder: Path, body: str = "train()") -> str:
@@ -75,22 +77,29 @@ def reports(folder: Path, processes: int) -> list[dict]:
 
 def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
     assert run.code == 0, run.err
-    rows = [line[2:12].strip() if line.startswith("  ") else line.split(" with ")[0] for line in run.err.splitlines()]
+    rows = [
+        line[2:12].strip() if line.startswith("  ") else line.split(" with ")[0]
+        for line in run.err.splitlines()
+    ]
     batch = ["batch", "per step"] if processes > 1 else ["batch"]
     evaluation = ["evaluation"] if processes > 1 else []
     rows = [row for row in rows if row]  # a row may have several lines
     means = ["epochs", "valid set", "optimizer", "clipping", "precision", *evaluation, "start"]
     training = ["Training", "launcher", "devices", "versions", "strategy", *batch, *means]
     expected = [*training, "Evaluation", "test set", "weights"] if is_main else []
-    assert rows == expected, "a clean run says nothing on stderr but these, once, from the main process"
+    assert rows == expected, (
+        "a clean run says nothing on stderr but these, once, from the main process"
+    )
     assert run.out == ""
 
 
 @pytest.mark.parametrize(
-    ("processes", "starts"), [(1, 1), (2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 1), (2, 3)])]
+    ("processes", "starts"),
+    [(1, 1), (2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 1), (2, 3)])],
 )
 def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
-    """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights each time.
+    """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights
+    each time.
 
     Of cold processes the quick test is that of ``--nproc``.
     """
@@ -124,20 +133,24 @@ def test_a_group_of_the_users_own_is_used_and_not_destroyed(tmp_path):
         assert dist.is_initialized()
         dist.barrier()
         dist.destroy_process_group()
-    """
+    """  # noqa: E501
     assert_clean(Run(torchrun(2, write(tmp_path, body)), tmp_path, warm=True).wait())
     reports(tmp_path, 2)
 
 
 def test_a_group_made_without_a_launcher_is_used(tmp_path):
-    """Spawned processes with a file for a meeting point have no RANK in their environment: the group is the truth."""
+    """Spawned processes with a file for a meeting point have no RANK in their environment: the
+    group is the truth.
+    """
     body = f"""
         dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=int(sys.argv[1]), world_size=2)
         train()
         dist.destroy_process_group()
-    """
+    """  # noqa: E501
     script = write(tmp_path, body)
-    runs = [Run(python(script, str(rank)), tmp_path, name=f"rank{rank}", warm=True) for rank in range(2)]
+    runs = [
+        Run(python(script, str(rank)), tmp_path, name=f"rank{rank}", warm=True) for rank in range(2)
+    ]
     for rank, run in enumerate(runs):
         assert_clean(run.wait(), is_main=rank == 0)
     reports(tmp_path, 2)
@@ -148,19 +161,29 @@ def test_torch_distributed_launch(tmp_path):
     yaml = tmp_path / "h.yaml"
     yaml.write_text("lr: 0.1\n")
     body = "file, run_opts, overrides = sb.parse_arguments(); train(**run_opts)"
-    launcher = ("-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}")
-    run = Run(python(*launcher, write(tmp_path, body), "h.yaml", "--device=cpu"), tmp_path, warm=True).wait()
+    launcher = (
+        "-m",
+        "torch.distributed.launch",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+    )
+    run = Run(
+        python(*launcher, write(tmp_path, body), "h.yaml", "--device=cpu"), tmp_path, warm=True
+    ).wait()
     assert run.code == 0, run.err
     reports(tmp_path, 2)
     assert "train.py" not in run.err, "only the launcher itself may complain"
-    package = f"{Path(ddpkit.__file__).parent}/"  # the path of the launcher may have the name of a clone in it
+    # the path of the launcher may have the name of a clone in it
+    package = f"{Path(ddpkit.__file__).parent}/"
     assert package not in run.err, "no warning of a file of this package"
 
 
 def test_data_parallel_backend_under_torchrun_shows_both_commands(tmp_path):
     (tmp_path / "h.yaml").write_text("lr: 0.1\n")
     body = "sb.parse_arguments(); train()"
-    run = Run(torchrun(2, write(tmp_path, body), "h.yaml", "--data_parallel_backend"), tmp_path, warm=True).wait()
+    run = Run(
+        torchrun(2, write(tmp_path, body), "h.yaml", "--data_parallel_backend"), tmp_path, warm=True
+    ).wait()
     assert run.code == 1
     assert "python train.py hparams.yaml --data_parallel_backend" in run.tail()
     assert "torchrun --standalone --nproc_per_node=N train.py hparams.yaml" in run.tail()
@@ -169,7 +192,9 @@ def test_data_parallel_backend_under_torchrun_shows_both_commands(tmp_path):
 
 @pytest.mark.parametrize("restarts", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_restarts_meet_again_on_gloo(tmp_path, restarts):
-    """A rank is killed in its first attempts: each restart must not read the addresses of the dead attempt."""
+    """A rank is killed in its first attempts: each restart must not read the addresses of the dead
+    attempt.
+    """
     body = """
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         victim = restart % 2
@@ -187,12 +212,16 @@ def test_restarts_meet_again_on_gloo(tmp_path, restarts):
     command = torchrun(2, f"--max-restarts={restarts}", write(tmp_path, body), str(restarts))
     run = Run(command, tmp_path, warm=True).wait(100)
     assert run.code == 0, run.err
-    assert sorted((tmp_path / "attempts").read_text().split()) == [str(n) for n in range(restarts) for _ in range(2)]
+    assert sorted((tmp_path / "attempts").read_text().split()) == [
+        str(n) for n in range(restarts) for _ in range(2)
+    ]
     reports(tmp_path, 2)
 
 
 def test_f10_ctrl_c(tmp_path):
-    """SIGINT to torchrun: gone soon, nothing left, and one line that says where the ranks have stopped."""
+    """SIGINT to torchrun: gone soon, nothing left, and one line that says where the ranks have
+    stopped.
+    """
     body = """
         class Endless(Line):
             def on_fit_batch_end(self, *args):
@@ -202,9 +231,11 @@ def test_f10_ctrl_c(tmp_path):
         options = {"device": "cpu", "noprogressbar": True}
         brain = Endless({"net": torch.nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.0), run_opts=options)
         brain.fit(range(1, 10**9), data)
-    """
+    """  # noqa: E501
     run = Run(torchrun(2, write(tmp_path, body)), tmp_path, warm=True)
-    assert wait_until(lambda: all((tmp_path / f"running.{rank}").exists() for rank in range(2)), 30), run.err
+    assert wait_until(
+        lambda: all((tmp_path / f"running.{rank}").exists() for rank in range(2)), 30
+    ), run.err
     stopped = time.monotonic()
     run.signal(signal.SIGINT)
     run.wait(30)
@@ -212,7 +243,8 @@ def test_f10_ctrl_c(tmp_path):
     assert run.code != 0
     assert "SIGINT: stopping at the end of a step." in run.err
     told = (
-        r"^Stopped by SIGINT in TRAIN of epoch \d+ at step [1-4], after \d+ optimizer steps. There is no checkpoint.$"
+        r"^Stopped by SIGINT in TRAIN of epoch \d+ at step [1-4], after \d+ optimizer steps. "
+        r"There is no checkpoint.$"
     )
     assert len(re.findall(told, run.err, re.MULTILINE)) == 1, run.err
     assert "[rank" not in run.err
@@ -233,7 +265,7 @@ LEAVING = """
     data = [(torch.ones(1), torch.ones(1))] * 4
     Slow({"net": torch.nn.Linear(1, 1)}, run_opts={"device": "cpu", "noprogressbar": True}).evaluate(data)
     dist.destroy_process_group()
-"""
+"""  # noqa: E501
 
 
 def test_a_rank_that_has_destroyed_the_group_and_ended_is_not_missed(tmp_path):

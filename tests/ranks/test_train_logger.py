@@ -9,7 +9,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ddpkit.distributed import if_main_process
-from ddpkit.train_logger import FileTrainLogger, TensorboardLogger, WandBLogger, run_event, set_run_log
+from ddpkit.train_logger import (
+    FileTrainLogger,
+    TensorboardLogger,
+    WandBLogger,
+    run_event,
+    set_run_log,
+)
 
 
 class Run:
@@ -22,7 +28,11 @@ class Run:
 
 def log_stats(folder, who):
     folder = Path(folder)
-    loggers = [FileTrainLogger(folder / "log.txt"), TensorboardLogger(folder / "board"), WandBLogger(Run)]
+    loggers = [
+        FileTrainLogger(folder / "log.txt"),
+        TensorboardLogger(folder / "board"),
+        WandBLogger(Run),
+    ]
     set_run_log(folder / "metrics.jsonl")
     for epoch in (1, 2):
         if who == "all" or if_main_process():
@@ -41,8 +51,12 @@ def start_wandb_with_a_failure():
 
 def check(folder, results):
     assert results == [(2, 2), (False, 0)]
-    assert (folder / "log.txt").read_text() == "epoch: 1 - train loss: 2.00\nepoch: 2 - train loss: 2.00\n"
-    events = [json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert (folder / "log.txt").read_text() == (
+        "epoch: 1 - train loss: 2.00\nepoch: 2 - train loss: 2.00\n"
+    )
+    events = [
+        json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert events == ["stats", "after"] * 2
     assert len(list((folder / "board").iterdir())) == 1
 

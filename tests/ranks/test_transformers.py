@@ -1,4 +1,6 @@
-"""A model of the real transformers, with tokenized batches, on real ranks: a token loss as one process has it."""
+"""A model of the real transformers, with tokenized batches, on real ranks: a token loss as one
+process has it.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ def own_ranks():
 
 
 def collating():
-    """Return what makes a BatchEncoding with labels of lines, and the number of words that it knows."""
+    """Return what makes a BatchEncoding with labels of lines, and the number of words that it
+    knows.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(LINES, trainers.WordLevelTrainer(special_tokens=["[UNK]", "[PAD]"]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]"
+    )
 
     def collate(lines):
         batch = tokenizer(lines, padding=True, return_tensors="pt")
@@ -67,7 +73,8 @@ class LanguageModel(Brain):
     def compute_objectives(self, outputs, batch, stage):
         if self.kind == "mean":
             return outputs.loss
-        return outputs.loss, (batch["labels"][:, 1:] != -100).sum()  # each token is predicted but the first
+        # each token is predicted but the first
+        return outputs.loss, (batch["labels"][:, 1:] != -100).sum()
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.losses.append((stage.name, epoch, stage_loss))
@@ -101,14 +108,18 @@ def fine_tune(folder, dies_at, kind):
         )
     except Killed:
         return None
-    return {name: value.clone() for name, value in brain.raw_modules.state_dict().items()}, brain.losses
+    return {
+        name: value.clone() for name, value in brain.raw_modules.state_dict().items()
+    }, brain.losses
 
 
 def run_through_and_killed(ranks, folder, world, kind):
     given = {"world_size": world, "env": OFFLINE}
     through = ranks.run(fine_tune, str(folder / "through"), None, kind, **given)
     assert ranks.run(fine_tune, str(folder / "killed"), (2, 2), kind, **given) == [None] * world
-    for found, expected in zip(ranks.run(fine_tune, str(folder / "killed"), None, kind, **given), through, strict=True):
+    for found, expected in zip(
+        ranks.run(fine_tune, str(folder / "killed"), None, kind, **given), through, strict=True
+    ):
         assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
         assert found[1] == expected[1][-len(found[1]) :]
     return through[0]
@@ -116,14 +127,18 @@ def run_through_and_killed(ranks, folder, world, kind):
 
 def test_a_token_loss_of_the_model_itself_is_that_of_one_process(own_ranks, tmp_path):
     (alone, losses), (two, reported) = (
-        run_through_and_killed(own_ranks, tmp_path / str(world), world, "tokens") for world in (1, 2)
+        run_through_and_killed(own_ranks, tmp_path / str(world), world, "tokens")
+        for world in (1, 2)
     )
     for name, value in alone.items():
-        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-8)  # the model computes its loss in float32
+        # the model computes its loss in float32
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-8)
     assert [loss for *_, loss in reported] == pytest.approx([loss for *_, loss in losses], abs=1e-6)
 
 
 def test_the_models_own_mean_is_another_one_on_two_processes(own_ranks, tmp_path):
     """As the page says; a resume is exact all the same."""
-    (alone, _), (two, _) = (run_through_and_killed(own_ranks, tmp_path / str(world), world, "mean") for world in (1, 2))
+    (alone, _), (two, _) = (
+        run_through_and_killed(own_ranks, tmp_path / str(world), world, "mean") for world in (1, 2)
+    )
     assert max(float((two[name] - value).abs().max()) for name, value in alone.items()) > 1e-4

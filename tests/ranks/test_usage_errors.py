@@ -1,4 +1,6 @@
-"""What a user mistypes is told in one sentence, once, with exit code 2, whoever has started the ranks."""
+"""What a user mistypes is told in one sentence, once, with exit code 2, whoever has started the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ checkpointer = ddpkit.checkpoints.Checkpointer("out/save")
 brain = ddpkit.Brain({"net": torch.nn.Linear(1, 1)}, torch.optim.SGD, run_opts=run_opts, checkpointer=checkpointer)
 brain.fit(range(1), [torch.ones(1)])
 ddp_barrier()
-"""
+"""  # noqa: E501
 
 # What is wrong with the words, and what is said of it.
 MISTAKES = {
-    "an unknown option": (["hparams.yaml", "--bogus=1"], "--bogus is neither a run option nor a key"),
-    "a wrong type": (["hparams.yaml", "--debug_batches=many"], "--debug_batches expects a whole number, got 'many'"),
+    "an unknown option": (
+        ["hparams.yaml", "--bogus=1"],
+        ("--bogus is neither a run option nor a key"),
+    ),
+    "a wrong type": (
+        ["hparams.yaml", "--debug_batches=many"],
+        ("--debug_batches expects a whole number, got 'many'"),
+    ),
     "a missing YAML": (["nowhere.yaml"], "There is no file 'nowhere.yaml'"),
     "no YAML": (["--debug"], "Give one hyperparameter YAML; found: none"),
     "a contradiction": (
@@ -42,24 +50,47 @@ MISTAKES = {
         ["hparams.yaml", "--device=cpu", "--compile_module_keys=nett"],
         "compile_module_keys=['nett'] names 'nett', and the modules are: 'net'",
     ),
-    "no reference": (["hparams.yaml", "--device=cpu", "--lr_scaling=linear"], "needs reference_batch_size"),
-    "what the Brain refuses": (["hparams.yaml", "--precision=fp16", "--device=cpu"], "precision='fp16' does not work"),
-    "no time": (["hparams.yaml", "--time_limit=banana"], "time_limit expects a length of time > 0, got 'banana'"),
+    "no reference": (
+        ["hparams.yaml", "--device=cpu", "--lr_scaling=linear"],
+        ("needs reference_batch_size"),
+    ),
+    "what the Brain refuses": (
+        ["hparams.yaml", "--precision=fp16", "--device=cpu"],
+        ("precision='fp16' does not work"),
+    ),
+    "no time": (
+        ["hparams.yaml", "--time_limit=banana"],
+        ("time_limit expects a length of time > 0, got 'banana'"),
+    ),
     "no signal": (["hparams.yaml", "--stop_signals", "SIGFOO"], "'SIGFOO' is not a signal"),
     "no saving signal": (["hparams.yaml", "--save_signals", "SIGFOO"], "'SIGFOO' is not a signal"),
     "a part of the Brain": (
         ["hparams.yaml", "--device=cpu", "--ema_decay=2"],
-        "ema_decay=2.0 has to be at least 0 and less than 1, for example 0.999. (at train.py:13 in <module>)",
+        (
+            "ema_decay=2.0 has to be at least 0 and less than 1, for example 0.999. (at "
+            "train.py:13 in <module>)"
+        ),
     ),
     "what fit refuses": (
         ["hparams.yaml", "--device=cpu", "--micro_batch_size=4"],
-        "or use batch_size and grad_accumulation_factor. (in fit, before the first stage, at train.py:14 in <module>)",
+        (
+            "or use batch_size and grad_accumulation_factor. (in fit, before the first stage, at "
+            "train.py:14 in <module>)"
+        ),
     ),
-    "no checkpoint": (["hparams.yaml", "--device=cpu", "--resume=always"], "/always' is not a checkpoint"),
+    "no checkpoint": (
+        ["hparams.yaml", "--device=cpu", "--resume=always"],
+        ("/always' is not a checkpoint"),
+    ),
 }
-AT_PARSING = {"an unknown option", "a wrong type", "a missing YAML", "no YAML", "a contradiction", "no time"} | {
-    name for name in MISTAKES if name.endswith("signal")
-}
+AT_PARSING = {
+    "an unknown option",
+    "a wrong type",
+    "a missing YAML",
+    "no YAML",
+    "a contradiction",
+    ("no time"),
+} | {name for name in MISTAKES if name.endswith("signal")}
 
 
 @pytest.fixture
@@ -71,7 +102,11 @@ def folder(tmp_path):
 
 def own_lines(run):
     """Return the lines that a person reads, less those of loggers and of the experiment's start."""
-    return [line for line in run.lines if not line.startswith(("Experiment folder", "Run options", "Brain: "))]
+    return [
+        line
+        for line in run.lines
+        if not line.startswith(("Experiment folder", "Run options", "Brain: "))
+    ]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -103,7 +138,9 @@ def test_the_line_is_that_of_the_users_code_which_fails_inside(folder):
     (folder / "train.py").write_text(script)
     run = Run(python("train.py", "hparams.yaml", "--device=cpu"), folder, warm=True).wait()
     assert run.code == 2
-    assert run.tail(1).endswith("ValueError: not yet (in fit, before the first stage, at train.py:13 in make)")
+    assert run.tail(1).endswith(
+        "ValueError: not yet (in fit, before the first stage, at train.py:13 in make)"
+    )
 
 
 RECIPE = """
@@ -129,7 +166,9 @@ def test_a_fault_in_a_batch_of_one_rank_has_its_traceback(folder):
     assert run.code == 1
     assert re.search(r'train.py", line \d+, in compute_objectives', run.err), run.err
     assert re.search(
-        r"rank 1 .* failed first, in TRAIN of epoch 1 at step 2, at train.py:\d+ in compute_objectives", run.err
+        r"rank 1 .* failed first, in TRAIN of epoch 1 at step 2, at train.py:\d+ in "
+        r"compute_objectives",
+        run.err,
     )
 
 

@@ -33,7 +33,9 @@ def points(number=53):
 def make_net(norm):
     torch.manual_seed(1)
     middle = {"layer": nn.LayerNorm(16), "batch": nn.BatchNorm1d(16)}[norm]
-    return nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), middle, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+    )
 
 
 class Killed(Exception):
@@ -62,7 +64,10 @@ class Classifier(Brain):
             raise Killed
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
-        self.told = [*getattr(self, "told", []), (stage.name, epoch, stage_loss, torch.rand(1).item())]
+        self.told = [
+            *getattr(self, "told", []),
+            (stage.name, epoch, stage_loss, torch.rand(1).item()),
+        ]
 
 
 class Counting(Classifier):
@@ -70,11 +75,15 @@ class Counting(Classifier):
 
 
 class OwnBatch(Classifier):
-    """Two losses of one batch, each with its own backward pass; accumulates under no_sync, and steps by should_step."""
+    """Two losses of one batch, each with its own backward pass; accumulates under no_sync, and
+    steps by should_step.
+    """
 
     def fit_batch(self, batch):
         with self.no_sync(not self.should_step):
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            loss = self.compute_objectives(
+                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+            )
             self.backward(0.5 * loss, retain_graph=True)
             self.backward(0.5 * loss)
         if self.should_step:
@@ -121,11 +130,15 @@ class Precise(nn.Linear):
 
 class PreciseSteps(Classifier):
     def init_optimizers(self):
-        self.optimizers_dict = {"by hand": torch.optim.SGD(self.modules.parameters(), lr=0.1, foreach=False)}
+        self.optimizers_dict = {
+            "by hand": torch.optim.SGD(self.modules.parameters(), lr=0.1, foreach=False)
+        }
 
 
 class Changing(TwoOptimizers):
-    """Freezes and unfreezes parameters in the middle of an epoch; takes a step with no optimizer."""
+    """Freezes and unfreezes parameters in the middle of an epoch; takes a step with no
+    optimizer.
+    """
 
     def on_fit_batch_start(self, batch, should_step):
         self.modules.head.steps = steps = self.optimizer_step - self.progress.began_at
@@ -187,7 +200,9 @@ def predict():
     brain = make(NoisySteps)
     brain.fit([1], points(53), train_loader_kwargs=LOADING)
     predicted = brain.predict(points(19), loader_kwargs={"batch_size": 1})
-    return torch.stack(predicted).tolist(), brain.evaluate(points(7), test_loader_kwargs={"batch_size": 2})
+    return torch.stack(predicted).tolist(), brain.evaluate(
+        points(7), test_loader_kwargs={"batch_size": 2}
+    )
 
 
 def noisy_collate(items):
@@ -223,9 +238,18 @@ LOADING = {"batch_size": 2, "shuffle": True}
 
 
 def make(kind=Classifier, folder=None, norm="layer", head=None, **options):
-    modules = {"net": make_net(norm), "head": nn.Linear(CLASSES, CLASSES) if head is None else head()}
+    modules = {
+        "net": make_net(norm),
+        "head": nn.Linear(CLASSES, CLASSES) if head is None else head(),
+    }
     checkpointer = None if folder is None else Checkpointer(folder)
-    given = {"device": "cpu", "noprogressbar": True, "virtual_ranks": 6, "max_grad_norm": 0.5, **options}
+    given = {
+        "device": "cpu",
+        "noprogressbar": True,
+        "virtual_ranks": 6,
+        "max_grad_norm": 0.5,
+        **options,
+    }
     return kind(
         modules,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -239,7 +263,9 @@ def digest(brain):
     tensors = dict(brain.raw_modules.state_dict())
     if brain.ema is not None:
         tensors |= {
-            f"ema {name}": one for name, one in enumerate(brain.ema.state_dict().values()) if torch.is_tensor(one)
+            f"ema {name}": one
+            for name, one in enumerate(brain.ema.state_dict().values())
+            if torch.is_tensor(one)
         }
     data = b"".join(
         str(name).encode() + one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -327,17 +353,34 @@ CASES = {
     },
     "noise in the optimizer": {"kind": NoisySteps},
     "gathered, of a sampler": {"kind": Gathering, "loading": "sampler"},
-    "noise in workers": {"data": NoisyPoints(), "loading": {"collate_fn": noisy_collate, "num_workers": 2}},
+    "noise in workers": {
+        "data": NoisyPoints(),
+        "loading": {"collate_fn": noisy_collate, "num_workers": 2},
+    },
     "own fit_batch": {"kind": OwnBatch, "grad_accumulation_factor": 2},
     "fewer samples than shards": {"samples": 4, "valid": 1},
     "a sampler": {"loading": "sampler"},
     "a batch sampler": {"loading": "batch_sampler"},
     "batches count the same": {"loss_weighting": "batches"},
-    "a stream": {"data": Numbered(points()), "loading": {"shuffle": False}, "grad_accumulation_factor": 2},
-    "a stream with shards, workers": {"data": Divisible(points()), "loading": {"shuffle": False, "num_workers": 2}},
+    "a stream": {
+        "data": Numbered(points()),
+        "loading": {"shuffle": False},
+        "grad_accumulation_factor": 2,
+    },
+    "a stream with shards, workers": {
+        "data": Divisible(points()),
+        "loading": {"shuffle": False, "num_workers": 2},
+    },
     "a stream, uneven shards": {"data": Numbered(points()), "loading": {}, "global_batch_size": 23},
-    "a short stream, workers": {"data": Numbered(points(4)), "loading": {"shuffle": False, "num_workers": 1}},
-    "a stream that is debugged": {"data": Numbered(points()), "loading": {"shuffle": False}, "debug": True},
+    "a short stream, workers": {
+        "data": Numbered(points(4)),
+        "loading": {"shuffle": False, "num_workers": 1},
+    },
+    "a stream that is debugged": {
+        "data": Numbered(points()),
+        "loading": {"shuffle": False},
+        "debug": True,
+    },
     "a limit of steps": {"optimizer_step_limit": 3},
     "batches of one's own": {"data": Batches(), "loading": {}, "kind": Counting},
 }
@@ -355,10 +398,17 @@ def case(name):
     return train(**given)
 
 
-# Of each of these another case shows the same: own fit_batch and batches of one's own, uneven shards in micro-batches
-# and of a stream, fewer samples than shards, noise in collating, other streams, what is gathered of a sampler.
+# Of each of these another case shows the same: own fit_batch and batches of one's own, uneven
+# shards in micro-batches and of a stream, fewer samples than shards, noise in collating, other
+# streams, what is gathered of a sampler.
 AT_LENGTH = {
-    *("accumulation, counts", "uneven shards", "a stream", "a short stream, workers", "a batch sampler"),
+    *(
+        "accumulation, counts",
+        "uneven shards",
+        "a stream",
+        "a short stream, workers",
+        ("a batch sampler"),
+    ),
     *("noise in workers", "a sampler", "a stream that is debugged"),
 }
 
@@ -397,7 +447,9 @@ class Centred(nn.Linear):
 
 
 def train_centred(**options):
-    """Train on batches of 4, and a last one of 3, which leaves one of four shards without a sample."""
+    """Train on batches of 4, and a last one of 3, which leaves one of four shards without a
+    sample.
+    """
     modules = {"net": Centred(), "head": nn.Identity()}
     given = {"device": "cpu", "noprogressbar": True, "global_batch_size": 4, **options}
     brain = Classifier(modules, lambda of: torch.optim.AdamW(of, lr=0.1), run_opts=given)
@@ -407,7 +459,9 @@ def train_centred(**options):
 
 
 def test_a_shard_without_a_sample_counts_nothing():
-    """Neither in the buffers nor in the weights: as without virtual ranks, where there are no shards."""
+    """Neither in the buffers nor in the weights: as without virtual ranks, where there are no
+    shards.
+    """
     expected, *reported = train_centred()
     found, *shown = train_centred(virtual_ranks=4)
     for name, value in expected.items():
@@ -417,7 +471,9 @@ def test_a_shard_without_a_sample_counts_nothing():
 
 
 def eight_shards():
-    """Dropout, AdamW, clipping, averaged weights; 53 samples are three batches of 16 and one of 5."""
+    """Dropout, AdamW, clipping, averaged weights; 53 samples are three batches of 16 and one
+    of 5.
+    """
     return train(virtual_ranks=8, ema_decay=0.9, shard_evaluation=True)
 
 
@@ -464,7 +520,13 @@ def test_the_host_reads_nothing_more_of_more_shards():
     counts = []
     for number in (2, 8):
         with Reads() as reads:
-            train(virtual_ranks=number, samples=64, norm="batch", loading={"batch_size": 16 // number}, valid=1)
+            train(
+                virtual_ranks=number,
+                samples=64,
+                norm="batch",
+                loading={"batch_size": 16 // number},
+                valid=1,
+            )
         counts.append(reads.count)
     assert counts[0] == counts[1]
 
@@ -474,7 +536,9 @@ class Rotary(nn.Linear):
 
     def __init__(self):
         super().__init__(CLASSES, CLASSES)
-        self.register_buffer("table", torch.polar(torch.ones(CLASSES), torch.arange(1.0, 1 + CLASSES)))
+        self.register_buffer(
+            "table", torch.polar(torch.ones(CLASSES), torch.arange(1.0, 1 + CLASSES))
+        )
         self.register_buffer("state", torch.zeros(CLASSES, dtype=torch.complex64))
 
     def forward(self, inputs):
@@ -505,12 +569,20 @@ def test_an_evaluation_without_training_computes_with_one_thread_too():
     torch.set_num_threads(before)
 
 
-# ---------------------------------------------------------------------------------------- killed, and gone on with
+# ------------------------------------------------------------------------- killed, and gone on with
 
 
 def go_on(folder, dies_at=None, **options):
     """Train three epochs, with checkpoints inside of them; die where it is told to."""
-    brain = make(**{"kind": Counting, "folder": folder, "ema_decay": 0.9, "ckpt_interval_steps": 2, **options})
+    brain = make(
+        **{
+            "kind": Counting,
+            "folder": folder,
+            "ema_decay": 0.9,
+            "ckpt_interval_steps": 2,
+            **options,
+        }
+    )
     brain.dies_at = dies_at
     counter = EpochCounter(3)
     brain.checkpointer.add_recoverables({"counter": counter, **brain.modules})
@@ -524,9 +596,13 @@ def go_on(folder, dies_at=None, **options):
 
 
 @pytest.mark.parametrize(
-    "ways", [(2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 2), (3, 2, 1)])], ids=str
+    "ways",
+    [(2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 2), (3, 2, 1)])],
+    ids=str,
 )
-def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(ranks, tmp_path, ways):
+def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(
+    ranks, tmp_path, ways
+):
     expected = go_on(tmp_path / "whole")
     for world_size, dies_at in zip(ways[:-1], [(1, 3), (2, 7)], strict=False):
         for found in ranks.outcomes(go_on, tmp_path / "cut", dies_at, world_size=world_size):
@@ -539,12 +615,20 @@ def test_a_checkpoint_without_the_option_and_the_reverse_go_on_with_a_warning(tm
     go_on(tmp_path / "with", dies_at=(1, 3), global_batch_size=12)
     caplog.clear()
     assert go_on(tmp_path / "without", global_batch_size=12) is not None
-    assert [one.getMessage() for one in caplog.records if "virtual_ranks=6, before None" in one.getMessage()]
+    assert [
+        one.getMessage()
+        for one in caplog.records
+        if "virtual_ranks=6, before None" in one.getMessage()
+    ]
     assert go_on(tmp_path / "with", virtual_ranks=None, global_batch_size=12) is not None
-    assert [one.getMessage() for one in caplog.records if "virtual_ranks=None, before 6" in one.getMessage()]
+    assert [
+        one.getMessage()
+        for one in caplog.records
+        if "virtual_ranks=None, before 6" in one.getMessage()
+    ]
 
 
-# ---------------------------------------------------------------------------------------- what cannot work
+# --------------------------------------------------------------------------------- what cannot work
 
 
 def refused(**options):
@@ -554,7 +638,9 @@ def refused(**options):
 
 
 class Unpooled(nn.Linear):
-    """Has an operation for which torch has no deterministic kernel, on a CPU either; can leave it out in training."""
+    """Has an operation for which torch has no deterministic kernel, on a CPU either; can leave it
+    out in training.
+    """
 
     def __init__(self, *, always):
         super().__init__(CLASSES, CLASSES)
@@ -564,7 +650,9 @@ class Unpooled(nn.Linear):
         outputs = super().forward(inputs)
         if self.training and not self.always:
             return outputs
-        return nn.functional.max_unpool1d(outputs[:, None], torch.arange(CLASSES).expand(len(outputs), 1, -1), 1)[:, 0]
+        return nn.functional.max_unpool1d(
+            outputs[:, None], torch.arange(CLASSES).expand(len(outputs), 1, -1), 1
+        )[:, 0]
 
 
 @pytest.mark.parametrize("always", [True, False], ids=["in training", "in validation"])
@@ -617,15 +705,25 @@ def test_what_cannot_work_is_refused_by_name():
     assert "check_parity" in refused(check_parity=2)
     assert "called loss.backward() past the Brain" in refused(kind=PastTheBrain, virtual_ranks=1)
     assert "optimizers_step() in the middle of a step" in refused(kind=PastTheBrain)
-    assert "DividesItself divides itself" in refused(data=DividesItself(points()), loading={"shuffle": False})
+    assert "DividesItself divides itself" in refused(
+        data=DividesItself(points()), loading={"shuffle": False}
+    )
     divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
     assert "a DistributedSampler has divided already" in refused(loading=divided)
     assert "fit_batch changed gradients" in refused(kind=ClipsByItself)
     assert "a gradient is torch.float64, and torch.float32 was expected" in refused(kind=LateDtype)
-    assert "has a part, SyncBatchNorm, that shares statistics" in refused(head=lambda: SyncBatchNorm(CLASSES))
-    assert "has a part, Embedding, that" in refused(head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True))
+    assert "has a part, SyncBatchNorm, that shares statistics" in refused(
+        head=lambda: SyncBatchNorm(CLASSES)
+    )
+    assert "has a part, Embedding, that" in refused(
+        head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True)
+    )
     assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})
-    stream = {"data": Numbered(points()), "loading": {"shuffle": False}, "loss_weighting": "batches"}
+    stream = {
+        "data": Numbered(points()),
+        "loading": {"shuffle": False},
+        "loss_weighting": "batches",
+    }
     assert "loss_weighting=batches does not work with a stream" in refused(**stream)
 
 
@@ -641,5 +739,7 @@ def test_an_optimizer_of_parameters_outside_of_modules_is_refused():
 
 def test_the_start_up_block_names_the_virtual_ranks():
     sizes = BatchSizes(6, (2, 2), 1, 12, 5, 53, 2, virtual_on=3)
-    assert str(sizes).startswith("6 virtual ranks on 3 processes x batch 2 x accumulation 1 = 12 samples")
+    assert str(sizes).startswith(
+        "6 virtual ranks on 3 processes x batch 2 x accumulation 1 = 12 samples"
+    )
     assert not sizes.advice(), "no other number of processes trains otherwise"

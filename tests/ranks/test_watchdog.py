@@ -1,4 +1,6 @@
-"""Real ranks under the watchdog: it sees who stands still, ends with the group and leaves a normal end alone."""
+"""Real ranks under the watchdog: it sees who stands still, ends with the group and leaves a normal
+end alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def watching():
     return {thread.name for thread in threading.enumerate()} & WATCHING
 
 
-# ------------------------------------------------------------------------------------------ who stands still
+# --------------------------------------------------------------------------------- who stands still
 
 
 def stand_until_told():
@@ -43,8 +45,8 @@ class Slow(Regression):
     """Is stuck on rank 1."""
 
     told = (
-        r" s\. .*Where the ranks are:\nrank 1 \(.*\): in TRAIN of epoch 1 at step 2, for .*test_watchdog\.py.*"
-        r"\nrank 0: in TRAIN of epoch 1.* waiting for other ranks"
+        r" s\. .*Where the ranks are:\nrank 1 \(.*\): in TRAIN of epoch 1 at step 2, for "
+        r".*test_watchdog\.py.*\nrank 0: in TRAIN of epoch 1.* waiting for other ranks"
     )
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
@@ -134,7 +136,10 @@ def test_who_fails_in_a_group_that_others_started_is_named_to_who_waits(ranks):
 class SlowLoader(Regression):
     """Is stuck on rank 0, before there is anything to train on."""
 
-    told = r"^rank 0 \(.*\): in fit, before the first stage: making the loader of TRAIN, for .*test_watchdog\.py"
+    told = (
+        r"^rank 0 \(.*\): in fit, before the first stage: making the loader of TRAIN, for "
+        r".*test_watchdog\.py"
+    )
 
     def make_dataloader(self, *args, **kwargs):
         if dist.get_rank() == 0:
@@ -159,7 +164,7 @@ def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_o
     assert any(is_told(kind, text) for text in told), told
 
 
-# ------------------------------------------------------------------------------------------ a group of ddpkit's own
+# -------------------------------------------------------------------------- a group of ddpkit's own
 
 
 @contextlib.contextmanager
@@ -208,8 +213,16 @@ def end(how):
             message = str(error)
         watched = get_runtime().watchdog
         pulse = watched.heartbeat
-        end_of_pulse = wait_until(lambda: pulse.beats > watchdog.FIRST_BEATS and pulse.failure is None, 10)
-        return brain.progress.epoch, brain.step, brain.optimizer_step, message.partition(" had")[0], end_of_pulse
+        end_of_pulse = wait_until(
+            lambda: pulse.beats > watchdog.FIRST_BEATS and pulse.failure is None, 10
+        )
+        return (
+            brain.progress.epoch,
+            brain.step,
+            brain.optimizer_step,
+            message.partition(" had")[0],
+            end_of_pulse,
+        )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +242,7 @@ def test_d8_d10_all_ranks_end_at_one_step_under_the_watch(ranks, how, epoch, ste
     assert how == "limit" or found[1] == step
 
 
-# ------------------------------------------------------------------------------------------ a failure that was caught
+# ------------------------------------------------------------------------ a failure that was caught
 
 
 class Failing(Regression):
@@ -242,7 +255,9 @@ class Failing(Regression):
 
 
 class Late(Regression):
-    """Keeps rank 0 waiting in an epoch, for longer than the watchdog lets a rank wait for one that has failed."""
+    """Keeps rank 0 waiting in an epoch, for longer than the watchdog lets a rank wait for one that
+    has failed.
+    """
 
     epoch = 1
 
@@ -302,7 +317,7 @@ def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_on
     assert ranks.run(catch_in_a_nested_call, init=False) == [([True], 6)] * 2
 
 
-# ------------------------------------------------------------------------------------------ waiting outside of fit
+# --------------------------------------------------------------------------- waiting outside of fit
 
 WAITING = """\
 import atexit, os, signal, time
@@ -329,14 +344,24 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     for word, value in words.items():
         text = text.replace(word, value)
     (folder / "train.py").write_text(text)
-    return start_by_hand(python(str(folder / "train.py")), folder, 2, warm=True, LOCAL_WORLD_SIZE=near)
+    return start_by_hand(
+        python(str(folder / "train.py")), folder, 2, warm=True, LOCAL_WORLD_SIZE=near
+    )
 
 
 @pytest.mark.parametrize(
     ("near", "what", "limit", "says"),
     [
         ("2", KILL, 1800.0, "disappeared: it was killed, or has crashed"),
-        ("1", KILL, 1800.0, r"disappeared: it (sent no heartbeat|closed its connections) .*: it was killed.*is down"),
+        (
+            "1",
+            KILL,
+            1800.0,
+            (
+                r"disappeared: it (sent no heartbeat|closed its connections) .*: it was killed.*is "
+                r"down"
+            ),
+        ),
         pytest.param(
             "1",
             STOP,
@@ -347,7 +372,9 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     ],
     ids=["killed, one machine", "killed, two machines", "stopped, two machines"],
 )
-def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(tmp_path, near, what, limit, says):
+def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(
+    tmp_path, near, what, limit, says
+):
     main, other = wait_outside(tmp_path, 1, what, near, limit)
     if what == KILL:
         other.wait(30)
@@ -364,20 +391,30 @@ def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(tmp_p
 
 @pytest.mark.parametrize("call", ["_start_watchdog", pytest.param("_join", marks=pytest.mark.slow)])
 def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, call):
-    """On another machine, once all have met: before it has told anything, and before there is a connection to it."""
-    dies = f"watchdog.START_SECONDS = 2.0\nif os.environ['RANK'] == '1': process_group.{call} = lambda *_: {KILL}"
+    """On another machine, once all have met: before it has told anything, and before there is a
+    connection to it.
+    """
+    dies = (
+        f"watchdog.START_SECONDS = 2.0\nif os.environ['RANK'] == '1': process_group.{call} = "
+        f"lambda *_: {KILL}"
+    )
     main, other = wait_outside(tmp_path, 1, "pass", "1", 1800.0, dies)
     other.wait(30)
     began = time.monotonic()
     main.wait(30)
     assert soon(began, 6)
     assert (main.code, other.code) == (1, -9), other.err
-    assert re.search(r"rank 1\b.* disappeared: it sent no heartbeat for \d+ s: it was killed", main.tail(1)), main.err
+    assert re.search(
+        r"rank 1\b.* disappeared: it sent no heartbeat for \d+ s: it was killed", main.tail(1)
+    ), main.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_f4_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank):
-    forked = "child = os.fork() or (atexit._run_exitfuncs(), os._exit(0)); os.waitpid(child, 0); time.sleep(0.5)"
+    forked = (
+        "child = os.fork() or (atexit._run_exitfuncs(), os._exit(0)); os.waitpid(child, 0); "
+        "time.sleep(0.5)"
+    )
     for run in wait_outside(tmp_path, rank, forked):
         run.wait(30)
         assert run.code == 0, run.err

@@ -1,4 +1,6 @@
-"""Pipelines of the real webdataset on real ranks: divided by their node splitter, or told what to pass."""
+"""Pipelines of the real webdataset on real ranks: divided by their node splitter, or told what to
+pass.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.contract.recipes import make
 from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
 
-wds = pytest.importorskip("webdataset", reason="webdataset is in the dev extra: pip install -e '.[dev]'")
+wds = pytest.importorskip(
+    "webdataset", reason="webdataset is in the dev extra: pip install -e '.[dev]'"
+)
 
 SHARDS, EACH = 4, 6
 
@@ -46,11 +50,15 @@ def pipeline(urls, nodesplitter=wds.split_by_node):
 
 def train(urls, num_workers):
     brain = make(Seen, net=torch.nn.Linear(1, 1).double())
-    brain.fit([1, 2], pipeline(urls), train_loader_kwargs={"batch_size": 2, "num_workers": num_workers})
+    brain.fit(
+        [1, 2], pipeline(urls), train_loader_kwargs={"batch_size": 2, "num_workers": num_workers}
+    )
     return brain.seen
 
 
-@pytest.mark.parametrize(("world", "num_workers"), [(1, 0), (2, 2), (3, 0), pytest.param(2, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "num_workers"), [(1, 0), (2, 2), (3, 0), pytest.param(2, 0, marks=pytest.mark.slow)]
+)
 def test_a_pipeline_is_divided_by_its_node_splitter(ranks, shards, world, num_workers):
     parts = ranks.run(train, shards, num_workers, world_size=world)
     assert Counter(itertools.chain.from_iterable(parts)) == dict.fromkeys(range(SHARDS * EACH), 2)
@@ -71,12 +79,17 @@ def test_a_pipeline_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
 
 def train_on_one_shard(urls):
     with pytest.raises((ValueError, RankFailedError)) as caught:
-        make(Seen).fit([1], pipeline(urls.replace("{0..3}", "0")), train_loader_kwargs={"batch_size": 2})
+        make(Seen).fit(
+            [1], pipeline(urls.replace("{0..3}", "0")), train_loader_kwargs={"batch_size": 2}
+        )
     return str(caught.value)
 
 
 def test_fewer_shards_than_processes_are_told(ranks, shards):
-    assert all("fewer shards than workers" in text for text in ranks.run(train_on_one_shard, shards, world_size=2))
+    assert all(
+        "fewer shards than workers" in text
+        for text in ranks.run(train_on_one_shard, shards, world_size=2)
+    )
 
 
 def evaluate(urls, shard_evaluation):
@@ -94,17 +107,30 @@ def test_a_pipeline_is_evaluated_divided(ranks, shards, shard_evaluation):
 
 
 def numbered(urls, num_workers, shuffles):
-    """Rows with a number; shuffled with Python's own stream, which follows from seed and epoch while it is read."""
+    """Rows with a number; shuffled with Python's own stream, which follows from seed and epoch
+    while it is read.
+    """
     table = rows(SHARDS * EACH)
-    found = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node).decode().to_tuple("txt")
+    found = (
+        wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node)
+        .decode()
+        .to_tuple("txt")
+    )
     found = found.shuffle(5, initial=5, rng=random) if shuffles else found
-    return found.map(lambda sample: table[int(sample[0])]), {"batch_size": 2, "num_workers": num_workers}
+    return found.map(lambda sample: table[int(sample[0])]), {
+        "batch_size": 2,
+        "num_workers": num_workers,
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "num_workers", "shuffles"), [(1, 0, True), (2, 0, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("world", "num_workers", "shuffles"), [(1, 0, True), (2, 0, False), (2, 2, True)]
+)
 def test_a_pipeline_goes_on_inside_an_epoch(ranks, shards, tmp_path, world, num_workers, shuffles):
-    found = run_through_and_killed(ranks, tmp_path, world, numbered, shards, num_workers, shuffles, dies_at=(2, 5))
+    found = run_through_and_killed(
+        ranks, tmp_path, world, numbered, shards, num_workers, shuffles, dies_at=(2, 5)
+    )
     assert each_once(found[2], SHARDS * EACH)
     if shuffles:
         first, second, _ = epochs(found[2])

@@ -1,4 +1,6 @@
-"""``--strategy=zero1``: the numbers of DDP to the last bit, with a part of the optimizer state on each rank."""
+"""``--strategy=zero1``: the numbers of DDP to the last bit, with a part of the optimizer state on
+each rank.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ class Recipe(Brain):
 
 
 class TwoOptimizers(Recipe):
-    """One with two groups, one with a scheduler of its own; the scheduler's rate goes down after every step."""
+    """One with two groups, one with a scheduler of its own; the scheduler's rate goes down after
+    every step.
+    """
 
     def init_optimizers(self):
         net, head = self.modules.net, self.modules.head
-        self.first = torch.optim.AdamW([{"params": [net[0].weight]}, {"params": [head.bias], "lr": 0.1}], lr=0.02)
+        self.first = torch.optim.AdamW(
+            [{"params": [net[0].weight]}, {"params": [head.bias], "lr": 0.1}], lr=0.02
+        )
         self.second = torch.optim.SGD([*net[1].parameters(), head.weight], lr=0.05, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.second, 0.97)
         self.optimizers_dict = {"first": self.first, "second": self.second}
@@ -74,7 +80,9 @@ class Growing(Recipe):
 
     def on_stage_start(self, stage, epoch=None):
         if stage is Stage.TRAIN and epoch == 2:
-            self.optimizer.add_param_group({"params": list(self.modules.net.parameters()), "lr": 0.01})
+            self.optimizer.add_param_group(
+                {"params": list(self.modules.net.parameters()), "lr": 0.01}
+            )
 
 
 class Unfreezing(Recipe):
@@ -99,7 +107,9 @@ def make(kind, folder=None, opt=None, norm=nn.BatchNorm1d, **options):
 
 
 def train(kind, folder=None, *, dies_at=None, **options):
-    """Run as a script does; return weights, losses, the elements of optimizer state here, and what was averaged."""
+    """Run as a script does; return weights, losses, the elements of optimizer state here, and what
+    was averaged.
+    """
     brain = make(kind, folder, **options)
     counter = EpochCounter(3)
     if folder is not None:
@@ -111,8 +121,18 @@ def train(kind, folder=None, *, dies_at=None, **options):
     except Killed:
         return None
     own = [one.state.values() for one in brain.optimizers_dict.values()]
-    elements = sum(value.numel() for states in own for state in states for value in state.values() if value.dim())
-    average = {} if brain.ema is None else {name: one.clone() for name, one in brain.ema.state_dict().items()}
+    elements = sum(
+        value.numel()
+        for states in own
+        for state in states
+        for value in state.values()
+        if value.dim()
+    )
+    average = (
+        {}
+        if brain.ema is None
+        else {name: one.clone() for name, one in brain.ema.state_dict().items()}
+    )
     return weights(brain), brain.losses, elements, average
 
 
@@ -122,10 +142,15 @@ def train_with(strategy, kind, folder, options):
 
 
 SETTINGS = [
-    ("Recipe", {"remove_vector_weight_decay": True, "ema_decay": 0.8, "grad_accumulation_factor": 2}),
+    (
+        "Recipe",
+        {"remove_vector_weight_decay": True, "ema_decay": 0.8, "grad_accumulation_factor": 2},
+    ),
     ("TwoOptimizers", {"grad_accumulation_factor": 1}),
     pytest.param("Unfreezing", {"find_unused_parameters": True}, marks=pytest.mark.slow),
-    pytest.param("OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}, marks=pytest.mark.slow),
+    pytest.param(
+        "OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}, marks=pytest.mark.slow
+    ),
     pytest.param("Growing", {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
 ]
 
@@ -150,7 +175,9 @@ def test_zero1_has_the_bits_of_ddp_and_the_numbers_of_one_process(ranks, world_s
 
 
 def run_twice(before, after, kind, folder, options):
-    """Die in the third epoch, in a run that goes on with another strategy; return what is saved at the end."""
+    """Die in the third epoch, in a run that goes on with another strategy; return what is saved at
+    the end.
+    """
     if before is not None:
         assert train_with(before, kind, folder, {**options, "dies_at": (3, 9)}) is None
     if after is None:
@@ -184,16 +211,23 @@ ONE_AFTER_THE_OTHER = [
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [*ONE_AFTER_THE_OTHER[:1], *(pytest.param(*one, marks=pytest.mark.slow) for one in ONE_AFTER_THE_OTHER[1:])],
+    [
+        *ONE_AFTER_THE_OTHER[:1],
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ONE_AFTER_THE_OTHER[1:]),
+    ],
     ids=lambda one: "-".join(map(str, one)),
 )
 @pytest.mark.parametrize("kind", ["TwoOptimizers", pytest.param("Recipe", marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(ranks, tmp_path, kind, before, after):
+def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(
+    ranks, tmp_path, kind, before, after
+):
     """To the last bit on as many processes; what is saved is a plain optimizer's state, whole."""
     options = {"ckpt_interval_steps": 2, "ema_decay": 0.8, "ckpt_async": True}
     if before[1] != after[1]:
         options["norm"] = nn.LayerNorm  # BatchNorm has other batches where one process accumulates
-    expected = ranks.run(run_twice, None, "ddp", kind, tmp_path / "whole", options, world_size=before[1])[0]
+    expected = ranks.run(
+        run_twice, None, "ddp", kind, tmp_path / "whole", options, world_size=before[1]
+    )[0]
     ranks.run(run_twice, before[0], None, kind, tmp_path / "dead", options, world_size=before[1])
     call = run_twice, None, after[0], kind, tmp_path / "dead", options
     found = ranks.run(*call, world_size=after[1])[0] if after[1] > 1 else run_twice(*call[1:])
@@ -203,14 +237,18 @@ def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(ranks, tmp
         assert_same_states(found[4], expected[4])
     else:
         torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close([one["state"] for one in found[4]], [one["state"] for one in expected[4]])
+        torch.testing.assert_close(
+            [one["state"] for one in found[4]], [one["state"] for one in expected[4]]
+        )
 
 
-# ---------------------------------------------------------------------------------------- what cannot work
+# --------------------------------------------------------------------------------- what cannot work
 
 
 class Ordering(torch.optim.SGD):
-    """Counts in its groups what it has stepped, as optimizers do that scale by a norm over all parameters."""
+    """Counts in its groups what it has stepped, as optimizers do that scale by a norm over all
+    parameters.
+    """
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -286,7 +324,9 @@ def test_a_state_that_is_not_whole_is_not_given_away(ranks, tmp_path):
     for message in ranks.run(saves_alone, tmp_path, "main only"):
         assert "Call save_checkpoint or save_and_keep_only on every rank" in message
     first, second = ranks.run(saves_alone, tmp_path, "one-sided")
-    assert first.startswith("CheckpointError: strategy='zero1' divides weights or states of optimizers over the ranks")
+    assert first.startswith(
+        "CheckpointError: strategy='zero1' divides weights or states of optimizers over the ranks"
+    )
     assert "rank 0" in second
 
 
@@ -294,7 +334,9 @@ class PastTheBrain(Recipe):
     """Back-propagates a loss that is not computed through DDP."""
 
     def fit_batch(self, batch):
-        loss = nn.functional.mse_loss(self.raw_modules.head(self.raw_modules.net(batch[0])), batch[1])
+        loss = nn.functional.mse_loss(
+            self.raw_modules.head(self.raw_modules.net(batch[0])), batch[1]
+        )
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -316,7 +358,9 @@ def test_gradients_that_are_not_averaged_are_refused(ranks):
 
 
 def one_tensor(strategy):
-    brain = Recipe({"net": linear(), "head": nn.Identity()}, adam, None, {**QUIET, "strategy": strategy})
+    brain = Recipe(
+        {"net": linear(), "head": nn.Identity()}, adam, None, {**QUIET, "strategy": strategy}
+    )
     brain.fit(range(1, 3), points(24), train_loader_kwargs={"batch_size": 2})
     return weights(brain), len(brain.optimizer.state)
 
@@ -334,8 +378,15 @@ def test_a_rank_may_have_no_parameter_of_its_own(ranks):
 
 
 OPTIMIZERS = {
-    **{f"{name} {way}": (name, {way: True}) for name in ("Adam", "AdamW", "SGD") for way in ("foreach", "fused")},
-    **{name: (name, {}) for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")},
+    **{
+        f"{name} {way}": (name, {way: True})
+        for name in ("Adam", "AdamW", "SGD")
+        for way in ("foreach", "fused")
+    },
+    **{
+        name: (name, {})
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+    },
     "Adafactor": ("Adafactor", {}),
     "AdamW amsgrad": ("AdamW", {"amsgrad": True}),
 }
@@ -344,8 +395,12 @@ OPTIMIZERS = {
 def with_optimizer(strategy):
     found = {}
     for shown, (name, options) in OPTIMIZERS.items():
-        opt = lambda parameters, name=name, options=options: getattr(torch.optim, name)(parameters, lr=0.01, **options)
-        brain = Recipe({"net": linear(), "head": nn.Identity()}, opt, None, {**QUIET, "strategy": strategy})
+        opt = lambda parameters, name=name, options=options: getattr(torch.optim, name)(
+            parameters, lr=0.01, **options
+        )
+        brain = Recipe(
+            {"net": linear(), "head": nn.Identity()}, opt, None, {**QUIET, "strategy": strategy}
+        )
         brain.fit(range(1, 3), points(24), train_loader_kwargs={"batch_size": 2})
         assert len(brain.optimizer.state) <= (2 if strategy == "ddp" else 1), shown
         found[shown] = weights(brain)
@@ -361,8 +416,14 @@ def test_optimizers_of_torch_also_on_a_rank_without_a_parameter(ranks):
 
 
 def half_precision(strategy):
-    brain = Recipe({"net": linear().float(), "head": nn.Identity()}, adam, None, {**QUIET, "strategy": strategy})
-    brain.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)  # the first steps overflow
+    brain = Recipe(
+        {"net": linear().float(), "head": nn.Identity()},
+        adam,
+        None,
+        {**QUIET, "strategy": strategy},
+    )
+    # the first steps overflow
+    brain.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
     data = [(one.float(), other.float()) for one, other in points(24)]
     brain.fit(range(1, 3), data, train_loader_kwargs={"batch_size": 2})
     return weights(brain), brain.scaler.get_scale(), brain.optimizer_step

@@ -21,7 +21,9 @@ from ddpkit.run_opts import RunOptions
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("ddpkit.reporting.stage_report.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "ddpkit.reporting.stage_report.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
     return clock
 
 
@@ -31,7 +33,8 @@ def terminal(request, monkeypatch):
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, request.param, 0, 0))
     stream = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
-    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=stream))  # pytest has its own
+    # pytest has its own
+    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=stream))
     poll = select.poll()  # select.select takes no descriptor above 1023
     poll.register(master, select.POLLIN)
 
@@ -130,7 +133,9 @@ def test_without_a_terminal_a_line_every_half_minute(clock, lines, capsys):
             bar.show(100 + second, loss=0.5, samples=8 * second)
             if len(lines()) > len(said):
                 said.append(second)
-    assert said == list(range(30, 301, 30)) == [int(LINE_SECONDS) * number for number in range(1, 11)]
+    assert (
+        said == list(range(30, 301, 30)) == [int(LINE_SECONDS) * number for number in range(1, 11)]
+    )
     assert lines()[0] == "epoch 1 train: batch 130/1000, loss 0.5, 8.00 samples/s, 14:30 left"
     assert lines()[-1] == "epoch 1 train: batch 400/1000, loss 0.5, 8.00 samples/s, 10:00 left"
     captured = capsys.readouterr()
@@ -154,7 +159,8 @@ def test_nothing_when_disabled_or_without_a_stderr(clock, lines, monkeypatch):
         clock.now += 100
         bar.show(5, loss=1.0)
     assert lines() == []
-    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=None))  # as under pythonw
+    # as under pythonw
+    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=None))
     with ProgressBar("train", 10) as bar:
         bar.show(5)
 

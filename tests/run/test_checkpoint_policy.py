@@ -39,12 +39,17 @@ def train(folder, who, scores, resume):
         checkpointer=Checkpointer(folder, {"model": model, "counter": counter}),
     )
     brain.fit(counter, [torch.ones(1, 2)] * 2)
-    return sorted((ckpt.meta["who"], ckpt.meta["score"]) for ckpt in brain.checkpointer.list_checkpoints())
+    return sorted(
+        (ckpt.meta["who"], ckpt.meta["score"]) for ckpt in brain.checkpointer.list_checkpoints()
+    )
 
 
 def test_a_run_that_begins_anew_does_not_count_what_was_there_and_leaves_it(tmp_path):
-    """Run A's best is better than all of B's, and deletes none of them; A's stays, also where B's is better."""
-    assert train(tmp_path, "a", [1.0, 2.0], "auto") == [("a", 1.0), ("a", 2.0)]  # the best and the newest
+    """Run A's best is better than all of B's, and deletes none of them; A's stays, also where B's
+    is better.
+    """
+    # the best and the newest
+    assert train(tmp_path, "a", [1.0, 2.0], "auto") == [("a", 1.0), ("a", 2.0)]
     assert train(tmp_path, "b", [9.0, 7.0, 8.0], "never") == [("b", 7.0), ("b", 8.0)]
     assert train(tmp_path, "b", [9.0, 7.0, 8.0, 6.0], "auto") == [("b", 6.0)]
     [aside] = tmp_path.glob("earlier-*")
@@ -56,7 +61,7 @@ def test_a_run_that_goes_on_counts_what_came_before(tmp_path):
     assert train(tmp_path, "b", [1.0, 2.0, 0.5], "auto") == [("b", 0.5)]
 
 
-# ------------------------------------------------------------------------------------ savers of another kind
+# --------------------------------------------------------------------------- savers of another kind
 
 
 class Averaged(Scored):
@@ -107,12 +112,14 @@ def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(
     assert tested.checkpointer.last_loaded == best.path
 
 
-# ------------------------------------------------------------------------------------ what is said of the start
+# ------------------------------------------------------------------------ what is said of the start
 
 
 def said(caplog, row):
     """Return what the blocks say, the newest last."""
-    blocks = [block_rows(one.getMessage()) for one in caplog.records if one.name == "ddpkit.run.preflight"]
+    blocks = [
+        block_rows(one.getMessage()) for one in caplog.records if one.name == "ddpkit.run.preflight"
+    ]
     return [rows[row] for rows in blocks if row in rows]
 
 
@@ -149,7 +156,9 @@ def test_what_the_block_says_of_weights_is_what_was_loaded(tmp_path, caplog):
     brain_of(Plain, tmp_path, allow_partial_load=True).fit([1], data)
     assert said(caplog, "start")[-1].startswith(f"from {saved}: ")
     brain_of(NoRecovery, tmp_path).fit([1], data)
-    assert said(caplog, "start")[-1] == f"from scratch: no checkpoint in {tmp_path} was loaded (--resume=auto)"
+    assert said(caplog, "start")[-1] == (
+        f"from scratch: no checkpoint in {tmp_path} was loaded (--resume=auto)"
+    )
     brain_of(Plain, tmp_path, allow_partial_load=True).evaluate(data)
     assert said(caplog, "weights")[-1] == f"from {saved}"
     brain_of(Averaging, tmp_path, allow_partial_load=True).evaluate(data)

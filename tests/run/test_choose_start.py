@@ -28,13 +28,21 @@ class Brain:
 def save(folder, state, **meta):
     checkpointer = Checkpointer(folder)
     hook = lambda obj, path: Path(path).write_text(dump_plain_yaml(obj.state))
-    checkpointer.add_recoverable("brain", Brain(state), custom_save_hook=hook, custom_load_hook=lambda *where: None)
+    checkpointer.add_recoverable(
+        "brain", Brain(state), custom_save_hook=hook, custom_load_hook=lambda *where: None
+    )
     return checkpointer.save_checkpoint(meta=meta)
 
 
 @pytest.fixture
 def restarted(monkeypatch):
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    values = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "0",
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -48,7 +56,9 @@ TWO = {"world_size": 2, "grad_accumulation_factor": 1, "per_step": 32, "per_proc
 
 
 @pytest.mark.parametrize("resume", ["never", "path"])
-def test_a_restarted_launch_goes_on_with_its_own_newest_and_at_its_pace(tmp_path, restarted, resume):
+def test_a_restarted_launch_goes_on_with_its_own_newest_and_at_its_pace(
+    tmp_path, restarted, resume
+):
     """One decision for the weights and for the samples per step, whatever the option says."""
     other = save(tmp_path, {"launch": "other", "asked": TWO})
     own = save(tmp_path, {"launch": "mine", "asked": FOUR})
@@ -60,14 +70,20 @@ def test_a_restarted_launch_goes_on_with_its_own_newest_and_at_its_pace(tmp_path
 
 def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     """What the run does not go on from is moved out of the way: all, or what is newer."""
-    old, path, newer = save(tmp_path, {}), save(tmp_path, {"asked": FOUR}).path, save(tmp_path, {"asked": TWO})
+    old, path, newer = (
+        save(tmp_path, {}),
+        save(tmp_path, {"asked": FOUR}).path,
+        save(tmp_path, {"asked": TWO}),
+    )
     checkpointer = Checkpointer(tmp_path)
     named = choose_start(checkpointer, str(path))
     assert (named.resume.path, named.step_plan.per_step) == (path, 64)
     assert {one.path for one in checkpointer.list_checkpoints()} == {old.path, path}
     [moved] = tmp_path.glob("earlier-*/*")
     assert moved.name == newer.path.name
-    assert f"Checkpoints that this run does not continue were moved to {moved.parent}." in caplog.text
+    assert (
+        f"Checkpoints that this run does not continue were moved to {moved.parent}." in caplog.text
+    )
     elsewhere = Checkpointer(tmp_path / "elsewhere")
     assert choose_start(elsewhere, str(moved)).step_plan.per_step == 32
     never = choose_start(checkpointer, "never")
@@ -75,9 +91,13 @@ def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     assert choose_start(checkpointer, "auto").resume == "auto", "what was moved is not found"
 
 
-@pytest.mark.parametrize(("folder", "path"), [("save", "link/{}"), ("link", "save/{}"), ("save", "link/../save/{}")])
+@pytest.mark.parametrize(
+    ("folder", "path"), [("save", "link/{}"), ("link", "save/{}"), ("save", "link/../save/{}")]
+)
 def test_the_start_stays_by_whatever_path_it_is_named(tmp_path, folder, path):
-    """Scratch disks are links: what the run goes on from must not be moved, nor what came before it."""
+    """Scratch disks are links: what the run goes on from must not be moved, nor what came before
+    it.
+    """
     (tmp_path / "link").symlink_to(tmp_path / "save")
     old, named, newer = (save(tmp_path / "save", {}).path.name for _ in range(3))
     start = choose_start(Checkpointer(tmp_path / folder), str(tmp_path / path.format(named)))
@@ -101,7 +121,8 @@ def test_the_newest_that_is_whole_decides(tmp_path):
     text = damaged.path / "CKPT.yaml"
     start = choose_start(Checkpointer(tmp_path), "auto")
     assert start.resume.path == damaged.path
-    text.write_bytes(text.read_bytes().replace(b"unixtime: 1", b"unixtime: 2"))  # as long, and another one
+    # as long, and another one
+    text.write_bytes(text.read_bytes().replace(b"unixtime: 1", b"unixtime: 2"))
     start = choose_start(Checkpointer(tmp_path), "auto")
     assert (start.resume.path, start.step_plan.per_step) == (whole.path, 64)
     assert choose_start(Checkpointer(tmp_path / "new"), "auto").step_plan is None
@@ -109,7 +130,9 @@ def test_the_newest_that_is_whole_decides(tmp_path):
 
 def test_a_later_call_goes_on_with_the_newest(tmp_path):
     checkpointer = Checkpointer(tmp_path)
-    assert [choose_start(checkpointer, resume, is_first=False).resume for resume in ("auto", "never")] == [
+    assert [
+        choose_start(checkpointer, resume, is_first=False).resume for resume in ("auto", "never")
+    ] == [
         "auto",
         "never",
     ]
@@ -117,7 +140,7 @@ def test_a_later_call_goes_on_with_the_newest(tmp_path):
     assert choose_start(checkpointer, "never", is_first=False).resume == str(own.path)
 
 
-# ------------------------------------------------------------------------------- saved by who only evaluated
+# ---------------------------------------------------------------------- saved by who only evaluated
 
 
 def test_a_training_does_not_go_on_from_what_an_evaluation_has_saved(tmp_path, caplog):
@@ -149,7 +172,9 @@ def test_an_evaluation_s_is_taken_where_the_run_has_no_other(tmp_path, caplog):
     caplog.set_level("INFO")
     start = choose_start(Checkpointer(tmp_path), "auto")
     assert start.resume == evaluated
-    assert choose_start(Checkpointer(tmp_path), "never", is_first=False).resume == str(evaluated.path)
+    assert choose_start(Checkpointer(tmp_path), "never", is_first=False).resume == str(
+        evaluated.path
+    )
     assert "only evaluated" not in caplog.text
 
 
@@ -159,7 +184,7 @@ def test_a_restarted_launch_does_not_go_on_from_what_it_has_evaluated(tmp_path, 
     assert choose_start(Checkpointer(tmp_path), "never").resume == own
 
 
-# ------------------------------------------------------------------------------------------ what should be known
+# ----------------------------------------------------------------------------- what should be known
 
 
 def test_modules_in_no_recoverable():
@@ -182,17 +207,30 @@ def test_modules_in_no_recoverable():
 
 def test_settings_of_every_group_are_plain_values():
     def adam(*rates):
-        return torch.optim.Adam([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
+        return torch.optim.Adam(
+            [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+        )
 
     now = optimizer_settings({"a": adam(0.1, torch.tensor(0.5)), "b": adam(0.25)})
-    assert {name: [group["lr"] for group in groups] for name, groups in now.items()} == {"a": [0.1, 0.5], "b": [0.25]}
-    assert (now["b"][0]["class"], now["b"][0]["betas"], "params" in now["b"][0]) == ("Adam", [0.9, 0.999], False)
+    assert {name: [group["lr"] for group in groups] for name, groups in now.items()} == {
+        "a": [0.1, 0.5],
+        "b": [0.25],
+    }
+    assert (now["b"][0]["class"], now["b"][0]["betas"], "params" in now["b"][0]) == (
+        "Adam",
+        [0.9, 0.999],
+        False,
+    )
     assert load_plain_yaml(dump_plain_yaml(now)) == now
     assert optimizer_settings({"own": object()}) == {"own": []}
 
 
 def test_a_file_is_read_once_unless_another_checkpoint_has_taken_its_name(tmp_path):
-    known, first, then = {}, Checkpoint(tmp_path, {"unixtime": 1.0}, {}), Checkpoint(tmp_path, {"unixtime": 2.0}, {})
+    known, first, then = (
+        {},
+        Checkpoint(tmp_path, {"unixtime": 1.0}, {}),
+        Checkpoint(tmp_path, {"unixtime": 2.0}, {}),
+    )
     (tmp_path / BRAIN_FILE).write_text("step: 1")
     assert _states_of([first], known) == {tmp_path: {"step": 1}}
     (tmp_path / BRAIN_FILE).write_text("step: 2")

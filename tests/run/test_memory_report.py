@@ -108,7 +108,7 @@ def test_a_cpu_has_no_snapshot_and_the_option_says_so(tmp_path, caplog):
     assert not list(tmp_path.rglob("*.pickle"))
 
 
-# ---------------------------------------------------------------------------------------- a GPU, as torch tells of it
+# ---------------------------------------------------------------------- a GPU, as torch tells of it
 
 
 GIB = 1 << 30
@@ -116,7 +116,9 @@ GIB = 1 << 30
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The functions of ``torch.cuda`` that are asked, with answers; and what the recorder was told."""
+    """The functions of ``torch.cuda`` that are asked, with answers; and what the recorder was
+    told.
+    """
     calls = []
 
     def dump(path):

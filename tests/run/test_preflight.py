@@ -25,7 +25,11 @@ from ddpkit.run.start_rows import optimizers_row
 
 
 def placed(*per_node, device="cuda (NVIDIA H200)"):
-    return [Place(node, f"gpu{node:02d}", device) for node, count in enumerate(per_node) for _ in range(count)]
+    return [
+        Place(node, f"gpu{node:02d}", device)
+        for node, count in enumerate(per_node)
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,10 @@ def placed(*per_node, device="cuda (NVIDIA H200)"):
         (
             placed(*[8] * 100),
             LaunchInfo("torchrun", restart_count=2),
-            "torchrun (restart 2), 800 processes on 100 nodes (gpu00, gpu01, gpu02, gpu03, and 96 more)",
+            (
+                "torchrun (restart 2), 800 processes on 100 nodes (gpu00, gpu01, gpu02, gpu03, "
+                "and 96 more)"
+            ),
             "800 x cuda (NVIDIA H200)",
         ),
         (
@@ -92,7 +99,10 @@ def test_one_process_without_a_launcher():
 def test_two_nodes_with_one_name_are_two():
     """Containers may all be called alike; the launcher knows better."""
     rows = place_rows(
-        [Place(0, "box", "cpu"), Place(1, "box", "cpu")], LaunchInfo("torchrun"), "gloo", software_facts()
+        [Place(0, "box", "cpu"), Place(1, "box", "cpu")],
+        LaunchInfo("torchrun"),
+        "gloo",
+        software_facts(),
     )
     assert rows["launcher"] == "torchrun, 2 processes on 2 nodes (box, box)"
 
@@ -117,7 +127,9 @@ def test_formats_that_are_in_force(options, scaled, trains, words):
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     training, evaluation = (TorchAutocast("cuda", dtypes[name]) for name in options)
     scaler = SimpleNamespace(is_enabled=lambda: scaled)
-    assert precision_row(training, evaluation, scaler, torch.nn.Linear(1, 1), trains=trains) == words
+    assert (
+        precision_row(training, evaluation, scaler, torch.nn.Linear(1, 1), trains=trains) == words
+    )
 
 
 def test_a_context_of_a_recipes_own_may_not_tell_its_format():
@@ -138,23 +150,32 @@ def test_a_context_of_a_recipes_own_may_not_tell_its_format():
     ],
 )
 def test_where_nothing_is_cast_the_format_is_that_of_the_weights(dtypes, words):
-    context, scaler = TorchAutocast("cuda", torch.float32), SimpleNamespace(is_enabled=lambda: False)
+    context, scaler = (
+        TorchAutocast("cuda", torch.float32),
+        SimpleNamespace(is_enabled=lambda: False),
+    )
     net = torch.nn.ModuleList(torch.nn.Linear(1, 1, dtype=dtype) for dtype in dtypes)
     assert precision_row(context, context, scaler, net, trains=True) == words
 
 
 def test_how_evaluation_goes():
     assert evaluation_row(1, divided=False) == ""
-    assert evaluation_row(2, divided=False) == "every rank the whole set; --shard_evaluation divides it"
+    assert evaluation_row(2, divided=False) == (
+        "every rank the whole set; --shard_evaluation divides it"
+    )
     assert "ddpkit.metrics or Brain.gather" in evaluation_row(2, divided=True)
 
 
 def test_what_training_starts_from():
     found = Path("save/CKPT+1")
-    assert start_row(found, "save", "auto", "7 optimizer steps done") == "from save/CKPT+1: 7 optimizer steps done"
+    assert start_row(found, "save", "auto", "7 optimizer steps done") == (
+        "from save/CKPT+1: 7 optimizer steps done"
+    )
     assert start_row(None, None, "auto", "") == "from scratch, and no checkpointer to save with"
     assert start_row(None, "save", "auto", "") == "from scratch: there is no checkpoint in save"
-    assert start_row(None, "save", "never", "") == "from scratch: no checkpoint in save was loaded (--resume=never)"
+    assert start_row(None, "save", "never", "") == (
+        "from scratch: no checkpoint in save was loaded (--resume=never)"
+    )
 
 
 def test_learning_rates_are_shortened():
@@ -164,7 +185,10 @@ def test_learning_rates_are_shortened():
     assert optimizers_row({"one": sgd}, {}) == "SGD, lr 0.1, 0.05, 0.025, 0.0125, and 2 more"
     two = {"generator": adam, "critic": adam}
     assert optimizers_row(two, {}) == "generator: Adam, lr 0.0001; critic: Adam, lr 0.0001"
-    assert optimizers_row({"own": SimpleNamespace(param_groups=[{"params": []}])}, {}) == "SimpleNamespace"
+    assert (
+        optimizers_row({"own": SimpleNamespace(param_groups=[{"params": []}])}, {})
+        == "SimpleNamespace"
+    )
     assert optimizers_row({}, {}) == ""
 
 
@@ -176,7 +200,12 @@ def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch, caplog):
     for given in (rows, rows, rows | {"precision": "bf16"}, rows):
         report.announce("Training", given)
     assert [record.getMessage().splitlines() for record in caplog.records] == [
-        ["Training with ddpkit 1.2:", "  launcher   none", "  precision  fp32", "  start      from scratch"],
+        [
+            "Training with ddpkit 1.2:",
+            "  launcher   none",
+            "  precision  fp32",
+            ("  start      from scratch"),
+        ],
         ["Training with ddpkit 1.2:", "  precision  bf16"],
         ["Training with ddpkit 1.2:", "  precision  fp32"],
     ]
@@ -187,7 +216,8 @@ def test_the_block_comes_out_with_and_without_logging(monkeypatch, capfd, tmp_pa
     if with_logging:
         setup_logging(log_file=tmp_path / "log.txt")
     else:
-        monkeypatch.setattr(preflight.logger.logger, "hasHandlers", lambda: False)  # pytest has some
+        # pytest has some
+        monkeypatch.setattr(preflight.logger.logger, "hasHandlers", lambda: False)
     StartReport().announce("Training", {"precision": "fp32", "start": "from 10 %"})
     StartReport().announce("Training", {"precision": ""})
     close_logging()

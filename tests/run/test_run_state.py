@@ -1,4 +1,6 @@
-"""What a checkpoint holds of the Brain, what comes back of it, and when one is made in the midst of an epoch."""
+"""What a checkpoint holds of the Brain, what comes back of it, and when one is made in the midst of
+an epoch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ class Brain(ddpkit.Brain):
 
 
 def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
-    brain.step, brain.optimizer_step, brain.avg_train_loss, brain.progress.clipped = step, optimizer_step, 2.25, 4
+    brain.step, brain.optimizer_step, brain.avg_train_loss, brain.progress.clipped = (
+        step,
+        optimizer_step,
+        2.25,
+        4,
+    )
     for loss, count in losses:
         brain.progress.meter.append(loss, count)
         brain.progress.meter.samples += 10
@@ -50,7 +57,12 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     assert set(state.pop("asked")) == set(vars(StepPlan(1, 1)))
     assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
     assert [state.pop(name) for name in ("epoch", "finished", "lacks")] == [0, [], None]
-    assert [state.pop(name) for name in ("seed", "settings", "data", "trained")] == [None, None, None, {}]
+    assert [state.pop(name) for name in ("seed", "settings", "data", "trained")] == [
+        None,
+        None,
+        None,
+        {},
+    ]
     assert [state.pop(name) for name in ("whole", "stages_done", "debug")] == [False, False, False]
     assert state == {
         "step": 5,
@@ -105,7 +117,9 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
     assert brain.optimizer_step == 0
     brain._save(tmp_path / "again.ckpt")
-    before, again = (load_plain_yaml((tmp_path / f"{name}.ckpt").read_text()) for name in ("brain", "again"))
+    before, again = (
+        load_plain_yaml((tmp_path / f"{name}.ckpt").read_text()) for name in ("brain", "again")
+    )
     assert again.pop(EVALUATED) is True
     assert again == before
     assert (again["optimizer_step"], again["fit"]) == (20, 2)
@@ -173,7 +187,7 @@ def test_a_mean_that_is_not_a_number(tmp_path):
     assert math.isnan(again.avg_train_loss)
 
 
-# ------------------------------------------------------------------------------- in the midst of an epoch
+# ------------------------------------------------------------------------- in the midst of an epoch
 
 
 @pytest.mark.parametrize(
@@ -231,7 +245,7 @@ def test_an_overridden_save_is_used(tmp_path):
     assert fresh.optimizer_step == 77
 
 
-# ---------------------------------------------------------------------------------------- registering
+# -------------------------------------------------------------------------------------- registering
 
 
 def test_what_is_registered(tmp_path):
@@ -279,7 +293,9 @@ class Cuts(IterableDataset):
 
 
 def test_a_stream_that_divides_itself_says_into_how_many_parts():
-    """Its order is another on another number of processes or workers, which a run that goes on is told."""
+    """Its order is another on another number of processes or workers, which a run that goes on is
+    told.
+    """
     one, four = (order_of(shard(Cuts(), Sharding(0, world), num_workers=2)) for world in (1, 2))
     name = "shards (its own, processes x workers)"
     assert (one[name], four[name]) == (2, 4)

@@ -1,4 +1,6 @@
-"""How a run goes on: the samples of a step on another number of processes, and the place in an epoch."""
+"""How a run goes on: the samples of a step on another number of processes, and the place in an
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_more_processes_take_as_many_and_smaller_batches():
 
 
 def test_fewer_processes_take_more_batches_none_of_them_larger():
-    assert FOUR.on(2) == {"global_batch_size": 64, "micro_batch_size": 8, "grad_accumulation_factor": 1}
+    assert FOUR.on(2) == {
+        "global_batch_size": 64,
+        "micro_batch_size": 8,
+        "grad_accumulation_factor": 1,
+    }
     assert FOUR.on(2, is_looped=True) == {"global_batch_size": 64, "grad_accumulation_factor": 2}
 
 
@@ -56,7 +62,9 @@ def test_whole_batches_are_dealt_out_to_whom_they_can_be():
 def test_what_is_written_can_be_read():
     assert StepPlan.read(vars(FOUR)) == FOUR
     assert StepPlan.read({}) == StepPlan(None, None)
-    assert StepPlan.read({"world_size": True, "per_step": -1, "per_process": "8"}) == StepPlan(None, None)
+    assert StepPlan.read({"world_size": True, "per_step": -1, "per_process": "8"}) == StepPlan(
+        None, None
+    )
 
 
 def test_that_of_a_run():
@@ -64,7 +72,10 @@ def test_that_of_a_run():
     planned = shard(range(10), Sharding(), batch_size=2)
     assert StepPlan.of(sizes, planned) == StepPlan(2, 2, 10, 3)
     assert StepPlan.of(sizes, LoopedLoader(planned, 3)) == StepPlan(2, 2, 10, 3)
-    for whole in (shard(range(4), Sharding(), batch_sampler=[[0, 1], [2, 3]]), deal_batches([[1]], Sharding())):
+    for whole in (
+        shard(range(4), Sharding(), batch_sampler=[[0, 1], [2, 3]]),
+        deal_batches([[1]], Sharding()),
+    ):
         assert StepPlan.of(sizes, whole) == StepPlan(2, 2)
 
 
@@ -99,11 +110,22 @@ def test_another_batch_goes_on_after_the_samples_that_were_done():
             "2 batches per optimizer step, now there are 4: the epoch goes on after 6",
         ),
         (StepPlan(1, 4), StepPlan(1, 2), 4, 4, "after 4 of the 4 batches that were done."),
-        (StepPlan(2, 3), StepPlan(4, 1), 3, 1, r"after 4 of the 6 batches that were done \(2 of them are done again\)"),
+        (
+            StepPlan(2, 3),
+            StepPlan(4, 1),
+            3,
+            1,
+            (
+                r"after 4 of the 6 batches that were done \(2 of "
+                r"them are done again\)"
+            ),
+        ),
     ],
 )
 def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said):
-    """Whole batches have a place of their own: another number of them per step skips none and repeats no round."""
+    """Whole batches have a place of their own: another number of them per step skips none and
+    repeats no round.
+    """
     found, words = now.place(before, step, 10 * step)
     assert found == expected
     assert re.search(said, words)
@@ -127,7 +149,7 @@ def test_what_changes_in_a_step():
     assert StepPlan(2, 2, 48, 12).changes(FOUR) == ["48 samples per optimizer step, before 64"]
 
 
-# ------------------------------------------------------------------------------------- the order of the data
+# ---------------------------------------------------------------------------- the order of the data
 
 
 class Own(Sampler):
@@ -172,7 +194,9 @@ KINDS = {
     ),
     "global": (
         lambda one: shard(
-            Items(), Sharding(one.rank, one.world_size, global_batch_size=7, micro_batches=2), shuffle=True
+            Items(),
+            Sharding(one.rank, one.world_size, global_batch_size=7, micro_batches=2),
+            shuffle=True,
         ),
         {"order": "shuffled", "drop_last": False, "samples": 11},
     ),
@@ -189,7 +213,9 @@ KINDS = {
         {"order": "by list", "drop_last": False, "samples": 11},
     ),
     "batch sampler": (
-        lambda one: shard(Items(), one, batch_sampler=BatchSampler(RandomSampler(range(9)), 3, drop_last=False)),
+        lambda one: shard(
+            Items(), one, batch_sampler=BatchSampler(RandomSampler(range(9)), 3, drop_last=False)
+        ),
         {
             "order": "by BatchSampler of RandomSampler",
             "drop_last": False,
@@ -199,7 +225,9 @@ KINDS = {
     "stream": (lambda one: shard(Lines(), one, batch_size=2), {"order": "of Lines"}),
     "loader of one's own": (lambda one: deal_batches([[1]], one), {"order": "of list"}),
     "divided": (
-        lambda one: shard(Items(), one, sampler=DistributedSampler(Items(), one.world_size, one.rank)),
+        lambda one: shard(
+            Items(), one, sampler=DistributedSampler(Items(), one.world_size, one.rank)
+        ),
         {"order": "of Items"},
     ),
     "looped": (
@@ -242,7 +270,9 @@ def test_other_data_in_the_middle_of_an_epoch():
     assert pace(40, shuffle=True).other_data(before) is None
     words = pace(100).other_data(before)
     assert "order as it stands, before shuffled; samples 100, before 40" in words
-    assert "drop_last True, before False" in pace(40, shuffle=True, drop_last=True).other_data(before)
+    assert "drop_last True, before False" in pace(40, shuffle=True, drop_last=True).other_data(
+        before
+    )
     assert pace(100).other_data(StepPlan(1, 1, 2, 2)) is None, "a checkpoint that does not tell"
     assert pace(100).other_data(StepPlan.read({"data": [3]})) is None
     by_list = StepPlan.of(sizes, shard(range(40), Sharding(), batch_sampler=batches()))
@@ -268,5 +298,9 @@ def test_the_file_of_the_brain(tmp_path):
     (tmp_path / "brain.ckpt").write_text("- 1\n")
     assert read_brain_file(tmp_path) == {}
     (tmp_path / "brain.ckpt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match=r"brain\.ckpt: .* The checkpoint is damaged; delete it or"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"brain\.ckpt: .* The checkpoint is damaged; "
+        r"delete it or",
+    ):
         read_brain_file(tmp_path)

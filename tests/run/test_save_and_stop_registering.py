@@ -1,4 +1,6 @@
-"""What the Brain gives to a checkpointer, and that a checkpointer holds the training of one Brain."""
+"""What the Brain gives to a checkpointer, and that a checkpointer holds the training of one
+Brain.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,24 @@ def make(folder):
 
 
 def test_another_brain_on_the_checkpointer_is_refused_and_changes_nothing(tmp_path):
-    """A checkpoint has one place for a training, and a script that is started again could not tell whose it is."""
+    """A checkpoint has one place for a training, and a script that is started again could not tell
+    whose it is.
+    """
     model, counter, checkpointer = make(tmp_path)
     first = brain(checkpointer, model, ckpt_interval_steps=1)
     before = dict(checkpointer.recoverables)
-    with pytest.raises(ConfigError, match="this Checkpointer belongs to another Brain.*its own.*on the same folder"):
+    with pytest.raises(
+        ConfigError, match="this Checkpointer belongs to another Brain.*its own.*on the same folder"
+    ):
         brain(checkpointer, model, ema_decay=0.5)
     assert checkpointer.recoverables == before
     first.fit(counter, DATA)
     assert first.optimizer_step == 8
 
 
-def test_a_second_brain_evaluates_what_the_first_has_trained_with_a_checkpointer_of_its_own(tmp_path):
+def test_a_second_brain_evaluates_what_the_first_has_trained_with_a_checkpointer_of_its_own(
+    tmp_path,
+):
     model, counter, checkpointer = make(tmp_path)
     first = brain(checkpointer, model)
     first.fit(counter, DATA)
@@ -87,7 +95,11 @@ def test_a_brain_without_a_checkpointer_may_be_evaluated_inside_of_a_training(tm
 
 
 def test_only_a_checkpointer_is_taken():
-    with pytest.raises(ConfigError, match=r"checkpointer='saves' is not a ddpkit\.checkpoints\.Checkpointer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpointer='saves' is not a "
+        r"ddpkit\.checkpoints\.Checkpointer",
+    ):
         brain("saves", nn.Linear(2, 1))
 
 
@@ -123,7 +135,9 @@ def fp16_on_a_cpu(*_):
 def test_the_gradient_scaler_is_saved_and_does_not_take_the_place_of_a_recipe_s_scaler(tmp_path):
     normaliser, model = nn.Linear(2, 2), nn.Linear(2, 1)
     checkpointer = Checkpointer(tmp_path, {"scaler": normaliser})
-    with pytest.raises(ConfigError, match="'scaler' is reserved for the gradient scaler of precision="):
+    with pytest.raises(
+        ConfigError, match="'scaler' is reserved for the gradient scaler of precision="
+    ):
         brain(checkpointer, model, WithScaler)
     assert checkpointer.recoverables == {"scaler": normaliser}
     brain(checkpointer, model)  # without a gradient scaler both can be

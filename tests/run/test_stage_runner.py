@@ -43,7 +43,9 @@ def flat(batches):
 
 
 def options(**given):
-    return RunOptions.from_dictionary({"device": "cpu", "noprogressbar": True, **given}).resolved({})
+    return RunOptions.from_dictionary({"device": "cpu", "noprogressbar": True, **given}).resolved(
+        {}
+    )
 
 
 class Host:
@@ -136,7 +138,9 @@ def evaluate(host, loader, stage, epoch):
 
 @pytest.mark.parametrize("loader", [[[1], [2], [3], [4], [5]], DataLoader(Stream(5), batch_size=1)])
 def test_batches_that_are_read_again_are_no_steps_of_the_profiler(loader):
-    """Of five batches two are done: a step is over after each of the others but the last, as in any epoch."""
+    """Of five batches two are done: a step is over after each of the others but the last, as in any
+    epoch.
+    """
     counted = {}
     for done in (0, 2):
         host, steps = Host(), []
@@ -148,7 +152,7 @@ def test_batches_that_are_read_again_are_no_steps_of_the_profiler(loader):
     assert counted[0] - counted[2] == 2
 
 
-# ----------------------------------------------------------------------------------- looking at loaders
+# ------------------------------------------------------------------------------- looking at loaders
 
 
 def test_counts_of():
@@ -183,7 +187,11 @@ def test_length_of():
 
 
 def test_set_epoch_reaches_everything_inside():
-    for loader in (DataLoader(Stream()), shard(Stream(), Sharding(0, 2)), shard(Stream(), Sharding())):
+    for loader in (
+        DataLoader(Stream()),
+        shard(Stream(), Sharding(0, 2)),
+        shard(Stream(), Sharding()),
+    ):
         set_epoch(loader, 4)
         stream = getattr(loader.dataset, "whole", loader.dataset)
         assert stream.epochs == [4]
@@ -202,7 +210,7 @@ def test_set_epoch_reaches_everything_inside():
     assert told == [2]
 
 
-# -------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
 def test_an_epoch_of_training():
@@ -219,7 +227,9 @@ def test_an_epoch_of_training():
 
 RESUMABLE = {
     "planned": lambda: shard(range(12), Sharding(), batch_size=2, shuffle=True),
-    "dealt": lambda: shard(range(12), Sharding(), batch_sampler=[[n, n + 1] for n in range(0, 12, 2)]),
+    "dealt": lambda: shard(
+        range(12), Sharding(), batch_sampler=[[n, n + 1] for n in range(0, 12, 2)]
+    ),
     "whole": lambda: shard([[n, n + 1] for n in range(6)], Sharding(), batch_size=None),
     "list": lambda: [[n, n + 1] for n in range(6)],
     "divided": lambda: DataLoader(
@@ -274,7 +284,9 @@ def test_a_limit_on_optimizer_steps():
     assert host.progress.optimizer_step == 3
 
 
-@pytest.mark.parametrize("make", [RESUMABLE["planned"], RESUMABLE["stream"], RESUMABLE["list"], lambda: [[1]] * 2])
+@pytest.mark.parametrize(
+    "make", [RESUMABLE["planned"], RESUMABLE["stream"], RESUMABLE["list"], lambda: [[1]] * 2]
+)
 def test_debugging_takes_few_batches(make):
     host = Host(debug=True, debug_batches=2)
     train(host, make())
@@ -295,10 +307,13 @@ def test_a_loss_that_is_not_finite_is_left_out_and_told(caplog):
     with caplog.at_level(logging.WARNING):
         mean = train(host, [[1.0], [math.nan], [3.0], [math.inf]])
     assert mean == 2.0
-    assert "TRAIN: 2 batches had a loss that is not finite; they are left out of the mean." in caplog.messages
+    assert (
+        "TRAIN: 2 batches had a loss that is not finite; they are left out of the mean."
+        in caplog.messages
+    )
 
 
-# ------------------------------------------------------------------------------------ saving in between
+# -------------------------------------------------------------------------------- saving in between
 
 
 def test_saves_by_steps_wait_for_the_end_of_a_window():
@@ -311,7 +326,9 @@ def test_saves_by_steps_wait_for_the_end_of_a_window():
 
 
 def test_no_save_while_gradients_wait():
-    """An overridden ``fit_batch`` steps when it likes: what it has accumulated is in no checkpoint."""
+    """An overridden ``fit_batch`` steps when it likes: what it has accumulated is in no
+    checkpoint.
+    """
 
     class Own(Host):
         def fit_batch(self, batch):
@@ -345,10 +362,12 @@ def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     assert [step for step, _, due in host.asked if due] == [3, 6, 9]
     host = Slow()
     train(host, shard(range(3), Sharding()))
-    assert all(steps == 0 for _, steps, _ in host.asked), "steps are not counted where no interval is given in steps"
+    assert all(steps == 0 for _, steps, _ in host.asked), (
+        "steps are not counted where no interval is given in steps"
+    )
 
 
-# ------------------------------------------------------------------------------------------ evaluation
+# --------------------------------------------------------------------------------------- evaluation
 
 
 def test_evaluation(caplog):
@@ -370,7 +389,11 @@ def test_stages_are_written_to_the_log_of_the_run(tmp_path):
     finally:
         set_run_log(None)
     events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    found = [{key: event[key] for key in ("stage", "epoch", "loss", "samples")} for event in events if "stage" in event]
+    found = [
+        {key: event[key] for key in ("stage", "epoch", "loss", "samples")}
+        for event in events
+        if "stage" in event
+    ]
     assert found == [
         {"stage": "TRAIN", "epoch": 5, "loss": 1.5, "samples": 4},
         {"stage": "TEST", "epoch": 5, "loss": 8.0, "samples": 1},
@@ -410,7 +433,9 @@ def test_what_the_bar_is_told(monkeypatch):
     evaluate(host, shard(range(8), Sharding(0, 2), batch_size=2), Stage.VALID, 3)
     training, valid = Bars.made
     assert training.facts == ("epoch 3 train", 4, 2, True, "RED")
-    assert training.shown[0] == (3, pytest.approx((10 + 9) / 6), 2), "the rate counts what this process has seen"
+    assert training.shown[0] == (3, pytest.approx((10 + 9) / 6), 2), (
+        "the rate counts what this process has seen"
+    )
     assert training.shown[-1] == (4, mean, 4), "at the end of the epoch, too"
     assert valid.facts == ("epoch 3 valid", 2, 0, False, "MAGENTA")
     assert valid.shown[0][1] is None, "a part's loss is not the loss"

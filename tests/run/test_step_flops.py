@@ -1,4 +1,6 @@
-"""The operations of one step, counted in a run: on request, once, on the main process; no number of the run changes."""
+"""The operations of one step, counted in a run: on request, once, on the main process; no number of
+the run changes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def events(log, kind="flops"):
 
 make = functools.partial(usual, count_flops=True)
 
-# One batch of 4 rows, 3 inputs that need no gradient, 1 output: a product forwards and one backwards.
+# One batch of 4 rows, 3 inputs that need no gradient, 1 output: a product forwards and one
+# backwards.
 OF_A_STEP = 2 * 2 * 4 * 3 * 1
 FOUR = {"train_loader_kwargs": {"batch_size": 4}}
 

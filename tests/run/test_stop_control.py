@@ -19,13 +19,23 @@ from tests.launching import Run, python
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("0:00:01", 1), ("11:50:00", 42600), ("2-00:00:00", 172800), ("1.5h", 5400), ("30 m", 1800), ("10", 10), (3, 3)],
+    [
+        ("0:00:01", 1),
+        ("11:50:00", 42600),
+        ("2-00:00:00", 172800),
+        ("1.5h", 5400),
+        ("30 m", 1800),
+        ("10", 10),
+        (3, 3),
+    ],
 )
 def test_durations(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "11:50", "1:60:00", "soon", "1w", "00:00:00", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-5", "11:50", "1:60:00", "soon", "1w", "00:00:00", "nan"]
+)
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ConfigError, match="time_limit expects a length of time > 0, got"):
         parse_duration(text)
@@ -59,7 +69,9 @@ def test_the_marker(tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses(tmp_path, monkeypatch):
+def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses(
+    tmp_path, monkeypatch
+):
     def refuse(path, **_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 

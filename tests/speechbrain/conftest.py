@@ -1,9 +1,10 @@
 """The real SpeechBrain, installed beside the environment of the tests and not into it.
 
-It comes without its dependencies: those that are needed besides ddpkit's own are listed here, and ``torchaudio``, which
-has no build for some of the machines that run these tests, is replaced by an empty module where it is missing (most of
-SpeechBrain imports it and uses nothing of it). Where the packages cannot be had the tests skip, and the end of the run
-says so; with DDPKIT_REQUIRE_SPEECHBRAIN=1 they fail.
+It comes without its dependencies: those that are needed besides ddpkit's own are listed here, and
+``torchaudio``, which has no build for some of the machines that run these tests, is replaced by an
+empty module where it is missing (most of SpeechBrain imports it and uses nothing of it). Where the
+packages cannot be had the tests skip, and the end of the run says so; with
+DDPKIT_REQUIRE_SPEECHBRAIN=1 they fail.
 """
 
 from __future__ import annotations
@@ -21,25 +22,49 @@ import pytest
 collect_ignore = ["recipes"]
 
 PACKAGES = (
-    *("speechbrain==1.1.2", "huggingface_hub==2.4.0", "soundfile==0.14.0", "cffi==2.1.1", "pycparser==3.12"),
+    *(
+        "speechbrain==1.1.2",
+        "huggingface_hub==2.4.0",
+        "soundfile==0.14.0",
+        "cffi==2.1.1",
+        "pycparser==3.12",
+    ),
     "sentencepiece==0.2.3",
 )
 REQUIRE = "DDPKIT_REQUIRE_SPEECHBRAIN"
 NOT_THERE = "SpeechBrain cannot be installed here"
-TORCHAUDIO = '"""Stands in for torchaudio, so that modules that import it and do not use it can be imported."""\n'
-IMPORT = "import speechbrain, speechbrain.dataio.dataset, speechbrain.lobes.features, speechbrain.utils.metric_stats"
+TORCHAUDIO = (
+    '"""Stands in for torchaudio, so that modules that import it and do not use it can be '
+    'imported."""\n'
+)
+IMPORT = (
+    "import speechbrain, speechbrain.dataio.dataset, speechbrain.lobes.features, "
+    "speechbrain.utils.metric_stats"
+)
 TEXT = {"capture_output": True, "text": True}
-PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+PIP = (
+    sys.executable,
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--disable-pip-version-check",
+    "--no-deps",
+)
 
 
 def _install(folder):
     """Fill a folder; it gets its name when it is complete."""
     part = folder.with_suffix(".part")
-    done = subprocess.run([*PIP, "--upgrade", "--target", str(part), *PACKAGES], check=False, **TEXT)
+    done = subprocess.run(
+        [*PIP, "--upgrade", "--target", str(part), *PACKAGES], check=False, **TEXT
+    )
     if done.returncode:
         reason = f"{NOT_THERE}: {' '.join(done.stderr.split())[-500:]}"
         if os.environ.get(REQUIRE, "") not in {"", "0"}:
-            pytest.fail(f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False)
+            pytest.fail(
+                f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False
+            )
         pytest.skip(reason)
     part.rename(folder)
 
@@ -49,7 +74,9 @@ def speechbrain(tmp_path_factory):
     """Return what PYTHONPATH is for a process that finds ddpkit and the real SpeechBrain."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddpkit-tests")
     cache.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(repr((PACKAGES, sys.version_info[:2], sys.platform)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((PACKAGES, sys.version_info[:2], sys.platform)).encode()).hexdigest()[
+        :12
+    ]
     folder = cache / f"speechbrain-{key}"
     with (cache / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -62,12 +89,20 @@ def speechbrain(tmp_path_factory):
     path = os.pathsep.join(paths)
     environment = {**os.environ, "PYTHONPATH": path}
     imported = subprocess.run([sys.executable, "-c", IMPORT], env=environment, check=False, **TEXT)
-    assert imported.returncode == 0, f"SpeechBrain is installed, and cannot be imported:\n{imported.stderr}"
+    assert imported.returncode == 0, (
+        f"SpeechBrain is installed, and cannot be imported:\n{imported.stderr}"
+    )
     return path
 
 
 def pytest_terminal_summary(terminalreporter):
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NOT_THERE in str(report.longrepr)]
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if NOT_THERE in str(report.longrepr)
+    ]
     if skipped:
         terminalreporter.section("NOT TESTED with the real SpeechBrain", red=True, bold=True)
-        terminalreporter.line(f"{len(skipped)} tests; {skipped[0].longrepr[2]}\n{REQUIRE}=1 makes this a failure.")
+        terminalreporter.line(
+            f"{len(skipped)} tests; {skipped[0].longrepr[2]}\n{REQUIRE}=1 makes this a failure."
+        )

@@ -1,4 +1,6 @@
-"""What ``ddpkit.speechbrain`` answers, hands down and refuses, on a package that stands in for SpeechBrain."""
+"""What ``ddpkit.speechbrain`` answers, hands down and refuses, on a package that stands in for
+SpeechBrain.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,37 @@ PACKAGE = {
     "core.py": "raise RuntimeError('it would turn TF32 on')\nclass Brain: ...\n",
     "utils/__init__.py": "",
     "utils/shell.py": "def run_shell(): return 'shell'\n",
-    "utils/logger.py": "from speechbrain.utils.shell import run_shell\nfrom .shell import run_shell as near\n"
-    "ORDERS_ABBREV = {0: ''}\nSTATE: int = 0\ndef count():\n    global STATE\n    STATE += 1\n"
-    "def get_logger(name): return 'its own'\n",
-    "utils/checkpoints.py": "from speechbrain.utils.distributed import if_main_process\n"
-    "KEYS_MAPPING = {'.old': '.new'}\nDEFAULT_TRANSFER_HOOKS = {bytes: print}\nclass Checkpointer: ...\n",
+    "utils/logger.py": (
+        "from speechbrain.utils.shell import run_shell\nfrom .shell import "
+        "run_shell as near\n"
+        "ORDERS_ABBREV = {0: ''}\nSTATE: int = 0\ndef count():\n    global "
+        "STATE\n    STATE += 1\n"
+        "def get_logger(name): return 'its own'\n"
+    ),
+    "utils/checkpoints.py": (
+        "from speechbrain.utils.distributed import if_main_process\n"
+        "KEYS_MAPPING = {'.old': '.new'}\nDEFAULT_TRANSFER_HOOKS = {bytes: print}\nclass "
+        "Checkpointer: ...\n"
+    ),
     "utils/distributed.py": "MAIN_PROC_ONLY: int = 0\n",
     "nnet/__init__.py": "",
-    "nnet/schedulers.py": "from speechbrain.utils import checkpoints\n\n@checkpoints.register_checkpoint_hooks\n"
-    "class Halving:\n    def __init__(self): self.lr = 1.0\n"
-    "    @checkpoints.mark_as_saver\n    def save(self, path): open(path, 'w').write(str(self.lr))\n"
-    "    @checkpoints.mark_as_loader\n"
-    "    def load(self, path, end_of_epoch): self.lr = float(open(path).read())\n",
+    "nnet/schedulers.py": (
+        "from speechbrain.utils import checkpoints\n\n@checkpoints.register_checkpoint_hooks\n"
+        "class Halving:\n    def __init__(self): self.lr = 1.0\n"
+        "    @checkpoints.mark_as_saver\n    def save(self, path): open(path, "
+        "'w').write(str(self.lr))\n"
+        "    @checkpoints.mark_as_loader\n"
+        "    def load(self, path, end_of_epoch): self.lr = float(open(path).read())\n"
+    ),
 }
 TOLD = "ddpkit 0.1.0 answers speechbrain.core, .utils."
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Return what runs a script beside the package, as a user does, and returns its lines and what it told."""
+    """Return what runs a script beside the package, as a user does, and returns its lines and what
+    it told.
+    """
     for name, source in PACKAGE.items():
         path = tmp_path / "speechbrain" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +87,7 @@ import ddpkit.logger, speechbrain.utils.shell
 from speechbrain.utils.logger import ORDERS_ABBREV, get_logger, near, run_shell
 import ddpkit.speechbrain  # once more
 print(get_logger is ddpkit.logger.get_logger, ORDERS_ABBREV, run_shell is near is speechbrain.utils.shell.run_shell)
-""")
+""")  # noqa: E501
     assert run.out.split() == ["True", "{0:", "''}", "True"]
     assert len(run.lines) == 1
     assert run.lines[0].startswith(TOLD)
@@ -101,7 +115,9 @@ except ImportError as error:
     there, first, second, third = run.out.splitlines()
     assert there == "False False False"
     for name, line in (("STATE", first), ("count", second)):
-        assert line.startswith(f"speechbrain.utils.logger.{name} is part of SpeechBrain's training core")
+        assert line.startswith(
+            f"speechbrain.utils.logger.{name} is part of SpeechBrain's training core"
+        )
         assert "ddpkit has no such name" in line
         assert "DDPKIT_SPEECHBRAIN=0" in line
     assert third.startswith("cannot import name 'nothing' from 'speechbrain.utils.logger'")
@@ -109,7 +125,9 @@ except ImportError as error:
 
 def test_coming_after_speechbrain_is_an_error_that_says_so(start):
     run = start("import speechbrain.utils.shell\nimport ddpkit.speechbrain\n", code=1)
-    assert run.lines[-1].startswith("ddpkit.errors.ConfigError: SpeechBrain was imported before ddpkit.speechbrain")
+    assert run.lines[-1].startswith(
+        "ddpkit.errors.ConfigError: SpeechBrain was imported before ddpkit.speechbrain"
+    )
     assert "the first line of the script" in run.lines[-1]
 
 
@@ -128,20 +146,23 @@ if __name__ == "__main__":
         print(*pool.map(look, [Mine()])[0])
     code = "import sys; from speechbrain.utils.logger import get_logger; print(get_logger.__module__, sys.path)"
     print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True))
-"""
+"""  # noqa: E501
 
 
 def test_processes_that_a_script_starts_are_answered_and_one_line_is_told_in_all(start, tmp_path):
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text("import os\nos.environ['SEEN'] = os.environ.get('SEEN', '') + 'x'\n")
+    (hidden / "sitecustomize.py").write_text(
+        "import os\nos.environ['SEEN'] = os.environ.get('SEEN', '') + 'x'\n"
+    )
     script = CHILDREN + "    import os; print(os.environ['SEEN'])\n"
     run = start(script, *RUN, PYTHONPATH=f"{ROOT}{os.pathsep}{hidden}")
     spawned, child, seen = run.out.splitlines()
     assert spawned == "ddpkit.logger __mp_main__"
     assert "stdout=\"ddpkit.logger ['', " in child
     assert "stderr=''" in child
-    assert str(ROOT / "ddpkit" / "speechbrain") not in child  # its own folder is not among those that are imported from
+    # its own folder is not among those that are imported from
+    assert str(ROOT / "ddpkit" / "speechbrain") not in child
     assert len(run.lines) == 1
     assert seen == "x"  # by the parent; the environment of the children is theirs
 
@@ -149,11 +170,16 @@ def test_processes_that_a_script_starts_are_answered_and_one_line_is_told_in_all
 def test_the_environment_alone_answers_scripts_that_know_nothing(start):
     exported = start("", "-m", "ddpkit.speechbrain", "--environment").out
     variables = dict(line.removeprefix("export ").split("=", 1) for line in exported.splitlines())
-    script = "from speechbrain.utils.logger import get_logger\nprint(get_logger.__module__, __name__)\n"
+    script = (
+        "from speechbrain.utils.logger import get_logger\nprint(get_logger.__module__, __name__)\n"
+    )
     run = start(script, **variables)
     assert run.out.split() == ["ddpkit.logger", "__main__"]
     assert run.lines[0].startswith(TOLD)
-    assert start(script, **{**variables, "DDPKIT_SPEECHBRAIN": ""}).out.split()[0] == "speechbrain.utils.logger"
+    assert (
+        start(script, **{**variables, "DDPKIT_SPEECHBRAIN": ""}).out.split()[0]
+        == "speechbrain.utils.logger"
+    )
 
 
 @pytest.mark.parametrize("first_line", ["", "import ddpkit.speechbrain\n"])
@@ -165,7 +191,9 @@ def test_zero_switches_it_off(start, first_line):
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_the_main_process_tells_and_no_other(start, rank, lines):
-    run = start("import speechbrain.utils.logger\n", *RUN, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+    run = start(
+        "import speechbrain.utils.logger\n", *RUN, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2"
+    )
     assert len(run.lines) == lines
 
 
@@ -183,7 +211,9 @@ sys.exit(3)
     file, paths = "recipe/train.py", f"{ROOT}{os.pathsep}{tmp_path}"
     words = ("-m", "ddpkit.speechbrain", file, "a.yaml", "--lr=1")
     run = start(script, *words, name=file, code=3, PYTHONPATH=paths)
-    assert run.out.strip() == repr([[file, "a.yaml", "--lr=1"], "__main__", str(folder), file, True])
+    assert run.out.strip() == repr(
+        [[file, "a.yaml", "--lr=1"], "__main__", str(folder), file, True]
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +264,7 @@ print(halving.lr, type(saver) is ddpkit.checkpoints.Checkpointer, Brain.__module
 print(checkpoints.DEFAULT_TRANSFER_HOOKS is ddpkit.checkpoints.DEFAULT_TRANSFER_HOOKS)
 print(checkpoints.DEFAULT_TRANSFER_HOOKS[bytes] is print, checkpoints.KEYS_MAPPING)
 print(run_opts.RunOptions.__module__, hasattr(run_opts, "HELP_TEXTS"))
-"""
+"""  # noqa: E501
 
 
 def test_modules_of_speechbrain_are_saved_by_ddpkit_in_python_and_in_yaml(start):

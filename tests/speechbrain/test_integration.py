@@ -1,17 +1,20 @@
 """Recipes of fifteen kinds, on SpeechBrain's own core, under ddpkit on one process, and on two.
 
-They have the forms of SpeechBrain's integration tests, which its packages do not contain: its modules, losses, decoders
-and statistics, small networks, a few epochs of made-up sounds. Without noise
+They have the forms of SpeechBrain's integration tests, which its packages do not contain: its
+modules, losses, decoders and statistics, small networks, a few epochs of made-up sounds. Without
+noise
 
-- one process under ddpkit equals SpeechBrain's own core, to rounding, on utterances of several lengths, in float32;
-- two processes with half the batch size equal one, to rounding, on utterances of one length. They are compared in
-  float64: in float32 two epochs of ``ctc`` carry a difference of 1e-7 up to 2e-3.
+- one process under ddpkit equals SpeechBrain's own core, to rounding, on utterances of several
+  lengths, in float32;
+- two processes with half the batch size equal one, to rounding, on utterances of one length. They
+  are compared in float64: in float32 two epochs of ``ctc`` carry a difference of 1e-7 up to 2e-3.
 
-On several lengths two processes come near to one and are not equal, for two reasons. A batch of two is padded less than
-a batch of four, and what a network makes of padding is in its output: CRDNN's batch norm counts it, and SpeechBrain
-rounds the relative lengths that it packs by. And a mean over the tokens of a batch is another number than the mean of
-the means of its halves. The network of ``lm`` looks at no padding, so that there the second is the only cause: with
-``(loss_sum, count)`` two processes equal one.
+On several lengths two processes come near to one and are not equal, for two reasons. A batch of two
+is padded less than a batch of four, and what a network makes of padding is in its output: CRDNN's
+batch norm counts it, and SpeechBrain rounds the relative lengths that it packs by. And a mean over
+the tokens of a batch is another number than the mean of the means of its halves. The network of
+``lm`` looks at no padding, so that there the second is the only cause: with ``(loss_sum, count)``
+two processes equal one.
 """
 
 from __future__ import annotations
@@ -32,7 +35,19 @@ RECIPES = Path(__file__).parent / "recipes/integration"
 SCRIPTS = {
     **dict.fromkeys(("ctc", "ctc_sorted", "ctc_augmented"), "ctc"),
     **dict.fromkeys(("alignment_forward", "alignment_viterbi"), "alignment"),
-    **{name: name for name in ("transducer", "seq2seq", "g2p", "lm", "speaker_id", "plda", "vad", "autoencoder")},
+    **{
+        name: name
+        for name in (
+            "transducer",
+            "seq2seq",
+            "g2p",
+            "lm",
+            "speaker_id",
+            "plda",
+            "vad",
+            "autoencoder",
+        )
+    },
     **{name: name for name in ("enhance_gan", "separation")},
 }
 ALIKE = [name for name in SCRIPTS if name not in {"ctc_augmented", "separation"}]
@@ -95,13 +110,17 @@ def test_a_mean_over_tokens_is_what_differs_and_sum_and_count_the_cure(recipe):
     cure = ("--sum_and_count=True", DOUBLE)
     one, two = trained(recipe.start("one"), recipe.start("two", processes=2))
     assert two.distance(one) > 1e-4
-    one, two = trained(recipe.start("one-cured", *cure), recipe.start("two-cured", *cure, processes=2))
+    one, two = trained(
+        recipe.start("one-cured", *cure), recipe.start("two-cured", *cure, processes=2)
+    )
     two.assert_same(one)
 
 
 @pytest.mark.parametrize("recipe", ["ctc_augmented"], indirect=True)
 def test_noise_differs_and_the_training_is_alike(recipe):
-    own, one, two = trained(recipe.start("own", answered=False), recipe.start("one"), recipe.start("two", processes=2))
+    own, one, two = trained(
+        recipe.start("own", answered=False), recipe.start("one"), recipe.start("two", processes=2)
+    )
     assert one.distance(own) < 0.2
     assert two.distance(one) < 0.2
     assert two.weights.keys() == one.weights.keys() == own.weights.keys()
@@ -119,7 +138,7 @@ def test_a_step_past_ddp_is_told_and_through_the_modules_two_processes_equal_one
     assert not any(PARTED in line for run in runs for line in run.lines)
 
 
-# ------------------------------------------------------------------------------------------- moved for good
+# ----------------------------------------------------------------------------------- moved for good
 
 
 @pytest.mark.parametrize("recipe", ["lm", "enhance_gan"], indirect=True)

@@ -1,4 +1,6 @@
-"""Untouched recipes on SpeechBrain's own core, and with ddpkit's in its place: on one process and on two."""
+"""Untouched recipes on SpeechBrain's own core, and with ddpkit's in its place: on one process and
+on two.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ from tests.speechbrain.trained import Trained
 RECIPES = Path(__file__).parent / "recipes"
 RUN = ("-m", "ddpkit.speechbrain", "train.py", "hparams.yaml", "--device=cpu", "--noprogressbar")
 
-# What each rank gets on two processes, or what one process adds up, so that a step has the same samples.
-HALVES = {"keywords": "--batch_size=4", "denoise": "--batch_size=2", "phones": "--grad_accumulation_factor=1"}
+# What each rank gets on two processes, or what one process adds up, so that a step has the same
+# samples.
+HALVES = {
+    "keywords": "--batch_size=4",
+    "denoise": "--batch_size=2",
+    "phones": "--grad_accumulation_factor=1",
+}
 WHOLE = {"keywords": (), "denoise": (), "phones": ("--grad_accumulation_factor=2",)}
 # The mean over samples, and not over batches: they differ where batches do.
 MEANS = {"phones": r"train loss: [^,]*, "}
@@ -59,7 +66,9 @@ def test_one_process_equals_speechbrains_core_and_two_processes_equal_one(recipe
 def test_ranks_and_workers_that_ddpkit_starts_itself_are_answered_too(tmp_path, speechbrain):
     recipe = Recipe("keywords", tmp_path, speechbrain)
     _, one = recipe.run("one", python(*RUN), answered=True)
-    run, two = recipe.run("two", python(*RUN, "--batch_size=4", "--num_workers=1", "--nproc=2"), answered=True)
+    run, two = recipe.run(
+        "two", python(*RUN, "--batch_size=4", "--num_workers=1", "--nproc=2"), answered=True
+    )
     assert sum("answers speechbrain.core" in line for line in run.lines) == 1
     two.assert_same(one)
 

@@ -1,4 +1,6 @@
-"""The operations of a step, counted: against numbers worked out by hand, and with no number of the step changed."""
+"""The operations of a step, counted: against numbers worked out by hand, and with no number of the
+step changed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def run(net, inputs):
 
 LSTM_WEIGHTS = 20 * 3 + 20 * 5  # 4 gates of 5, of 3 inputs and 5 of the step before
 BY_HAND = {
-    # Two operations for each product of a row and a column; the backward pass has two such products.
+    # Two operations for each product of a row and a column; the backward pass has two such
+    # products.
     "linear": (nn.Linear(3, 4), (5, 3), 3 * 2 * 5 * 3 * 4),
     # 2 images, 6 x 6 places, kernels of 3 channels x 3 x 3, 4 of them.
     "convolution": (nn.Conv2d(3, 4, 3), (2, 3, 8, 8), 3 * 2 * 2 * 6 * 6 * 3 * 3 * 3 * 4),
@@ -152,7 +155,7 @@ def test_a_formula_that_fails_leaves_the_step_alone(monkeypatch):
     assert counter.problem == "the formula of aten.mm.default has failed: AssertionError: shapes"
 
 
-# ---------------------------------------------------------------------------------------- peaks of devices
+# --------------------------------------------------------------------------------- peaks of devices
 
 
 @pytest.mark.parametrize(

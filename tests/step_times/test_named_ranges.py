@@ -1,4 +1,6 @@
-"""``--profile_training``: the phases of each step are named ranges in the trace, and nothing is marked without it."""
+"""``--profile_training``: the phases of each step are named ranges in the trace, and nothing is
+marked without it.
+"""
 
 from __future__ import annotations
 

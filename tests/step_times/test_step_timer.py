@@ -16,7 +16,9 @@ PER_SECOND = 4 * MOST_PER_SECOND
 
 
 class Loop:
-    """Trains on a feed as the loop does: it counts batches, and syncs at the end of a step when that is due."""
+    """Trains on a feed as the loop does: it counts batches, and syncs at the end of a step when
+    that is due.
+    """
 
     def __init__(self, factor=1, *, every=False, start=0):
         self.step = start

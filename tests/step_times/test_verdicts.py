@@ -197,7 +197,8 @@ def test_memory_that_rises_once_is_none_that_grows():
     assert verdicts_of(once) == []
 
 
-# Megabytes of two ranks that trained three layers of 2048 by hand with DDP, at every twentieth step.
+# Megabytes of two ranks that trained three layers of 2048 by hand with DDP, at every twentieth
+# step.
 BY_HAND = [
     (594, 666, 666, 666, 704, 670, 670, 670, 670, 670, 754, 737, 737, 720),
     (594, 601, 635, 634, 652, 719, 688, 738, 721, 705, 721, 739, 705, 739),

@@ -1,4 +1,6 @@
-"""How modules are wrapped and reached, and what is refused; DDP itself with a group of one process."""
+"""How modules are wrapped and reached, and what is refused; DDP itself with a group of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def frozen(module):
     return module.requires_grad_(requires_grad=False)
 
 
-# ------------------------------------------------------------------------------------------- choosing
+# ----------------------------------------------------------------------------------------- choosing
 
 
 def test_make_strategy(group):
@@ -73,12 +75,17 @@ def test_make_strategy(group):
 
 def test_one_process_without_a_group():
     assert type(make_strategy("cpu")) is Strategy
-    assert type(choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True))) is DataParallel
+    assert (
+        type(choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True)))
+        is DataParallel
+    )
 
 
 def test_choices_that_cannot_work(group):
     with pytest.raises(
-        ConfigError, match="a group of processes does not work with data_parallel_backend=True: it is for one process"
+        ConfigError,
+        match="a group of processes does not work with data_parallel_backend=True: it is for one "
+        "process",
     ):
         choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True))
 
@@ -103,7 +110,9 @@ def test_one_process_needs_no_strategy(name):
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1"])
 def test_strategies_that_do_not_go_with_others(name):
     for option, value in {"virtual_ranks": 4, "data_parallel_backend": True}.items():
-        assert f"{option} does not work with strategy={name}: each is" in refused(strategy=name, **{option: value})
+        assert f"{option} does not work with strategy={name}: each is" in refused(
+            strategy=name, **{option: value}
+        )
     assert "data_parallel_backend" in refused(strategy="single", data_parallel_backend=True)
     assert choose_strategy(RunOptions(device="cpu", strategy="single", virtual_ranks=4)).shards == 4
 
@@ -111,7 +120,10 @@ def test_strategies_that_do_not_go_with_others(name):
 def test_post_local_sgd_is_for_several_processes():
     options = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2}
     assert type(choose_strategy(RunOptions(device="cpu", **options))) is Strategy
-    words = "ddp_comm_hook=post_local_sgd does not work with data_parallel_backend=True: it is for several processes"
+    words = (
+        "ddp_comm_hook=post_local_sgd does not work with data_parallel_backend=True: it is for "
+        "several processes"
+    )
     assert refused(data_parallel_backend=True, **options).startswith(words)
 
 
@@ -125,7 +137,7 @@ def test_one_device_does_nothing():
     strategy.finish_gradients()
 
 
-# -------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 def test_modules_on_device():
@@ -142,7 +154,11 @@ def test_modules_on_device():
     assert modules.mover.moved == "meta"
     assert modules.net.layer.weight.device.type == "meta"
     assert list(modules_on_device({}, "cpu")) == []
-    with pytest.raises(ConfigError, match=r"^modules is a Net, not modules by name: pass {'net': net}\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^modules is a Net, not modules by name: pass "
+        r"{'net': net}\.$",
+    ):
         modules_on_device(Net(), "cpu")
     with pytest.raises(ConfigError, match=r"^modules\['lr'\] is a float, not a torch.nn.Module"):
         modules_on_device({"net": Net(), "lr": 0.1}, "cpu")
@@ -154,7 +170,9 @@ OWN = ["weight", "scale", "count", "mask"]
 
 
 class Table(nn.Module):
-    """Has a weight, a buffer, a count and a mask of its own, and a layer; sets what it is told to."""
+    """Has a weight, a buffer, a count and a mask of its own, and a layer; sets what it is told
+    to.
+    """
 
     def __init__(self, sets=OWN):
         super().__init__()
@@ -197,7 +215,8 @@ def test_modules_on_the_meta_device_get_values(monkeypatch):
     assert net.out.weight is net.table.weight
     assert net.norm.running_var.tolist() == [1, 1, 1]
     assert net.norm.num_batches_tracked == 0
-    assert not net.attention.out_proj.bias.any()  # set by the attention after the layer inside of it
+    # set by the attention after the layer inside of it
+    assert not net.attention.out_proj.bias.any()
     again, named = made_on_meta(Tied), made_on_meta(Tied, name="x")
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "6")
     other = made_on_meta(Tied)
@@ -220,7 +239,10 @@ def test_a_part_has_the_same_values_whatever_is_made_with_it():
 @pytest.mark.parametrize("left", OWN)
 def test_what_reset_parameters_leaves_without_values_is_named(left):
     sets = [name for name in OWN if name != left]
-    words = rf"^modules: net is on the meta device, .* and Table.reset_parameters\(\) leaves some: {left}\. Give"
+    words = (
+        r"^modules: net is on the meta device, .* and Table.reset_parameters\(\) leaves some: "
+        rf"{left}\. Give"
+    )
     with pytest.raises(ConfigError, match=words):
         made_on_meta(Table, sets)
 
@@ -266,20 +288,30 @@ def test_a_class_without_reset_parameters_is_named():
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
 
-    with pytest.raises(ConfigError, match=r"^modules: net.1 is on .* and Plain has no reset_parameters\(\)\. Give"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^modules: net.1 is on .* and Plain has no "
+        r"reset_parameters\(\)\. Give",
+    ):
         made_on_meta(lambda: nn.Sequential(nn.Linear(1, 1), Plain()))
 
 
 def test_shared_parameters():
     shared = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"^modules\['b'\] and modules\['a'\] share the parameter 'weight'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^modules\['b'\] and modules\['a'\] share the "
+        r"parameter 'weight'",
+    ):
         refuse_shared_parameters(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     refuse_shared_parameters(nn.ModuleDict({"tied": tied}))  # within one entry it is DDP's affair
     refuse_shared_parameters(nn.ModuleDict({"a": frozen(shared), "b": nn.Sequential(shared)}))
     with pytest.raises(ConfigError, match="or it would get two values from the meta device"):
-        refuse_shared_parameters(nn.ModuleDict({"a": shared.to("meta"), "b": nn.Sequential(shared)}))
+        refuse_shared_parameters(
+            nn.ModuleDict({"a": shared.to("meta"), "b": nn.Sequential(shared)})
+        )
 
 
 def test_moving_buffers():
@@ -292,7 +324,9 @@ def test_moving_buffers():
     assert has_moving_buffers(nn.Sequential(nn.BatchNorm1d(2), Codebook()))
     assert not has_moving_buffers(Codebook(torch.int64))
     assert not has_moving_buffers(Codebook(persistent=False))
-    assert not has_moving_buffers(nn.Sequential(nn.BatchNorm1d(2), SyncBatchNorm(2), nn.Linear(1, 1)))
+    assert not has_moving_buffers(
+        nn.Sequential(nn.BatchNorm1d(2), SyncBatchNorm(2), nn.Linear(1, 1))
+    )
 
 
 def test_unwrap(group):
@@ -305,7 +339,7 @@ def test_unwrap(group):
     assert unwrap(WrappedDDP(compiled)) is net
 
 
-# ---------------------------------------------------------------------------------- reaching through
+# --------------------------------------------------------------------------------- reaching through
 
 WRAPPERS = [WrappedDataParallel, WrappedDDP]
 
@@ -366,7 +400,7 @@ def test_copies_stand_alone(group, wrapper):
     assert copied(torch.ones(1, 2)).shape == (1, 1)
 
 
-# ------------------------------------------------------------------------------------- nn.DataParallel
+# ---------------------------------------------------------------------------------- nn.DataParallel
 
 
 def test_m2_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
@@ -388,7 +422,9 @@ def test_m2_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """A CPU as the accelerator of ``torch.nn.parallel``: its own threads run the replicas, with its own autocast."""
+    """A CPU as the accelerator of ``torch.nn.parallel``: its own threads run the replicas, with its
+    own autocast.
+    """
     module = sys.modules["torch.nn.parallel.parallel_apply"]
     monkeypatch.setattr(module, "_get_device_index", lambda device, optional: 0)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -412,14 +448,18 @@ class Multiplied(nn.Module):
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered(dtype):
-    """The dtype of autocast is kept per thread, and each replica has a thread; a thread begins with the default."""
+    """The dtype of autocast is kept per thread, and each replica has a thread; a thread begins with
+    the default.
+    """
     net = Multiplied()
     wrapped = WrappedDataParallel(net)
     wrapped.src_device_obj, wrapped.device_ids = torch.device("cpu"), [0, 0]
     x = torch.ones(2, 2)
 
     def run():
-        return [output.dtype for output in wrapped.parallel_apply([net, net], [(x,), (x,)], [{}, {}])]
+        return [
+            output.dtype for output in wrapped.parallel_apply([net, net], [(x,), (x,)], [{}, {}])
+        ]
 
     with torch.autocast("cpu", dtype=dtype):
         assert run() == [dtype, dtype]
@@ -427,7 +467,7 @@ def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered
     assert threading.get_ident() not in net.threads
 
 
-# ------------------------------------------------------------------------------------------------ DDP
+# ---------------------------------------------------------------------------------------------- DDP
 
 
 def wrap(**modules):
@@ -437,7 +477,9 @@ def wrap(**modules):
 
 
 def test_wrapping(group):
-    modules, strategy = wrap(net=Net(), fixed=frozen(Net()), plain=nn.ReLU(), norm=nn.BatchNorm1d(3))
+    modules, strategy = wrap(
+        net=Net(), fixed=frozen(Net()), plain=nn.ReLU(), norm=nn.BatchNorm1d(3)
+    )
     assert [type(module) for module in modules.values()] == [WrappedDDP, Net, nn.ReLU, WrappedDDP]
     assert type(modules.norm.module) is SyncBatchNorm
     assert len(strategy.wrapped) == 2
@@ -455,7 +497,9 @@ def test_shared_parameters_are_refused_before_anything_is_wrapped(group):
 
 
 def test_ddp_follows_what_is_frozen_and_unfrozen(group):
-    modules, strategy = wrap(net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fixed=frozen(Net()), same=Net())
+    modules, strategy = wrap(
+        net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fixed=frozen(Net()), same=Net()
+    )
     net, first, same = modules.net.module, modules.net, modules.same
     strategy.follow(modules)
     assert modules.net is first, "nothing has changed"
@@ -531,7 +575,9 @@ def test_gradients_are_finished_only_where_ddp_has_not_averaged(group, monkeypat
     before = [parameter.grad.clone() for parameter in modules.net.parameters()]
     strategy.finish_gradients()
     assert calls == [3 + 2], "a weight of two and a bias, and which of them exist, in one piece"
-    assert all(torch.equal(p.grad, old) for p, old in zip(modules.net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p.grad, old) for p, old in zip(modules.net.parameters(), before, strict=True)
+    )
     modules.net.module(batch).sum().backward()  # past DDP
     strategy.finish_gradients()
     assert calls == [5, 5]
@@ -541,7 +587,9 @@ def test_gradients_are_finished_only_where_ddp_has_not_averaged(group, monkeypat
 
 
 class Copies(TorchDispatchMode):
-    """Notes how tensors are copied to a device that takes its time: whether somebody waits for it."""
+    """Notes how tensors are copied to a device that takes its time: whether somebody waits for
+    it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -555,7 +603,9 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("count", [torch.tensor(3), torch.tensor([2.5])], ids=str)
-def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(group, monkeypatch, count):
+def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(
+    group, monkeypatch, count
+):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **kwargs: dist.Work())
     with Copies() as copies:
         DDP(RunOptions(device="meta")).start_average(count, "meta")
@@ -563,10 +613,14 @@ def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(gr
 
 
 def test_a_backward_pass_decides_whether_to_average_also_in_a_copy(group, monkeypatch):
-    """DDP asks about each bucket, whatever the forward pass expected; in one process an average is the same number."""
+    """DDP asks about each bucket, whatever the forward pass expected; in one process an average is
+    the same number.
+    """
     averaged = []
     real = torch.distributed.all_reduce
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: averaged.append(1) or real(*a, **k))
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda *a, **k: averaged.append(1) or real(*a, **k)
+    )
     strategy = DDP(RunOptions(device="cpu"), decides_late=True)
     modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
     strategy.wrap(modules)
@@ -610,31 +664,54 @@ def test_virtual_ranks_on_a_gpu_compute_with_deterministic_kernels(monkeypatch):
 
 def test_nothing_is_loaded_into_a_module_without_values(tmp_path):
     torch_save(nn.Linear(2, 1), tmp_path / "net.pt")
-    for load in (torch_parameter_transfer, lambda net, path: torch_recovery(net, path, end_of_epoch=True)):
-        with pytest.raises(CheckpointError, match=r"net.pt does not fit this Linear: it is on the meta device"):
+    for load in (
+        torch_parameter_transfer,
+        lambda net, path: torch_recovery(net, path, end_of_epoch=True),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=r"net.pt does not fit this Linear: it is on "
+            r"the meta device",
+        ):
             load(nn.Linear(2, 1, device="meta"), tmp_path / "net.pt")
     torch_save(nn.BatchNorm1d(2, affine=False), tmp_path / "norm.pt")  # has buffers only
     with pytest.raises(CheckpointError, match="it is on the meta device, .* load it after that"):
-        torch_parameter_transfer(nn.BatchNorm1d(2, affine=False, device="meta"), tmp_path / "norm.pt")
+        torch_parameter_transfer(
+            nn.BatchNorm1d(2, affine=False, device="meta"), tmp_path / "norm.pt"
+        )
 
 
 def test_nothing_is_saved_of_a_module_without_values(tmp_path):
-    with pytest.raises(CheckpointError, match="it is on the meta device, without values. .* save it after that"):
+    with pytest.raises(
+        CheckpointError, match="it is on the meta device, without values. .* save it after that"
+    ):
         torch_save(nn.Linear(2, 1, device="meta"), tmp_path / "net.pt")
     assert not list(tmp_path.iterdir())
 
 
 def test_options_of_fsdp_on_the_command_line_without_it_are_told(caplog):
-    given = {"device": "cpu", "fsdp_blocks": ["Block"], "fsdp_cpu_offload": True, "fsdp_min_parameters": 5_000_000}
+    given = {
+        "device": "cpu",
+        "fsdp_blocks": ["Block"],
+        "fsdp_cpu_offload": True,
+        "fsdp_min_parameters": 5_000_000,
+    }
     choose_strategy(RunOptions(**given))
-    said = "Without effect, as strategy=auto: fsdp_blocks, fsdp_cpu_offload. Give --strategy=fsdp, too."
+    said = (
+        "Without effect, as strategy=auto: fsdp_blocks, fsdp_cpu_offload. Give --strategy=fsdp, "
+        "too."
+    )
     assert [one.getMessage() for one in caplog.records] == [said]
 
 
 @pytest.mark.parametrize(
     ("given", "main", "with_it"),
     [
-        ({"matrix_approximation_rank": 2, "start_powersgd_iter": 9}, "ddp_comm_hook=None", "ddp_comm_hook=powersgd"),
+        (
+            {"matrix_approximation_rank": 2, "start_powersgd_iter": 9},
+            "ddp_comm_hook=None",
+            "ddp_comm_hook=powersgd",
+        ),
         ({"local_sgd_period": 4}, "ddp_comm_hook=None", "ddp_comm_hook=post_local_sgd"),
         ({"reference_batch_size": 8}, "lr_scaling=none", "lr_scaling=sqrt"),
         ({"compile_mode": "max-autotune"}, "compile=False", "compile=True"),

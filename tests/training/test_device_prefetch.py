@@ -1,4 +1,6 @@
-"""What moves batches to the device ahead of the step: what it moves, how far it reads, and in which order it waits."""
+"""What moves batches to the device ahead of the step: what it moves, how far it reads, and in which
+order it waits.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,20 @@ def test_a_mapping_stays_what_the_loader_gives():
 
 def test_what_has_tensors_in_it_is_moved_and_the_rest_stays():
     padded = PaddedBatch([{"id": "a", "x": torch.ones(2)}, {"id": "b", "x": torch.ones(1)}])
-    batch = {"t": (torch.ones(1), "text"), "pair": Pair([torch.ones(1)], 3), "own": Own(), "padded": padded}
+    batch = {
+        "t": (torch.ones(1), "text"),
+        "pair": Pair([torch.ones(1)], 3),
+        "own": Own(),
+        "padded": padded,
+    }
     (moved,) = moved_ahead(iter([batch]), META)
-    tensors = moved["t"][0], moved["pair"].one[0], moved["own"].x, moved["padded"].x.data, moved["padded"].x.lengths
+    tensors = (
+        moved["t"][0],
+        moved["pair"].one[0],
+        moved["own"].x,
+        moved["padded"].x.data,
+        moved["padded"].x.lengths,
+    )
     assert {one.device for one in tensors} == {META}
     assert (moved["t"][1], type(moved["pair"]), moved["pair"].other, moved["padded"].id) == (
         "text",
@@ -74,7 +87,9 @@ def test_what_has_tensors_in_it_is_moved_and_the_rest_stays():
 
 
 def test_a_step_waits_for_its_own_batch_and_a_copy_for_what_the_step_was_given(monkeypatch):
-    """With fakes in the place of a GPU's streams: the order in which they are told to wait for each other."""
+    """With fakes in the place of a GPU's streams: the order in which they are told to wait for each
+    other.
+    """
     told = []
 
     class Stream:
@@ -96,13 +111,22 @@ def test_a_step_waits_for_its_own_batch_and_a_copy_for_what_the_step_was_given(m
             return self
 
     step = Stream("step")
-    monkeypatch.setattr("ddpkit.training.device_prefetch._copying_stream", lambda device: Stream("side"))
+    monkeypatch.setattr(
+        "ddpkit.training.device_prefetch._copying_stream", lambda device: Stream("side")
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     for number, _ in enumerate(moved_ahead(iter([Batch(), Batch()]), torch.device("cuda:0")), 1):
         told.append(f"step {number}")
     copy = ["side waits for step", "copied, non_blocking=True"]
-    assert told == [*copy, *copy, "step waits for copy 1", "step 1", "step waits for copy 2", "step 2"]
+    assert told == [
+        *copy,
+        *copy,
+        "step waits for copy 1",
+        "step 1",
+        "step waits for copy 2",
+        ("step 2"),
+    ]
 
 
 class Stream(IterableDataset):
@@ -111,16 +135,21 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("data", "workers", "is_moved"), [(range(4), 1, True), (range(4), 0, False), (Stream(), 1, False)]
+    ("data", "workers", "is_moved"),
+    [(range(4), 1, True), (range(4), 0, False), (Stream(), 1, False)],
 )
 def test_only_a_loader_with_workers_reads_ahead(data, workers, is_moved, monkeypatch):
     told = []
-    monkeypatch.setattr(module.logger, "warning_once", lambda text, *names: told.append(text % names))
+    monkeypatch.setattr(
+        module.logger, "warning_once", lambda text, *names: told.append(text % names)
+    )
     brain = Brain({}, run_opts={"device": "cpu", "prefetch_to_device": True})
     loader = brain.make_dataloader(data, Stage.TRAIN, batch_size=2, num_workers=workers)
     assert (getattr(loader, "passed_through", None) is not None) == is_moved
     assert [one[:24] for one in told] == ([] if is_moved else ["prefetch_to_device needs"])
-    without = Brain({}, run_opts={"device": "cpu"}).make_dataloader(range(4), Stage.TRAIN, num_workers=1)
+    without = Brain({}, run_opts={"device": "cpu"}).make_dataloader(
+        range(4), Stage.TRAIN, num_workers=1
+    )
     assert without.passed_through is None
 
 

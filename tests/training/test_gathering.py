@@ -61,7 +61,10 @@ def test_the_ranks_have_seen_every_sample_once(size, world, keep_step):
         found = []
         for rank in range(world):
             loader = shard(
-                list(range(size)), Sharding(rank, world, keep_step=keep_step), batch_size=batch_size, shuffle=shuffle
+                list(range(size)),
+                Sharding(rank, world, keep_step=keep_step),
+                batch_size=batch_size,
+                shuffle=shuffle,
             )
             loader.set_epoch(3)
             yielded = [batch.tolist() for batch in loader]
@@ -90,12 +93,17 @@ def test_nominal_epochs_do_not_tell_what_was_seen():
     assert gather_results(seen_of(loader, 2), list("abc")) == list("abc"), "as it was given"
     seen = Seen(Stage.TRAIN, loader, divided=True)
     seen.close(4)
-    with pytest.raises(ConfigError, match="the loader of TRAIN is looped, or a stream of virtual ranks"):
+    with pytest.raises(
+        ConfigError, match="the loader of TRAIN is looped, or a stream of virtual ranks"
+    ):
         gather_results(seen, list("abc"))
 
 
 def test_rows():
-    assert [row_count(one) for one in (torch.zeros(3, 2), np.zeros(2), ["a"], (torch.zeros(2), ["a", "b"]))] == [
+    assert [
+        row_count(one)
+        for one in (torch.zeros(3, 2), np.zeros(2), ["a"], (torch.zeros(2), ["a", "b"]))
+    ] == [
         3,
         2,
         1,
@@ -103,8 +111,14 @@ def test_rows():
     ]
     for wrong in (torch.tensor(1), "text", 3, None, (torch.zeros(2), ["a"]), {}, (), {"a": "text"}):
         assert row_count(wrong) is None
-    assert rows_of((torch.tensor([1, 2]), ["a", "b"])) == [(torch.tensor(1), "a"), (torch.tensor(2), "b")]
-    assert rows_of({"x": np.array([1, 2]), "y": {"z": [3, 4]}}) == [{"x": 1, "y": {"z": 3}}, {"x": 2, "y": {"z": 4}}]
+    assert rows_of((torch.tensor([1, 2]), ["a", "b"])) == [
+        (torch.tensor(1), "a"),
+        (torch.tensor(2), "b"),
+    ]
+    assert rows_of({"x": np.array([1, 2]), "y": {"z": [3, 4]}}) == [
+        {"x": 1, "y": {"z": 3}},
+        {"x": 2, "y": {"z": 4}},
+    ]
 
 
 def test_on_cpu_detaches_everything_and_keeps_the_rest():
@@ -125,8 +139,15 @@ def test_forms(seen):
     order = torch.tensor([4, 2, 0, 3, 1])
     assert torch.equal(gather_results(seen, order), torch.arange(5))
     assert gather_results(seen, order.numpy()).tolist() == list(range(5))
-    assert gather_results(seen, (order.tolist(), {"x": list("42031")})) == (list(range(5)), {"x": list("01234")})
-    batches = [torch.tensor([[4, 0], [2, 0]]), torch.tensor([[0, 0, 0], [3, 0, 0]]), torch.tensor([[1]])]
+    assert gather_results(seen, (order.tolist(), {"x": list("42031")})) == (
+        list(range(5)),
+        {"x": list("01234")},
+    )
+    batches = [
+        torch.tensor([[4, 0], [2, 0]]),
+        torch.tensor([[0, 0, 0], [3, 0, 0]]),
+        torch.tensor([[1]]),
+    ]
     assert [row[0].item() for row in gather_results(seen, batches)] == list(range(5))
     assert [len(row) for row in gather_results(seen, batches)] == [3, 1, 2, 3, 2]
     assert gather_results(seen, [["4", "2"], ["0", "3"], ["1"]]) == list("01234")
@@ -139,9 +160,15 @@ def test_per_sample_wins():
     assert gather_results(seen, [["b"], ["a"]]) == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize("wrong", [list("1234"), list("123456"), [[1, 2], [3], [4, 5]], torch.zeros(3), []])
+@pytest.mark.parametrize(
+    "wrong", [list("1234"), list("123456"), [[1, 2], [3], [4, 5]], torch.zeros(3), []]
+)
 def test_a_wrong_number_of_entries(seen, wrong):
-    with pytest.raises(DataError, match=rf"given rank 0: {len(wrong)} entries for 5 samples in 3 batches"):
+    with pytest.raises(
+        DataError,
+        match=rf"given rank 0: {len(wrong)} entries for 5 samples in "
+        r"3 batches",
+    ):
         gather_results(seen, wrong)
 
 
@@ -161,7 +188,9 @@ def test_indices_that_are_names():
 
     loader = shard(Named(), Sharding(), sampler=["c", "a", "b"], batch_size=2)
     assert gather_results(seen_of(loader, 2), [3, 1, 2]) == [3, 1, 2]  # the order of the batches
-    assert gather_results(seen_of(shard(Stream(), Sharding(), batch_size=2), 2), list("abcd")) == list("abcd")
+    assert gather_results(
+        seen_of(shard(Stream(), Sharding(), batch_size=2), 2), list("abcd")
+    ) == list("abcd")
 
 
 def test_running_stages_and_loaders_out_of_order_are_refused():
@@ -177,7 +206,11 @@ def test_predict_under_debug_and_what_it_says_of_a_wrong_output():
     brain = make(debug=True, debug_batches=2)
     assert len(brain.predict(points(9), loader_kwargs={"batch_size": 2})) == 4
     brain.predict_batch = lambda batch: (torch.zeros(2, 1), torch.zeros(3))
-    with pytest.raises(BatchError, match=r"returned a tuple, not one output for each of its 2 sample"):
+    with pytest.raises(
+        BatchError,
+        match=r"returned a tuple, not one output for each of its 2 "
+        r"sample",
+    ):
         brain.predict(points(9), loader_kwargs={"batch_size": 2})
     assert brain.progress.seen is None
 

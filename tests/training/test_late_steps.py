@@ -1,4 +1,5 @@
-"""Steps that the host looks at one step later: nothing else than the same optimizers do when each is looked at first.
+"""Steps that the host looks at one step later: nothing else than the same optimizers do when each
+is looked at first.
 
 On a CPU, whose fused kernels skip by themselves as a GPU's do; what it takes for a GPU is changed.
 """
@@ -83,7 +84,9 @@ class Recipe(Brain):
             self.seen.append((self.optimizer_step, self.nonfinite_count, self.progress.clipped))
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
-        self.ends.append((stage.name, epoch, self.optimizer_step, self.nonfinite_count, self.progress.clipped))
+        self.ends.append(
+            (stage.name, epoch, self.optimizer_step, self.nonfinite_count, self.progress.clipped)
+        )
 
 
 class Sums(Recipe):
@@ -160,7 +163,7 @@ def both(late, *args, **given):
     return at_once, later
 
 
-# ------------------------------------------------------------------------------------------ the same runs
+# ------------------------------------------------------------------------------------ the same runs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,7 +171,9 @@ def both(late, *args, **given):
 def test_the_same_bits_and_counts(late, kind, max_grad_norm):
     _, later = both(late, KINDS[kind], max_grad_norm=max_grad_norm)
     has_state = kind != "SGD"
-    assert later.open == [not has_state, *[True] * (2 * BATCHES - 1)], "the first step makes the state"
+    assert later.open == [not has_state, *[True] * (2 * BATCHES - 1)], (
+        "the first step makes the state"
+    )
     assert later.ends[-1][:4] == ("TRAIN", 2, 2 * BATCHES - 4, 2)
     assert (later.ends[-1][4] > 0) == (0 < max_grad_norm < 1e6)
 
@@ -246,10 +251,12 @@ def test_a_step_is_looked_at_when_the_next_is_made(late, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepCounters, "look", look)
         brain.fit([1], data(), train_loader_kwargs={"batch_size": 4})
-    assert [step for step, is_open in looked if is_open] == [*range(3, BATCHES + 1), BATCHES], "and at the end"
+    assert [step for step, is_open in looked if is_open] == [*range(3, BATCHES + 1), BATCHES], (
+        "and at the end"
+    )
 
 
-# ------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("bad", [(2,), (1, 5), (BATCHES - 1,), (0,)], ids=str)
@@ -263,7 +270,13 @@ def test_giving_up_names_the_step_and_leaves_the_same(late, caplog, bad):
             brain.fit([1, 2], data(bad), train_loader_kwargs={"batch_size": 4})
         warned = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
         assert f"the last in epoch 1, batch {bad[-1] + 1}, after" in str(caught.value)
-        found.append((str(caught.value), [one for one in warned if "step skipped" in one], brain.optimizer_step))
+        found.append(
+            (
+                str(caught.value),
+                [one for one in warned if "step skipped" in one],
+                brain.optimizer_step,
+            )
+        )
     assert found[0] == found[1]
 
 
@@ -303,12 +316,14 @@ def test_the_next_fit_begins_without_the_error_of_one_that_was_interrupted(late)
     assert brain.optimizer_step == 1 + BATCHES
 
 
-# -------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.corner
 @pytest.mark.parametrize(
-    "dies_at", [(1, 3), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 4), (2, 2), (2, 7)))], ids=str
+    "dies_at",
+    [(1, 3), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 4), (2, 2), (2, 7)))],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["AdamW", "momentum"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(late, tmp_path, kind, dies_at):
@@ -333,7 +348,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(late, tmp_path, kind, dies_a
 
 
 def test_a_run_goes_on_with_its_own_kernel(late, tmp_path, caplog):
-    """From a GPU to a CPU and back: which kernel steps is not the checkpoint's, and no changed setting."""
+    """From a GPU to a CPU and back: which kernel steps is not the checkpoint's, and no changed
+    setting.
+    """
 
     def run(epochs):
         torch.manual_seed(0)
@@ -354,22 +371,28 @@ def test_a_run_goes_on_with_its_own_kernel(late, tmp_path, caplog):
     assert "fused" not in caplog.text
 
 
-# ------------------------------------------------------------------------------------------ one step alone
+# ----------------------------------------------------------------------------------- one step alone
 
 
 def parameters(dtype=torch.float32):
     draw = torch.Generator().manual_seed(3)
-    made = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((3,), (2, 4), ())]
+    made = [
+        nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((3,), (2, 4), ())
+    ]
     for one in made:
         one.grad = torch.randn(one.shape, generator=draw).to(dtype)
     return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("multiplier", [1.0, 0.37, torch.tensor(0.37), torch.tensor(0.37, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "multiplier", [1.0, 0.37, torch.tensor(0.37), torch.tensor(0.37, dtype=torch.float64)]
+)
 @pytest.mark.parametrize("max_norm", [None, 0.0, 0.4, 0.9999, 1.0, 1.0001, 2.0, 1e30, math.inf])
 def test_a_step_is_that_of_take_step_bit_for_bit(dtype, multiplier, max_norm):
-    size = torch.stack([one.grad.norm() for one in parameters(dtype)]).norm().item() * float(multiplier)
+    size = torch.stack([one.grad.norm() for one in parameters(dtype)]).norm().item() * float(
+        multiplier
+    )
     limit = None if max_norm is None else max_norm * size
     now, later = parameters(dtype), parameters(dtype)
     expected = take_step([SGD(now, lr=0.1, fused=True)], limit, None, multiplier)
@@ -384,7 +407,10 @@ def test_a_step_is_that_of_take_step_bit_for_bit(dtype, multiplier, max_norm):
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_two_optimizers_with_a_parameter_in_common_step_together(max_norm):
     found = []
-    for take in (lambda those: take_step(those, max_norm), lambda those: take_late_step(those, max_norm).result()):
+    for take in (
+        lambda those: take_step(those, max_norm),
+        lambda those: take_late_step(those, max_norm).result(),
+    ):
         mine = parameters()
         optimizers = [SGD(mine[:2], lr=0.1, fused=True), SGD(mine[1:], lr=0.2, fused=True)]
         torch.optim.lr_scheduler.StepLR(optimizers[0], 1)  # which wraps its step

@@ -28,7 +28,7 @@ from tests.training.feeds import drain, windows_of
 FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
 
-# --------------------------------------------------------------------------------- windows, known length
+# ---------------------------------------------------------------------------- windows, known length
 
 
 @FAST
@@ -40,13 +40,20 @@ FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None
     drop_last=st.booleans(),
 )
 def test_weights_of_a_window(size, batch_size, world_size, factor, drop_last):
-    """Over the ranks' average, the weights of a window add up to one, each in proportion to its samples."""
-    plans = [PlannedBatchSampler(size, batch_size, rank, world_size, drop_last=drop_last) for rank in range(world_size)]
+    """Over the ranks' average, the weights of a window add up to one, each in proportion to its
+    samples.
+    """
+    plans = [
+        PlannedBatchSampler(size, batch_size, rank, world_size, drop_last=drop_last)
+        for rank in range(world_size)
+    ]
     length = len(plans[0])
     ranks = [drain(Feed(plan, length, plan, factor, world_size)) for plan in plans]
     assert {len(steps) for steps in ranks} == {length}
     closes = [[step.closes for step in steps] for steps in ranks]
-    expected_closes = [(number + 1) % factor == 0 or number == length - 1 for number in range(length)]
+    expected_closes = [
+        (number + 1) % factor == 0 or number == length - 1 for number in range(length)
+    ]
     assert closes == [expected_closes] * world_size
     for together in zip(*map(windows_of, ranks), strict=True):
         parts = [part for rank in together for part in rank]
@@ -70,17 +77,24 @@ def test_a_looped_loader_that_goes_on_weighs_its_batches_by_their_own_samples(tm
     first.save(saved)
     again = looped()
     again.load(saved, end_of_epoch=False)
-    assert [(len(step.batch), step.count) for step in drain(Feed(again, 4, again, start=2))] == [(2, 2), (4, 4)]
+    assert [(len(step.batch), step.count) for step in drain(Feed(again, 4, again, start=2))] == [
+        (2, 2),
+        (4, 4),
+    ]
     assert again.step == 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 49])
 def test_equal_batches_weigh_exactly_one(world_size, batch_size):
-    """So that no loss is multiplied where nothing is to be weighed: the bits are those of the bare loop."""
+    """So that no loss is multiplied where nothing is to be weighed: the bits are those of the bare
+    loop.
+    """
     plan = PlannedBatchSampler(batch_size * world_size * 5, batch_size, 0, world_size)
     assert {step.scale for step in drain(Feed(plan, 5, plan, 1, world_size))} == {1.0}
-    assert {step.scale for step in drain(Feed("abcd", 4, factor=4, world_size=world_size))} == {0.25}
+    assert {step.scale for step in drain(Feed("abcd", 4, factor=4, world_size=world_size))} == {
+        0.25
+    }
 
 
 @FAST
@@ -92,15 +106,21 @@ def test_equal_batches_weigh_exactly_one(world_size, batch_size):
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9),
     dealt=st.booleans(),
 )
-def test_gradients_are_those_of_the_mean_over_all_samples(size, batch_size, world_size, factor, sizes, dealt):
-    """What every rank back-propagates, averaged over the ranks, is the gradient of one big batch."""
+def test_gradients_are_those_of_the_mean_over_all_samples(
+    size, batch_size, world_size, factor, sizes, dealt
+):
+    """What every rank back-propagates, averaged over the ranks, is the gradient of one big
+    batch.
+    """
     if dealt:
         numbers = iter(range(100))
         batches = [list(itertools.islice(numbers, one)) for one in sizes]
         plans = [DealtBatchSampler(batches, rank, world_size) for rank in range(world_size)]
         samples = sum(sizes)
     else:
-        plans = [PlannedBatchSampler(size, batch_size, rank, world_size) for rank in range(world_size)]
+        plans = [
+            PlannedBatchSampler(size, batch_size, rank, world_size) for rank in range(world_size)
+        ]
         samples = size
     data = torch.linspace(-1, 2, samples, dtype=torch.float64)
     order = []
@@ -125,7 +145,9 @@ def test_gradients_are_those_of_the_mean_over_all_samples(size, batch_size, worl
 
 
 def test_a_feed_that_goes_on_in_the_midst_of_an_epoch():
-    """The plan's numbers are those of the uninterrupted epoch; the loader has left out what was done."""
+    """The plan's numbers are those of the uninterrupted epoch; the loader has left out what was
+    done.
+    """
     plan = PlannedBatchSampler(19, 2)
     whole = drain(Feed(plan, len(plan), plan, factor=4))
     for start in range(11):
@@ -135,7 +157,9 @@ def test_a_feed_that_goes_on_in_the_midst_of_an_epoch():
             assert rest == whole[start:]
         assert [step.closes for step in rest] == [step.closes for step in whole[start:]]
         for window in windows_of(rest):
-            assert sum(step.scale for step in window) == pytest.approx(1.0), "also of a window cut in two"
+            assert sum(step.scale for step in window) == pytest.approx(1.0), (
+                "also of a window cut in two"
+            )
     assert drain(Feed([], 10, start=12)) == [], "the data has become less"
 
 
@@ -160,7 +184,7 @@ def test_no_batch_too_many_is_asked_for():
     assert asked == [0, 1, 2, 3]
 
 
-# -------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
 class Host:
@@ -221,7 +245,9 @@ def test_an_epoch():
         on_window=lambda: windows.append(host.progress.step),
         tell=lambda: Requests(7.5),
     )
-    assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(10)]
+    assert [(batch, step) for batch, step, _ in host.seen] == [
+        (number, number + 1) for number in range(10)
+    ]
     assert host.progress.step == 10
     assert host.progress.optimizer_step == 5
     assert windows == [2, 4, 6, 8, 10]
@@ -294,7 +320,9 @@ def test_a_failing_host_leaves_the_position():
 
 
 def test_losses_of_overridden_hooks():
-    """What an overridden ``fit_batch`` returns is kept for a while: not its graph, and nothing but a number."""
+    """What an overridden ``fit_batch`` returns is kept for a while: not its graph, and nothing but
+    a number.
+    """
     attached = torch.ones(1, requires_grad=True) * 2
 
     class Overridden(Host):
@@ -321,7 +349,7 @@ def test_losses_of_overridden_hooks():
             evaluate_epoch(Overridden(), range(2), Stage.TEST, Bar(), count=one, sync=Syncs())
 
 
-# ------------------------------------------------------------------------------------------ evaluation
+# --------------------------------------------------------------------------------------- evaluation
 
 
 class Bar:
@@ -335,7 +363,9 @@ class Bar:
 def test_evaluation():
     host, bar = Host(), Bar()
     evaluate_epoch(host, range(8), Stage.VALID, bar, count=one, sync=Syncs(apart=5))
-    assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(8)]
+    assert [(batch, step) for batch, step, _ in host.seen] == [
+        (number, number + 1) for number in range(8)
+    ]
     assert {stage for *_, stage in host.seen} == {Stage.VALID}
     assert host.progress.meter.sums() == (28.0, 8.0, 0)
     assert bar.shown == [(1, 0.0, 1), (6, 2.5, 6)]
@@ -346,14 +376,21 @@ def test_evaluation_weighs_by_samples_and_stops_at_a_limit():
     plan = PlannedBatchSampler(5, 2)
     host = Host()
     sync = PeriodicSync(list, 1, is_main=True)
-    evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), count=lambda number, _: plan.count(number), sync=sync)
+    evaluate_epoch(
+        host,
+        [1.0, 2.0, 9.0],
+        Stage.TEST,
+        Bar(),
+        count=lambda number, _: plan.count(number),
+        sync=sync,
+    )
     assert host.progress.meter.sums() == (2 + 4 + 9, 5.0, 0)
     host = Host()
     evaluate_epoch(host, range(3), Stage.TEST, Bar(), count=one, sync=sync)
     assert host.progress.step == 3
 
 
-# ------------------------------------------------------------------------------------- windows, progress
+# -------------------------------------------------------------------------------- windows, progress
 
 
 def test_what_waits_for_a_step():
@@ -386,16 +423,21 @@ def test_skipped_steps_are_counted_until_patience_ends(caplog):
         for _ in range(2):
             progress.count_skipped(math.nan, patience=2)
     where = "epoch 3, batch 12, after optimizer step 40"
-    assert caplog.messages == [f"The gradients are not finite (norm=nan); step skipped on all ranks: {where}."] * 2
+    assert (
+        caplog.messages
+        == [(f"The gradients are not finite (norm=nan); step skipped on all ranks: {where}.")] * 2
+    )
     with pytest.raises(
-        NonFiniteLossError, match=r"^3 steps of epoch 3 had gradients .*norm=inf; the last in epoch 3, ba"
+        NonFiniteLossError,
+        match=r"^3 steps of epoch 3 had gradients .*norm=inf; the last in "
+        r"epoch 3, ba",
     ):
         progress.count_skipped(math.inf, patience=2)
     with pytest.raises(ValueError, match=r"nonfinite_patience=0\. All were skipped"):
         Progress().count_skipped(math.nan, patience=0)
 
 
-# -------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------- messages
 
 
 class Recipe:
@@ -406,16 +448,33 @@ NO_SCALER = None
 BAD_LOSSES = [
     (3.0, r"returned a float, not a tensor: return the loss itself, without \.item\(\)"),
     (None, "returned a NoneType, not a tensor"),
-    ({"loss": torch.ones(())}, "returned a dict with the keys 'loss': return one loss, such as the sum"),
+    (
+        {"loss": torch.ones(())},
+        ("returned a dict with the keys 'loss': return one loss, such as the sum"),
+    ),
     ([torch.ones(())], "returned a list of 1: return the mean loss, or the tuple"),
     ("text", "returned a str, not a tensor"),
-    (torch.ones(2, 3, requires_grad=True), r"returned a tensor of shape \(2, 3\), not one number: return its mean"),
+    (
+        torch.ones(2, 3, requires_grad=True),
+        (
+            r"returned a tensor of shape \(2, 3\), not one "
+            r"number: return its mean"
+        ),
+    ),
     (torch.ones(0, requires_grad=True), r"returned a tensor of shape \(0,\), not one number"),
-    (torch.ones(()), "returned a loss that does not require a gradient: it does not depend on a trainable parameter"),
+    (
+        torch.ones(()),
+        (
+            "returned a loss that does not require a gradient: it does not depend on a trainable "
+            "parameter"
+        ),
+    ),
 ]
 
 
-@pytest.mark.parametrize("scaler", [NO_SCALER, torch.amp.GradScaler("cpu")], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    "scaler", [NO_SCALER, torch.amp.GradScaler("cpu")], ids=["plain", "scaled"]
+)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize(("loss", "match"), BAD_LOSSES)
 def test_losses_that_cannot_be_trained_on(loss, match, scale, scaler):
@@ -463,7 +522,9 @@ def test_a_weight_has_the_bits_of_a_product(dtype):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_a_complex_loss_is_refused(scale):
     with pytest.raises(RuntimeError, match="real scalar outputs"):
-        backward(torch.ones((), dtype=torch.complex64, requires_grad=True), scale, NO_SCALER, "Recipe")
+        backward(
+            torch.ones((), dtype=torch.complex64, requires_grad=True), scale, NO_SCALER, "Recipe"
+        )
 
 
 def test_losses_of_an_evaluation():
@@ -488,5 +549,9 @@ def test_every_bad_loss_has_a_problem():
 
 def test_a_loader_that_ends_early_is_an_error():
     """Without it an epoch would end there on this rank alone, and the others would wait."""
-    with pytest.raises(DataError, match=r"^the training loader ended after 3 of 5 batches: its length must be"):
+    with pytest.raises(
+        DataError,
+        match=r"^the training loader ended after 3 of 5 batches: its "
+        r"length must be",
+    ):
         drain(Feed(iter("abc"), 5))

@@ -1,4 +1,6 @@
-"""The hooks of a recipe without a Brain around them: one batch, one optimizer step, and what surrounds them."""
+"""The hooks of a recipe without a Brain around them: one batch, one optimizer step, and what
+surrounds them.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ class Offset(Line):
 
     def compute_objectives(self, predictions, batch, stage):
         net = self.modules.net
-        return super().compute_objectives(predictions, batch, stage) + net.other.sum() + net.offset.squeeze()
+        return (
+            super().compute_objectives(predictions, batch, stage)
+            + net.other.sum()
+            + net.offset.squeeze()
+        )
 
 
 def test_gradients_that_share_memory_with_the_weight_of_the_loss_are_right():
@@ -76,7 +82,9 @@ def test_gradients_that_share_memory_with_the_weight_of_the_loss_are_right():
 
 
 class Tripled(torch.autograd.Function):
-    """Writes to the gradient that it is given where autograd does not see it, as a collective does."""
+    """Writes to the gradient that it is given where autograd does not see it, as a collective
+    does.
+    """
 
     @staticmethod
     def forward(ctx, loss):
@@ -117,7 +125,11 @@ def test_one_batch():
     assert loss.item() == 2.0
     assert not loss.requires_grad
     assert brain.weight == pytest.approx(1.8)
-    assert brain.called == [("start", True), ("forward", "TRAIN", 1), ("end", True, True, pytest.approx(1.8))]
+    assert brain.called == [
+        ("start", True),
+        ("forward", "TRAIN", 1),
+        ("end", True, True, pytest.approx(1.8)),
+    ]
     assert (brain.step, brain.optimizer_step, brain.nonfinite_count) == (1, 1, 0)
     assert brain.modules.net.weight.grad is None
 
@@ -143,7 +155,9 @@ def test_the_correction_of_a_stream_is_for_losses_that_were_weighed():
     own.progress.window.correction = 2.0
     (own.modules.net(ONE) ** 2 / 2).sum().backward()
     own.optimizers_step()
-    assert own.weight == pytest.approx(1.8), "a fit_batch of the recipe's own has not used the scale"
+    assert own.weight == pytest.approx(1.8), (
+        "a fit_batch of the recipe's own has not used the scale"
+    )
 
 
 class Sums(Line):
@@ -163,7 +177,9 @@ def sums(*counts, **given):
     return made
 
 
-@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda count: torch.tensor([float(count)])])
+@pytest.mark.parametrize(
+    "kind", [int, float, torch.tensor, lambda count: torch.tensor([float(count)])]
+)
 def test_a_window_of_sums_is_divided_by_what_it_counts(kind):
     brain = sums(kind(3), kind(5))
     window = brain.progress.window
@@ -214,9 +230,15 @@ def test_means_and_sums_do_not_mix_in_a_window(first):
     for step, closes in enumerate([False, True], 1):
         brain.step, window.closes = step, closes
         mean = (step == 1) == first
-        brain.compute_objectives = (lambda predictions, batch, stage: predictions.mean()) if mean else right
+        brain.compute_objectives = (
+            (lambda predictions, batch, stage: predictions.mean()) if mean else right
+        )
         if closes:
-            with pytest.raises(BatchError, match=r"^Sums\.compute_objectives returned a mean loss for some"):
+            with pytest.raises(
+                BatchError,
+                match=r"^Sums\.compute_objectives returned a mean "
+                r"loss for some",
+            ):
                 brain.fit_batch(ONE)
         else:
             brain.fit_batch(ONE)
@@ -252,7 +274,10 @@ def test_counts_that_make_no_sense():
     assert brain.weight == 2.0
     for wrong in (math.inf, math.nan, True, "2"):
         brain = sums(1)
-        brain.compute_objectives = lambda predictions, batch, stage, wrong=wrong: (predictions.sum(), wrong)
+        brain.compute_objectives = lambda predictions, batch, stage, wrong=wrong: (
+            predictions.sum(),
+            wrong,
+        )
         with pytest.raises(BatchError, match="which is not a number >= 0"):
             brain.fit_batch(ONE)
     brain = sums(np.int64(2))
@@ -272,8 +297,15 @@ def test_hooks_that_must_be_overridden():
         pass
 
     bare = Bare(run_opts={"device": "cpu"})
-    for call in (lambda: bare.compute_forward(1, Stage.TRAIN), lambda: bare.compute_objectives(1, 1, Stage.TRAIN)):
-        with pytest.raises(NotImplementedError, match=r"^Bare must define compute_(forward|objectives)\(self, "):
+    for call in (
+        lambda: bare.compute_forward(1, Stage.TRAIN),
+        lambda: bare.compute_objectives(1, 1, Stage.TRAIN),
+    ):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"^Bare must define "
+            r"compute_(forward|objectives)\(self, ",
+        ):
             call()
     for call in (bare.on_stage_start, bare.on_fit_batch_start):
         assert call(None, None) is None
@@ -306,7 +338,7 @@ def test_evaluation():
     assert brain.weight == 2.0
 
 
-# ------------------------------------------------------------------------------------- optimizer steps
+# ---------------------------------------------------------------------------------- optimizer steps
 
 
 def test_a_skipped_step_is_counted_and_patience_ends(caplog):
@@ -339,7 +371,9 @@ def test_gradients_that_are_not_finite_may_be_left_out(caplog):
 
 
 def test_the_scaler_looks_for_its_scale_without_being_counted_at_first():
-    """Overflows while the scale comes down are its business; below one it is not the scale that overflows."""
+    """Overflows while the scale comes down are its business; below one it is not the scale that
+    overflows.
+    """
     brain = line(scaler=torch.amp.GradScaler("cpu", init_scale=4.0), nonfinite_patience=1)
     bad = torch.full((1, 1), math.inf)
     for scale, counted in ((2.0, 0), (1.0, 0), (0.5, 1)):
@@ -375,7 +409,9 @@ def test_an_optimizer_set_by_hand_steps():
 
 
 def test_frozen_optimizers_do_not_step_and_what_a_window_gave_them_ends_with_it():
-    """Else it would be in the first step after the freezing, from all the windows before; and in no checkpoint."""
+    """Else it would be in the first step after the freezing, from all the windows before; and in no
+    checkpoint.
+    """
 
     class Freezing(Line):
         def freeze_optimizers(self, optimizers):
@@ -415,7 +451,7 @@ def test_init_optimizers_tells_the_checkpointer():
     assert len(brain.optimizer.param_groups) == 2
 
 
-# ----------------------------------------------------------------------------- a fit_batch of one's own
+# ------------------------------------------------------------------------- a fit_batch of one's own
 
 
 def flush(brain):
@@ -466,7 +502,7 @@ def test_nothing_is_flushed_without_gradients():
     assert brain.progress.window.pending(1) == 0
 
 
-# ----------------------------------------------------------------------------------------- small things
+# ------------------------------------------------------------------------------------- small things
 
 
 def test_update_average():
@@ -492,7 +528,11 @@ def test_check_loss_isfinite_says_where(caplog):
 def test_counters_are_the_progress():
     brain = line()
     brain.step, brain.optimizer_step, brain.nonfinite_count = 3, 4, 5
-    assert (brain.progress.step, brain.progress.optimizer_step, brain.progress.nonfinite) == (3, 4, 5)
+    assert (brain.progress.step, brain.progress.optimizer_step, brain.progress.nonfinite) == (
+        3,
+        4,
+        5,
+    )
     assert Brain.step.__doc__
 
 
@@ -532,7 +572,11 @@ def test_gradients_of_several_losses_add_up():
 
 def test_two_sums_before_one_step_are_refused():
     brain = named(with_count, with_count)
-    with pytest.raises(BatchError, match=r"^Named\.fit_batch passed two \(loss_sum, count\) to backward\(\)"):
+    with pytest.raises(
+        BatchError,
+        match=r"^Named\.fit_batch passed two \(loss_sum, count\) to "
+        r"backward\(\)",
+    ):
         brain.fit_batch(ONE)
 
 

@@ -59,7 +59,9 @@ def test_nothing_asked_nothing_done(modules, wrapped):
 
 def test_compile_means_every_module_with_the_options(modules, wrapped):
     keys = list(modules.state_dict())
-    compile_modules(modules, options(compile=True, compile_mode="max-autotune", compile_using_fullgraph=True))
+    compile_modules(
+        modules, options(compile=True, compile_mode="max-autotune", compile_using_fullgraph=True)
+    )
     assert names(modules, wrapped) == ["net", "head", "loss"]
     assert wrapped[0][1] == {"mode": "max-autotune", "fullgraph": True, "dynamic": False}
     assert list(modules.state_dict()) == keys
@@ -79,7 +81,11 @@ def test_keys_without_compile_work_and_warn(modules, wrapped, caplog):
 
 
 def test_an_unknown_key_names_the_known_ones(modules, wrapped):
-    with pytest.raises(ConfigError, match=r"compile_module_keys=\['nett'\] names 'nett', .* 'net', 'head', 'loss'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"compile_module_keys=\['nett'\] names 'nett', .* "
+        r"'net', 'head', 'loss'",
+    ):
         compile_modules(modules, options(compile=True, compile_module_keys=["nett"]))
     assert wrapped == []
 
@@ -101,13 +107,17 @@ def test_what_cannot_be_wrapped_is_left_with_the_reason(modules, monkeypatch, ca
 
 
 def test_a_mode_that_torch_does_not_know_is_logged(modules, caplog):
-    compile_modules(modules, options(compile=True, compile_module_keys=["net"], compile_mode="bogus"))
+    compile_modules(
+        modules, options(compile=True, compile_module_keys=["net"], compile_mode="bogus")
+    )
     assert "Unrecognized mode=bogus" in caplog.text
     modules["net"](torch.ones(1, 2))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler on the CPU")
+@pytest.mark.skipif(
+    shutil.which("gcc") is None, reason="torch.compile needs a C compiler on the CPU"
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside its compiler
 def test_a_compiled_module_computes_and_copies_and_saves_as_before(modules):
     x = torch.randn(4, 2)

@@ -31,10 +31,18 @@ def test_the_accumulation_follows(given, world_size, expected):
 
 
 def test_sizes_that_contradict_each_other():
-    with pytest.raises(ConfigError, match=r"^micro_batch_size=8 divides a global batch, .* Give global_batch_size"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^micro_batch_size=8 divides a global batch, .* Give "
+        r"global_batch_size",
+    ):
         micro_batches(RunOptions(micro_batch_size=8), 2)
     options = RunOptions(global_batch_size=64, micro_batch_size=8, grad_accumulation_factor=3)
-    with pytest.raises(ConfigError, match=r"^grad_accumulation_factor=3 contradicts .* needs 4 batches per step on 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^grad_accumulation_factor=3 contradicts .* needs 4 "
+        r"batches per step on 2",
+    ):
         micro_batches(options, 2)
 
 
@@ -46,7 +54,8 @@ def test_what_is_said_at_the_start():
     for rank in (0, 1):
         loader = shard(range(101), Sharding(rank, 2), batch_size=8)
         assert said(loader, len(loader), factor=2) == (
-            "2 processes x batch 8 x accumulation 2 = 32 samples per optimizer step; 4 steps, 101 samples per epoch"
+            "2 processes x batch 8 x accumulation 2 = 32 samples per optimizer step; 4 steps, 101 "
+            "samples per epoch"
         )
         loader = shard(range(101), Sharding(rank, 2, global_batch_size=30, micro_batches=4))
         assert said(loader, len(loader), factor=4) == (
@@ -54,7 +63,9 @@ def test_what_is_said_at_the_start():
             "4 steps, 101 samples per epoch"
         )
     loader = shard(range(101), Sharding(), batch_size=8, drop_last=True)
-    assert said(loader, len(loader), world_size=1).startswith("1 process x batch 8 x accumulation 1 = 8 samples")
+    assert said(loader, len(loader), world_size=1).startswith(
+        "1 process x batch 8 x accumulation 1 = 8 samples"
+    )
     assert said(loader, len(loader), world_size=1).endswith("12 steps, 96 samples per epoch")
 
 
@@ -66,7 +77,8 @@ def test_what_is_said_where_less_is_known():
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     loader = shard(range(10), Sharding(0, 2), batch_sampler=batches)
     assert said(loader, len(loader)) == (
-        "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 10 samples per epoch"
+        "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 10 "
+        "samples per epoch"
     )
     looped = LoopedLoader(shard(range(10), Sharding(0, 2), batch_size=2), 7)
     assert said(looped, 7).endswith("= 4 samples per optimizer step; 7 steps per epoch")
@@ -77,9 +89,12 @@ def test_what_is_said_where_less_is_known():
 
     line = said(DataLoader(Stream(), batch_size=4), None)
     assert line == (
-        "2 processes x batch 4 x accumulation 1 = 8 samples per optimizer step; an unknown number of steps per epoch"
+        "2 processes x batch 4 x accumulation 1 = 8 samples per optimizer step; an unknown number "
+        "of steps per epoch"
     )
-    assert said([1, 2], 2) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
+    assert said([1, 2], 2) == (
+        "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
+    )
 
 
 def test_what_keeps_the_training_of_one_process():
@@ -88,7 +103,11 @@ def test_what_keeps_the_training_of_one_process():
     for one in (loader, LoopedLoader(loader, 4)):
         assert batch_sizes(one, 4, 2, 2).advice() == words
     assert batch_sizes(shard(range(100), Sharding(), batch_size=16), 7, 2, 1).advice() == ""
-    dealt = shard(range(10), Sharding(0, 2), batch_sampler=BatchSampler(SequentialSampler(range(10)), 3, False))
+    dealt = shard(
+        range(10),
+        Sharding(0, 2),
+        batch_sampler=BatchSampler(SequentialSampler(range(10)), 3, False),
+    )
     assert batch_sizes(dealt, 2, 1, 2).advice() == "", "there global_batch_size is refused"
 
 
@@ -106,7 +125,9 @@ def test_a_stream_that_is_divided_unevenly_is_described_alike_on_every_rank():
 
 def test_batches_that_the_dataset_makes_are_no_samples():
     loader = shard([1, 2, 3], Sharding(0, 2), batch_size=None)
-    assert said(loader, len(loader)) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
+    assert said(loader, len(loader)) == (
+        "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
+    )
 
 
 def test_data_that_cannot_feed_the_ranks(caplog):
@@ -115,6 +136,12 @@ def test_data_that_cannot_feed_the_ranks(caplog):
     assert not caplog.messages
     check_train_data(shard(range(3), Sharding(0, 4)), 1)
     (message,) = caplog.messages
-    assert message.startswith("The training set has 3 sample(s) for 4 ranks: a rank without a sample repeats one")
-    with pytest.raises(DataError, match=r"yields no batch.* does not fill one global batch and drop_last=True leaves"):
+    assert message.startswith(
+        "The training set has 3 sample(s) for 4 ranks: a rank without a sample repeats one"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"yields no batch.* does not fill one global batch and "
+        r"drop_last=True leaves",
+    ):
         check_train_data(shard(range(5), Sharding(0, 2), batch_size=4, drop_last=True), 0)

@@ -1,4 +1,6 @@
-"""Batches whose number nobody knows: ranks that end together, samples that weigh the same, sums that nobody awaits."""
+"""Batches whose number nobody knows: ranks that end together, samples that weigh the same, sums
+that nobody awaits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Ranks:
 
             def finish():
                 with self.changed:
-                    assert self.changed.wait_for(lambda: len(self.brought[call]) == self.world_size, timeout=60)
+                    assert self.changed.wait_for(
+                        lambda: len(self.brought[call]) == self.world_size, timeout=60
+                    )
                 return [sum(numbers) for numbers in zip(*self.brought[call], strict=True)]
 
             return finish
@@ -55,13 +59,19 @@ class Ranks:
         def one(stream):
             return drain(
                 StreamFeed(
-                    iter(stream), factor=factor, world_size=self.world_size, start_sum=self.start_sum(), **options
+                    iter(stream),
+                    factor=factor,
+                    world_size=self.world_size,
+                    start_sum=self.start_sum(),
+                    **options,
                 )
             )
 
         with ThreadPoolExecutor(self.world_size) as pool:
             found = list(pool.map(one, streams))
-        assert {len(calls) for calls in self.brought} == {self.world_size}, "all ranks have made the same sums"
+        assert {len(calls) for calls in self.brought} == {self.world_size}, (
+            "all ranks have made the same sums"
+        )
         return found
 
 
@@ -75,7 +85,9 @@ def weights_of(ranks):
     """For each window: for each micro-batch, the ranks' weights in what the optimizer steps on."""
     for together in zip(*map(windows_of, ranks), strict=True):
         correction = together[0][-1].correction
-        assert {rank[-1].correction for rank in together} == {correction}, "every rank corrects alike"
+        assert {rank[-1].correction for rank in together} == {correction}, (
+            "every rank corrects alike"
+        )
         yield [
             [(step.count, step.scale * correction / len(together)) for step in steps]
             for steps in zip(*together, strict=True)
@@ -90,11 +102,15 @@ def test_d4_streams_of_different_lengths_end_together_and_lose_nothing(sizes, fa
     longest = max(map(len, streams))
     for steps, stream in zip(ranks, streams, strict=True):
         assert [batch for batch, *_ in steps] == stream + [stream[-1]] * (longest - len(stream))
-        assert [count for _, count, *_ in steps] == [len(batch) for batch in stream] + [0] * (longest - len(stream))
+        assert [count for _, count, *_ in steps] == [len(batch) for batch in stream] + [0] * (
+            longest - len(stream)
+        )
         assert [step.closes for step in steps] == [
             (number + 1) % factor == 0 or number == longest - 1 for number in range(longest)
         ]
-        assert [step.weight for step in steps] == [step.count for step in steps], "in the loss of the epoch, too"
+        assert [step.weight for step in steps] == [step.count for step in steps], (
+            "in the loss of the epoch, too"
+        )
     for window in weights_of(ranks):
         samples = sum(count for steps in window for count, _ in steps)
         for count, weight in itertools.chain.from_iterable(window):
@@ -116,7 +132,9 @@ def test_every_global_batch_weighs_the_same_if_asked(sizes, factor):
 @FAST
 @given(sizes=SIZES, factor=st.integers(1, 4))
 def test_every_batch_of_the_data_weighs_the_same_if_asked(sizes, factor):
-    ranks = Ranks(len(sizes)).run(batches_of(sizes), factor, weighting="batches", whole_batches=True)
+    ranks = Ranks(len(sizes)).run(
+        batches_of(sizes), factor, weighting="batches", whole_batches=True
+    )
     for window in weights_of(ranks):
         present = [weight for steps in window for count, weight in steps if count]
         assert present == pytest.approx([1 / len(present)] * len(present))
@@ -170,11 +188,17 @@ def test_the_correction_of_a_stream_does_not_outlive_it():
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3], [2, 1, 0]])
 def test_streams_with_nothing_for_a_rank(lengths):
-    """All ranks say so, none is left waiting; also where the others go on in the midst of an epoch."""
+    """All ranks say so, none is left waiting; also where the others go on in the midst of an
+    epoch.
+    """
     present = sum(map(bool, lengths))
     streams = [range(length) for length in lengths]
     for start in (0, 1):
-        with pytest.raises(DataError, match=rf"gives a first batch to {present} of {len(lengths)} rank\(s\) only"):
+        with pytest.raises(
+            DataError,
+            match=rf"gives a first batch to {present} of "
+            rf"{len(lengths)} rank\(s\) only",
+        ):
             Ranks(len(lengths)).run(streams, start=start, left_out=start)
 
 
@@ -183,7 +207,9 @@ def test_a_stream_goes_on_by_leaving_out_what_was_done(factor):
     streams = batches_of([[2, 1, 3, 2, 1], [2, 2, 1]])
     whole = Ranks(2).run(streams, factor)
     for start in (2, 4):
-        assert Ranks(2).run(streams, factor, start=start, left_out=start) == [steps[start:] for steps in whole]
+        assert Ranks(2).run(streams, factor, start=start, left_out=start) == [
+            steps[start:] for steps in whole
+        ]
     assert Ranks(2).run(streams, factor, start=5, left_out=5) == [[], []]
     assert Ranks(2).run(streams, factor, start=9, left_out=9) == [[], []]
 
@@ -234,7 +260,9 @@ def test_sums_are_started_before_a_batch_is_worked_on_and_awaited_after_it(facto
             assert ("wait", number + 1) not in events
     for number in range(1, 9):
         before = events[: events.index(("wait", number))]
-        assert ("work", number - ahead) in before or number < ahead, "it was under way while a batch was worked on"
+        assert ("work", number - ahead) in before or number < ahead, (
+            "it was under way while a batch was worked on"
+        )
     assert sum(event == "wait" for event, _ in events) == 9
 
 

@@ -1,4 +1,6 @@
-"""Random augmentation: a function of (seed, epoch, sample), whoever loads the sample, and however often."""
+"""Random augmentation: a function of (seed, epoch, sample), whoever loads the sample, and however
+often.
+"""
 
 # ruff: noqa: NPY002 -- the global streams are what is tested
 
@@ -25,7 +27,15 @@ from torch.utils.data import (
 import ddpkit.augmentation
 from ddpkit.augmentation import KeyedBatch, KeyedDataset, sample_seed
 from ddpkit.compat import random_streams
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, Sharding, make_dataloader, plan_of, reshard, shard
+from ddpkit.dataloader import (
+    LoopedLoader,
+    SaveableDataLoader,
+    Sharding,
+    make_dataloader,
+    plan_of,
+    reshard,
+    shard,
+)
 from ddpkit.errors import DataError
 from ddpkit.seed import mix, mix_key
 
@@ -35,9 +45,12 @@ KINDS = ("python", "numpy", "torch", "all", "own", "torch and own")
 SINGLE = ("python", "numpy", "torch", "own")  # "all" and "torch and own" draw from all of these
 
 of_each_kind = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SINGLE else kind for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in SINGLE else kind for kind in KINDS],
 )
-more_workers_than_cores = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+more_workers_than_cores = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning"
+)
 
 
 def draw(kind):
@@ -69,7 +82,9 @@ class Noisy(Dataset):
 
     def __getitem__(self, index):
         self.loaded.append(index)
-        return torch.tensor([index, *(draw(self.kind) if index >= self.first else [])], dtype=torch.float64)
+        return torch.tensor(
+            [index, *(draw(self.kind) if index >= self.first else [])], dtype=torch.float64
+        )
 
 
 class Ragged(Noisy):
@@ -93,7 +108,12 @@ def expected_of(index, kind, *, seed=SEED, epoch=1, repeat=None):
 
 def states():
     numpy = np.random.get_state(legacy=False)
-    words = (numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"])
+    words = (
+        numpy["state"]["key"].tobytes(),
+        numpy["state"]["pos"],
+        numpy["has_gauss"],
+        numpy["gauss"],
+    )
     return random.getstate(), words, torch.get_rng_state().numpy().tobytes()
 
 
@@ -122,9 +142,10 @@ def seeded():
     torch.manual_seed(103)
 
 
-# ---------------------------------------------------------------------------------- the numbers themselves
+# --------------------------------------------------------------------------- the numbers themselves
 
-# seed, epoch, indices and repeats of a batch; what Python, numpy, torch and sample_seed give each sample; the collating
+# seed, epoch, indices and repeats of a batch; what Python, numpy, torch and sample_seed give each
+# sample; the collating
 GOLDEN = [
     (
         (5, 1, [0, 3], None),
@@ -153,7 +174,12 @@ GOLDEN = [
 
 
 def some_of_each():
-    streams = (random.getrandbits(40), int(np.random.randint(1 << 30)), np.random.rand(), torch.randint(1 << 30, ()))
+    streams = (
+        random.getrandbits(40),
+        int(np.random.randint(1 << 30)),
+        np.random.rand(),
+        torch.randint(1 << 30, ()),
+    )
     return [*streams[:3], streams[3].item(), sample_seed()]
 
 
@@ -168,26 +194,39 @@ def also_drawing(items):
 
 @pytest.mark.parametrize(("batch", "samples", "collated"), GOLDEN)
 def test_the_numbers_are_those_of_every_version(batch, samples, collated):
-    """A sample gets bit for bit what it got in earlier versions: a run may be resumed with a newer one."""
+    """A sample gets bit for bit what it got in earlier versions: a run may be resumed with a newer
+    one.
+    """
     seed, epoch, indices, repeats = batch
     keyed = KeyedDataset(Drawing(), also_drawing)
     for _ in range(2):  # while it learns what is drawn from, and later
-        assert keyed[KeyedBatch(mix_key(seed, epoch), epoch, indices, repeats)] == (samples, collated)
+        assert keyed[KeyedBatch(mix_key(seed, epoch), epoch, indices, repeats)] == (
+            samples,
+            collated,
+        )
 
 
-# ------------------------------------------------------------------------------------ the same, and why
+# -------------------------------------------------------------------------------- the same, and why
 
 
 @more_workers_than_cores
 @pytest.mark.parametrize("num_workers", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 @of_each_kind
 def test_the_same_whatever_the_workers_and_ranks(kind, num_workers):
-    expected = [[expected_of(index, kind, epoch=epoch) for index in range(SIZE)] for epoch in (1, 2, 3)]
+    expected = [
+        [expected_of(index, kind, epoch=epoch) for index in range(SIZE)] for epoch in (1, 2, 3)
+    ]
     for world_size in (1, 2):
         found = [[], [], []]
         for rank in range(world_size):
             options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-            loader = shard(Noisy(kind), Sharding(rank, world_size, seed=SEED), batch_size=4, shuffle=True, **options)
+            loader = shard(
+                Noisy(kind),
+                Sharding(rank, world_size, seed=SEED),
+                batch_size=4,
+                shuffle=True,
+                **options,
+            )
             for epoch, own in enumerate(epochs_of(loader, (1, 2, 3))):
                 found[epoch] += own
         assert [sorted(epoch) for epoch in found] == expected
@@ -205,15 +244,23 @@ def test_epochs_samples_and_seeds_differ(kind):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streams_that_only_some_samples_draw_from(num_workers):
-    """Keyed from the first draw on, though the first batches, and the first of a worker, draw nothing or otherwise."""
+    """Keyed from the first draw on, though the first batches, and the first of a worker, draw
+    nothing or otherwise.
+    """
     kinds = ("python", "numpy", "torch", "none")
     expected = [[*expected_of(index, kinds[index // 4 % 4]), 0, 0][:3] for index in range(SIZE)]
     for batch_size in (1, 2, 5):
-        loader = shard(Ragged(""), Sharding(seed=SEED), batch_size=batch_size, num_workers=num_workers)
+        loader = shard(
+            Ragged(""), Sharding(seed=SEED), batch_size=batch_size, num_workers=num_workers
+        )
         assert sorted(samples(loader)) == expected
     for start in (1, 9):
         backwards = shard(
-            Ragged(""), Sharding(seed=SEED), batch_size=1, sampler=range(SIZE - start, -1, -1), num_workers=num_workers
+            Ragged(""),
+            Sharding(seed=SEED),
+            batch_size=1,
+            sampler=range(SIZE - start, -1, -1),
+            num_workers=num_workers,
         )
         assert sorted(samples(backwards)) == expected[: SIZE - start + 1]
 
@@ -245,7 +292,7 @@ def test_drawing_a_single_number_that_numpy_had_kept():
     assert batches == [np.random.randn() if index == 6 else index for index in range(SIZE)]
 
 
-# ------------------------------------------------------------------------------ what it must not disturb
+# ------------------------------------------------------------------------- what it must not disturb
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "nothing"])
@@ -262,7 +309,10 @@ def test_the_callers_streams_stay_as_they_were(kind):
     np.random.seed(102)
     np.random.randn()
     assert states() == before
-    between = [draw("all") for _ in itertools.islice(shard(Noisy(kind), Sharding(seed=SEED), batch_size=4), 3)]
+    between = [
+        draw("all")
+        for _ in itertools.islice(shard(Noisy(kind), Sharding(seed=SEED), batch_size=4), 3)
+    ]
     assert between == drawn
 
 
@@ -312,7 +362,9 @@ def test_errors_come_out_as_they_are(batch_size):
     assert caught.traceback[-1].path.name == "test_augmentation.py"
     assert states() == before
     assert ddpkit.augmentation._NOW.batch is None
-    with pytest.raises(IndexError, match=r"(?s)DataLoader worker process 0.*no sample 6 here") as caught:
+    with pytest.raises(
+        IndexError, match=r"(?s)DataLoader worker process 0.*no sample 6 here"
+    ) as caught:
         list(shard(Failing("all"), Sharding(), batch_size=batch_size, num_workers=1))
     assert 'in __getitem__\n    raise IndexError("no sample 6 here")' in str(caught.value)
 
@@ -332,7 +384,7 @@ def test_after_an_error_the_next_batch_is_right():
     assert keyed[batch].tolist() == [expected_of(index, "all") for index in (0, 1)]
 
 
-# ------------------------------------------------------------------------------------- kinds of loaders
+# --------------------------------------------------------------------------------- kinds of loaders
 
 
 def jitter(items, kind="all"):
@@ -345,10 +397,13 @@ def test_collating_is_keyed_on_the_first_sample(kind, num_workers):
     collate = functools.partial(jitter, kind=kind)
     dataset = Noisy("nothing")
     before = states()
-    loader = shard(dataset, Sharding(seed=SEED), batch_size=4, collate_fn=collate, num_workers=num_workers)
+    loader = shard(
+        dataset, Sharding(seed=SEED), batch_size=4, collate_fn=collate, num_workers=num_workers
+    )
     found = list(loader)
     assert states() == before
-    twice = () if kind == "own" else range(4)  # no sample of the first batch had told that anything is drawn
+    # no sample of the first batch had told that anything is drawn
+    twice = () if kind == "own" else range(4)
     assert dataset.loaded == ([] if num_workers else [*twice, *range(SIZE)])
     for batch, drawn in found:
         key = mix(mix_key(SEED, 1, int(batch[0])) ^ ddpkit.augmentation._COLLATE)
@@ -372,12 +427,23 @@ class Listing(Noisy):
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "batch_size"), [(0, 1), (0, 4), (2, 4), pytest.param(2, 1, marks=pytest.mark.slow)]
+    ("num_workers", "batch_size"),
+    [(0, 1), (0, 4), (2, 4), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
 @of_each_kind
 def test_a_dataset_that_loads_lists(kind, num_workers, batch_size):
-    for dataset in (Listing(kind), Subset(Listing(kind), range(SIZE)), Subset(Noisy(kind), range(SIZE))):
-        loader = shard(dataset, Sharding(seed=SEED), batch_size=batch_size, shuffle=True, num_workers=num_workers)
+    for dataset in (
+        Listing(kind),
+        Subset(Listing(kind), range(SIZE)),
+        Subset(Noisy(kind), range(SIZE)),
+    ):
+        loader = shard(
+            dataset,
+            Sharding(seed=SEED),
+            batch_size=batch_size,
+            shuffle=True,
+            num_workers=num_workers,
+        )
         assert sorted(samples(loader)) == [expected_of(index, kind) for index in range(SIZE)]
 
 
@@ -428,7 +494,9 @@ def test_a_dataset_that_makes_the_batch_itself_is_keyed_by_the_batch():
 
     for num_workers in (0, 2):
         before = states()
-        loader = shard(Made(""), Sharding(seed=SEED), batch_size=4, collate_fn=dict, num_workers=num_workers)
+        loader = shard(
+            Made(""), Sharding(seed=SEED), batch_size=4, collate_fn=dict, num_workers=num_workers
+        )
         found = list(loader)
         assert states() == before
         for batch in found:
@@ -438,13 +506,19 @@ def test_a_dataset_that_makes_the_batch_itself_is_keyed_by_the_batch():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_of_whole_batches(num_workers):
-    loader = shard(Noisy("all"), Sharding(seed=SEED), batch_size=None, shuffle=True, num_workers=num_workers)
-    assert sorted(batch.tolist() for batch in loader) == [expected_of(index, "all") for index in range(SIZE)]
+    loader = shard(
+        Noisy("all"), Sharding(seed=SEED), batch_size=None, shuffle=True, num_workers=num_workers
+    )
+    assert sorted(batch.tolist() for batch in loader) == [
+        expected_of(index, "all") for index in range(SIZE)
+    ]
 
 
 def test_a_ready_made_loader_is_keyed_like_any_other():
     ready = DataLoader(Noisy("all"), batch_size=4, shuffle=True)
-    assert sorted(samples(reshard(ready, Sharding(seed=SEED)))) == [expected_of(index, "all") for index in range(SIZE)]
+    assert sorted(samples(reshard(ready, Sharding(seed=SEED)))) == [
+        expected_of(index, "all") for index in range(SIZE)
+    ]
 
 
 def test_a_loader_without_a_plan_is_keyed_on_the_global_seed(monkeypatch):
@@ -472,7 +546,7 @@ def test_streams_are_left_alone():
     assert torch.equal(next(iter(loader)), expected)
 
 
-# ----------------------------------------------------------------------------- samples that come more than once
+# ----------------------------------------------------------------- samples that come more than once
 
 
 def weighted():
@@ -489,11 +563,20 @@ def test_a_repeated_sample_is_augmented_anew(make, num_workers):
         for rank in range(world_size):
             sharding, options = Sharding(rank, world_size, seed=SEED), {"num_workers": num_workers}
             if make == "sampler":
-                loader = shard(Noisy("all"), sharding, sampler=weighted(), batch_size=size, **options)
+                loader = shard(
+                    Noisy("all"), sharding, sampler=weighted(), batch_size=size, **options
+                )
             elif make == "batch_sampler":
-                loader = shard(Noisy("all"), sharding, batch_sampler=BatchSampler(weighted(), size, False), **options)
+                loader = shard(
+                    Noisy("all"),
+                    sharding,
+                    batch_sampler=BatchSampler(weighted(), size, False),
+                    **options,
+                )
             else:
-                loader = SaveableDataLoader(Noisy("all"), batch_size=6, sampler=weighted(), **options)
+                loader = SaveableDataLoader(
+                    Noisy("all"), batch_size=6, sampler=weighted(), **options
+                )
             parts += epochs_of(loader, (2,))[0]
         found[world_size] = sorted(parts)
     alone = found[1]
@@ -509,7 +592,10 @@ def test_a_repeated_sample_is_augmented_anew(make, num_workers):
 
 
 def test_a_repeated_sample_after_a_recovery():
-    expected = [batch.tolist() for batch in shard(Noisy("all"), Sharding(seed=SEED), sampler=weighted(), batch_size=4)]
+    expected = [
+        batch.tolist()
+        for batch in shard(Noisy("all"), Sharding(seed=SEED), sampler=weighted(), batch_size=4)
+    ]
     for done in range(6):
         loader = shard(Noisy("all"), Sharding(seed=SEED), sampler=weighted(), batch_size=4)
         loader.skip_next(done)
@@ -526,22 +612,32 @@ def test_indices_that_are_no_numbers():
     batches = [[(0, "small"), (1, "small")], [(0, "large")], [(0, "small")]]
     found = []
     for num_workers in (0, 2):
-        loader = shard(Sized(""), Sharding(seed=SEED), batch_sampler=batches, collate_fn=list, num_workers=num_workers)
+        loader = shard(
+            Sized(""),
+            Sharding(seed=SEED),
+            batch_sampler=batches,
+            collate_fn=list,
+            num_workers=num_workers,
+        )
         found.append(list(itertools.chain(*loader)))
     assert found[0] == found[1]
     assert len({sample[2] for sample in found[0]}) == 4
-    tensors = shard(Noisy("all"), Sharding(seed=SEED), batch_sampler=[torch.tensor([3, 4]), np.array([5])])
+    tensors = shard(
+        Noisy("all"), Sharding(seed=SEED), batch_sampler=[torch.tensor([3, 4]), np.array([5])]
+    )
     assert samples(tensors) == [expected_of(index, "all") for index in (3, 4, 5)]
 
 
-# ------------------------------------------------------------------------------------ resume and workers
+# ------------------------------------------------------------------------------- resume and workers
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("done", [1, 3])
 def test_the_rest_of_an_epoch_after_a_recovery(num_workers, done):
     def make():
-        loader = shard(Noisy("all"), Sharding(seed=SEED), batch_size=4, shuffle=True, num_workers=num_workers)
+        loader = shard(
+            Noisy("all"), Sharding(seed=SEED), batch_size=4, shuffle=True, num_workers=num_workers
+        )
         loader.set_epoch(2)
         return loader
 
@@ -568,7 +664,12 @@ def start(worker):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_know_the_dataset_and_the_epoch(persistent):
-    options = {"num_workers": 2, "persistent_workers": persistent, "worker_init_fn": start, "collate_fn": list}
+    options = {
+        "num_workers": 2,
+        "persistent_workers": persistent,
+        "worker_init_fn": start,
+        "collate_fn": list,
+    }
     loader = shard(Curious("", size=4), Sharding(), batch_size=1, **options)
     pids = []
     for epoch in (1, 2, 3):
@@ -576,14 +677,18 @@ def test_workers_know_the_dataset_and_the_epoch(persistent):
         if not persistent:
             loader.dataset.set_epoch(epoch)
         iterator = iter(loader)
-        assert list(itertools.chain(*iterator)) == [[epoch, True, worker] for worker in (0, 1, 0, 1)]
+        assert list(itertools.chain(*iterator)) == [
+            [epoch, True, worker] for worker in (0, 1, 0, 1)
+        ]
         if persistent:
             pids.append({child.pid for child in multiprocessing.active_children()})
     assert all(pid == pids[0] for pid in pids)
 
 
 def test_persistent_workers_end_with_their_loader():
-    loader = shard(Noisy("all", size=4), Sharding(), batch_size=1, num_workers=1, persistent_workers=True)
+    loader = shard(
+        Noisy("all", size=4), Sharding(), batch_size=1, num_workers=1, persistent_workers=True
+    )
     others = set(multiprocessing.active_children())
     list(loader)
     (worker,) = set(multiprocessing.active_children()) - others
@@ -605,17 +710,21 @@ def test_a_loader_inside_a_dataset():
     class Outer(Noisy):
         def __getitem__(self, index):
             first = draw("own")
-            inner = [batch.tolist() for batch in make_dataloader(Noisy("all", size=4), batch_size=2)]
+            inner = [
+                batch.tolist() for batch in make_dataloader(Noisy("all", size=4), batch_size=2)
+            ]
             return [index, draw("own") == first, inner[0][0][1], *draw("all")]
 
     loader = shard(Outer("", size=3), Sharding(seed=SEED), batch_size=1, collate_fn=list)
     found = list(itertools.chain(*loader))
     assert [sample[1] for sample in found] == [True] * 3
     assert len({sample[2] for sample in found}) == 1
-    assert [[sample[0], *sample[3:]] for sample in found] == [expected_of(index, "all") for index in range(3)]
+    assert [[sample[0], *sample[3:]] for sample in found] == [
+        expected_of(index, "all") for index in range(3)
+    ]
 
 
-# ------------------------------------------------------------------------------------------- sample_seed
+# -------------------------------------------------------------------------------------- sample_seed
 
 
 def test_sample_seed_outside_of_a_loader_follows_torchs_stream():
@@ -628,14 +737,16 @@ def test_sample_seed_outside_of_a_loader_follows_torchs_stream():
     assert len({sample[1] for sample in samples(plain)}) == SIZE
 
 
-# ----------------------------------------------------------------------------- how randomness is found out
+# ---------------------------------------------------------------------- how randomness is found out
 
 
 @pytest.fixture(params=[True, False], ids=["memory", "states"])
 def _looks(request, monkeypatch):
     """Look at the generators' memory, or read their states as where that shows nothing."""
     views = random_streams._memory_of_process(np.random.get_bit_generator())
-    monkeypatch.setattr(random_streams, "_memory_of_process", lambda bits: views if request.param else ())
+    monkeypatch.setattr(
+        random_streams, "_memory_of_process", lambda bits: views if request.param else ()
+    )
     assert views, "else the fast way was never tried"
 
 
@@ -676,7 +787,11 @@ def test_another_bit_generator_in_numpys_place_is_refused():
     held = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(4))
     try:
-        with pytest.raises(TypeError, match=r"PCG64 is in the place of numpy's global generator.*sample_seed\(\)"):
+        with pytest.raises(
+            TypeError,
+            match=r"PCG64 is in the place of numpy's global "
+            r"generator.*sample_seed\(\)",
+        ):
             list(shard(Noisy("numpy"), Sharding(seed=SEED), batch_size=2))
     finally:
         np.random.set_bit_generator(held)
@@ -693,5 +808,9 @@ class RunsDry:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stop_iteration_of_the_dataset_is_no_end_of_the_epoch(num_workers):
     loader = shard(RunsDry(), Sharding(), batch_size=2, num_workers=num_workers)
-    with pytest.raises(DataError, match=r"RunsDry raised StopIteration for the samples \[2, 3\]: to a loader"):
+    with pytest.raises(
+        DataError,
+        match=r"RunsDry raised StopIteration for the samples \[2, "
+        r"3\]: to a loader",
+    ):
         list(loader)

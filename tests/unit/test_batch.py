@@ -20,7 +20,13 @@ from tests.contract.recipes import Regression, make
 
 def samples(lengths=(2, 4, 1)):
     return [
-        {"id": f"s{k}", "sig": torch.arange(1.0, n + 1), "label": k, "score": k / 2, "words": ["w"] * n}
+        {
+            "id": f"s{k}",
+            "sig": torch.arange(1.0, n + 1),
+            "label": k,
+            "score": k / 2,
+            "words": ["w"] * n,
+        }
         for k, n in enumerate(lengths)
     ]
 
@@ -75,7 +81,12 @@ def test_an_unknown_key_is_told_with_those_there_are():
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_every_number_of_samples_has_the_same_dimensions(number):
-    batch = PaddedBatch([{"x": torch.ones(3, 2), "none": torch.ones(0), "dot": np.float32(2)} for _ in range(number)])
+    batch = PaddedBatch(
+        [
+            {"x": torch.ones(3, 2), "none": torch.ones(0), "dot": np.float32(2)}
+            for _ in range(number)
+        ]
+    )
     assert batch.x.data.shape == (number, 3, 2)
     assert batch.none.data.shape == (number, 0)
     assert batch.dot.data.tolist() == [2.0] * number
@@ -83,13 +94,20 @@ def test_every_number_of_samples_has_the_same_dimensions(number):
 
 
 def test_padding_can_be_chosen_by_key():
-    pair = [{"a": np.array([1, 2]), "b": torch.tensor([5])}, {"a": np.array([3]), "b": torch.tensor([6])}]
+    pair = [
+        {"a": np.array([1, 2]), "b": torch.tensor([5])},
+        {"a": np.array([3]), "b": torch.tensor([6])},
+    ]
     batch = PaddedBatch(pair, padded_keys=["a"], per_key_padding_kwargs={"a": {"value": -100}})
     assert batch.a.data.tolist() == [[1, 2], [3, -100]]
     assert batch.b.tolist() == [[5], [6]]
-    batch = PaddedBatch(pair, padding_kwargs={"value": 9}, per_key_padding_kwargs={"b": {"value": 0}})
+    batch = PaddedBatch(
+        pair, padding_kwargs={"value": 9}, per_key_padding_kwargs={"b": {"value": 0}}
+    )
     assert batch.a.data.tolist() == [[1, 2], [3, 9]]
-    flipped = PaddedBatch(pair, padding_func=lambda values: (torch.stack([v[:1] for v in values]), torch.zeros(2)))
+    flipped = PaddedBatch(
+        pair, padding_func=lambda values: (torch.stack([v[:1] for v in values]), torch.zeros(2))
+    )
     assert flipped.a.data.tolist() == [[1], [3]]
 
 
@@ -147,8 +165,13 @@ def test_a_batch_can_be_copied_and_sent(again):
 
 
 def test_it_comes_out_of_workers():
-    loader = DataLoader(samples(), 2, collate_fn=functools.partial(PaddedBatch, padded_keys=["sig"]), num_workers=1)
-    assert [(batch.id, batch.sig.data.shape[1]) for batch in loader] == [(["s0", "s1"], 4), (["s2"], 1)]
+    loader = DataLoader(
+        samples(), 2, collate_fn=functools.partial(PaddedBatch, padded_keys=["sig"]), num_workers=1
+    )
+    assert [(batch.id, batch.sig.data.shape[1]) for batch in loader] == [
+        (["s0", "s1"], 4),
+        (["s2"], 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +184,10 @@ def test_it_comes_out_of_workers():
             [{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}],
             r"'x' .* can be padded: shapes \[\(2, 3\), \(2, 4\)\]",
         ),
-        ([{"x": torch.ones(2)}, {"x": "text"}], "'x' of a batch must hold tensors that can be padded"),
+        (
+            [{"x": torch.ones(2)}, {"x": "text"}],
+            ("'x' of a batch must hold tensors that can be padded"),
+        ),
     ],
 )
 def test_what_makes_no_batch_is_told(examples, message):
@@ -174,7 +200,9 @@ def test_no_tensors_cannot_be_padded():
         batch_pad_right([])
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": [[0, 1], [2]], "batch_size": None}])
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 2}, {"batch_sampler": [[0, 1], [2]], "batch_size": None}]
+)
 def test_a_dataset_that_offers_keys_gets_padded_batches(options):
     assert [batch.id for batch in make_dataloader(Offering(), **options)] == [["s0", "s1"], ["s2"]]
     looped = make_dataloader(Offering(), looped_nominal_epoch=2, **options)

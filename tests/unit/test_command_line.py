@@ -12,9 +12,16 @@ import ddpkit
 from ddpkit.command_line import help_text
 from ddpkit.errors import ConfigError, LaunchError, MissingFileError
 from ddpkit.run_opts import OPTIONS, RunOptions
-from tests.command_lines import LAUNCHER, YAML_TEXT, hparams_yaml, launched_fixture, overrides, parse  # noqa: F401 -- fixtures
+from tests.command_lines import (
+    LAUNCHER,
+    YAML_TEXT,
+    hparams_yaml,  # noqa: F401 -- fixtures
+    launched_fixture,  # noqa: F401 -- fixtures
+    overrides,
+    parse,
+)
 
-# ------------------------------------------------------------------------- the faults of REGRESSIONS.md
+# --------------------------------------------------------------------- the faults of REGRESSIONS.md
 
 
 def test_the_page_of_the_options_is_the_help():
@@ -26,7 +33,9 @@ def test_c1_optimizer_step_limit_is_an_int():
     for words in (["--optimizer_step_limit=10"], ["--optimizer_step_limit", "10"]):
         limit = parse("h.yaml", *words)[1].optimizer_step_limit
         assert (limit, type(limit)) == (10, int)
-    with pytest.raises(ConfigError, match="--optimizer_step_limit expects a whole number, got 'ten'"):
+    with pytest.raises(
+        ConfigError, match="--optimizer_step_limit expects a whole number, got 'ten'"
+    ):
         parse("h.yaml", "--optimizer_step_limit=ten")
 
 
@@ -68,7 +77,10 @@ def test_c3_the_yaml_may_stand_anywhere(words, text):
 def test_c3_the_yaml_may_follow_a_list():
     file, options, _ = parse("--jit_module_keys", "a", "b", "h.yaml")
     assert (file, options.jit_module_keys) == ("h.yaml", ["a", "b"])
-    assert parse("h.yaml", "--jit_module_keys", "a", "b", "--debug")[1].jit_module_keys == ["a", "b"]
+    assert parse("h.yaml", "--jit_module_keys", "a", "b", "--debug")[1].jit_module_keys == [
+        "a",
+        "b",
+    ]
     assert parse("h.yaml", "--compile_module_keys=a,b")[1].compile_module_keys == ["a", "b"]
 
 
@@ -121,7 +133,10 @@ def test_c5_a_switch_never_swallows_a_word():
 
 def test_c6_minutes_are_a_float():
     assert parse("h.yaml", "--ckpt_interval_minutes=0.5")[1].ckpt_interval_minutes == 0.5
-    assert parse("h.yaml", "--distributed_timeout_minutes", "2.5")[1].distributed_timeout_minutes == 2.5
+    assert (
+        parse("h.yaml", "--distributed_timeout_minutes", "2.5")[1].distributed_timeout_minutes
+        == 2.5
+    )
 
 
 def test_pain24_arguments_of_old_launchers_are_accepted(launched, monkeypatch, caplog):
@@ -132,7 +147,8 @@ def test_pain24_arguments_of_old_launchers_are_accepted(launched, monkeypatch, c
     assert os.environ["LOCAL_RANK"] == "1"
     assert options.distributed_launch is True
     assert "local_rank" not in options
-    assert [r.getMessage().split(":")[0] for r in caplog.records] == []  # this is rank 1: main alone speaks
+    # this is rank 1: main alone speaks
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == []
 
 
 def test_pain24_distributed_launch_has_no_effect(caplog):
@@ -160,7 +176,7 @@ def test_o12_options_made_by_hand_count():
     assert options.resolved().device == "cpu"
 
 
-# ---------------------------------------------------------------------------------- overrides as YAML
+# -------------------------------------------------------------------------------- overrides as YAML
 
 
 @pytest.mark.parametrize(
@@ -230,7 +246,9 @@ def test_an_override_that_matches_nothing_names_what_comes_close(word, meant):
     with pytest.raises(ConfigError) as caught:
         parse("h.yaml", word)
     name = word.partition("=")[0]
-    assert str(caught.value).startswith(f"{name} is neither a run option nor a key of 'h.yaml'{meant}")
+    assert str(caught.value).startswith(
+        f"{name} is neither a run option nor a key of 'h.yaml'{meant}"
+    )
 
 
 def test_reading_the_keys_runs_nothing(tmp_path):
@@ -244,7 +262,7 @@ def test_keys_that_come_by_merge_are_keys(tmp_path):
     assert parse("h.yaml", "--x=2", "--y=3", "--z=4")[2] == "x: 2\ny: 3\nz: 4"
 
 
-# --------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def test_missing_yaml(tmp_path):
@@ -289,18 +307,22 @@ def test_an_unreadable_yaml(tmp_path):
     [
         (["--precision=fp8"], "--precision expects one of fp32, fp16, bf16, got 'fp8'"),
         (["--eval_precision", "x"], "--eval_precision expects one of fp32, fp16, bf16, got 'x'"),
-        (["--grad_accumulation_factor=0"], "--grad_accumulation_factor expects a number >= 1, got '0'"),
+        (["--grad_accumulation_factor=0"],
+        "--grad_accumulation_factor expects a number >= 1, got '0'"),
         (["--debug_batches=-1"], "--debug_batches expects a number >= 1, got '-1'"),
         (["--nonfinite_patience=-1"], "--nonfinite_patience expects a number >= 0, got '-1'"),
         (["--distributed_timeout_minutes=0"], "timeout_minutes expects a number > 0, got '0'"),
         (["--max_grad_norm=nan"], "--max_grad_norm expects a number, got 'nan'"),
-        (["--max_grad_norm=x"], "--max_grad_norm: clip gradients to this norm; 0 or less: never (default: 5.0)"),
+        (["--max_grad_norm=x"],
+        "--max_grad_norm: clip gradients to this norm; 0 or less: never (default: 5.0)"),
         (["--debug_batches=1.5"], "--debug_batches expects a whole number, got '1.5'"),
         (["--precision"], "--precision needs a value, --precision=fp32|fp16|bf16"),
         (["--precision", "--debug"], "--precision needs a value"),
         (["--device=cuda:9"], "device='cuda:9'"),
-        (["--ckpt_interval_minutes=1", "--ckpt_interval_steps=5"], "1.0 and ckpt_interval_steps=5 are both"),
-        (["--data_parallel_backend"], "data_parallel_backend=True means all GPUs from one process: it needs a GPU"),
+        (["--ckpt_interval_minutes=1", "--ckpt_interval_steps=5"],
+        "1.0 and ckpt_interval_steps=5 are both"),
+        (["--data_parallel_backend"],
+        "data_parallel_backend=True means all GPUs from one process: it needs a GPU"),
         (["stray"], "found: 'h.yaml', 'stray'"),
         (["-v"], "found: 'h.yaml', '-v'"),
     ],
@@ -327,10 +349,12 @@ def test_data_parallel_in_the_yaml_under_a_launcher(launched, tmp_path):
         RunOptions().resolved({"data_parallel_backend": True})
 
 
-# ----------------------------------------------------------------------------------- help and version
+# --------------------------------------------------------------------------------- help and version
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["h.yaml", "--seed", "3", "--help"], ["--flag", "-h"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["-h"], ["h.yaml", "--seed", "3", "--help"], ["--flag", "-h"]]
+)
 def test_help_prints_and_stops(capsys, words):
     with pytest.raises(SystemExit) as caught:
         parse(*words)
@@ -353,12 +377,16 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         parse("--version")
     assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith(f"ddpkit {ddpkit.__version__} (torch {torch.__version__}")
+    assert capsys.readouterr().out.startswith(
+        f"ddpkit {ddpkit.__version__} (torch {torch.__version__}"
+    )
 
 
 @pytest.mark.parametrize("value", ["[1,2", "{a: 1", "[[1]", " {"])
 def test_a_bracket_that_is_not_closed_is_an_error_and_no_text(value):
-    with pytest.raises(ConfigError, match="is not valid YAML: the bracket at its beginning is not closed. Close it"):
+    with pytest.raises(
+        ConfigError, match="is not valid YAML: the bracket at its beginning is not closed. Close it"
+    ):
         parse("h.yaml", f"--seed={value}")
 
 
@@ -374,6 +402,10 @@ def test_a_switch_without_a_value_is_turned_on_and_other_keys_need_one():
     file.close()
     assert parse("h.yaml", "--off", "--flag")[2] == "off: True\nflag: True"
     for key in ("seed", "empty"):
-        with pytest.raises(ConfigError, match=rf"^--{key} needs a value, .*: --{key}=\.\.\. \(null for none\)\.$"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^--{key} needs a value, .*: --{key}=\.\.\. "
+            r"\(null for none\)\.$",
+        ):
             parse("h.yaml", f"--{key}")
     assert parse("h.yaml", "--seed=null")[2] == "seed: null"

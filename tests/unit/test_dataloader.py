@@ -40,7 +40,9 @@ from tests.data.test_streams import Stream
 
 
 class Numbers(Dataset):
-    """The numbers 0 to n - 1; remembers, in this process, which were loaded, and is told of epochs."""
+    """The numbers 0 to n - 1; remembers, in this process, which were loaded, and is told of
+    epochs.
+    """
 
     def __init__(self, size):
         self.size = size
@@ -79,7 +81,9 @@ def plain(batches):
 
 def over(world_size, make, **options):
     """What each rank's loader yields."""
-    return [plain(make(Sharding(rank, world_size, seed=5, **options))) for rank in range(world_size)]
+    return [
+        plain(make(Sharding(rank, world_size, seed=5, **options))) for rank in range(world_size)
+    ]
 
 
 def flat(batches):
@@ -92,14 +96,18 @@ def counted(loader):
     return flat(batch[: plan.count(number)] for number, batch in enumerate(plain(loader)))
 
 
-# ---------------------------------------------------------------------------------------------- shard
+# -------------------------------------------------------------------------------------------- shard
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_shard_divides_without_repeats(num_workers):
     for world_size in (1, 2, 3):
         found = [
-            counted(shard(Numbers(11), Sharding(rank, world_size), batch_size=2, num_workers=num_workers))
+            counted(
+                shard(
+                    Numbers(11), Sharding(rank, world_size), batch_size=2, num_workers=num_workers
+                )
+            )
             for rank in range(world_size)
         ]
         assert sorted(flat(found)) == list(range(11))
@@ -111,12 +119,21 @@ def test_the_order_does_not_depend_on_the_number_of_ranks():
     alone = over(1, lambda sharding: shard(range(24), sharding, batch_size=6, shuffle=True))[0]
     for world_size in (2, 3, 6):
         size = 6 // world_size
-        ranks = over(world_size, lambda sharding, size=size: shard(range(24), sharding, batch_size=size, shuffle=True))
+        ranks = over(
+            world_size,
+            lambda sharding, size=size: shard(range(24), sharding, batch_size=size, shuffle=True),
+        )
         assert [flat(parts) for parts in zip(*ranks, strict=True)] == alone
 
 
 def test_shard_takes_loader_arguments_and_leaves_them_alone():
-    arguments = {"batch_size": 2, "shuffle": False, "drop_last": True, "collate_fn": add_hundred, "sampler": None}
+    arguments = {
+        "batch_size": 2,
+        "shuffle": False,
+        "drop_last": True,
+        "collate_fn": add_hundred,
+        "sampler": None,
+    }
     before = dict(arguments)
     loader = shard(range(5), Sharding(), **arguments)
     assert list(loader) == [[100, 101], [102, 103]]
@@ -132,19 +149,26 @@ def test_samplers_and_batch_samplers_are_dealt_out():
     assert over(2, of_sampler) == [[[7], [3]], [[5], [1]]]
 
     def of_batches(sharding):
-        return shard(range(8), sharding, batch_sampler=[[0, 1, 2], [3], [4, 5]], batch_size=1, drop_last=True)
+        return shard(
+            range(8), sharding, batch_sampler=[[0, 1, 2], [3], [4, 5]], batch_size=1, drop_last=True
+        )
 
     assert over(2, of_batches) == [[[0, 1, 2]], [[3]]]
     assert isinstance(of_batches(Sharding()).batch_sampler, DealtBatchSampler)
 
 
 def test_a_dataset_of_whole_batches():
-    """batch_size=None: one index is one batch; each counts one, and the one that only keeps step counts none."""
+    """batch_size=None: one index is one batch; each counts one, and the one that only keeps step
+    counts none.
+    """
     data = [[0, 1], [2], [3, 4, 5]]
     loaders = [shard(data, Sharding(rank, 2), batch_size=None) for rank in range(2)]
     assert [list(loader) for loader in loaders] == [[[0, 1], [3, 4, 5]], [[2], [3, 4, 5]]]
     assert [len(loader) for loader in loaders] == [2, 2]
-    assert [[plan_of(loader).count(batch) for batch in range(2)] for loader in loaders] == [[1, 1], [1, 0]]
+    assert [[plan_of(loader).count(batch) for batch in range(2)] for loader in loaders] == [
+        [1, 1],
+        [1, 0],
+    ]
     assert [plan_of(loaders[0]).total(batch) for batch in range(2)] == [2, 1]
     shuffled = shard(data * 5, Sharding(), batch_size=None, shuffle=True)
     orders = []
@@ -163,7 +187,10 @@ def test_a_distributed_sampler_has_divided_the_data_already():
         sharding = Sharding(rank, 2)
         assert plain(shard(range(8), sharding, sampler=sampler, batch_size=2)) == expected
         assert plain(shard(range(8), sharding, batch_sampler=batches)) == expected
-        for ready in (DataLoader(range(8), 2, sampler=sampler), DataLoader(range(8), batch_sampler=batches)):
+        for ready in (
+            DataLoader(range(8), 2, sampler=sampler),
+            DataLoader(range(8), batch_sampler=batches),
+        ):
             assert reshard(ready, sharding) is ready
             set_epoch(ready, 4)
             assert sampler.epoch == 4
@@ -188,17 +215,29 @@ def test_arguments_that_cannot_work(arguments, error, match):
 
 
 def test_data_that_cannot_work():
-    with pytest.raises(DataError, match=r"^the dataset is empty: len\(list\) is 0\. Check the paths and filters"):
+    with pytest.raises(
+        DataError,
+        match=r"^the dataset is empty: len\(list\) is 0\. Check the "
+        r"paths and filters",
+    ):
         shard([], Sharding(), batch_size=2)
-    with pytest.raises(DataError, match=r"generator has no length: give .* or batches without arguments"):
+    with pytest.raises(
+        DataError,
+        match=r"generator has no length: give .* or batches without "
+        r"arguments",
+    ):
         shard((x for x in range(3)), Sharding(), batch_size=2)
-    with pytest.raises(ConfigError, match=r"shuffle=True cannot be done for Stream, an IterableDataset"):
+    with pytest.raises(
+        ConfigError,
+        match=r"shuffle=True cannot be done for Stream, an "
+        r"IterableDataset",
+    ):
         shard(Stream(), Sharding(), shuffle=True)
     with pytest.raises(ConfigError, match="batch_size=-1 is not a positive"):
         shard(Stream(), Sharding(), batch_size=-1)
 
 
-# -------------------------------------------------------------------------------------------- reshard
+# ------------------------------------------------------------------------------------------ reshard
 
 READY = {
     "sequential": lambda data: DataLoader(data, 3),
@@ -217,7 +256,9 @@ READY = {
     "ours": lambda data: shard(data, Sharding(1, 2), batch_size=3),
     "ours, drop_last": lambda data: shard(data, Sharding(), batch_size=3, drop_last=True),
     "ours, sampler": lambda data: shard(data, Sharding(), batch_size=3, sampler=[5, 3, 4, 1]),
-    "ours, batch sampler": lambda data: shard(data, Sharding(), batch_sampler=[[0, 1], [2], [3, 4, 5]]),
+    "ours, batch sampler": lambda data: shard(
+        data, Sharding(), batch_sampler=[[0, 1], [2], [3, 4, 5]]
+    ),
     "ours, whole batches": lambda data: shard(data, Sharding(), batch_size=None),
     "saveable": lambda data: SaveableDataLoader(data, 3, shuffle=False),
     "workers": lambda data: DataLoader(data, 3, num_workers=2),
@@ -230,8 +271,14 @@ def as_lists(batches):
 
 @pytest.mark.parametrize("kind", READY)
 def test_ready_made_loaders_keep_their_order_and_sizes(kind):
-    """On one rank the loader made anew is the old one; on two, together, they give the same samples once."""
-    expected = as_lists(READY[kind](Numbers(14))) if kind != "ours" else as_lists(DataLoader(Numbers(14), 3))
+    """On one rank the loader made anew is the old one; on two, together, they give the same samples
+    once.
+    """
+    expected = (
+        as_lists(READY[kind](Numbers(14)))
+        if kind != "ours"
+        else as_lists(DataLoader(Numbers(14), 3))
+    )
     again = reshard(READY[kind](Numbers(14)), Sharding())
     assert type(again) is SaveableDataLoader
     assert as_lists(again) == expected
@@ -241,7 +288,9 @@ def test_ready_made_loaders_keep_their_order_and_sizes(kind):
     ranks = [reshard(READY[kind](Numbers(14)), Sharding(rank, 2)) for rank in range(2)]
     found = []
     for loader in ranks:
-        found += flat(batch[: plan_of(loader).count(number)] for number, batch in enumerate(as_lists(loader)))
+        found += flat(
+            batch[: plan_of(loader).count(number)] for number, batch in enumerate(as_lists(loader))
+        )
     assert sorted(found) == sorted(flat(expected))
 
 
@@ -249,7 +298,9 @@ def test_ready_made_loaders_keep_their_order_and_sizes(kind):
     "make",
     [
         lambda data: DataLoader(data, 3, shuffle=True),
-        lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 3, drop_last=False)),
+        lambda data: DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data), 3, drop_last=False)
+        ),
         lambda data: shard(data, Sharding(), batch_size=3, shuffle=True),
     ],
 )
@@ -265,7 +316,10 @@ def test_ready_made_loaders_with_a_sampler_of_chance():
         RandomSampler(range(9), num_samples=4),
         Knowing(9),
     ):
-        loaders = [reshard(DataLoader(range(9), 2, sampler=sampler), Sharding(rank, 2)) for rank in range(2)]
+        loaders = [
+            reshard(DataLoader(range(9), 2, sampler=sampler), Sharding(rank, 2))
+            for rank in range(2)
+        ]
         assert plan_of(loaders[0]).source is sampler
         found = flat(counted(loader) for loader in loaders)
         assert len(found) == len(sampler)
@@ -287,24 +341,37 @@ def test_resharding_keeps_the_other_settings():
         multiprocessing_context=context,
     )
     again = reshard(ready, Sharding(1, 2))
-    for name in ("collate_fn", "num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn"):
+    for name in (
+        "collate_fn",
+        "num_workers",
+        "prefetch_factor",
+        "persistent_workers",
+        "timeout",
+        "worker_init_fn",
+    ):
         assert getattr(again, name) == getattr(ready, name)
     assert again.multiprocessing_context is context
     assert again.dataset is ready.dataset
-    stream = reshard(DataLoader(Stream(6), 2, drop_last=True, collate_fn=add_hundred), Sharding(0, 2))
+    stream = reshard(
+        DataLoader(Stream(6), 2, drop_last=True, collate_fn=add_hundred), Sharding(0, 2)
+    )
     assert list(stream) == [[100, 102]]
 
 
-# ------------------------------------------------------------------------- epochs, generators, workers
+# ---------------------------------------------------------------------- epochs, generators, workers
 
 
 def test_set_epoch_reaches_samplers_and_datasets():
     for make in (
         lambda sampler: shard(Numbers(6), Sharding(), batch_size=2, sampler=sampler),
-        lambda sampler: shard(Numbers(6), Sharding(), batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+        lambda sampler: shard(
+            Numbers(6), Sharding(), batch_sampler=BatchSampler(sampler, 2, drop_last=False)
+        ),
         lambda sampler: shard(Numbers(6), Sharding(), batch_size=None, sampler=sampler),
         lambda sampler: SaveableDataLoader(Numbers(6), 2, sampler=sampler),
-        lambda sampler: DataLoader(Numbers(6), batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+        lambda sampler: DataLoader(
+            Numbers(6), batch_sampler=BatchSampler(sampler, 2, drop_last=False)
+        ),
     ):
         sampler = Knowing(6)
         loader = make(sampler)
@@ -319,7 +386,12 @@ def test_set_epoch_reaches_samplers_and_datasets():
 def test_iterating_does_not_move_the_global_stream(num_workers):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    for arguments in ({"shuffle": True}, {"sampler": Knowing(6)}, {"batch_sampler": [[0]]}, {"batch_size": None}):
+    for arguments in (
+        {"shuffle": True},
+        {"sampler": Knowing(6)},
+        {"batch_sampler": [[0]]},
+        {"batch_size": None},
+    ):
         next(iter(shard(range(6), Sharding(), num_workers=num_workers, **arguments)))
     for given in ({}, {"generator": None}):
         next(iter(shard(Stream(), Sharding(), num_workers=num_workers, **given)))
@@ -381,7 +453,7 @@ def test_default_seed(monkeypatch):
     assert default_seed() == 0
 
 
-# ------------------------------------------------------------------------------------ save and continue
+# -------------------------------------------------------------------------------- save and continue
 
 KINDS = {
     "planned": {"batch_size": 2, "shuffle": True},
@@ -408,7 +480,12 @@ def test_a_loader_continues_where_it_was(tmp_path, kind, stop):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_yielded_count_not_those_prefetched(tmp_path, persistent):
-    options = {"batch_size": 2, "num_workers": 2, "prefetch_factor": 4, "persistent_workers": persistent}
+    options = {
+        "batch_size": 2,
+        "num_workers": 2,
+        "prefetch_factor": 4,
+        "persistent_workers": persistent,
+    }
     loader = shard(range(20), Sharding(), **options)
     batches = iter(loader)
     first = [next(batches).tolist() for _ in range(3)]
@@ -441,7 +518,9 @@ def test_what_a_saved_loader_holds(tmp_path):
 
 
 def test_a_loader_in_use_ignores_a_checkpoint(tmp_path):
-    """Recovering the best model for a test must not shorten the training that goes on afterwards."""
+    """Recovering the best model for a test must not shorten the training that goes on
+    afterwards.
+    """
     path = tmp_path / "loader.ckpt"
     path.write_text("2")
     loader = shard(range(6), Sharding(), batch_size=2)
@@ -481,17 +560,22 @@ def test_loaders_in_a_checkpoint(tmp_path):
     assert plain(fresh["looped"]) == [[8, 9], [10, 11], [0, 1], [2, 3]]
 
 
-# --------------------------------------------------------------------------------------- looped loader
+# ------------------------------------------------------------------------------------ looped loader
 
 
 def epochs_of(looped, number, length=None):
-    """Nominal epochs as the training loop takes them: by number, without asking for one batch too many."""
+    """Nominal epochs as the training loop takes them: by number, without asking for one batch too
+    many.
+    """
     length = looped.epoch_length if length is None else length
     return [plain(itertools.islice(looped, length)) for _ in range(number)]
 
 
 def test_nominal_epochs_go_on_through_the_passes():
-    for take in (lambda looped: [plain(looped) for _ in range(4)], lambda looped: epochs_of(looped, 4)):
+    for take in (
+        lambda looped: [plain(looped) for _ in range(4)],
+        lambda looped: epochs_of(looped, 4),
+    ):
         looped = make_dataloader(range(5), looped_nominal_epoch=3, batch_size=1)
         assert isinstance(looped, LoopedLoader)
         assert len(looped) == 3
@@ -543,13 +627,21 @@ def test_a_looped_loader_continues_where_it_was(tmp_path, stop):
 
     expected = flat(epochs_of(make(), 6))
     looped = make()
-    done = flat(epochs_of(looped, (stop - 1) // 5)) + plain(itertools.islice(looped, (stop - 1) % 5 + 1))
+    done = flat(epochs_of(looped, (stop - 1) // 5)) + plain(
+        itertools.islice(looped, (stop - 1) % 5 + 1)
+    )
     looped.save(tmp_path / "looped.ckpt")
-    assert (tmp_path / "looped.ckpt").read_text().split() == [str((stop - 1) % 5 + 1), str(stop), str(2 * stop)]
+    assert (tmp_path / "looped.ckpt").read_text().split() == [
+        str((stop - 1) % 5 + 1),
+        str(stop),
+        str(2 * stop),
+    ]
     again = make()
     again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
     rest = plain(again)
-    assert len(done) + len(rest) == -(-stop // 5) * 5, "the nominal epoch is completed, if only by nothing"
+    assert len(done) + len(rest) == -(-stop // 5) * 5, (
+        "the nominal epoch is completed, if only by nothing"
+    )
     assert done + rest + flat(epochs_of(again, 2)) == expected[: len(done) + len(rest) + 10]
 
 
@@ -564,7 +656,9 @@ def test_a_looped_loader_after_the_end_of_an_epoch(tmp_path):
     for take in (plain, lambda looped: plain(itertools.islice(looped, 0))):
         again = make_dataloader(range(6), looped_nominal_epoch=4, batch_size=1)
         again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
-        assert take(again) == [], "saved at the very end, in the midst of the stage: nothing is left of it"
+        assert take(again) == [], (
+            "saved at the very end, in the midst of the stage: nothing is left of it"
+        )
         assert flat(plain(again)) == [4, 5, 0, 1]
 
 
@@ -595,7 +689,9 @@ def test_a_looped_stream_goes_on_where_it_was(tmp_path, drawn, state):
 @pytest.mark.parametrize("state", [True, False], ids=["with state", "numbers alone"])
 @pytest.mark.parametrize("drawn", [1, 2, 5, 7])
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (4, 2), (1, 2)])
-def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(tmp_path, before, now, drawn, state):
+def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(
+    tmp_path, before, now, drawn, state
+):
     """Its place is that of the batches of all ranks, in the pass as in the nominal epoch."""
 
     def looped(rank, world_size):
@@ -619,7 +715,9 @@ def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(tmp_path, b
 
 def test_a_looped_loader_counts_samples():
     """Law 1 for looped loaders: a filler counts nothing, a short batch counts what it holds."""
-    loaders = [LoopedLoader(shard(Numbers(9), Sharding(rank, 2), batch_size=2), 4) for rank in range(2)]
+    loaders = [
+        LoopedLoader(shard(Numbers(9), Sharding(rank, 2), batch_size=2), 4) for rank in range(2)
+    ]
     assert all(loader.has_counts for loader in loaders)
     found = [[], []]
     for _ in range(3):
@@ -627,7 +725,9 @@ def test_a_looped_loader_counts_samples():
         for rank, loader in enumerate(loaders):
             for number, batch in enumerate(itertools.islice(loader, 4)):
                 totals = [loader.total(place) for place in range(4)] if totals is None else totals
-                assert [loader.total(place) for place in range(4)] == totals, "equal on the ranks, and known beforehand"
+                assert [loader.total(place) for place in range(4)] == totals, (
+                    "equal on the ranks, and known beforehand"
+                )
                 found[rank] += batch[: loader.count(number)].tolist()
     assert sorted(flat(found)) == sorted(list(range(9)) * 4)
     assert not LoopedLoader([1], 1).has_counts

@@ -16,7 +16,12 @@ def test_k16_nothing_of_torchs_loaders_is_replaced():
     ours = SaveableDataLoader([1, 2, 3], batch_size=1)
     assert len(list(ours)) == len(list(DataLoader([1, 2, 3], batch_size=1))) == 3
     source = inspect.getsourcefile(dataloader)
-    classes = (DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+    classes = (
+        DataLoader,
+        _BaseDataLoaderIter,
+        _SingleProcessDataLoaderIter,
+        _MultiProcessingDataLoaderIter,
+    )
     replaced = [
         f"{cls.__name__}.{name}"
         for cls in classes

@@ -33,7 +33,9 @@ def machine(monkeypatch):
 
     def have(**counts):
         monkeypatch.setattr(device, "count_devices", lambda kind: counts.get(kind, 0))
-        monkeypatch.setattr(device, "accelerator_kind", lambda: next((k for k, n in counts.items() if n), "cpu"))
+        monkeypatch.setattr(
+            device, "accelerator_kind", lambda: next((k for k, n in counts.items() if n), "cpu")
+        )
 
     return have
 
@@ -140,7 +142,11 @@ def test_a_number_beyond_the_gpus(machine, info):
 
 def test_cuda_without_a_gpu_names_the_torch_that_sees_none(machine):
     machine()
-    with pytest.raises(ConfigError, match=r"device='cuda', but found 0 GPUs \(by torch .*--device=cpu"):
+    with pytest.raises(
+        ConfigError,
+        match=r"device='cuda', but found 0 GPUs \(by torch "
+        r".*--device=cpu",
+    ):
         resolve_device("cuda", ALONE)
     with pytest.raises(ConfigError) as caught:
         resolve_device("cuda:1", ranks(1))
@@ -233,13 +239,16 @@ def test_processes_of_torchrun_that_nothing_is_hidden_from_see_the_same_gpu(mach
 )
 def test_parts_of_a_divided_gpu_are_devices_of_their_own(monkeypatch, visible, number):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1")
+    )
     assert device.physical_device("cuda:0") == number
 
 
 @pytest.fixture
 def group(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own in the place, to stay
+    # torch puts its own in the place, to stay
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
@@ -251,7 +260,9 @@ def test_in_a_group_without_a_launcher_the_script_chooses_the_gpu(machine, monke
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert infer_device() == "cuda:0", "CUDA is not in use yet, or not to be used in this process"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE), infer_device()) == ("cuda:2",) * 3
+    assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE), infer_device()) == (
+        "cuda:2",
+    ) * 3
     assert resolve_device("cuda:1", ALONE) == "cuda:1"
     assert resolve_device("cuda", ranks(3)) == "cuda:3"
     assert resolve_device("cpu", ALONE) == "cpu"
@@ -273,7 +284,12 @@ def test_without_a_group_it_is_the_first_gpu_as_ever(machine, monkeypatch):
 
 
 def test_processes_of_a_parity_check_share_a_gpu_where_there_are_not_enough(machine, monkeypatch):
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("DDPKIT_PARITY", "/tmp/1")):
+    for name, value in (
+        ("RANK", "1"),
+        ("LOCAL_RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("DDPKIT_PARITY", "/tmp/1"),
+    ):
         monkeypatch.setenv(name, value)
     for gpus, expected in ((1, "cuda:0"), (2, "cuda:1")):
         machine(cuda=gpus)
@@ -282,4 +298,8 @@ def test_processes_of_a_parity_check_share_a_gpu_where_there_are_not_enough(mach
 
 
 def test_sums_are_kept_in_the_widest_numbers_that_a_device_has():
-    assert [widest_float(one) for one in ("cpu", "cuda:1", "mps")] == [torch.float64, torch.float64, torch.float32]
+    assert [widest_float(one) for one in ("cpu", "cuda:1", "mps")] == [
+        torch.float64,
+        torch.float64,
+        torch.float32,
+    ]

@@ -1,4 +1,6 @@
-"""Averaged weights: the arithmetic, what is averaged, the stages that see them, and checkpoints that hold them."""
+"""Averaged weights: the arithmetic, what is averaged, the stages that see them, and checkpoints
+that hold them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.strategies.data_parallel import WrappedDataParallel
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
+from tests.contract.recipes import (
+    QUIET,
+    Killed,
+    Regression,
+    assert_same,
+    linear,
+    make,
+    points,
+    sgd,
+    weights,
+)
 from tests.contract.test_brain_gradients import Gan, gan_modules
 from tests.host_reads import HostReads
 
@@ -79,7 +91,7 @@ def lerped(values, decay=DECAY):
     return total
 
 
-# ---------------------------------------------------------------------------------------------- the arithmetic
+# ----------------------------------------------------------------------------------- the arithmetic
 
 
 def test_parameters_are_averaged_as_torch_averages_them():
@@ -102,7 +114,8 @@ def test_running_statistics_are_averaged_and_other_buffers_copied():
     average = averaged(modules, steps=4)
     state = average.state_dict()
     torch.testing.assert_close(
-        state["net.norm.running_mean"], lerped([torch.full((4,), float(n)).double() for n in (1, 2, 3, 4)])
+        state["net.norm.running_mean"],
+        lerped([torch.full((4,), float(n)).double() for n in (1, 2, 3, 4)]),
     )
     assert state["net.norm.num_batches_tracked"] == modules.net.norm.num_batches_tracked == 4
     assert state["net.mask"].tolist() == [0.0, -math.inf]
@@ -173,11 +186,13 @@ def test_half_precision_weights_have_an_average_that_moves():
     assert modules.net.weight.item() == 2.0
 
 
-# ---------------------------------------------------------------------------------------------- which weights
+# ------------------------------------------------------------------------------------ which weights
 
 
 def test_quantized_weights_that_are_frozen_stay_as_they_are():
-    modules = nn.ModuleDict({"net": nn.Linear(2, 1, bias=False), "base": nn.Linear(2, 1, bias=False)})
+    modules = nn.ModuleDict(
+        {"net": nn.Linear(2, 1, bias=False), "base": nn.Linear(2, 1, bias=False)}
+    )
     codes = torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn)
     modules.base.weight = nn.Parameter(codes, requires_grad=False)
     average = WeightAverage(modules, 0.5)
@@ -194,7 +209,7 @@ def test_quantized_weights_that_are_frozen_stay_as_they_are():
         assert modules.base.weight.dtype is codes.dtype
 
 
-def test_frozen_layers_cost_nothing_and_one_that_is_trained_later_is_averaged_as_if_it_always_had_been():
+def test_frozen_layers_cost_nothing_and_one_that_is_trained_later_is_averaged_as_if_it_always_had_been():  # noqa: E501
     modules, always = nn.ModuleDict({"net": Net()}), nn.ModuleDict({"net": Net()})
     for parameter in always.parameters():
         parameter.requires_grad_()
@@ -235,7 +250,11 @@ def test_what_is_frozen_is_still_compared_with_what_was_saved():
 
 
 def of_entry(state, entry):
-    return {key.removeprefix(f"{entry}."): value for key, value in state.items() if key.startswith(f"{entry}.")}
+    return {
+        key.removeprefix(f"{entry}."): value
+        for key, value in state.items()
+        if key.startswith(f"{entry}.")
+    }
 
 
 class Tied(nn.Module):
@@ -265,7 +284,9 @@ def test_tied_weights_have_one_average_under_both_names():
     assert torch.equal(modules.net.inside.weight, own)
 
 
-@pytest.mark.parametrize("modules", [{}, {"relu": nn.ReLU()}, {"frozen": nn.Linear(1, 1).requires_grad_(False)}])
+@pytest.mark.parametrize(
+    "modules", [{}, {"relu": nn.ReLU()}, {"frozen": nn.Linear(1, 1).requires_grad_(False)}]
+)
 def test_modules_without_anything_to_train(modules):
     average = averaged(nn.ModuleDict(modules), steps=2)
     with average.applied():
@@ -286,7 +307,9 @@ def test_weights_that_are_made_in_the_first_batch():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize("how", ["plain", "parallel", "compiled", "nested", "synchronised", "scripted"])
+@pytest.mark.parametrize(
+    "how", ["plain", "parallel", "compiled", "nested", "synchronised", "scripted"]
+)
 def test_names_are_those_without_wrappers(how):
     """The compiled ones are never run: only their names matter here."""
     inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -308,12 +331,14 @@ def test_names_are_those_without_wrappers(how):
     before = tensors(average._modules)
     with average.applied():
         inside = tensors(average._modules)
-    assert_same(dict(zip(plain.state_dict(), inside.values(), strict=True)), dict(plain.state_dict()))
+    assert_same(
+        dict(zip(plain.state_dict(), inside.values(), strict=True)), dict(plain.state_dict())
+    )
     assert any(not torch.equal(inside[name], before[name]) for name in before)
     assert_same(tensors(average._modules), before)
 
 
-# ---------------------------------------------------------------------------------------------- applied
+# ------------------------------------------------------------------------------------------ applied
 
 
 def test_applied_writes_in_place_and_back_also_after_an_exception():
@@ -340,7 +365,14 @@ def test_applied_writes_in_place_and_back_also_after_an_exception():
 
 def test_an_update_inside_of_applied_is_refused():
     average = averaged(nn.ModuleDict({"net": nn.Linear(1, 1)}))
-    with average.applied(), pytest.raises(ConfigError, match=r"inside `with brain.ema.applied\(\)`"):
+    with (
+        average.applied(),
+        pytest.raises(
+            ConfigError,
+            match=r"inside `with "
+            r"brain.ema.applied\(\)`",
+        ),
+    ):
         average.update()
 
 
@@ -372,11 +404,13 @@ def test_autocast_does_not_remember_the_other_weights():
         assert modules.net(inputs).item() == 3.0
 
 
-# ---------------------------------------------------------------------------------------------- in the Brain
+# ------------------------------------------------------------------------------------- in the Brain
 
 
 class Watched(Regression):
-    """Remembers the weight at the start of each stage, in its batches and at its end; and after every step."""
+    """Remembers the weight at the start of each stage, in its batches and at its end; and after
+    every step.
+    """
 
     poison = ()
     fails_in = None
@@ -386,7 +420,9 @@ class Watched(Regression):
         self.seen, self.after_steps = {}, []
 
     def note(self, stage, when):
-        self.seen.setdefault((stage.name, when), []).append(self.raw_modules.net.weight.detach().clone())
+        self.seen.setdefault((stage.name, when), []).append(
+            self.raw_modules.net.weight.detach().clone()
+        )
 
     def on_stage_start(self, stage, epoch=None):
         self.note(stage, "start")
@@ -436,7 +472,9 @@ def test_the_average_is_updated_once_per_step_that_was_made(factor):
     brain.fit([1, 2], points(10), train_loader_kwargs=KWARGS)
     steps = {1: 8, 2: 4}[factor]
     assert brain.ema.updates == brain.optimizer_step == len(brain.after_steps) == steps
-    torch.testing.assert_close(brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14
+    )
 
 
 def test_a_layer_that_is_unfrozen_when_an_epoch_begins_is_averaged_from_there():
@@ -448,7 +486,9 @@ def test_a_layer_that_is_unfrozen_when_an_epoch_begins_is_averaged_from_there():
     brain.fit([1, 2], points(6), train_loader_kwargs=KWARGS)
     assert torch.equal(brain.after_steps[0], brain.after_steps[2])
     assert not torch.equal(brain.after_steps[2], brain.after_steps[3])
-    torch.testing.assert_close(brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14
+    )
 
 
 def test_several_optimizers_make_one_step():
@@ -476,7 +516,9 @@ def test_a_recipe_that_steps_by_itself_is_told_and_can_update_by_itself(caplog):
     brain.fit([1], points(6), points(2), train_loader_kwargs={"batch_size": 2})
     assert brain.ema.updates == 3
     assert "ema.update()" not in caplog.text
-    Gan(gan_modules(), None, None, options).fit([1], points(6), points(2), train_loader_kwargs={"batch_size": 2})
+    Gan(gan_modules(), None, None, options).fit(
+        [1], points(6), points(2), train_loader_kwargs={"batch_size": 2}
+    )
     assert "calls self.ema.update()" in caplog.text
 
 
@@ -495,7 +537,12 @@ def test_pretrained_weights_that_are_loaded_after_the_brain_is_made():
 def test_validation_and_test_see_the_average_and_hooks_see_the_weights(evaluate, precision):
     net = nn.Linear(3, 1)
     data = [(inputs.float(), targets.float()) for inputs, targets in points(10)]
-    options = {"ema_decay": DECAY, "evaluate_ema": evaluate, "precision": precision, "eval_precision": precision}
+    options = {
+        "ema_decay": DECAY,
+        "evaluate_ema": evaluate,
+        "precision": precision,
+        "eval_precision": precision,
+    }
     brain = make(Watched, net=net, **options)
     brain.fit([1, 2], data, data[:4], train_loader_kwargs=KWARGS, valid_loader_kwargs=KWARGS)
     assert net.weight.dtype is torch.float32
@@ -506,7 +553,9 @@ def test_validation_and_test_see_the_average_and_hooks_see_the_weights(evaluate,
         assert torch.equal(brain.seen["VALID", "start"][epoch], own)
         assert torch.equal(brain.seen["VALID", "end"][epoch], own)
         for batch in (0, 1):
-            torch.testing.assert_close(brain.seen["VALID", "batch"][2 * epoch + batch], average if evaluate else own)
+            torch.testing.assert_close(
+                brain.seen["VALID", "batch"][2 * epoch + batch], average if evaluate else own
+            )
     loss = brain.evaluate(data[:4])
     torch.testing.assert_close(brain.seen["TEST", "batch"][0], average if evaluate else own)
     assert torch.equal(brain.seen["TEST", "end"][0], own)
@@ -526,7 +575,7 @@ def test_a_stage_that_fails_leaves_the_weights_of_the_training():
     assert not torch.equal(brain.seen["VALID", "batch"][0], brain.after_steps[-1])
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 def trained(folder, *, epochs=(1, 2), cls=Watched, **options):
@@ -553,13 +602,21 @@ def test_the_average_of_a_checkpoint_is_evaluated_in_a_process_of_its_own(tmp_pa
     brain = trained(tmp_path)
     by_epoch = [loss for stage, _, loss in brain.losses if stage == "VALID"]
     best = min(range(2), key=by_epoch.__getitem__)
-    other = make(Watched, net=linear(seed=1), folder=tmp_path, ema_decay=DECAY, evaluate_ema=True, test_only=True)
+    other = make(
+        Watched,
+        net=linear(seed=1),
+        folder=tmp_path,
+        ema_decay=DECAY,
+        evaluate_ema=True,
+        test_only=True,
+    )
     assert other.evaluate(points(4, seed=6)) == by_epoch[1]
     assert torch.equal(other.modules.net.weight, brain.after_steps[-1])
     assert other.evaluate(points(4, seed=6), min_key="loss") == by_epoch[best]
     assert brain.evaluate(points(4, seed=6), max_key="loss") == by_epoch[1 - best]
     plain = make(Watched, net=linear(seed=1), folder=tmp_path)
-    assert plain.evaluate(points(4, seed=6)) != by_epoch[1]  # a file for what is off does not matter
+    # a file for what is off does not matter
+    assert plain.evaluate(points(4, seed=6)) != by_epoch[1]
     assert torch.equal(plain.seen["TEST", "batch"][0], brain.after_steps[-1])
 
 
@@ -573,7 +630,8 @@ def test_a_checkpoint_without_an_average_is_no_average_to_evaluate(tmp_path):
     nothing = make(Watched, ema_decay=DECAY, evaluate_ema=True)
     with pytest.raises(CheckpointError, match="there is no average of the weights"):
         nothing.evaluate(points(4))
-    make(Watched, folder=tmp_path, ema_decay=DECAY).evaluate(points(4))  # without being asked for, it is not missed
+    # without being asked for, it is not missed
+    make(Watched, folder=tmp_path, ema_decay=DECAY).evaluate(points(4))
 
 
 def test_a_run_without_an_average_goes_on_with_one(tmp_path, caplog):
@@ -585,7 +643,9 @@ def test_a_run_without_an_average_goes_on_with_one(tmp_path, caplog):
     assert "has no file for 'ema'" in caplog.text
     assert "The average of the weights (ema_decay=0.9) starts" in caplog.text
     assert torch.equal(brain.seen["TRAIN", "start"][0], before.after_steps[-1])
-    torch.testing.assert_close(brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14
+    )
 
 
 class Normalised(Watched):
@@ -657,12 +717,20 @@ def test_a_loaded_state_shares_nothing_with_its_source_and_can_be_saved_at_once(
     average.update()
     found = other.state_dict()
     trained_names = [
-        name for name in saved if "frozen" not in name and "num_batches" not in name and "mask" not in name
+        name
+        for name in saved
+        if "frozen" not in name and "num_batches" not in name and "mask" not in name
     ]
-    assert_same({name: found[name] for name in trained_names}, {name: saved[name] for name in trained_names})
+    assert_same(
+        {name: found[name] for name in trained_names}, {name: saved[name] for name in trained_names}
+    )
 
 
 def test_a_recipes_own_recoverable_of_this_name_is_not_replaced_without_a_word(tmp_path):
-    with pytest.raises(ConfigError, match=r"'ema' is reserved for the average of the weights .*; rename your Linear"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'ema' is reserved for the average of the weights "
+        r".*; rename your Linear",
+    ):
         make(folder=tmp_path, recoverables={"ema": nn.Linear(1, 1)}, ema_decay=DECAY)
     make(folder=tmp_path, recoverables={"ema": nn.Linear(1, 1)})

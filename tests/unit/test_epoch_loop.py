@@ -65,7 +65,9 @@ def test_a_second_start_says_that_it_was_stopped(tmp_path, caplog):
     caplog.clear()
     assert list(load(stopper(limit_to_stop=2), path, end_of_epoch=True)) == []
     [told] = caplog.messages
-    assert told.startswith("The run was stopped early after epoch 3: 2 epochs without improvement over 1 of epoch 1")
+    assert told.startswith(
+        "The run was stopped early after epoch 3: 2 epochs without improvement over 1 of epoch 1"
+    )
     assert told.endswith("To go on, give a larger limit_to_stop.")
 
 
@@ -89,8 +91,12 @@ def test_resume(tmp_path):
     assert list(load(EpochCounter(2), path, end_of_epoch=True)) == []
 
 
-@pytest.mark.parametrize("make", [EpochCounter, lambda limit: EpochCounterWithStopper(limit, 0, 1, "min")])
-def test_a_counter_of_a_later_call_begins_with_epoch_1_after_a_checkpoint_inside_of_an_epoch(tmp_path, make):
+@pytest.mark.parametrize(
+    "make", [EpochCounter, lambda limit: EpochCounterWithStopper(limit, 0, 1, "min")]
+)
+def test_a_counter_of_a_later_call_begins_with_epoch_1_after_a_checkpoint_inside_of_an_epoch(
+    tmp_path, make
+):
     find_save_hook(make(2))(make(2), tmp_path / "counter.ckpt")
     resumed = make(2)
     find_load_hook(resumed)(resumed, tmp_path / "counter.ckpt", False)
@@ -104,7 +110,7 @@ def test_a_damaged_file(tmp_path):
         load(EpochCounter(5), path, end_of_epoch=True)
 
 
-# ------------------------------------------------------------------------------------------- stopper
+# ------------------------------------------------------------------------------------------ stopper
 
 
 def test_stops_when_patience_is_exhausted(caplog):
@@ -128,7 +134,9 @@ def test_2_5_a_flat_metric_is_no_improvement(direction, flat):
 @pytest.mark.parametrize(("direction", "sign"), [("min", -1), ("max", 1)])
 @pytest.mark.parametrize("start", [-1.0, 0.0, 1.0])
 def test_2_5_the_tolerance_has_the_right_sign(direction, sign, start):
-    """Changes below a millionth of the best score do not count, larger ones do, whatever their sign."""
+    """Changes below a millionth of the best score do not count, larger ones do, whatever their
+    sign.
+    """
     small = [start + sign * 1e-7 * abs(start) * epoch for epoch in range(20)]
     assert len(run(stopper(direction=direction), small)) == 3
     large = [start + sign * 0.01 * epoch for epoch in range(20)]
@@ -160,7 +168,8 @@ def test_no_patience_stops_at_the_first_epoch_without_improvement(patience):
 
 
 @pytest.mark.parametrize(
-    "metric", [torch.tensor(1.0), torch.tensor([1.0], requires_grad=True), np.float32(1), np.array([1.0]), 1]
+    "metric",
+    [torch.tensor(1.0), torch.tensor([1.0], requires_grad=True), np.float32(1), np.array([1.0]), 1],
 )
 def test_what_a_metric_may_be(metric):
     counter = stopper()
@@ -204,7 +213,9 @@ def test_the_stopper_resumes(tmp_path, metrics):
         other = load(stopper(), path, end_of_epoch)
         assert other.current == max(counter.current - (not end_of_epoch), 0)
         names = ("best_limit", "best_score", "should_stop")
-        assert [getattr(other, name) for name in names] == [getattr(counter, name) for name in names]
+        assert [getattr(other, name) for name in names] == [
+            getattr(counter, name) for name in names
+        ]
 
 
 def test_a_stopper_that_has_stopped_stays_stopped(tmp_path):

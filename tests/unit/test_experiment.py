@@ -74,7 +74,9 @@ def test_what_is_in_the_folder(tmp_path, recipe, capsys):
     create_experiment_directory(str(folder), hyperparams_to_save=str(recipe))
     get_logger("ddpkit.tests").debug("detail")
     get_logger("ddpkit.tests").info("news")
-    FileTrainLogger(tmp_path / "train_log.txt").log_stats({"epoch": 1}, {"loss": 0.5}, verbose=False)
+    FileTrainLogger(tmp_path / "train_log.txt").log_stats(
+        {"epoch": 1}, {"loss": 0.5}, verbose=False
+    )
     names = ["env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "test_experiment.py"]
     assert names_in(folder) == names
     assert (folder / "test_experiment.py").read_text() == Path(__file__).read_text()
@@ -96,7 +98,9 @@ def test_hyperparams_are_resolved(tmp_path, recipe):
     assert "    in_features: 3" in lines or "  in_features: 3" in lines
 
 
-@pytest.mark.parametrize("overrides", [{"seed": 4, "model": {"out_features": 5}}, "seed: 4\nmodel: {out_features: 5}"])
+@pytest.mark.parametrize(
+    "overrides", [{"seed": 4, "model": {"out_features": 5}}, ("seed: 4\nmodel: {out_features: 5}")]
+)
 def test_overrides(tmp_path, recipe, overrides):
     before = repr(overrides)
     create(tmp_path / "out", recipe, overrides)
@@ -186,7 +190,8 @@ def test_an_own_logging_configuration(tmp_path):
 def test_log_config_on_the_command_line_is_used(tmp_path, recipe, monkeypatch, capsys):
     config = tmp_path / "log-config.yaml"
     config.write_text(
-        "version: 1\ndisable_existing_loggers: false\nformatters: {own: {format: 'OWN %(message)s'}}\n"
+        "version: 1\ndisable_existing_loggers: false\nformatters: {own: {format: 'OWN "
+        "%(message)s'}}\n"
         "handlers: {console: {class: logging.StreamHandler, formatter: own}}\n"
         "loggers: {ddpkit.experiment: {handlers: [console], level: INFO}}\n"
     )
@@ -207,12 +212,14 @@ def test_log_config_that_is_not_there(tmp_path, recipe):
         parse_arguments([str(recipe), "--log_config=nowhere.yaml"])
 
 
-# --------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="experiment_directory='.*file/out' cannot be written: Not a directory"):
+    with pytest.raises(
+        ConfigError, match="experiment_directory='.*file/out' cannot be written: Not a directory"
+    ):
         create(tmp_path / "file" / "out")
     assert PROCESS.log is None
 
@@ -222,7 +229,9 @@ def test_a_read_only_folder(tmp_path):
     folder.mkdir(mode=0o500)
     if os.access(folder, os.W_OK):
         pytest.skip("this user may write everywhere")
-    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written: Permission denied"):
+    with pytest.raises(
+        ConfigError, match="experiment_directory='.*out' cannot be written: Permission denied"
+    ):
         create(folder)
 
 
@@ -237,29 +246,41 @@ def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written: No space left"):
+    with pytest.raises(
+        ConfigError, match="experiment_directory='.*out' cannot be written: No space left"
+    ):
         create(folder, recipe)
     assert (folder / "hyperparams.yaml").read_text() == before
     assert not list(folder.glob("*.unfinished*"))
 
 
 def test_missing_hyperparams(tmp_path):
-    with pytest.raises(MissingFileError, match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist"):
+    with pytest.raises(
+        MissingFileError, match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist"
+    ):
         create(tmp_path / "out", tmp_path / "none.yaml")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "overrides"),
-    [("a: [", None), ("a: !ref <b>", None), ("a: 1", "a: ["), ("a: 1\nb: 2", "- list"), ("", {"a": 1})],
+    [
+        ("a: [", None),
+        ("a: !ref <b>", None),
+        ("a: 1", "a: ["),
+        ("a: 1\nb: 2", "- list"),
+        ("", {"a": 1}),
+    ],
 )
 def test_hyperparams_that_cannot_be_resolved(tmp_path, recipe, text, overrides):
     recipe.write_text(text)
-    with pytest.raises(ConfigError, match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved"):
+    with pytest.raises(
+        ConfigError, match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved"
+    ):
         create(tmp_path / "out", recipe, overrides)
 
 
-# ------------------------------------------------------------------------------------ uncaught exceptions
+# ------------------------------------------------------------------------------ uncaught exceptions
 
 SCRIPT = """
 import os, sys
@@ -275,7 +296,9 @@ except ZeroDivisionError as error:
 
 def start(tmp_path, **environment):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(folder=str(tmp_path / "out"), environment=environment))
+    script.write_text(
+        textwrap.dedent(SCRIPT).format(folder=str(tmp_path / "out"), environment=environment)
+    )
     return Run(python(str(script)), tmp_path, warm=True).wait()
 
 
@@ -290,13 +313,19 @@ def test_the_exception_that_ends_the_run_is_logged_and_shown_once(tmp_path):
     assert "ERROR   ddpkit.experiment: Uncaught ValueError:" in log
     assert "ZeroDivisionError: division by zero" in log
     event = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (event["event"], event["type"], event["message"]) == ("exception", "ValueError", "the reason")
+    assert (event["event"], event["type"], event["message"]) == (
+        "exception",
+        "ValueError",
+        ("the reason"),
+    )
 
 
 def test_2_5_the_exception_of_another_rank_is_logged_and_left_for_torchrun(tmp_path):
     report = tmp_path / "error.json"
     (tmp_path / "out").mkdir()
-    done = start(tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report))
+    done = start(
+        tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report)
+    )
     assert done.code == 1
     assert "ERROR: [rank: 1] Uncaught ValueError:" in done.err
     assert "ValueError: the reason" in (tmp_path / "out" / "log.rank1.txt").read_text()
@@ -326,14 +355,21 @@ def test_the_previous_hook_is_called(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "metrics.jsonl").read_text().count('"exception"') == 1
 
 
-# -------------------------------------------------------------------------------------------- environment
+# -------------------------------------------------------------------------------------- environment
 
 
 def test_the_environment_description_is_quick_and_complete():
     started = time.perf_counter()
     text = get_environment_description(Path(__file__).parent)
     assert soon(started, 5)
-    for part in ("Python 3.", "torch==", "numpy==", "Git revision of", "CUDA devices", "1 processes"):
+    for part in (
+        "Python 3.",
+        "torch==",
+        "numpy==",
+        "Git revision of",
+        "CUDA devices",
+        ("1 processes"),
+    ):
         assert part in text
 
 
@@ -346,12 +382,17 @@ def test_the_git_revision(tmp_path):
     git("init")
     git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--allow-empty", "-m", "first")
     found = subprocess.run(
-        ["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ["git", "-C", str(tmp_path), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert f"Git revision of {tmp_path}: {found.stdout.strip()}" in get_environment_description(tmp_path)
+    assert f"Git revision of {tmp_path}: {found.stdout.strip()}" in get_environment_description(
+        tmp_path
+    )
 
 
-# ------------------------------------------------------------------------------ what the recipe is made of
+# ----------------------------------------------------------------------- what the recipe is made of
 
 OWN_MODULES = {
     "models.py": "class Net:\n    pass\n",
@@ -381,8 +422,17 @@ def test_the_folder_keeps_the_modules_beside_the_script_that_the_yaml_names(tmp_
     run = Run(python("train.py"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err
     kept = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.py")}
-    assert kept == {"train.py", "models.py", "parts/__init__.py", "parts/blocks.py", "extra.py", "swapped.py"}
-    assert {name: (tmp_path / "out" / name).read_text() for name in kept} == {name: OWN_MODULES[name] for name in kept}
+    assert kept == {
+        "train.py",
+        "models.py",
+        "parts/__init__.py",
+        "parts/blocks.py",
+        "extra.py",
+        "swapped.py",
+    }
+    assert {name: (tmp_path / "out" / name).read_text() for name in kept} == {
+        name: OWN_MODULES[name] for name in kept
+    }
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n"])
@@ -397,7 +447,10 @@ def test_hyperparams_without_keys_are_kept_as_they_are(tmp_path, recipe, text):
     [
         ("a: 1\nb: !ref <c>\n", "train.yaml:2, key 'b': !ref <c> names nothing: 'c' is no key of"),
         ("a: 1\na: 2\n", "train.yaml:2, key 'a': the key is there twice, first in line 1"),
-        ("a: !ref <b>/x\nb: !ref <a>/y\n", "train.yaml:1, key 'a': the references go round in a circle: a -> b -> a"),
+        (
+            "a: !ref <b>/x\nb: !ref <a>/y\n",
+            ("train.yaml:1, key 'a': the references go round in a circle: a -> b -> a"),
+        ),
     ],
 )
 def test_a_mistake_in_hyperparams_is_told_with_its_line(tmp_path, recipe, text, said):

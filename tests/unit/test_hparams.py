@@ -1,4 +1,6 @@
-"""`ddpkit.load_hparams`: what HyperPyYAML gives, and a sentence for each mistake that a recipe's YAML can have."""
+"""`ddpkit.load_hparams`: what HyperPyYAML gives, and a sentence for each mistake that a recipe's
+YAML can have.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ MISTAKES, STATIC = mistakes_in(_LOADED), mistakes_in(_SEEN)
 WITH_OVERRIDES = {
     "a key that is not there": (
         {"size": 1, "lrr": 2},
-        "the overrides: 'size' is no key of 'h.yaml'. Correct the name, or add the key to the file.",
+        (
+            "the overrides: 'size' is no key of 'h.yaml'. Correct the name, or add the key to the "
+            "file."
+        ),
     ),
     "a misspelt key": (
         "lrr: 2",
@@ -181,7 +186,10 @@ def test_the_command_line_tells_mistakes_that_nothing_has_to_be_loaded_for(folde
 
 def test_the_command_line_loads_nothing_and_leaves_the_rest_to_the_recipe(folder):
     """The recipe may replace more values, and may have files to include elsewhere."""
-    text = "x: !apply:own.fails [calls]\ny: !new:lacking.Net\nz: !PLACEHOLDER\ninner: !include:elsewhere.yaml\n"
+    text = (
+        "x: !apply:own.fails [calls]\ny: !new:lacking.Net\nz: !PLACEHOLDER\ninner: "
+        "!include:elsewhere.yaml\n"
+    )
     (folder / "h.yaml").write_text(text + "deep: !ref <inner[x]>\nlr: 1\nrate: !ref <lr>\n")
     parse_arguments(["h.yaml", "--device=cpu", "--lr=3"])
     assert "own" not in sys.modules

@@ -83,7 +83,9 @@ def test_records_name_the_line_that_logs(caplog):
     log.info("a")
     log.log(logging.INFO, "b")
     get_logger("ddpkit.lines").warning_once("c")
-    assert {record.funcName for record in caplog.records} == {"test_records_name_the_line_that_logs"}
+    assert {record.funcName for record in caplog.records} == {
+        "test_records_name_the_line_that_logs"
+    }
 
 
 def test_the_caller_s_extra_is_kept(caplog):
@@ -91,7 +93,7 @@ def test_the_caller_s_extra_is_kept(caplog):
     assert caplog.records[0].mine == 1
 
 
-# -------------------------------------------------------------------------------------------- set-up
+# ------------------------------------------------------------------------------------------- set-up
 
 
 def test_console_and_file(tmp_path, capsys):
@@ -105,7 +107,12 @@ def test_console_and_file(tmp_path, capsys):
     assert captured.err == "news\nWARNING: odd\nof another library\n"
     assert captured.out == ""
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split(": ", 1)[1] for line in lines] == ["detail", "news", "odd", "of another library"]
+    assert [line.split(": ", 1)[1] for line in lines] == [
+        "detail",
+        "news",
+        "odd",
+        ("of another library"),
+    ]
     assert "WARNING ddpkit.tests: odd" in lines[2]
 
 
@@ -143,14 +150,18 @@ def test_the_environment_sets_the_level(variable, value, monkeypatch, capsys):
 
 def test_an_unknown_level_is_an_error(monkeypatch):
     monkeypatch.setenv("DDPKIT_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="DDPKIT_LOG_LEVEL expects a logging level .*, got 'loud'"):
+    with pytest.raises(
+        ConfigError, match="DDPKIT_LOG_LEVEL expects a logging level .*, got 'loud'"
+    ):
         setup_logging()
     monkeypatch.delenv("DDPKIT_LOG_LEVEL")
     with pytest.raises(ConfigError, match="level expects a logging level .*, got 'quiet'"):
         setup_logging(level="quiet")
 
 
-def test_other_ranks_show_warnings_of_libraries_and_what_is_meant_for_all(tmp_path, capsys, as_rank):
+def test_other_ranks_show_warnings_of_libraries_and_what_is_meant_for_all(
+    tmp_path, capsys, as_rank
+):
     as_rank(1)
     setup_logging(log_file=tmp_path / "log.txt")
     library = logging.getLogger("other.library")
@@ -179,7 +190,7 @@ def test_a_log_file_that_cannot_be_opened(tmp_path):
         setup_logging(log_file=tmp_path / "elsewhere" / "log.txt")
 
 
-# ------------------------------------------------------------------------------------- own configuration
+# -------------------------------------------------------------------------------- own configuration
 
 CONFIG = """
 version: 1
@@ -214,7 +225,8 @@ def test_a_configuration_file(tmp_path, capsys, way):
         setup_logging(path, {"handlers": {"file_handler": {"filename": str(file)}}}, logging.INFO)
     else:
         setup_logging(
-            config_path=path, overrides={"handlers": {"file_handler": {"filename": str(file), "delay": True}}}
+            config_path=path,
+            overrides={"handlers": {"file_handler": {"filename": str(file), "delay": True}}},
         )
     get_logger("ddpkit.configured").info("news")
     get_logger("ddpkit.configured").warning("odd")
@@ -244,7 +256,7 @@ def test_a_missing_configuration_file(tmp_path):
         setup_logging(config_path=tmp_path)
 
 
-# ------------------------------------------------------------------------------------------- progress bars
+# ------------------------------------------------------------------------------------ progress bars
 
 
 def test_messages_do_not_break_a_progress_bar():
@@ -271,7 +283,7 @@ def test_without_tqdm_the_handler_just_writes(monkeypatch):
     assert "tqdm" not in sys.modules
 
 
-# --------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 @pytest.mark.parametrize(
@@ -320,5 +332,10 @@ def test_a_log_file_that_cannot_be_written_says_so_once(capsys):
     finally:
         close_logging()  # which writes what is left in the file's buffer
     err = capsys.readouterr().err
-    assert err.count("/dev/full cannot be written: [Errno 28] No space left on device. The run goes on") == 1
+    assert (
+        err.count(
+            "/dev/full cannot be written: [Errno 28] No space left on device. The run goes on"
+        )
+        == 1
+    )
     assert "--- Logging error ---" not in err

@@ -54,7 +54,9 @@ def test_the_order_does_not_matter():
     found = []
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
         stats = MetricStats(lambda values: values)
-        stats.append([f"s{k}" for k in order], torch.tensor([scores[k] for k in order], dtype=torch.float64))
+        stats.append(
+            [f"s{k}" for k in order], torch.tensor([scores[k] for k in order], dtype=torch.float64)
+        )
         found.append(stats.summarize())
     assert found[0] == found[1]
     assert (found[0]["max_id"], found[0]["average"]) == ("s0", (1e16 + 2) / 5)
@@ -87,7 +89,9 @@ def test_nan_is_neither_the_lowest_nor_the_highest_score_where_it_comes_first():
 
 def test_scores_are_detached_and_ids_may_be_a_tensor():
     stats = MetricStats(distance)
-    stats.append(torch.tensor([3, 4]), torch.ones(2, 3, requires_grad=True), target=torch.zeros(2, 3))
+    stats.append(
+        torch.tensor([3, 4]), torch.ones(2, 3, requires_grad=True), target=torch.zeros(2, 3)
+    )
     assert stats.ids == [3, 4]
     assert stats.scores == [1.0, 1.0]
     assert stats.summarize("max_id") == 3
@@ -97,7 +101,12 @@ def test_scores_are_detached_and_ids_may_be_a_tensor():
 @pytest.mark.parametrize("lengths", [None, torch.tensor([0.5, 1.0])])
 def test_samples_are_scored_one_by_one_without_their_padding(n_jobs, lengths):
     stats = MetricStats(distance, n_jobs=n_jobs, batch_eval=False)
-    stats.append(["a", "b"], predict=torch.tensor([[1.0, 9.0], [1.0, 3.0]]), target=torch.zeros(2, 2), lengths=lengths)
+    stats.append(
+        ["a", "b"],
+        predict=torch.tensor([[1.0, 9.0], [1.0, 3.0]]),
+        target=torch.zeros(2, 2),
+        lengths=lengths,
+    )
     assert stats.scores == [5.0 if lengths is None else 1.0, 2.0]
 
 
@@ -118,7 +127,14 @@ def test_a_batch_that_counts_nothing_is_left_out():
             r"gave tensor\(\[1.\]\) for 2 samples",
         ),
         (lambda: MetricStats(lambda: 3).append(["a"]), DataError, "gave 3 for 1 samples"),
-        (lambda: MetricStats(lambda: [1]).append(["a", "b"]), DataError, r"gave \[1\] for 2 samples"),
+        (
+            lambda: MetricStats(lambda: [1]).append(["a", "b"]),
+            DataError,
+            (
+                r"gave \[1\] for 2 "
+                r"samples"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_told(call, error, message):

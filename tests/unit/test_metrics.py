@@ -62,7 +62,9 @@ def test_accuracy_of_scores_and_of_classes():
     assert math.isnan(Accuracy().error())
 
 
-@pytest.mark.parametrize(("predictions", "labels"), [((3, 2), (4,)), ((3,), (3, 2)), ((2, 5, 3), (2, 3))])
+@pytest.mark.parametrize(
+    ("predictions", "labels"), [((3, 2), (4,)), ((3,), (3, 2)), ((2, 5, 3), (2, 3))]
+)
 def test_shapes_that_do_not_fit(predictions, labels):
     with pytest.raises(ConfigError, match=r"predictions of shape .* do not fit labels of shape"):
         Accuracy().update(torch.zeros(predictions), torch.zeros(labels))
@@ -151,19 +153,28 @@ def test_reduced_refuses_what_it_cannot_tell_how_to_exchange():
 
         compute = reset = update
 
-    with pytest.raises(ConfigError, match="Plain cannot be reduced over the ranks: it is not a metric of torchmetrics"):
+    with pytest.raises(
+        ConfigError,
+        match="Plain cannot be reduced over the ranks: it is not a metric of torchmetrics",
+    ):
         Reduced(Plain())
     Plain.sync_on_compute = False
-    with pytest.raises(ConfigError, match="Plain cannot be reduced .*, or was made with sync_on_compute=False"):
+    with pytest.raises(
+        ConfigError, match="Plain cannot be reduced .*, or was made with sync_on_compute=False"
+    ):
         Reduced(Plain())
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_losses_that_are_sums(as_tensor):
-    """A batch that counts nothing is no loss at all; one that is not finite is counted by itself."""
+    """A batch that counts nothing is no loss at all; one that is not finite is counted by
+    itself.
+    """
     kind = torch.tensor if as_tensor else float
     meter = LossMeter()
-    entries = [(6.0, 3.0), (0.0, 0.0), (math.nan, 0.0), (math.inf, 2.0), (4.0, 5.0)] * (FLUSH_AFTER // 4)
+    entries = [(6.0, 3.0), (0.0, 0.0), (math.nan, 0.0), (math.inf, 2.0), (4.0, 5.0)] * (
+        FLUSH_AFTER // 4
+    )
     with HostReads() as reads:
         for loss, count in entries:
             meter.append_sum(kind(loss), kind(count))

@@ -1,4 +1,6 @@
-"""One optimizer step: the clipping of torch, bit for bit; skipping; loss scaling; several optimizers."""
+"""One optimizer step: the clipping of torch, bit for bit; skipping; loss scaling; several
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,17 @@ class Recorder(torch.optim.SGD):
 
     def step(self, closure=None):
         self.given.append(
-            [p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None]
+            [
+                p.grad.clone()
+                for group in self.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
         )
         super().step(closure)
 
 
-# ------------------------------------------------------------------------------------------- clipping
+# ----------------------------------------------------------------------------------------- clipping
 
 
 @FAST
@@ -70,10 +77,19 @@ class Recorder(torch.optim.SGD):
     groups=st.integers(1, 3),
 )
 def test_clipping_is_that_of_torch_bit_for_bit(seed, max_norm, size, dtype, groups):
-    """Over all groups of all optimizers together; not only over the first group, as others do it."""
-    mine, theirs = parameters(seed, dtype=dtype, size=size), parameters(seed, dtype=dtype, size=size)
+    """Over all groups of all optimizers together; not only over the first group, as others do
+    it.
+    """
+    mine, theirs = (
+        parameters(seed, dtype=dtype, size=size),
+        parameters(seed, dtype=dtype, size=size),
+    )
     expected_norm = nn.utils.clip_grad_norm_(theirs, max_norm)
-    recorders = [Recorder([{"params": mine[:1]}, {"params": mine[1:3]}])] if groups > 1 else [Recorder(mine[:3])]
+    recorders = (
+        [Recorder([{"params": mine[:1]}, {"params": mine[1:3]}])]
+        if groups > 1
+        else [Recorder(mine[:3])]
+    )
     recorders.append(Recorder(mine[3:]))
     result = take_step(recorders, max_norm)
     norm = expected_norm.item()
@@ -91,7 +107,10 @@ def test_clipping_close_to_the_norm(factor):
         nn.utils.clip_grad_norm_(theirs, max_norm)
         recorder = Recorder(mine)
         take_step([recorder], max_norm)
-        assert all(torch.equal(one, other.grad) for one, other in zip(recorder.given[0], theirs, strict=True))
+        assert all(
+            torch.equal(one, other.grad)
+            for one, other in zip(recorder.given[0], theirs, strict=True)
+        )
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.0, -1.0, 0, -5, 1e9])
@@ -102,7 +121,9 @@ def test_no_clipping(max_norm):
     recorder = Recorder(mine)
     result = take_step([recorder], max_norm)
     assert (result.stepped, result.clipped) == (True, False)
-    assert all(torch.equal(one, other) for one, other in zip(recorder.given[0], before, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(recorder.given[0], before, strict=True)
+    )
 
 
 def test_a_step_moves_the_weights_and_drops_the_gradients():
@@ -111,7 +132,9 @@ def test_a_step_moves_the_weights_and_drops_the_gradients():
     result = take_step([sgd(mine)], None)
     assert all(torch.equal(one.detach(), other) for one, other in zip(mine, expected, strict=True))
     assert all(one.grad is None for one in mine)
-    assert result.norm == pytest.approx(math.hypot(*(g for one in parameters(2) for g in one.grad.flatten().tolist())))
+    assert result.norm == pytest.approx(
+        math.hypot(*(g for one in parameters(2) for g in one.grad.flatten().tolist()))
+    )
 
 
 def test_no_gradient_at_all():
@@ -126,7 +149,9 @@ def test_the_multiplier_comes_before_clipping():
     expected = [one.grad * 2.5 for one in mine]
     recorder = Recorder(mine)
     norm = take_step([recorder], None, multiplier=2.5).norm
-    assert all(torch.equal(one, other) for one, other in zip(recorder.given[0], expected, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(recorder.given[0], expected, strict=True)
+    )
     recorder = Recorder(parameters(3))
     assert take_step([recorder], norm / 2, multiplier=2.5).norm == norm
     assert nn.utils.get_total_norm(recorder.given[0]).item() == pytest.approx(norm / 2)
@@ -138,7 +163,9 @@ def test_a_tensor_multiplies_like_a_number_and_the_host_reads_once(max_norm, dty
     by_number, by_tensor = Recorder(parameters(3)), Recorder(parameters(3))
     norm = take_step([by_number], max_norm, multiplier=0.125).norm
     with HostReads() as reads:
-        assert take_step([by_tensor], max_norm, multiplier=torch.tensor(0.125, dtype=dtype)).norm == pytest.approx(norm)
+        assert take_step(
+            [by_tensor], max_norm, multiplier=torch.tensor(0.125, dtype=dtype)
+        ).norm == pytest.approx(norm)
     assert reads.count == 1
     for one, other in zip(by_tensor.given[0], by_number.given[0], strict=True):
         assert one.dtype == other.dtype
@@ -151,7 +178,7 @@ def test_a_multiplier_that_is_not_finite_skips():
     assert recorder.given == []
 
 
-# ------------------------------------------------------------------------------------------- skipping
+# ----------------------------------------------------------------------------------------- skipping
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -159,7 +186,10 @@ def test_a_multiplier_that_is_not_finite_skips():
 def test_a_step_that_is_not_finite_changes_nothing(bad, kind):
     mine = parameters(4)
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    optimizers = [kind(mine[:2], lr=0.1, **options), kind(mine[2:], lr=0.1, weight_decay=0.1, **options)]
+    optimizers = [
+        kind(mine[:2], lr=0.1, **options),
+        kind(mine[2:], lr=0.1, weight_decay=0.1, **options),
+    ]
     take_step(optimizers, 1.0)
     weights = copy.deepcopy([one.detach() for one in mine])
     states = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
@@ -170,11 +200,13 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, kind):
     assert not result.stepped
     assert not math.isfinite(result.norm)
     assert all(torch.equal(one.detach(), other) for one, other in zip(mine, weights, strict=True))
-    torch.testing.assert_close([optimizer.state_dict() for optimizer in optimizers], states, rtol=0, atol=0)
+    torch.testing.assert_close(
+        [optimizer.state_dict() for optimizer in optimizers], states, rtol=0, atol=0
+    )
     assert all(one.grad is None for one in mine), "the gradients are dropped"
 
 
-# ---------------------------------------------------------------------------------------- loss scaling
+# ------------------------------------------------------------------------------------- loss scaling
 
 
 def scaler(scale=1024.0, **options):
@@ -211,7 +243,9 @@ def test_the_scaler_clips_unscaled_gradients_and_takes_the_multiplier():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_the_scaler_skips_all_optimizers_and_backs_off(bad):
-    """One overflow skips every optimizer: what is reported as skipped has been skipped, on all ranks alike."""
+    """One overflow skips every optimizer: what is reported as skipped has been skipped, on all
+    ranks alike.
+    """
     mine, grad_scaler = fresh(), scaler()
     optimizers = [Recorder(mine[:1]), Recorder(mine[1:])]
     backward(mine, grad_scaler)
@@ -235,7 +269,7 @@ def test_the_scaler_and_optimizers_without_gradients():
     assert grad_scaler.get_scale() == 1024.0
 
 
-# ----------------------------------------------------------------------------------- several optimizers
+# ------------------------------------------------------------------------------- several optimizers
 
 
 def test_a_shared_parameter_counts_once():
@@ -245,7 +279,9 @@ def test_a_shared_parameter_counts_once():
     assert len(gradients(optimizers)) == 2
     expected = shared.detach() - 2 * shared.grad * 3
     assert take_step(optimizers, None, multiplier=3.0).norm == pytest.approx(3 * norm)
-    assert torch.allclose(shared.detach(), expected), "both optimizers step on it, but it is multiplied once"
+    assert torch.allclose(shared.detach(), expected), (
+        "both optimizers step on it, but it is multiplied once"
+    )
 
 
 def test_only_those_that_step_are_touched():
@@ -263,7 +299,7 @@ def test_gradients_in_order_without_those_that_are_missing():
     assert [id(one) for one in found] == [id(mine[number].grad) for number in (0, 2, 3)]
 
 
-# ------------------------------------------------------------------------------------ making optimizers
+# -------------------------------------------------------------------------------- making optimizers
 
 
 def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
@@ -271,7 +307,9 @@ def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
     net[0].requires_grad_(False)
     made = make_optimizer(lambda those: torch.optim.Adam(those, lr=0.1), net)
     assert len(made.param_groups[0]["params"]) == 6  # the frozen ones may be unfrozen later
-    split = make_optimizer(lambda those: torch.optim.AdamW(those, lr=0.1, weight_decay=0.5), net, split_vectors=True)
+    split = make_optimizer(
+        lambda those: torch.optim.AdamW(those, lr=0.1, weight_decay=0.5), net, split_vectors=True
+    )
     vectors, others = split.param_groups
     assert (vectors["weight_decay"], others["weight_decay"]) == (0.0, 0.5)
     assert [one.ndim for one in vectors["params"]] == [1, 1, 1]
@@ -346,9 +384,17 @@ def test_vectors_first_then_the_rest():
 
 
 def test_optimizers_that_cannot_be_made():
-    with pytest.raises(ConfigError, match=r"^opt_class was given, but no entry of modules has a trainable parameter"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^opt_class was given, but no entry of modules has a "
+        r"trainable parameter",
+    ):
         make_optimizer(sgd, nn.Linear(1, 1).requires_grad_(requires_grad=False))
-    with pytest.raises(ConfigError, match=r"^opt_class must return an optimizer, got a list \(without param_groups"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^opt_class must return an optimizer, got a list "
+        r"\(without param_groups",
+    ):
         make_optimizer(list, nn.Linear(1, 1))
 
 
@@ -382,16 +428,29 @@ def test_an_opt_class_that_cannot_be_called_is_named():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-def test_minor_1_the_count_multiplies_gradients_in_their_own_dtype_which_is_one_kernel_on_a_gpu(monkeypatch, dtype):
-    """``_foreach_mul_`` falls back to a kernel per parameter where the factor is of another dtype."""
+def test_minor_1_the_count_multiplies_gradients_in_their_own_dtype_which_is_one_kernel_on_a_gpu(
+    monkeypatch, dtype
+):
+    """``_foreach_mul_`` falls back to a kernel per parameter where the factor is of another
+    dtype.
+    """
     factors = []
     real = torch._foreach_mul_
-    monkeypatch.setattr(torch, "_foreach_mul_", lambda ones, factor: factors.append(factor.dtype) or real(ones, factor))
+    monkeypatch.setattr(
+        torch,
+        "_foreach_mul_",
+        lambda ones, factor: factors.append(factor.dtype) or real(ones, factor),
+    )
     weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
     for max_norm in (None, 0.01):
         weight.grad = torch.full((3,), 8.0, dtype=dtype)
-        take_step([torch.optim.SGD([weight], lr=0.0)], max_norm, multiplier=torch.tensor(0.25, dtype=torch.float64))
-    own = torch.float64 if dtype is torch.float16 else dtype  # a small factor would be nothing in half precision
+        take_step(
+            [torch.optim.SGD([weight], lr=0.0)],
+            max_norm,
+            multiplier=torch.tensor(0.25, dtype=torch.float64),
+        )
+    # a small factor would be nothing in half precision
+    own = torch.float64 if dtype is torch.float16 else dtype
     assert factors == [own, own]
 
 

@@ -32,7 +32,10 @@ def parameters(number=1):
 
 
 def sgd(*rates, **options):
-    groups = [{"params": [one], "lr": rate} for one, rate in zip(parameters(len(rates)), rates, strict=True)]
+    groups = [
+        {"params": [one], "lr": rate}
+        for one, rate in zip(parameters(len(rates)), rates, strict=True)
+    ]
     return torch.optim.SGD(groups, **options)
 
 
@@ -40,14 +43,19 @@ def rates_of(optimizer):
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-# ---------------------------------------------------------------------------------------- the effective batch
+# ------------------------------------------------------------------------------ the effective batch
 
 LOADERS = {
     "planned": (lambda world: shard(range(50), Sharding(0, world), batch_size=4), 4),
     "a short set": (lambda world: shard(range(3), Sharding(0, world), batch_size=4), 4),
-    "looped": (lambda world: LoopedLoader(shard(range(50), Sharding(0, world), batch_size=4), 5), 4),
+    "looped": (
+        lambda world: LoopedLoader(shard(range(50), Sharding(0, world), batch_size=4), 5),
+        4,
+    ),
     "made for one": (
-        lambda world: make_dataloader(range(50), batch_size=4) if world == 1 else LOADERS["planned"][0](world),
+        lambda world: (
+            make_dataloader(range(50), batch_size=4) if world == 1 else LOADERS["planned"][0](world)
+        ),
         4,
     ),
     "stream": (lambda world: shard(Stream(), Sharding(0, world), batch_size=4), 4),
@@ -57,19 +65,24 @@ LOADERS = {
     ),
     "divided batches": (
         lambda world: DataLoader(
-            range(50), batch_sampler=BatchSampler(DistributedSampler(range(50), world, 0), 4, drop_last=False)
+            range(50),
+            batch_sampler=BatchSampler(DistributedSampler(range(50), world, 0), 4, drop_last=False),
         ),
         4,
     ),
     "batch sampler of a size": (
         lambda world: shard(
-            range(50), Sharding(0, world), batch_sampler=BatchSampler(SequentialSampler(range(50)), 4, drop_last=False)
+            range(50),
+            Sharding(0, world),
+            batch_sampler=BatchSampler(SequentialSampler(range(50)), 4, drop_last=False),
         ),
         4,
     ),
     "concat": (
         lambda world: shard(
-            range(50), Sharding(0, world), batch_sampler=ConcatDatasetBatchSampler([range(9), range(9)], [1, 3])
+            range(50),
+            Sharding(0, world),
+            batch_sampler=ConcatDatasetBatchSampler([range(9), range(9)], [1, 3]),
         ),
         4,
     ),
@@ -81,7 +94,10 @@ LOADERS = {
         ),
         None,
     ),
-    "opaque batches": (lambda world: shard(range(9), Sharding(0, world), batch_sampler=[[0, 1], [2]]), None),
+    "opaque batches": (
+        lambda world: shard(range(9), Sharding(0, world), batch_sampler=[[0, 1], [2]]),
+        None,
+    ),
     "whole batches": (lambda world: shard(range(9), Sharding(0, world), batch_size=None), None),
     "stream of batches": (lambda world: shard(Stream(), Sharding(0, world), batch_size=None), None),
     "no loader": (lambda world: [[1, 2], [3]], None),
@@ -92,7 +108,9 @@ LOADERS = {
 @pytest.mark.parametrize(("factor", "world"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_the_effective_batch(kind, factor, world):
     make, size = LOADERS[kind]
-    assert batch_sizes(make(world), None, factor, world).per_step == (None if size is None else size * factor * world)
+    assert batch_sizes(make(world), None, factor, world).per_step == (
+        None if size is None else size * factor * world
+    )
 
 
 @pytest.mark.parametrize(("pieces", "world"), [(1, 1), (2, 1), (1, 3), (2, 3)])
@@ -106,12 +124,16 @@ def options(rule="linear", reference=8, **more):
 
 
 def sizes_of(batch_size, world=1, factor=1):
-    return batch_sizes(shard(range(50), Sharding(0, world), batch_size=batch_size), None, factor, world)
+    return batch_sizes(
+        shard(range(50), Sharding(0, world), batch_size=batch_size), None, factor, world
+    )
 
 
 def scaling_of(rule="linear", *, batch_size=4, world=1, **more):
     scaling = LrScaling()
-    scaling.choose(options(rule, **more), sizes_of(batch_size, world, more.get("grad_accumulation_factor", 1)))
+    scaling.choose(
+        options(rule, **more), sizes_of(batch_size, world, more.get("grad_accumulation_factor", 1))
+    )
     return scaling
 
 
@@ -121,7 +143,8 @@ def test_the_factor_and_its_reason(rule, factor):
     assert scaling.factor == pytest.approx(factor)
     if rule == "linear":
         assert scaling.reason == (
-            "lr_scaling=linear, 24 samples per step (2 process(es), accumulation 3), reference_batch_size=8: x 3"
+            "lr_scaling=linear, 24 samples per step (2 process(es), accumulation 3), "
+            "reference_batch_size=8: x 3"
         )
 
 
@@ -133,27 +156,37 @@ def test_the_reason_names_virtual_ranks():
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, size) in LOADERS.items() if size is None])
 def test_a_step_of_unknown_size_cannot_be_scaled_by(kind):
-    with pytest.raises(ConfigError, match=r"^lr_scaling=linear needs a step of known size.*Use --lr_scaling=none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^lr_scaling=linear needs a step of known size.*Use "
+        r"--lr_scaling=none",
+    ):
         LrScaling().choose(options(), batch_sizes(LOADERS[kind][0](1), None, 1, 1))
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_a_rule_without_a_reference_is_refused(rule):
-    with pytest.raises(ConfigError, match=f"^lr_scaling={rule} needs reference_batch_size: .*Give --reference_batch_"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^lr_scaling={rule} needs reference_batch_size: .*Give --reference_batch_",
+    ):
         LrScaling().choose(options(rule, None), sizes_of(1))
 
 
-# ------------------------------------------------------------------------------------------------------ steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 def steps_of(optimizer):
-    """Make the gradients 1, step, and return how far each group's parameter went: its learning rate, of SGD."""
+    """Make the gradients 1, step, and return how far each group's parameter went: its learning
+    rate, of SGD.
+    """
     before = [group["params"][0].detach().clone() for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"][0].grad = torch.ones(2)
     optimizer.step()
     return [
-        float((old - group["params"][0].detach())[0]) for old, group in zip(before, optimizer.param_groups, strict=True)
+        float((old - group["params"][0].detach())[0])
+        for old, group in zip(before, optimizer.param_groups, strict=True)
     ]
 
 
@@ -164,7 +197,9 @@ def test_steps_are_scaled_and_rates_stay(caplog):
         scaling.follow({"sgd": optimizer})
     assert steps_of(optimizer) == pytest.approx([0.2, 0.02])
     assert rates_of(optimizer) == [0.1, 0.01]
-    assert caplog.messages == [f"Learning rates ({scaling.reason}): sgd 0.1, 0.01 -> 0.2, 0.02."] * 2
+    assert (
+        caplog.messages == [f"Learning rates ({scaling.reason}): sgd 0.1, 0.01 -> 0.2, 0.02."] * 2
+    )
     scaling.choose(options(), sizes_of(32))
     assert steps_of(optimizer) == pytest.approx([0.4, 0.04]), "a second fit with another batch"
 
@@ -215,7 +250,11 @@ def test_a_step_that_calls_that_of_its_class_is_scaled_once():
 
 def test_an_optimizer_of_two_brains_is_scaled_by_the_one_that_trains():
     optimizer = sgd(0.1)
-    for scaling, expected in ((scaling_of(batch_size=16), 0.2), (scaling_of(batch_size=32), 0.4), (LrScaling(), 0.1)):
+    for scaling, expected in (
+        (scaling_of(batch_size=16), 0.2),
+        (scaling_of(batch_size=32), 0.4),
+        (LrScaling(), 0.1),
+    ):
         scaling.follow({"sgd": optimizer})
         assert steps_of(optimizer) == pytest.approx([expected])
         assert rates_of(optimizer) == [0.1]
@@ -223,5 +262,9 @@ def test_an_optimizer_of_two_brains_is_scaled_by_the_one_that_trains():
 
 def test_an_optimizer_without_hooks_is_refused():
     own = Host(param_groups=[{"lr": 0.1}])
-    with pytest.raises(ConfigError, match=r"^lr_scaling cannot scale mine, a Host: it is not a torch.optim.Optimizer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^lr_scaling cannot scale mine, a Host: it is not a "
+        r"torch.optim.Optimizer",
+    ):
         scaling_of(batch_size=16).follow({"mine": own})

@@ -1,4 +1,6 @@
-"""Wrong words on the command line: what was meant, what stands in the YAML there, and what to write."""
+"""Wrong words on the command line: what was meant, what stands in the YAML there, and what to
+write.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.checkpoints import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.checkpoints import (
+    mark_as_loader,
+    mark_as_saver,
+    mark_as_transfer,
+    register_checkpoint_hooks,
+)
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, MissingFileError
 from ddpkit.parameter_transfer import Pretrainer
@@ -34,13 +39,18 @@ def value_of(model):
 
 def test_modules_come_from_their_files(tmp_path):
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
-    pretrainer = Pretrainer(tmp_path / "none", {"first": first}, {"first": saved(tmp_path / "best.pt", 3)})
+    pretrainer = Pretrainer(
+        tmp_path / "none", {"first": first}, {"first": saved(tmp_path / "best.pt", 3)}
+    )
     pretrainer.loadables["second"] = second
     saved(tmp_path / "hub" / "second.ckpt", 4)
     files = pretrainer.collect_files(default_source=str(tmp_path / "hub"))
     pretrainer.load_collected()
     assert (value_of(first), value_of(second)) == (3, 4)
-    assert {name: path.name for name, path in files.items()} == {"first": "best.pt", "second": "second.ckpt"}
+    assert {name: path.name for name, path in files.items()} == {
+        "first": "best.pt",
+        "second": "second.ckpt",
+    }
     assert not (tmp_path / "none").exists()
 
 
@@ -60,13 +70,17 @@ def test_another_path_replaces_the_first(tmp_path):
 def test_a_link_that_is_itself_the_source_is_left_alone(tmp_path):
     (tmp_path / "model.ckpt").symlink_to(saved(tmp_path / "blob" / "file", 5))
     model = nn.Linear(2, 1)
-    pretrainer = Pretrainer(tmp_path / "blob" / "..", {"model": model}, {"model": tmp_path / "model.ckpt"})
+    pretrainer = Pretrainer(
+        tmp_path / "blob" / "..", {"model": model}, {"model": tmp_path / "model.ckpt"}
+    )
     pretrainer.collect_files()
     pretrainer.load_collected()
     assert value_of(model) == 5
 
 
-@pytest.mark.parametrize("source", ["speechbrain/asr-crdnn/model.ckpt", "https://example.org/model.ckpt"])
+@pytest.mark.parametrize(
+    "source", ["speechbrain/asr-crdnn/model.ckpt", "https://example.org/model.ckpt"]
+)
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_was_put_there_stands_for_a_source_that_is_elsewhere(tmp_path, source, is_link):
     if is_link:
@@ -162,12 +176,16 @@ def test_parameters_that_only_one_side_has_are_told(tmp_path, caplog):
     assert "has bias, which the Linear does not have" in caplog.text
 
 
-@pytest.mark.parametrize(("held", "names"), [({"model": {}, "epoch": 3}, "model, epoch"), ({}, "nothing")])
+@pytest.mark.parametrize(
+    ("held", "names"), [({"model": {}, "epoch": 3}, "model, epoch"), ({}, "nothing")]
+)
 def test_a_file_with_none_of_the_parameters_is_refused(tmp_path, held, names):
     torch.save(held, tmp_path / "m.ckpt")
     words = f"m.ckpt has none of the parameters of this Linear, such as 'weight'; it has {names}."
     with pytest.raises(CheckpointError, match=words):
-        Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
+        Pretrainer(
+            loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}
+        ).load_collected()
     nothing = nn.ReLU()
     Pretrainer(loadables={"m": nothing}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
 
@@ -175,8 +193,12 @@ def test_a_file_with_none_of_the_parameters_is_refused(tmp_path, held, names):
 @pytest.mark.parametrize("content", [b"", b"hello", b"<html>404</html>"])
 def test_a_file_of_something_else_is_told_in_words(tmp_path, content):
     (tmp_path / "m.ckpt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="m.ckpt: it is damaged, or was not written by torch.save."):
-        Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
+    with pytest.raises(
+        CheckpointError, match="m.ckpt: it is damaged, or was not written by torch.save."
+    ):
+        Pretrainer(
+            loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}
+        ).load_collected()
 
 
 class Code:
@@ -187,11 +209,15 @@ class Code:
 def test_a_file_that_could_run_code_is_refused(tmp_path, capsys):
     torch.save({"weight": Code()}, tmp_path / "m.ckpt")
     with pytest.raises(CheckpointError):
-        Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
+        Pretrainer(
+            loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}
+        ).load_collected()
     assert "code has run" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", ["https://example.org/m.ckpt", "speechbrain/asr/m.ckpt", "folder"])
+@pytest.mark.parametrize(
+    "source", ["https://example.org/m.ckpt", "speechbrain/asr/m.ckpt", "folder"]
+)
 def test_what_is_not_on_disk_is_told_before_anything_is_loaded(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -199,8 +225,14 @@ def test_what_is_not_on_disk_is_told_before_anything_is_loaded(tmp_path, monkeyp
     before = value_of(model)
     paths = {"model": saved(tmp_path / "good.ckpt", 8), "other": source}
     pretrainer = Pretrainer("links", {"model": model, "other": nn.Linear(2, 1)}, paths)
-    for call in (pretrainer.collect_files, pretrainer.load_collected, lambda: run_on_main(pretrainer.collect_files)):
-        with pytest.raises(MissingFileError, match=f"{source}, for 'other'.*Download it first .*links/other.ckpt"):
+    for call in (
+        pretrainer.collect_files,
+        pretrainer.load_collected,
+        lambda: run_on_main(pretrainer.collect_files),
+    ):
+        with pytest.raises(
+            MissingFileError, match=f"{source}, for 'other'.*Download it first .*links/other.ckpt"
+        ):
             call()
     assert value_of(model) == before
     assert not (tmp_path / "links").exists()
@@ -210,5 +242,7 @@ def test_what_nothing_loads_is_told(tmp_path):
     path = saved(tmp_path / "a.ckpt", 1)
     with pytest.raises(ConfigError, match="nothing loads 'thing', an object: .*custom_hooks"):
         Pretrainer(loadables={"thing": object()}, paths={"thing": path}).load_collected()
-    with pytest.raises(ConfigError, match="'thing' has no path: .* with a default_source on every rank"):
+    with pytest.raises(
+        ConfigError, match="'thing' has no path: .* with a default_source on every rank"
+    ):
         Pretrainer(loadables={"thing": nn.Linear(2, 1)}).load_collected()

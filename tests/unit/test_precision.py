@@ -33,7 +33,11 @@ def test_an_unknown_format_is_an_error(name):
 @pytest.mark.parametrize("option", ["precision", "eval_precision"])
 def test_o7_fp16_on_a_cpu_is_an_error_that_names_bf16(option):
     names = {"precision": "fp32", "eval_precision": "fp32", option: "fp16"}
-    with pytest.raises(ConfigError, match=rf"^{option}='fp16' .* device='cpu:0'.*bf16 works there.*--{option}=bf16"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{option}='fp16' .* device='cpu:0'.*bf16 works "
+        rf"there.*--{option}=bf16",
+    ):
         Precision(**names, device="cpu:0")
 
 
@@ -48,7 +52,9 @@ def test_the_two_contexts_and_the_scaler():
     assert precision.scaler.scale(x) is x
 
 
-@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available")
+@pytest.mark.filterwarnings(
+    "ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available"
+)
 @pytest.mark.parametrize("names", [("fp16", "fp32"), ("fp32", "fp16")])
 def test_the_scaler_scales_for_fp16_training_on_cuda_only(names):
     precision = Precision(*names, "cuda:0")
@@ -87,7 +93,9 @@ def test_float32_costs_nothing_to_speak_of():
     assert not context.enabled
 
     calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
+    )
     with context:
         pass
     sys.setprofile(None)
@@ -118,7 +126,13 @@ def test_fwd_default_precision():
     assert module(x) == (BF16, None)
     with torch.autocast("cpu", dtype=BF16):
         more = {"list": [x, n, x.double()]}
-        assert module(x, more=more, scale=2) == (torch.float32, torch.float32, torch.int64, torch.float64, 2)
+        assert module(x, more=more, scale=2) == (
+            torch.float32,
+            torch.float32,
+            torch.int64,
+            torch.float64,
+            2,
+        )
         assert more["list"][0] is x
         assert module.as_it_is(x) == (BF16, True)
         assert module.wide(x).dtype is torch.float64

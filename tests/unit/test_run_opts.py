@@ -12,7 +12,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions, option_attributes, parse_arguments
 from tests.command_lines import gpus_fixture, hparams_yaml, launched_fixture, parse  # noqa: F401 -- fixtures
 
-# ------------------------------------------------------------------------------- what parsing returns
+# ----------------------------------------------------------------------------- what parsing returns
 
 
 def test_parsing_gives_concrete_values():
@@ -53,7 +53,9 @@ def test_the_backend_follows_the_device_unless_given(gpus):
 
 
 def test_options_in_the_yaml_are_seen_at_once(gpus, tmp_path):
-    (tmp_path / "h.yaml").write_text("device: cpu\ndebug: True\nmax_grad_norm: null\nprecision: !ref <p>\np: bf16\n")
+    (tmp_path / "h.yaml").write_text(
+        "device: cpu\ndebug: True\nmax_grad_norm: null\nprecision: !ref <p>\np: bf16\n"
+    )
     options = parse("h.yaml")[1]
     assert (options.device, options.distributed_backend) == ("cpu", "gloo")
     assert (options.debug, options.max_grad_norm, options.precision) == (True, None, "fp32")
@@ -73,7 +75,12 @@ def test_items_attributes_and_keys_of_ones_own():
     options.noprogressbar = True
     options["mine"] = 3
     options.also_mine = 4
-    assert (options.debug, options["noprogressbar"], options.mine, options["also_mine"]) == (True, True, 3, 4)
+    assert (options.debug, options["noprogressbar"], options.mine, options["also_mine"]) == (
+        True,
+        True,
+        3,
+        4,
+    )
     assert options.overridden_args == {"debug", "noprogressbar", "mine", "also_mine"}
     assert options.get("nothing", 5) == 5
     assert "device" in options
@@ -100,7 +107,9 @@ def test_assignment_is_checked():
     options = RunOptions()
     with pytest.raises(ConfigError, match="precision expects one of .* got 'fp8' in run_opts"):
         options["precision"] = "fp8"
-    with pytest.raises(ConfigError, match="grad_accumulation_factor expects a number >= 1, got 0 in run_opts"):
+    with pytest.raises(
+        ConfigError, match="grad_accumulation_factor expects a number >= 1, got 0 in run_opts"
+    ):
         RunOptions(grad_accumulation_factor=0)
     with pytest.raises(ConfigError, match="debug expects true or false, got None in run_opts"):
         RunOptions(debug=None)
@@ -116,7 +125,9 @@ def test_from_dictionary_keeps_unknown_keys():
     assert RunOptions(debug=True, overridden_args={"jit"}).overridden_args == {"debug", "jit"}
 
 
-@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize(
+    "twin", [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))]
+)
 def test_copies(twin):
     options = RunOptions(debug=True, mine=[1])
     other = twin(options)
@@ -129,7 +140,11 @@ def test_a_copy_is_apart():
     other = options.copy()
     other.debug = True
     other.tqdm_barcolor["train"] = "RED"
-    assert (options.debug, options.overridden_args, options.tqdm_barcolor["train"]) == (False, set(), "GREEN")
+    assert (options.debug, options.overridden_args, options.tqdm_barcolor["train"]) == (
+        False,
+        set(),
+        "GREEN",
+    )
     assert RunOptions().tqdm_barcolor["train"] == "GREEN"
 
 
@@ -198,7 +213,11 @@ def test_yaml_values_are_checked(name, given, reason):
 
 def test_a_mode_of_the_compiler_that_torch_does_not_know_is_refused():
     """torch would tell it when it compiles, and the modules would train without."""
-    with pytest.raises(ConfigError, match=r"^compile_mode expects one of default, reduce-overhead, .*, got 'max' in"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^compile_mode expects one of default, "
+        r"reduce-overhead, .*, got 'max' in",
+    ):
         RunOptions().resolved({"compile_mode": "max"})
     from torch._inductor import list_mode_options
 
@@ -209,7 +228,9 @@ def test_a_mode_of_the_compiler_that_torch_does_not_know_is_refused():
 def test_intervals_are_checked_over_the_sources():
     with pytest.raises(ConfigError, match="--ckpt_interval_minutes=0"):
         RunOptions(ckpt_interval_steps=5).resolved({"ckpt_interval_minutes": 15})
-    options = RunOptions(ckpt_interval_steps=5, ckpt_interval_minutes=0).resolved({"ckpt_interval_minutes": 15})
+    options = RunOptions(ckpt_interval_steps=5, ckpt_interval_minutes=0).resolved(
+        {"ckpt_interval_minutes": 15}
+    )
     assert (options.ckpt_interval_steps, options.ckpt_interval_minutes) == (5, 0.0)
 
 
@@ -233,7 +254,9 @@ def test_old_precision_switches(given, hparams, precision, caplog):
     assert len([r for r in caplog.records if "is deprecated" in r.getMessage()]) == len(used)
 
 
-@pytest.mark.parametrize(("given", "hparams"), [({"jit": True}, {}), ({}, {"jit_module_keys": ["net"]})])
+@pytest.mark.parametrize(
+    ("given", "hparams"), [({"jit": True}, {}), ({}, {"jit_module_keys": ["net"]})]
+)
 def test_torchscript_has_no_effect_and_says_so(given, hparams, caplog):
     RunOptions(**given).resolved(hparams)
     assert "have no effect: TorchScript is deprecated in torch. Use --compile." in caplog.text
@@ -283,14 +306,23 @@ def test_the_line_of_given_options_leaves_out_defaults_that_override_nothing(cap
     assert said in [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize("key", ["global_batchsize", "gradient_acumulation_factor", "grad_accumulation_facto"])
+@pytest.mark.parametrize(
+    "key", ["global_batchsize", "gradient_acumulation_factor", "grad_accumulation_facto"]
+)
 def test_a_key_with_nearly_the_name_of_an_option_is_warned_of(caplog, key):
     RunOptions(device="cpu").resolved({key: 3, "number_of_epochs": 2, "batch_size": 4})
-    told = [record.getMessage() for record in caplog.records if "is not a run option" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "is not a run option" in record.getMessage()
+    ]
     assert len(told) == (key != "gradient_acumulation_factor")
     assert all(repr(key) in text and "did you mean" in text for text in told)
 
 
 def test_a_key_of_run_opts_is_looked_at_too(caplog):
     RunOptions.from_dictionary({"device": "cpu", "precison": "bf16"}).resolved()
-    assert "The key 'precison' is not a run option, and sets none; did you mean 'precision'?" in caplog.text
+    assert (
+        "The key 'precison' is not a run option, and sets none; did you mean 'precision'?"
+        in caplog.text
+    )

@@ -95,6 +95,8 @@ def test_the_table_is_whole():
     assert set(RunOptions()) == contract
     assert set(RUN_OPTIONS) == contract == set(OptionTypes.__annotations__)
     for option in OPTIONS:
-        assert option.default is None or option.coerce(option.default, "here") == option.default, option.name
+        assert option.default is None or option.coerce(option.default, "here") == option.default, (
+            option.name
+        )
         assert option.default is not None or option.is_optional, option.name
         assert hasattr(Brain, option.name) == (option.is_attribute and option.name in RUN_OPTIONS)

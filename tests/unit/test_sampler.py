@@ -63,7 +63,10 @@ class Items:
     def __getitem__(self, index):
         entry = self.data[self.data_ids[index]]
         self.computed.update(self.keys)
-        return {key: self.dynamic[key](entry) if key in self.dynamic else entry[key] for key in self.keys}
+        return {
+            key: self.dynamic[key](entry) if key in self.dynamic else entry[key]
+            for key in self.keys
+        }
 
     @contextlib.contextmanager
     def output_keys_as(self, keys):
@@ -97,9 +100,15 @@ def dynamic(lengths=LENGTHS, longest=100.0, buckets=8, **options):
 
 MAKERS = {
     "random": lambda **options: ReproducibleRandomSampler(range(500), **options),
-    "random, replacement": lambda **options: ReproducibleRandomSampler(range(500), replacement=True, **options),
-    "weighted": lambda **options: ReproducibleWeightedRandomSampler([1.0, 2.0] * 250, 300, True, **options),
-    "balancing": lambda **options: BalancingDataSampler([{"y": k % 3} for k in range(500)], "y", **options),
+    "random, replacement": lambda **options: ReproducibleRandomSampler(
+        range(500), replacement=True, **options
+    ),
+    "weighted": lambda **options: ReproducibleWeightedRandomSampler(
+        [1.0, 2.0] * 250, 300, True, **options
+    ),
+    "balancing": lambda **options: BalancingDataSampler(
+        [{"y": k % 3} for k in range(500)], "y", **options
+    ),
     "dynamic": dynamic,
     "wrapper": lambda **options: DistributedSamplerWrapper(range(500), 2, 1, **options),
 }
@@ -110,7 +119,7 @@ def test_recipes_find_them_where_they_look(name):
     assert getattr(ddpkit.dataio.sampler, name) is getattr(sampler, name)
 
 
-# ------------------------------------------------------------------------------------ seeds and epochs
+# --------------------------------------------------------------------------------- seeds and epochs
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -158,7 +167,7 @@ def test_a_generator_is_refused(kind):
         MAKERS[kind](generator=torch.Generator())
 
 
-# --------------------------------------------------------------------------------------------- random
+# ------------------------------------------------------------------------------------------- random
 
 
 def test_reproducible_random_sampler_is_shuffle_with_the_experiments_seed():
@@ -196,7 +205,7 @@ def test_reproducible_random_sampler_follows_a_source_that_grows():
     assert len(own) == 6
 
 
-# ------------------------------------------------------------------------------------------- weighted
+# ----------------------------------------------------------------------------------------- weighted
 
 
 def test_weights_decide_how_often():
@@ -217,7 +226,9 @@ def test_balancing_draws_the_classes_alike():
 
 
 def test_balancing_computes_the_key_alone_where_it_is_dynamic():
-    data = Items({str(k): {"n": k} for k in range(20)}, {"y": lambda entry: entry["n"] % 2, "heavy": None})
+    data = Items(
+        {str(k): {"n": k} for k in range(20)}, {"y": lambda entry: entry["n"] % 2, "heavy": None}
+    )
     balancing = BalancingDataSampler(data, "y", num_samples=7)
     assert len(list(balancing)) == len(balancing) == 7
     assert data.computed == {"y": 20}
@@ -226,11 +237,14 @@ def test_balancing_computes_the_key_alone_where_it_is_dynamic():
         BalancingDataSampler([{"y": 1}], "z")
 
 
-# --------------------------------------------------------------------------------------------- concat
+# ------------------------------------------------------------------------------------------- concat
 
 
 def test_concat_batches_take_from_every_part():
-    parts = [ReproducibleRandomSampler(range(10), seed=1), ReproducibleRandomSampler(range(7), seed=2)]
+    parts = [
+        ReproducibleRandomSampler(range(10), seed=1),
+        ReproducibleRandomSampler(range(7), seed=2),
+    ]
     batches = ConcatDatasetBatchSampler(parts, [2, 3])
     assert (len(batches), batches.batch_size, batches.offsets) == (2, 5, [0, 10])
     epochs = []
@@ -254,7 +268,9 @@ def test_concat_offsets_are_those_of_the_parts_and_not_of_what_is_drawn():
     ]
     batches = ConcatDatasetBatchSampler(parts, (1, 1, 1), epoch=3)
     assert batches.offsets == [0, 30, 50]
-    assert [one.epoch for one in parts[:2]] == [3, 3], "a sampler that knows no epochs stands in no other's way"
+    assert [one.epoch for one in parts[:2]] == [3, 3], (
+        "a sampler that knows no epochs stands in no other's way"
+    )
     assert [batch[2] for batch in batches] == [50, 51, 52, 53]
 
 
@@ -273,7 +289,7 @@ def test_concat_arguments_that_cannot_work(samplers, sizes, match):
         ConcatDatasetBatchSampler(samplers, sizes)
 
 
-# -------------------------------------------------------------------------------------------- dynamic
+# ------------------------------------------------------------------------------------------ dynamic
 
 
 @pytest.mark.parametrize("ordering", ["random", "ascending", "descending"])
@@ -281,8 +297,12 @@ def test_concat_arguments_that_cannot_work(samplers, sizes, match):
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("most", [None, 6])
 def test_dynamic_batches(ordering, shuffle, drop_last, most):
-    """Each sample once, batches that fit, their number the same in every epoch, in the order asked for."""
-    batches = dynamic(batch_ordering=ordering, shuffle=shuffle, drop_last=drop_last, max_batch_ex=most)
+    """Each sample once, batches that fit, their number the same in every epoch, in the order asked
+    for.
+    """
+    batches = dynamic(
+        batch_ordering=ordering, shuffle=shuffle, drop_last=drop_last, max_batch_ex=most
+    )
     bounds = batches._bucket_boundaries
     for epoch in (1, 2, 3):
         batches.set_epoch(epoch)
@@ -321,7 +341,9 @@ def test_dynamic_batches_change_with_the_epoch_unless_nothing_is_random():
     assert {tuple(sorted(batch)) for batch in first} != {tuple(sorted(batch)) for batch in second}
     first, second = epochs(shuffle=False)
     assert first != second
-    assert sorted(map(tuple, first)) == sorted(map(tuple, second)), "the same batches in another order"
+    assert sorted(map(tuple, first)) == sorted(map(tuple, second)), (
+        "the same batches in another order"
+    )
     first, second = epochs(shuffle=False, batch_ordering="ascending")
     assert first == second
 
@@ -330,7 +352,9 @@ def test_dynamic_batches_are_made_once_an_epoch(monkeypatch):
     made = []
     batches = dynamic()
     original = DynamicBatchSampler._make
-    monkeypatch.setattr(DynamicBatchSampler, "_make", lambda self: made.append(self.epoch) or original(self))
+    monkeypatch.setattr(
+        DynamicBatchSampler, "_make", lambda self: made.append(self.epoch) or original(self)
+    )
     for epoch in (1, 2):
         batches.set_epoch(epoch)
         len(batches)
@@ -351,14 +375,22 @@ def test_the_quantiles_are_those_of_the_log_normal_distribution():
 def test_dynamic_batches_of_explicit_boundaries():
     lengths = [1, 4, 4, 5, 6, 11, 12, 0, 30]
     batches = DynamicBatchSampler(
-        lengths, 12, None, shuffle=False, batch_ordering="ascending", bucket_boundaries=[4, 6], lengths_list=lengths
+        lengths,
+        12,
+        None,
+        shuffle=False,
+        batch_ordering="ascending",
+        bucket_boundaries=[4, 6],
+        lengths_list=lengths,
     )
     assert list(batches) == [[7], [0, 1, 2], [3, 4], [5], [6], [8]]
     assert batches.get_durations([0, 8]) == [1.0, 30.0]
 
 
 def test_lengths_are_asked_of_the_entries_and_nothing_is_loaded():
-    data = Items({str(k): {"duration": length, "n": 2 * length} for k, length in enumerate(LENGTHS)})
+    data = Items(
+        {str(k): {"duration": length, "n": 2 * length} for k, length in enumerate(LENGTHS)}
+    )
     assert list(DynamicBatchSampler(data, 100.0, 8, seed=1)) == list(dynamic(seed=1))
     doubled = DynamicBatchSampler(data, 200.0, 8, lambda item: item["n"], seed=1)
     assert list(doubled) == list(dynamic(seed=1))
@@ -380,7 +412,9 @@ def test_lengths_are_asked_of_the_entries_and_nothing_is_loaded():
     ],
 )
 def test_degenerate_lengths(lengths, longest, expected):
-    batches = DynamicBatchSampler(lengths, longest, None, bucket_boundaries=[3.0, 5.0, 10.0], lengths_list=lengths)
+    batches = DynamicBatchSampler(
+        lengths, longest, None, bucket_boundaries=[3.0, 5.0, 10.0], lengths_list=lengths
+    )
     drawn = list(batches)
     assert sorted(len(batch) for batch in drawn) == expected
     assert sorted(index for batch in drawn for index in batch) == list(range(len(lengths)))
@@ -396,8 +430,22 @@ def test_verbose_tells_the_buckets(caplog):
     ("options", "error", "match"),
     [
         ({"num_buckets": None}, BucketingError, r"neither num_buckets nor bucket_boundaries"),
-        ({"lengths_list": None}, BucketingError, r"cannot know how long the samples of list are.*Give lengths_list"),
-        ({"lengths_list": [1.0]}, ConfigError, r"^lengths_list has 1 entries for the 3 samples of list"),
+        (
+            {"lengths_list": None},
+            BucketingError,
+            (
+                r"cannot know how long the samples of list "
+                r"are.*Give lengths_list"
+            ),
+        ),
+        (
+            {"lengths_list": [1.0]},
+            ConfigError,
+            (
+                r"^lengths_list has 1 entries for the 3 samples "
+                r"of list"
+            ),
+        ),
         ({"lengths_list": [1.0, -2.0, 3.0]}, DataError, r"must be numbers, 0 or more"),
         ({"lengths_list": [1.0, 2.0, math.nan]}, DataError, r"must be numbers, 0 or more"),
         ({"lengths_list": ["a", 1, 2]}, ValueError, r"could not convert string to float"),
@@ -408,13 +456,26 @@ def test_verbose_tells_the_buckets(caplog):
         ({"num_buckets": 0}, ConfigError, r"^num_buckets=0 is not a positive whole number"),
         ({"max_batch_ex": 0}, ConfigError, r"^max_batch_ex=0 is not a positive whole number"),
         ({"batch_ordering": "sorted"}, ConfigError, r"^batch_ordering='sorted' is not known"),
-        ({"bucket_boundaries": [2, 1]}, ConfigError, r"^bucket_boundaries=\[2, 1\] must be lengths above 0"),
+        (
+            {"bucket_boundaries": [2, 1]},
+            ConfigError,
+            (
+                r"^bucket_boundaries=\[2, 1\] must be "
+                r"lengths above 0"
+            ),
+        ),
         ({"bucket_boundaries": [1, 1]}, ConfigError, r"each greater than the one before"),
         ({"bucket_boundaries": [0, 1]}, ConfigError, r"must be lengths above 0"),
     ],
 )
 def test_dynamic_arguments_that_cannot_work(options, error, match):
-    given = {"dataset": [1, 2, 3], "max_batch_length": 10, "num_buckets": 2, "lengths_list": [1, 2, 3], **options}
+    given = {
+        "dataset": [1, 2, 3],
+        "max_batch_length": 10,
+        "num_buckets": 2,
+        "lengths_list": [1, 2, 3],
+        **options,
+    }
     with pytest.raises(error, match=match):
         DynamicBatchSampler(**given)
 
@@ -434,7 +495,7 @@ def test_a_million_lengths_take_a_second_or_two():
     assert soon(started, 10.0)  # about one, on an idle machine
 
 
-# ------------------------------------------------------------------------------------------- wrapper
+# ------------------------------------------------------------------------------------------ wrapper
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -442,7 +503,9 @@ def test_a_million_lengths_take_a_second_or_two():
 def test_d19_one_index_or_one_batch_per_rank(world, shuffle):
     """A tuple of one was taken for what it held."""
     for inner in ([7, 5, 3][:world], [[0, 1], [2], [3, 4]][:world]):
-        found = [list(DistributedSamplerWrapper(inner, world, rank, shuffle)) for rank in range(world)]
+        found = [
+            list(DistributedSamplerWrapper(inner, world, rank, shuffle)) for rank in range(world)
+        ]
         assert all(len(part) == 1 for part in found)
         assert sorted(str(part[0]) for part in found) == sorted(map(str, inner))
 
@@ -453,17 +516,26 @@ def test_d20_the_length_may_change_between_epochs():
         for one in wrappers:
             one.set_epoch(epoch)
         found = [list(one) for one in wrappers]
-        assert {len(part) for part in found} == {len(one) for one in wrappers} == {math.ceil((3 + epoch) / 2)}
+        assert (
+            {len(part) for part in found}
+            == {len(one) for one in wrappers}
+            == {math.ceil((3 + epoch) / 2)}
+        )
         assert set(found[0] + found[1]) == set(range(10, 13 + epoch))
 
 
 @pytest.mark.parametrize(("drop_last", "each"), [(True, 3), (False, 4)])
 def test_d18_the_wrapper_honours_drop_last(drop_last, each):
-    found = [list(DistributedSamplerWrapper(range(10), 3, rank, False, drop_last=drop_last)) for rank in range(3)]
+    found = [
+        list(DistributedSamplerWrapper(range(10), 3, rank, False, drop_last=drop_last))
+        for rank in range(3)
+    ]
     assert [len(part) for part in found] == [each] * 3
     drawn = [index for part in found for index in part]
     assert len(set(drawn)) == (9 if drop_last else 10)
-    fewer = [list(DistributedSamplerWrapper(range(1), 3, rank, drop_last=drop_last)) for rank in range(3)]
+    fewer = [
+        list(DistributedSamplerWrapper(range(1), 3, rank, drop_last=drop_last)) for rank in range(3)
+    ]
     assert fewer == ([[], [], []] if drop_last else [[0], [0], [0]])
 
 
@@ -475,7 +547,9 @@ def test_a_random_sampler_inside_the_wrapper_is_drawn_alike(own):
         torch.manual_seed(100 + rank)
         generator = torch.Generator().manual_seed(seed) if own else None
         inner = RandomSampler(range(12), generator=generator)
-        wrapper = DistributedSamplerWrapper(inner, 3, rank, shuffle=False, seed=None if own else seed)
+        wrapper = DistributedSamplerWrapper(
+            inner, 3, rank, shuffle=False, seed=None if own else seed
+        )
         wrapper.set_epoch(epoch)
         return list(wrapper)
 
@@ -496,7 +570,9 @@ def test_the_wrapper_is_a_division_made_already():
         assert reshard(ready, Sharding(rank, 2)) is ready
         loader.set_epoch(6)
         assert wrapper.epoch == 6
-    assert list(DistributedSamplerWrapper(range(3), shuffle=False)) == [0, 1, 2], "one process by itself"
+    assert list(DistributedSamplerWrapper(range(3), shuffle=False)) == [0, 1, 2], (
+        "one process by itself"
+    )
 
 
 def test_the_wrapper_tells_the_inner_sampler_the_epoch():
@@ -507,7 +583,7 @@ def test_the_wrapper_tells_the_inner_sampler_the_epoch():
     assert wrapper.sampler is wrapper.dataset is inner
 
 
-# ------------------------------------------------------------------------------ loader arguments that divide
+# --------------------------------------------------------------------- loader arguments that divide
 
 
 def test_distributed_loader_specifics_leave_alone_what_they_cannot_divide(caplog):
@@ -525,7 +601,9 @@ def test_distributed_loader_specifics_leave_alone_what_they_cannot_divide(caplog
 
 
 def test_arguments_that_hold_a_share_are_not_divided_again():
-    """CONTRACT 1.10: a loader made with them gives the share, and is divided as a whole when it is given to ``fit``."""
+    """CONTRACT 1.10: a loader made with them gives the share, and is divided as a whole when it is
+    given to ``fit``.
+    """
     planned = PlannedBatchSampler(10, 2, rank=1, world_size=2)
     loader = make_dataloader(range(10), batch_sampler=planned)
     assert loader.batch_sampler is planned
@@ -533,7 +611,9 @@ def test_arguments_that_hold_a_share_are_not_divided_again():
     alone = reshard(loader, Sharding())
     assert sorted(index for batch in alone for index in batch.tolist()) == list(range(10))
     whole = shard(range(10), Sharding(1, 2), batch_sampler=PlannedBatchSampler(10, 2))
-    assert [plan_of(whole).count(number) for number in range(3)] == [2, 2, 0], "of one process: dealt out by batches"
+    assert [plan_of(whole).count(number) for number in range(3)] == [2, 2, 0], (
+        "of one process: dealt out by batches"
+    )
 
 
 def test_a_recovered_loader_says_how_much_it_skips_under_its_old_name(tmp_path):

@@ -1,4 +1,6 @@
-"""Learning-rate schedules under SpeechBrain's names: what they give, what is saved of them, and what scales them."""
+"""Learning-rate schedules under SpeechBrain's names: what they give, what is saved of them, and
+what scales them.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ from tests.contract.recipes import QUIET, Regression, assert_same, linear, make,
 from tests.contract.test_brain_resume import Killed
 
 OF_STEPS = {
-    "noam": (lambda: NoamScheduler(1.0, 4, model_size=16), [0.03125, 0.0625, 0.09375, 0.125, 0.25 / 5**0.5]),
+    "noam": (
+        lambda: NoamScheduler(1.0, 4, model_size=16),
+        [0.03125, 0.0625, 0.09375, 0.125, 0.25 / 5**0.5],
+    ),
 }
 
 
 def optimizer(lr=1.0, groups=1):
-    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=lr)
+    return torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=lr
+    )
 
 
 @pytest.mark.parametrize("kind", OF_STEPS)
@@ -72,7 +79,10 @@ def test_new_bob_compares_with_the_metric_before_and_not_with_the_best():
 
 
 def test_the_plateau_is_counted_from_the_best_loss():
-    schedule, adam = ReduceLROnPlateau(lr_min=0.3, factor=0.5, patience=1, dont_halve_until_epoch=2), optimizer()
+    schedule, adam = (
+        ReduceLROnPlateau(lr_min=0.3, factor=0.5, patience=1, dont_halve_until_epoch=2),
+        optimizer(),
+    )
     rates = []
     for epoch, loss in enumerate((5.0, 9.0, 8.0, 8.5, 8.2, 9.0, 9.0, 7.0), 1):
         old, new = schedule([adam], epoch, loss)
@@ -92,8 +102,14 @@ def test_values_of_epochs():
 @pytest.mark.parametrize(
     ("make_one", "message"),
     [
-        (lambda: StepScheduler(1, decay_drop=2, half_life=3), "half_life=3 .*leave decay_factor and decay_drop out"),
-        (lambda: CyclicLRScheduler(mode="square"), "triangular, triangular2, exp_range, got 'square'"),
+        (
+            lambda: StepScheduler(1, decay_drop=2, half_life=3),
+            ("half_life=3 .*leave decay_factor and decay_drop out"),
+        ),
+        (
+            lambda: CyclicLRScheduler(mode="square"),
+            ("triangular, triangular2, exp_range, got 'square'"),
+        ),
     ],
 )
 def test_what_makes_no_schedule_is_told(make_one, message):
@@ -112,11 +128,14 @@ def test_a_rate_is_set_where_it_is_asked_for():
     assert held.item() == 0.25
 
 
-# ------------------------------------------------------------------------------------------------ saved and loaded
+# --------------------------------------------------------------------------------- saved and loaded
 
 SAVED = {
     **{name: (make_one, lambda one: one(optimizer())) for name, (make_one, _) in OF_STEPS.items()},
-    "cyclic": (lambda: CyclicLRScheduler(0.0, 1.0, 3), lambda one: one.on_batch_end(optimizer()) or one(0)),
+    "cyclic": (
+        lambda: CyclicLRScheduler(0.0, 1.0, 3),
+        lambda one: one.on_batch_end(optimizer()) or one(0),
+    ),
     "new bob": (lambda: NewBobScheduler(1.0, patient=1), lambda one: one(2.0)),
     "plateau": (lambda: ReduceLROnPlateau(0.1, 0.5, 1, 0), lambda one: one([optimizer()], 1, 3.0)),
 }
@@ -148,10 +167,15 @@ def test_a_file_of_speechbrains_is_loaded_and_ours_has_what_it_reads(tmp_path, k
     schedule = make_one()
     checkpointer = Checkpointer(tmp_path, {"schedule": schedule})
     checkpoint = checkpointer.save_checkpoint()
-    assert torch.load(checkpoint.paramfiles["schedule"], weights_only=True).keys() >= SPEECHBRAINS[kind].keys()
+    assert (
+        torch.load(checkpoint.paramfiles["schedule"], weights_only=True).keys()
+        >= SPEECHBRAINS[kind].keys()
+    )
     schedule.load_state_dict(SPEECHBRAINS[kind])
     if kind in OF_STEPS:
-        assert call(schedule)[1] == pytest.approx(OF_STEPS[kind][1][3]), "the fourth, with the recipe's own settings"
+        assert call(schedule)[1] == pytest.approx(OF_STEPS[kind][1][3]), (
+            "the fourth, with the recipe's own settings"
+        )
     else:
         assert schedule.state_dict() == SPEECHBRAINS[kind]
 
@@ -159,11 +183,13 @@ def test_a_file_of_speechbrains_is_loaded_and_ours_has_what_it_reads(tmp_path, k
 def test_a_file_of_something_else_is_told(tmp_path):
     checkpointer = Checkpointer(tmp_path, {"schedule": NewBobScheduler(1.0)})
     checkpointer.save_checkpoint()
-    with pytest.raises(CheckpointError, match="NoamScheduler: it has hyperparam_value, .* and not losses, n_steps"):
+    with pytest.raises(
+        CheckpointError, match="NoamScheduler: it has hyperparam_value, .* and not losses, n_steps"
+    ):
         Checkpointer(tmp_path, {"schedule": NoamScheduler(1.0, 2)}).recover_if_possible()
 
 
-# ------------------------------------------------------------------------------------------------ in a recipe
+# -------------------------------------------------------------------------------------- in a recipe
 
 
 class Annealed(Regression):
@@ -174,7 +200,9 @@ class Annealed(Regression):
     def on_fit_start(self):
         super().on_fit_start()
         self.rates = []
-        self.optimizer.register_step_pre_hook(lambda sgd, *_: self.rates.append(sgd.param_groups[0]["lr"]))
+        self.optimizer.register_step_pre_hook(
+            lambda sgd, *_: self.rates.append(sgd.param_groups[0]["lr"])
+        )
 
     def on_fit_batch_start(self, batch, should_step):
         if self.dies_at == self.optimizer_step:
@@ -196,7 +224,9 @@ def anneal(folder, dies_at=None):
     net, counter, noam = linear(), EpochCounter(2), NoamScheduler(0.1, 3)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter, "noam": noam})
     options = {**QUIET, "ckpt_interval_steps": 1}
-    brain = Annealed({"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), {"noam": noam}, options, checkpointer)
+    brain = Annealed(
+        {"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), {"noam": noam}, options, checkpointer
+    )
     brain.dies_at = dies_at
     brain.fit(counter, points(10), train_loader_kwargs={"batch_size": 2, "shuffle": True})
     return brain

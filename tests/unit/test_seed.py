@@ -33,7 +33,13 @@ def _environment(monkeypatch):
 
 
 def draw():
-    return random.random(), np.random.rand(), float(torch.rand(())), np.random.randn(), random.gauss(0, 1)
+    return (
+        random.random(),
+        np.random.rand(),
+        float(torch.rand(())),
+        np.random.randn(),
+        random.gauss(0, 1),
+    )
 
 
 def test_the_same_seed_gives_the_same_numbers():
@@ -46,7 +52,9 @@ def test_the_same_seed_gives_the_same_numbers():
 
 
 def test_no_gpu_is_asked_for_as_a_script_begins(monkeypatch):
-    """CUDA that was asked cannot be used in processes that are forked after that, as from a notebook."""
+    """CUDA that was asked cannot be used in processes that are forked after that, as from a
+    notebook.
+    """
 
     def asked():
         raise AssertionError
@@ -133,11 +141,17 @@ def test_the_streams_of_accelerators_in_use_are_seeded_too(kind, monkeypatch):
 
 
 def test_2_5_streams_are_hashed_and_not_summed():
-    seeds = [stream_seed(seed, rank, epoch) for seed in range(20) for rank in range(8) for epoch in range(20)]
+    seeds = [
+        stream_seed(seed, rank, epoch)
+        for seed in range(20)
+        for rank in range(8)
+        for epoch in range(20)
+    ]
     assert len(set(seeds)) == len(seeds)
     assert stream_seed(10, 2) != stream_seed(11, 1)
     assert stream_seed(1, 23) != stream_seed(12, 3)
-    assert stream_seed(3, 1) == 2443941090653319517  # the same in every version: runs are repeated years later
+    # the same in every version: runs are repeated years later
+    assert stream_seed(3, 1) == 2443941090653319517
 
 
 def test_rng_state_brings_every_generator_back():
@@ -186,7 +200,8 @@ class Devices:
 
 @pytest.fixture
 def _in_a_group(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own in the place, to stay
+    # torch puts its own in the place, to stay
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
@@ -194,11 +209,15 @@ def _in_a_group(monkeypatch):
 
 @pytest.mark.usefixtures("_in_a_group")
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-@pytest.mark.parametrize(("before", "after"), [((8, 3), (1, 0)), ((1, 0), (8, 3)), ((8, 3), (8, 5)), ((8, 3), (8, 3))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((8, 3), (1, 0)), ((1, 0), (8, 3)), ((8, 3), (8, 5)), ((8, 3), (8, 3))]
+)
 def test_m4_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_number_it_sees_it(
     before, after, kind, monkeypatch, tmp_path, caplog
 ):
-    """Under torchrun a rank sees all GPUs of its node; under ``srun --gpus-per-task=1`` its own alone, as number 0."""
+    """Under torchrun a rank sees all GPUs of its node; under ``srun --gpus-per-task=1`` its own
+    alone, as number 0.
+    """
     Devices(monkeypatch, *before, kind).states[before[1]][0] = 7
     torch.save(rng_state(), tmp_path / "rng.pt")
     now = Devices(monkeypatch, *after, kind)

@@ -14,11 +14,15 @@ from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4), (5, 3, 4, 2), (5, 3, 2, 2, 2)])
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+)
 def test_it_is_batchnorm_in_one_process(shape, options):
     torch.manual_seed(0)
     ours = SyncBatchNorm(3, **options)
-    theirs = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)](3, **options)
+    theirs = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[
+        len(shape)
+    ](3, **options)
     for training in (True, True, False):
         ours.train(training)
         theirs.train(training)
@@ -68,7 +72,11 @@ def test_conversion_keeps_objects_keys_and_mode():
     assert all(before[1][name] is after[1][name] for name in before[1])
     assert (net["instance"], net["torchs"], net["ours"]) == kept
     assert type(net["conv"][1]) is SyncBatchNorm
-    assert (net["conv"][1].eps, net["conv"][1].momentum, net["conv"][1].training) == (0.1, None, True)
+    assert (net["conv"][1].eps, net["conv"][1].momentum, net["conv"][1].training) == (
+        0.1,
+        None,
+        True,
+    )
     assert not net["also"].training
     assert type(net["plain"]) is SyncBatchNorm
     assert not net["plain"].track_running_stats

@@ -41,7 +41,7 @@ def read(path):
     return [json.loads(line, parse_constant=refuse) for line in Path(path).read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------------------ the run's log
+# ------------------------------------------------------------------------------------ the run's log
 
 
 def test_one_complete_json_line_per_event(tmp_path):
@@ -124,7 +124,9 @@ def test_a_line_is_written_in_one_piece(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
 def test_a_full_disk_names_the_file():
-    with pytest.raises(ConfigError, match="the run's log '/dev/full' cannot be written: No space left"):
+    with pytest.raises(
+        ConfigError, match="the run's log '/dev/full' cannot be written: No space left"
+    ):
         RunLog("/dev/full").write("a")
     with pytest.raises(ConfigError, match="save_file='/dev/full' cannot be written: No space left"):
         FileTrainLogger("/dev/full").log_stats({"epoch": 1})
@@ -152,7 +154,7 @@ def test_events_go_to_the_log_that_is_set(tmp_path):
     assert [line["event"] for line in read(tmp_path / "metrics.jsonl")] == ["a"]
 
 
-# --------------------------------------------------------------------------------------- the text file
+# ------------------------------------------------------------------------------------ the text file
 
 
 def test_the_format_of_the_text_file(tmp_path, caplog):
@@ -221,7 +223,7 @@ def test_a_subclass_must_log():
         type("Mine", (TrainLogger,), {})().log_stats({})
 
 
-# ----------------------------------------------------------------------------------------- TensorBoard
+# -------------------------------------------------------------------------------------- TensorBoard
 
 
 def scalars(folder):
@@ -230,7 +232,8 @@ def scalars(folder):
     events = EventAccumulator(str(folder))
     events.Reload()
     return {
-        tag: [(event.step, round(event.value, 5)) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+        tag: [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
     }
 
 
@@ -273,7 +276,7 @@ def test_tensorboard_missing(tmp_path, monkeypatch):
         TensorboardLogger(tmp_path)
 
 
-# ------------------------------------------------------------------------------------- Weights & Biases
+# --------------------------------------------------------------------------------- Weights & Biases
 
 
 class Run:
@@ -288,11 +291,16 @@ class Run:
 def test_wandb():
     picture = object()
     train_logger = WandBLogger(initializer=Run, project="p")
-    train_logger.log_stats({"epoch": 3, "lr": 0.1}, {"loss": torch.tensor(0.5)}, {"picture": picture})
+    train_logger.log_stats(
+        {"epoch": 3, "lr": 0.1}, {"loss": torch.tensor(0.5)}, {"picture": picture}
+    )
     train_logger.log_stats({"lr": np.float64(0.1)}, test_stats={"loss": 1})
     assert train_logger.run.given == ((), {"project": "p"})
     assert train_logger.run.logged == [
-        ({"train": {"loss": 0.5}, "valid": {"picture": picture}, "epoch": 3, "lr": 0.1}, {"step": 3}),
+        (
+            {"train": {"loss": 0.5}, "valid": {"picture": picture}, "epoch": 3, "lr": 0.1},
+            {"step": 3},
+        ),
         ({"test": {"loss": 1}, "lr": 0.1}, {}),
     ]
 
@@ -317,7 +325,11 @@ def test_tensorboard_draws_steps_beside_epochs(tmp_path):
     board.log_step({"loss": 0.75}, 7)
     board.log_stats({"epoch": 1}, {"loss": 0.5})
     board.close()
-    assert scalars(tmp_path) == {"loss/train_step": [(7, 0.75)], "epoch": [(1, 1.0)], "loss/train": [(1, 0.5)]}
+    assert scalars(tmp_path) == {
+        "loss/train_step": [(7, 0.75)],
+        "epoch": [(1, 1.0)],
+        "loss/train": [(1, 0.5)],
+    }
 
 
 def test_several_loggers_report_the_same(tmp_path, caplog):
@@ -337,12 +349,15 @@ def test_several_loggers_report_the_same(tmp_path, caplog):
     assert list(both)[:2] == files
     assert (tmp_path / "a.txt").read_text() == "epoch: 1 - valid loss: 2.50\nepoch: 2\n"
     assert (tmp_path / "a.txt").read_text() == (tmp_path / "b.txt").read_text()
-    assert given == [({"epoch": 1}, {"valid_stats": {"loss": 2.5}, "verbose": False}), ({"epoch": 2}, {})]
+    assert given == [
+        ({"epoch": 1}, {"valid_stats": {"loss": 2.5}, "verbose": False}),
+        ({"epoch": 2}, {}),
+    ]
     assert caplog.messages == ["epoch: 2"] * 2
     assert len(read(tmp_path / "run.jsonl")) == 2
 
 
-# ---------------------------------------------------------------------------------------- progress samples
+# --------------------------------------------------------------------------------- progress samples
 
 
 def test_progress_samples_are_saved_by_epoch_and_name(tmp_path):
@@ -350,13 +365,18 @@ def test_progress_samples_are_saved_by_epoch_and_name(tmp_path):
         Path(path).write_text(f"{data}{end}")
 
     text = {"extension": "txt", "saver": write, "kwargs": {"end": "!"}}
-    samples = ProgressSampleLogger(tmp_path / "out", {"batch": "raw", "words": "text"}, {"text": text}, 2)
+    samples = ProgressSampleLogger(
+        tmp_path / "out", {"batch": "raw", "words": "text"}, {"text": text}, 2
+    )
     weight = torch.ones(3, requires_grad=True)
     batch = {"x": weight * 2, "names": ["a", "b", "c"], "lengths": (1, 2, 3)}
     samples.remember(batch=samples.get_batch_sample(batch), words="first")
     samples.remember(words="second")
     samples.save(epoch=4)
-    assert sorted(path.name for path in (tmp_path / "out" / "4").iterdir()) == ["batch.pth", "words.txt"]
+    assert sorted(path.name for path in (tmp_path / "out" / "4").iterdir()) == [
+        "batch.pth",
+        "words.txt",
+    ]
     saved = torch.load(tmp_path / "out" / "4" / "batch.pth")
     assert torch.equal(saved["x"], torch.full((2,), 2.0))
     assert not saved["x"].requires_grad
@@ -374,5 +394,7 @@ def test_progress_samples_that_cannot_be_saved(tmp_path, monkeypatch):
     with pytest.raises(MissingExtraError, match="Run `pip install torchvision`"):
         ProgressSampleLogger(tmp_path).save_item("picture", torch.ones(3, 2, 2), 1)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="output_path='.*file': '.*x.pth' cannot be written: Not a directory"):
+    with pytest.raises(
+        ConfigError, match="output_path='.*file': '.*x.pth' cannot be written: Not a directory"
+    ):
         ProgressSampleLogger(tmp_path / "file", {"x": "raw"}).save_item("x", 1, 1)

@@ -1,4 +1,6 @@
-"""``python -m ddpkit doctor``: looks at the machines of a launch and tells what is wrong for training."""
+"""``python -m ddpkit doctor``: looks at the machines of a launch and tells what is wrong for
+training.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,8 @@ def require_extra() -> None:
     """
     if importlib.util.find_spec(NEEDED) is None:
         raise MissingExtraError(
-            f"`python -m ddpkit doctor` needs {NEEDED}, which is not installed. Run `pip install {NEEDED}`."
+            f"`python -m ddpkit doctor` needs {NEEDED}, which is not installed. Run `pip install "
+            f"{NEEDED}`."
         )
 
 
@@ -140,7 +143,9 @@ def check_recipe(recipe: Sequence[str]) -> None:
 
 
 def _meet(request: Request) -> tuple[Ranks, LaunchInfo, list[Finding]]:
-    """Meet the other ranks. Where that fails this process goes on alone, with the reason as a finding."""
+    """Meet the other ranks. Where that fails this process goes on alone, with the reason as a
+    finding.
+    """
     try:
         launch = find_launch()
     except LaunchError as error:

@@ -1,9 +1,10 @@
 """Limits of the control groups that this process is in, which a container or Slurm has set.
 
-Both versions are read. A limit of any group above holds, too. In a container the path of ``/proc/self/cgroup`` may not
-be below the mount: then the mount itself is the group.
+Both versions are read. A limit of any group above holds, too. In a container the path of
+``/proc/self/cgroup`` may not be below the mount: then the mount itself is the group.
 
-Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/admin-guide/cgroup-v1/ .
+Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and
+https://docs.kernel.org/admin-guide/cgroup-v1/ .
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ class Finding:
     Ranks: local.
 
     Example:
-        >>> Finding("open files", OK, "1048576", "at least 4096", "one per tensor of a batch").is_problem
+        >>> Finding(
+        ...     "open files", OK, "1048576", "at least 4096", "one per tensor of a batch"
+        ... ).is_problem
         False
     """
 

@@ -1,4 +1,6 @@
-"""The findings as a person reads them: one line for what is well, a block for what is not, the worst last."""
+"""The findings as a person reads them: one line for what is well, a block for what is not, the
+worst last.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class GlooAddress:
 def gloo_address(machine: Machine) -> GlooAddress:
     """Find the address as torch does: by the variable, else by the host name, else the loopback.
 
-    Source: https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-network-interface-to-use .
+    Source:
+    https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-network-interface-to-use .
 
     Ranks: local.
     """

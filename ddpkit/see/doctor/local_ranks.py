@@ -44,13 +44,15 @@ def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
     info = find_launch()
     if info.is_distributed:
         raise LaunchError(
-            f"--nproc={asked} starts the processes itself, but {info.launcher} has started this one already, as "
-            f"rank {info.rank} of {info.world_size}. Leave --nproc out, or start the command without a launcher."
+            f"--nproc={asked} starts the processes itself, but {info.launcher} has started this "
+            f"one already, as rank {info.rank} of {info.world_size}. Leave --nproc out, or start "
+            "the command without a launcher."
         )
     number = count_processes(asked, device)
     from torch.distributed import TCPStore
 
-    # Here and not in rank 0: the system chooses a free port, and no other program can take it first.
+    # Here and not in rank 0: the system chooses a free port, and no other program can take it
+    # first.
     store = TCPStore(
         LOOPBACK,
         0,

@@ -1,4 +1,6 @@
-"""The machine, as the checks see it: files, environment and functions in one object that a test can replace."""
+"""The machine, as the checks see it: files, environment and functions in one object that a test can
+replace.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ class Machine:
     gpus: GpuSight = field(default_factory=GpuSight)
 
     def read(self, path: str) -> str:
-        """Return the text of a file below the root, such as ``"proc/meminfo"``; raises :class:`OSError`."""
+        """Return the text of a file below the root, such as ``"proc/meminfo"``; raises
+        :class:`OSError`.
+        """
         return self.root.joinpath(path.lstrip("/")).read_text(encoding="utf-8", errors="replace")
 
     def read_if_there(self, path: str) -> str:

@@ -1,4 +1,6 @@
-"""What would run on the machine: how many processes, on which device, with which recipe and output folder."""
+"""What would run on the machine: how many processes, on which device, with which recipe and output
+folder.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The ranks of the command, which exchange values over the launcher's store: no process group is needed.
+"""The ranks of the command, which exchange values over the launcher's store: no process group is
+needed.
 
-The main process reads what each rank has written and writes the list that all read, so that all ranks get the same
-answer. A rank that does not answer in time is None in it, and is not waited for again.
+The main process reads what each rank has written and writes the list that all read, so that all
+ranks get the same answer. A rank that does not answer in time is None in it, and is not waited for
+again.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Table:
 
 
 def thin(x: Numbers, y: Numbers, points: int) -> tuple[Numbers, Numbers]:
-    """Leave points out, so that a curve keeps its look: of every stretch its smallest and its largest value stay.
+    """Leave points out, so that a curve keeps its look: of every stretch its smallest and its
+    largest value stay.
 
     Args:
         x: shape ``(n,)``, ascending.

@@ -262,7 +262,12 @@ def tick_text(value: float, unit: str, step: float = 0.0) -> str:
     Ranks: local.
 
     Example:
-        >>> tick_text(0.98125, "", 0.00005), tick_text(0.5, "%"), tick_text(2e9, "B"), tick_text(0.02, "s")
+        >>> (
+        ...     tick_text(0.98125, "", 0.00005),
+        ...     tick_text(0.5, "%"),
+        ...     tick_text(2e9, "B"),
+        ...     tick_text(0.02, "s"),
+        ... )
         ('0.98125', '50 %', '2 GB', '20 ms')
     """
     if unit == SHARE:
@@ -299,7 +304,8 @@ def _settings() -> Iterator[None]:
 
 
 def small_svg(text: str) -> str:
-    """Return matplotlib's SVG as a part of a page: without head, with short numbers and the page's colours.
+    """Return matplotlib's SVG as a part of a page: without head, with short numbers and the page's
+    colours.
 
     Ranks: local.
 

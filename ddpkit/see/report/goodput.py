@@ -83,8 +83,8 @@ class Goodput:
 def goodput_of(history: RunHistory) -> Goodput:
     """Divide the wall time of a run.
 
-    A step counts unless it was done again: after a kill, a run goes on from its last checkpoint, and the steps
-    since then are repeated.
+    A step counts unless it was done again: after a kill, a run goes on from its last checkpoint,
+    and the steps since then are repeated.
 
     Ranks: local.
 
@@ -122,7 +122,9 @@ def goodput_of(history: RunHistory) -> Goodput:
 def _resume_points(
     attempts: Sequence[Attempt], checkpoints: Mapping[str, Record]
 ) -> list[float | None]:
-    """Return for each attempt how many optimizer steps it went on from; None where it has not trained."""
+    """Return for each attempt how many optimizer steps it went on from; None where it has not
+    trained.
+    """
     points: list[float | None] = [0.0] if attempts else []
     if attempts and attempts[0].resumed_at is not None:
         points[0] = attempts[0].resumed_at
@@ -152,7 +154,9 @@ def _resume_point(
 
 
 def _limits(attempts: Sequence[Attempt], resumed: Sequence[float | None]) -> list[float]:
-    """Return for each attempt its last step that counts: the least that a later one went on from."""
+    """Return for each attempt its last step that counts: the least that a later one went on
+    from.
+    """
     limits: list[float] = []
     least = math.inf
     for attempt, at in zip(reversed(attempts), reversed(resumed), strict=True):

@@ -311,7 +311,9 @@ class RunHistory:
             self.epochs.setdefault((name, stage), {})[epoch] = value
 
     def _reopen(self) -> None:
-        """Training goes on: another call of ``fit`` in this process, or an error that was caught."""
+        """Training goes on: another call of ``fit`` in this process, or an error that was
+        caught.
+        """
         if self.now.outcome == FINISHED:
             self.now.outcome = WITHOUT_A_WORD
 

@@ -1,4 +1,6 @@
-"""The first things that a reader wants to know of a run: tiles of numbers, and the panels of the picture."""
+"""The first things that a reader wants to know of a run: tiles of numbers, and the panels of the
+picture.
+"""
 
 from __future__ import annotations
 

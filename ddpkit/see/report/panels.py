@@ -49,7 +49,9 @@ class Line:
 
     @property
     def num_not_finite(self) -> int:
-        """Values that cannot be drawn: infinities. Not-a-number of a measured column is just missing."""
+        """Values that cannot be drawn: infinities. Not-a-number of a measured column is just
+        missing.
+        """
         return int(np.count_nonzero(np.isinf(self.y)))
 
 
@@ -95,7 +97,7 @@ def panels_of(runs: Sequence[RunReport]) -> list[Panel]:
     return sorted(shown, key=lambda panel: SECTIONS.index(panel.section))
 
 
-# ---------------------------------------------------------------------------- what a recipe has logged
+# ------------------------------------------------------------------------- what a recipe has logged
 
 
 def _by_epoch(runs: Sequence[RunReport]) -> Iterator[Panel]:
@@ -147,7 +149,7 @@ def _one(runs: Sequence[RunReport], section: str, title: str, column: str, unit:
     return Panel(title, section, STEP_AXIS, unit, lines)
 
 
-# ---------------------------------------------------------------------------- what ddpkit has measured
+# ------------------------------------------------------------------------- what ddpkit has measured
 
 
 def _optimisation(runs: Sequence[RunReport]) -> Iterator[Panel]:

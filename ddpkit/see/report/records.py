@@ -95,7 +95,8 @@ def _record_in(line: bytes) -> Record | None:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number of a record; also of ``"NaN"`` and ``"Infinity"``, as JSON has no such numbers.
+    """Return a number of a record; also of ``"NaN"`` and ``"Infinity"``, as JSON has no such
+    numbers.
 
     Returns:
         None for what is no number.

@@ -54,7 +54,8 @@ class RunFiles:
         return sorted(found)
 
     def is_running(self) -> bool:
-        """Say whether a process on this machine holds the folder's lock. Nothing is locked to find out.
+        """Say whether a process on this machine holds the folder's lock. Nothing is locked to find
+        out.
 
         Ranks: local.
         """

@@ -155,7 +155,9 @@ def read_run(files: RunFiles) -> RunReport:
 
 
 def _ordered(columns: Mapping[str, Numbers]) -> dict[str, Numbers]:
-    """Return columns by ascending optimizer steps; a log of several calls of ``fit`` may go back."""
+    """Return columns by ascending optimizer steps; a log of several calls of ``fit`` may go
+    back.
+    """
     if STEP not in columns:
         return dict(columns)
     order = np.argsort(columns[STEP], kind="stable")

@@ -1,4 +1,6 @@
-"""What a run was told and what it ran on: options, hyperparameters, environment; its texts as plain data."""
+"""What a run was told and what it ran on: options, hyperparameters, environment; its texts as plain
+data.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def options_of(history: RunHistory) -> dict[str, str]:
 
     Example:
         >>> history = RunHistory()
-        >>> history.add({"event": "start", "time": 1.0, "arguments": ["train.py", "p.yaml", "--debug"]})
+        >>> history.add(
+        ...     {"event": "start", "time": 1.0, "arguments": ["train.py", "p.yaml", "--debug"]}
+        ... )
         >>> options_of(history)
         {'debug': 'True'}
     """
@@ -88,10 +92,12 @@ def command_of(history: RunHistory) -> str:
 
 
 def hyperparameters_of(run: RunFiles) -> dict[str, str]:
-    """Return the values of a run's ``hyperparams.yaml`` by their keys. Nothing in it is made or called.
+    """Return the values of a run's ``hyperparams.yaml`` by their keys. Nothing in it is made or
+    called.
 
     Returns:
-        Texts by keys such as ``net[0][out_channels]``; under an empty key why the file cannot be read.
+        Texts by keys such as ``net[0][out_channels]``; under an empty key why the file cannot be
+        read.
 
     Ranks: local.
     """

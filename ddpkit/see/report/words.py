@@ -64,7 +64,14 @@ def number(value: float | None) -> str:
     Ranks: local.
 
     Example:
-        >>> number(0.123456), number(12345.6), number(3), number(4.2e-7), number(float("inf")), number(None)
+        >>> (
+        ...     number(0.123456),
+        ...     number(12345.6),
+        ...     number(3),
+        ...     number(4.2e-7),
+        ...     number(float("inf")),
+        ...     number(None),
+        ... )
         ('0.123', '12.3k', '3', '4.2e-07', 'Infinity', '-')
     """
     if value is None:
@@ -140,7 +147,8 @@ def clock(seconds: float | None) -> str:
 
 
 def visible(value: Any) -> Any:
-    """Return a text without control characters, and without halves of letters that no file can hold.
+    """Return a text without control characters, and without halves of letters that no file can
+    hold.
 
     Args:
         value: a text, or what a template has made of texts already: that stays as it is.

@@ -88,7 +88,8 @@ def sizes_of(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise ConfigError(
-            f"--nproc={text!r}: give numbers of processes with commas between them, such as --nproc=1,2,4."
+            f"--nproc={text!r}: give numbers of processes with commas between them, such as "
+            "--nproc=1,2,4."
         )
     return sorted(set(map(int, words)))
 

@@ -1,8 +1,9 @@
 """Where the time goes that a size loses against the smallest one: an account that adds up.
 
-A process that works on ``work`` times the samples of the smallest size would take ``work`` times its step. What a
-step takes beyond that is lost. It is the sum of what its phases take beyond ``work`` times theirs, on the rank
-that waits longest for the others: what it does itself is no other rank's fault.
+A process that works on ``work`` times the samples of the smallest size would take ``work`` times
+its step. What a step takes beyond that is lost. It is the sum of what its phases take beyond
+``work`` times theirs, on the rank that waits longest for the others: what it does itself is no
+other rank's fault.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def earliest_rank(result: SliceResult) -> int:
 
 
 def late_rank(result: SliceResult) -> int | None:
-    """Return the rank that comes last to nearly all exchanges; None where it is now one and now another.
+    """Return the rank that comes last to nearly all exchanges; None where it is now one and now
+    another.
 
     Ranks: local.
     """

@@ -1,4 +1,6 @@
-"""The plot of ``python -m ddpkit scale``: the speed-up on the left, where a step's time goes on the right."""
+"""The plot of ``python -m ddpkit scale``: the speed-up on the left, where a step's time goes on the
+right.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _of_base(row: Row) -> str:
     return f"{row.name}: {_percent(waiting)} of a step waits for data. {_try_loader(row)}"
 
 
-# ------------------------------------------------------------------------------------------ one cause each
+# ----------------------------------------------------------------------------------- one cause each
 
 
 def _data(row: Row) -> str:
@@ -165,16 +165,18 @@ def _threads(one: SliceResult) -> str:
 def _batch(row: Row) -> str:
     size = row.slice.samples_of_step / row.slice.size
     return (
-        f"The batch is too small: a process has {size:.4g} samples in a step, and forward and backward pass take "
-        f"{_slower(row):.1f}x as long per sample as with {row.base.samples_of_step / row.base.size:.4g}. "
-        "Try a larger global batch; --weak shows what that gives."
+        f"The batch is too small: a process has {size:.4g} samples in a step, and forward and "
+        f"backward pass take {_slower(row):.1f}x as long per sample as with "
+        f"{row.base.samples_of_step / row.base.size:.4g}. Try a larger global batch; --weak shows "
+        "what that gives."
     )
 
 
 def _computing(row: Row) -> str:
     return (
-        f"Forward and backward pass take {_slower(row):.1f}x as long per sample, with the same batch. Something is "
-        "shared or throttled: memory, power, or another program. Try `python -m ddpkit doctor`."
+        f"Forward and backward pass take {_slower(row):.1f}x as long per sample, with the same "
+        "batch. Something is shared or throttled: memory, power, or another program. Try `python "
+        "-m ddpkit doctor`."
     )
 
 
@@ -189,7 +191,10 @@ def _optimizer(row: Row) -> str:
     ways = ["larger batches", "accumulation", "fused=True of the optimizer"]
     if row.slice.way == "ddp":
         ways.insert(0, "--strategy=zero1, which divides it")
-    return f"{share} of a step is the optimizer's, which every process does for all parameters. Try {_listed(ways)}."
+    return (
+        f"{share} of a step is the optimizer's, which every process does for all parameters. Try "
+        f"{_listed(ways)}."
+    )
 
 
 def _other(row: Row) -> str:

@@ -1,4 +1,6 @@
-"""What ``python -m ddpkit scale`` was asked for, and whether that can be done here: looked at before anything runs."""
+"""What ``python -m ddpkit scale`` was asked for, and whether that can be done here: looked at
+before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,8 @@ def require_outputs(plot: Path | None, json: Path | None) -> None:
 
 
 def device_of(words: Sequence[str]) -> str | None:
-    """Return the device that a recipe's command line or YAML asks for, if it is said in plain words.
+    """Return the device that a recipe's command line or YAML asks for, if it is said in plain
+    words.
 
     Args:
         words: script and arguments.
@@ -151,6 +154,6 @@ def _require_gpus(size: int, device: str | None) -> None:
     gpus = 0 if kind == "cpu" or device == "cpu" else count_devices(kind)
     if gpus < size:
         raise ConfigError(
-            f"--ways=dp with --nproc={size} is one process with {size} GPUs, and {gpus} can be used here. "
-            "Leave dp out, or give smaller numbers."
+            f"--ways=dp with --nproc={size} is one process with {size} GPUs, and {gpus} can be "
+            "used here. Leave dp out, or give smaller numbers."
         )

@@ -1,4 +1,6 @@
-"""The file of ``--json``: all slices that were measured. Files of several launches can be joined."""
+"""The file of ``--json``: all slices that were measured. Files of several launches can be
+joined.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +112,8 @@ def joined(measurements: Sequence[Measurement]) -> Measurement:
     for other in measurements[1:]:
         if other.recipe != first.recipe:
             raise ConfigError(
-                f"--join: the files are of different recipes, {first.recipe!r} and {other.recipe!r}. "
-                "Join files of one recipe with the same options."
+                f"--join: the files are of different recipes, {first.recipe!r} and "
+                f"{other.recipe!r}. Join files of one recipe with the same options."
             )
     slices = [one for measurement in measurements for one in measurement.slices]
     failed = {name: why for one in measurements for name, why in one.failed.items()}
@@ -131,7 +133,8 @@ def _is_strong(slices: Sequence[SliceResult]) -> bool:
     steps = ", ".join(f"{one.samples_of_step:g} on {one.size}" for one in slices)
     raise ConfigError(
         f"--join: a step has {steps} processes. It must be the same on all (strong scaling), "
-        "or the same for each process (weak scaling). Measure all with --strong, or all with --weak."
+        "or the same for each process (weak scaling). Measure all with --strong, or all with "
+        "--weak."
     )
 
 
@@ -149,5 +152,6 @@ def same_number(numbers: Sequence[float]) -> bool:
 
 def _unknown(path: Path) -> ConfigError:
     return ConfigError(
-        f"{str(path)!r} is no result file. Give files that `python -m ddpkit scale --json` has written."
+        f"{str(path)!r} is no result file. Give files that `python -m ddpkit scale --json` has "
+        "written."
     )

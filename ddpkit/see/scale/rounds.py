@@ -80,7 +80,7 @@ def _plan(
     return replace(plan, options=options)
 
 
-# ------------------------------------------------------------------------------------------ strong or weak
+# ----------------------------------------------------------------------------------- strong or weak
 
 
 def scales_strongly(scaling: str | None, base: SliceResult) -> bool:
@@ -115,13 +115,13 @@ def batch_options(scaling: str | None, base: SliceResult, cell: Cell) -> dict[st
     step = base.samples_per_step
     if step is None or not base.can_fix_step:
         raise ConfigError(
-            f"--{scaling} sets the samples of a step, and this recipe's batch sampler or stream decides about them. "
-            "Leave it out: the batches of a process then stay the same."
+            f"--{scaling} sets the samples of a step, and this recipe's batch sampler or stream "
+            "decides about them. Leave it out: the batches of a process then stay the same."
         )
     return {"global_batch_size": step if is_strong else step * cell.size // base.size}
 
 
-# ------------------------------------------------------------------------------------------ where they may write
+# ----------------------------------------------------------------------------- where they may write
 
 
 @contextmanager

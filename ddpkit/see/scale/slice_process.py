@@ -1,4 +1,6 @@
-"""Starts the processes of one slice, waits for its result, and sees to it that none of them stays."""
+"""Starts the processes of one slice, waits for its result, and sees to it that none of them
+stays.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,8 @@ def _processes(
 
 
 def environment_of(cell: Cell, plan: SlicePlan, rank: int, port: int) -> dict[str, str]:
-    """Return the environment of a process of a slice: what ``--nproc`` of a recipe gives it, and the plan.
+    """Return the environment of a process of a slice: what ``--nproc`` of a recipe gives it, and
+    the plan.
 
     Args:
         cell: of the slice.
@@ -174,7 +177,9 @@ def environment_of(cell: Cell, plan: SlicePlan, rank: int, port: int) -> dict[st
 
 
 def _open_store() -> TCPStore:
-    """Open the store at which the ranks meet. Here: the system chooses a free port, and keeps it."""
+    """Open the store at which the ranks meet. Here: the system chooses a free port, and keeps
+    it.
+    """
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -186,7 +191,7 @@ def _open_store() -> TCPStore:
     )
 
 
-# ------------------------------------------------------------------------------------------ while they run
+# ----------------------------------------------------------------------------------- while they run
 
 
 def _wait(
@@ -225,7 +230,7 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-# ------------------------------------------------------------------------------------------ when one has failed
+# ------------------------------------------------------------------------------ when one has failed
 
 
 def _log_of(log: Path, rank: int) -> Path:
@@ -258,7 +263,9 @@ def _ended(code: int) -> str:
 
 
 def _last_lines(path: Path, number: int = SHOWN_LINES) -> str:
-    """Return the last lines of an output, without those that torch repeats with a rank before them."""
+    """Return the last lines of an output, without those that torch repeats with a rank before
+    them.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - SHOWN_BYTES))  # a recipe may have said very much
         text = file.read(SHOWN_BYTES).decode("utf-8", errors="replace")
@@ -277,7 +284,9 @@ def last_sentence(said: str) -> str:
     Ranks: local.
 
     Example:
-        >>> last_sentence("  epochs     10\n  start      from scratch: nothing is in\n             /tmp/run")
+        >>> last_sentence(
+        ...     "  epochs     10\n  start      from scratch: nothing is in\n             /tmp/run"
+        ... )
         'start from scratch: nothing is in /tmp/run'
     """
     lines = said.splitlines()

@@ -1,4 +1,6 @@
-"""Rows of the table: the slices of each size together, and how they compare with the smallest one."""
+"""Rows of the table: the slices of each size together, and how they compare with the smallest
+one.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def word_for(efficiency: float) -> str:
 
 
 def rows_of(slices: Sequence[SliceResult]) -> list[Row]:
-    """Return the rows of all slices: the smallest size first, the ways of a size in the order of the slices.
+    """Return the rows of all slices: the smallest size first, the ways of a size in the order of
+    the slices.
 
     Args:
         slices: at least one.

@@ -133,8 +133,9 @@ def _busy(rows: Sequence[Row]) -> list[str]:
 
 def _legend() -> str:
     return _wrapped(
-        f"Efficiency is the speed-up as a part of the ideal: {_as_percent(GOOD)} and more is good, from "
-        f"{_as_percent(FAIR)} fair, from {_as_percent(POOR)} poor; below, more processes hardly pay."
+        f"Efficiency is the speed-up as a part of the ideal: {_as_percent(GOOD)} and more is "
+        f"good, from {_as_percent(FAIR)} fair, from {_as_percent(POOR)} poor; below, more "
+        "processes hardly pay."
     )
 
 

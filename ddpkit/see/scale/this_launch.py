@@ -1,4 +1,6 @@
-"""Measures the size of the present launch: every rank of torchrun, srun or mpirun calls the command itself."""
+"""Measures the size of the present launch: every rank of torchrun, srun or mpirun calls the command
+itself.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ddpkit.step_times.verdicts.history import History, Stretch
 
 KIND = "late_rank"
-#: Of a step, by which a rank is late in most stretches. Measured with `benchmarks.planted_delays` on
-#: two cores that ten threads wanted: 18 clean runs of several ranks reached 0.06 at most, and a
+#: Of a step, by which a rank is late in most stretches. Measured with `benchmarks.planted_delays`
+#: on two cores that ten threads wanted: 18 clean runs of several ranks reached 0.06 at most, and a
 #: delay of 30 % of a step alone at least 0.12.
 SHARE = 0.1
 #: Of its lateness, that the sizes of its batches may explain.

@@ -163,7 +163,8 @@ FAULTS = in_room(
             "deletable",
             "checkpoint not in protected",
             "checkpoint not in order[:number]",
-            "tests/checkpointing/test_selection_deletion.py tests/checkpointing/test_checkpointer.py",
+            "tests/checkpointing/test_selection_deletion.py "
+            "tests/checkpointing/test_checkpointer.py",
         ),
         Fault(
             "keep_recent keeps nothing",

@@ -1,4 +1,6 @@
-"""Faults in one run of a Brain: stages, positions, saves, stops, what is checked before and said after."""
+"""Faults in one run of a Brain: stages, positions, saves, stops, what is checked before and said
+after.
+"""
 
 from __future__ import annotations
 

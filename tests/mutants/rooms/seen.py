@@ -1,4 +1,6 @@
-"""Faults in what is measured, reported and told: step times, verdicts, bars, metrics, logs, scale, doctor."""
+"""Faults in what is measured, reported and told: step times, verdicts, bars, metrics, logs, scale,
+doctor.
+"""
 
 from __future__ import annotations
 

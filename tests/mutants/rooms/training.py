@@ -5,7 +5,10 @@ from __future__ import annotations
 from tests.mutants.fault import Fault, in_room
 
 FEED = "tests/training/test_step_sizes.py tests/training/test_stream_feed.py"
-STEP = "tests/training/test_loop_train_step.py tests/training/test_loop.py tests/contract/test_brain_gradients.py"
+STEP = (
+    "tests/training/test_loop_train_step.py tests/training/test_loop.py "
+    "tests/contract/test_brain_gradients.py"
+)
 RANKS = "tests/ranks/test_arithmetic.py"
 
 FAULTS = in_room(

@@ -69,7 +69,8 @@ def with_a_rank_that_cannot():
 
 def test_a_rank_that_cannot_join_is_a_problem_with_its_words(ranks):
     first, second = ranks.run(with_a_rank_that_cannot, init=False)
-    ranks.close()  # torch has counted a group on one rank alone: its next one would have another name
+    # torch has counted a group on one rank alone: its next one would have another name
+    ranks.close()
     assert second == {}
     assert list(first) == ["all-reduce"]
     assert first["all-reduce"].verdict == PROBLEM

@@ -1,4 +1,6 @@
-"""GPUs by what a real H200 answered, and planted faults: each is found, and none where all is well."""
+"""GPUs by what a real H200 answered, and planted faults: each is found, and none where all is
+well.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +269,8 @@ FAULTS = {
 }
 
 
-# CUDA numbers unlike GPUs by speed unless it is told not to; a GPU that is lost is missed by torch, too.
+# CUDA numbers unlike GPUs by speed unless it is told not to; a GPU that is lost is missed by torch,
+# too.
 ALSO = {
     "a GPU of another kind": {"CUDA_VISIBLE_DEVICES"},
     "a GPU that has fallen off the bus": {"GPUs that torch sees"},

@@ -1,4 +1,6 @@
-"""Host names, interfaces and ports: what gloo and NCCL would take, and whether that leads anywhere."""
+"""Host names, interfaces and ports: what gloo and NCCL would take, and whether that leads
+anywhere.
+"""
 
 from __future__ import annotations
 

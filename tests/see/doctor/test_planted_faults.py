@@ -1,6 +1,7 @@
 """Faults that are really there, and the command that finds them; and a machine without any.
 
-Each runs in namespaces of its own for mounts, the host's name and the network, with a cable from eth0 to nowhere.
+Each runs in namespaces of its own for mounts, the host's name and the network, with a cable from
+eth0 to nowhere.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ RANK=0 {DOCTOR}
 code=$?
 wait
 exit $code
-"""
+"""  # noqa: E501
 
 
 def test_a_host_name_that_resolves_to_loopback(doctor):

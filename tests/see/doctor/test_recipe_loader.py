@@ -1,4 +1,6 @@
-"""A recipe whose loader is slow, and one whose loader is fast: measured on real processes, and what is said of it."""
+"""A recipe whose loader is slow, and one whose loader is fast: measured on real processes, and what
+is said of it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ RECIPE = """
     ddpkit.create_experiment_directory(hparams["output_folder"], file, overrides)
     brain = Brain({"net": torch.nn.Linear(4, 1)}, lambda p: torch.optim.SGD(p, lr=0.1), hparams, run_opts)
     brain.fit(range(1, 3), Data(), train_loader_kwargs={"batch_size": 4, "num_workers": hparams["workers"]})
-"""
+"""  # noqa: E501
 YAML = """\
     output_folder: results
     workers: 0

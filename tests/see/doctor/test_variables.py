@@ -1,4 +1,6 @@
-"""Variables that hurt, versions and clocks of ranks that differ, and what others take of the machine."""
+"""Variables that hurt, versions and clocks of ranks that differ, and what others take of the
+machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs as ddpkit writes them, made of numbers: what a page is tested with where no training is needed."""
+"""Runs as ddpkit writes them, made of numbers: what a page is tested with where no training is
+needed.
+"""
 
 from __future__ import annotations
 

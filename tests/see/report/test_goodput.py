@@ -36,7 +36,8 @@ def second(steps, seconds=10.0):
 
 
 def test_a_run_without_a_restart(tmp_path):
-    # 10 s to start, 60 s of training with a save of 5 s inside, 20 s of validation, 5 s of saving, 5 s of else
+    # 10 s to start, 60 s of training with a save of 5 s inside, 20 s of validation, 5 s of saving,
+    # 5 s of else
     goodput = goodput_of(
         history_of(
             (0.0, "start", {}),

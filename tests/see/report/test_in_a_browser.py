@@ -1,4 +1,6 @@
-"""The page in a real browser: no script fails, nothing is wider than the window, nothing is loaded."""
+"""The page in a real browser: no script fails, nothing is wider than the window, nothing is
+loaded.
+"""
 
 from __future__ import annotations
 

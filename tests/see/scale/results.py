@@ -1,4 +1,6 @@
-"""Results of slices as a machine could have measured them: what a test does not say is the same everywhere."""
+"""Results of slices as a machine could have measured them: what a test does not say is the same
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ USUAL = {
 
 
 def result(size=1, *, ranks=None, per_process=48.0, way=None, world_size=None, **more):
-    """A slice of a size. ``ranks`` has for each rank the milliseconds of phases that are not the usual ones."""
+    """A slice of a size. ``ranks`` has for each rank the milliseconds of phases that are not the
+    usual ones.
+    """
     processes = world_size or size
     own = ranks or [{}] * processes
     phases = [{name: ms / 1e3 for name, ms in {**USUAL, **one}.items()} for one in own]

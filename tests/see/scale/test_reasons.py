@@ -1,4 +1,6 @@
-"""The reason in a sentence: for each thing that can hold a size back, what, by how much and what to try."""
+"""The reason in a sentence: for each thing that can hold a size back, what, by how much and what to
+try.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ REASONS = {
     "gradients": (
         result(2, ranks=[WAITING] * 2, exchanged_bytes=50_400_000),
         (
-            "ddp, 2 processes: 0.59x, 30 %. Slower than 1 process. 70 % of a step waits for gradients: 50.4 MB at "
-            "1.6 GB/s. Try --ddp_comm_hook=bf16, larger batches or accumulation (--grad_accumulation_factor)."
+            "ddp, 2 processes: 0.59x, 30 %. Slower than 1 process. 70 % of a step waits for "
+            "gradients: 50.4 MB at 1.6 GB/s. Try --ddp_comm_hook=bf16, larger batches or "
+            "accumulation (--grad_accumulation_factor)."
         ),
     ),
     "gradients that are rounded already": (
@@ -32,7 +35,10 @@ REASONS = {
     ),
     "small gradients": (
         result(2, ranks=[WAITING] * 2, exchanged_bytes=33_200),
-        "70 % of a step waits for gradients. They are small (33.2 kB), so each exchange costs time, and not its size.",
+        (
+            "70 % of a step waits for gradients. They are small (33.2 kB), so each exchange costs "
+            "time, and not its size."
+        ),
     ),
     "an exchange of unknown size": (
         result(2, ranks=[WAITING] * 2),
@@ -40,7 +46,10 @@ REASONS = {
     ),
     "the loader": (
         result(2, ranks=[{"data": 20.0, "exchange": 5.0}, {"data": 25.0}]),
-        "59 % of a step waits for data (rank 1 most, 25 ms): the loader is the limit. Try num_workers=2 or more",
+        (
+            "59 % of a step waits for data (rank 1 most, 25 ms): the loader is the limit. Try "
+            "num_workers=2 or more"
+        ),
     ),
     "more loader workers than cores": (
         result(2, ranks=[{"data": 20.0}] * 2, loader_workers=4),
@@ -53,8 +62,8 @@ REASONS = {
     "a late rank": (
         result(2, ranks=[{"exchange": 20.0}, {"forward": 24.0}], last=[0.02, 0.98]),
         (
-            "60 % of a step waits for rank 1, the last one in 98 % of the steps: its forward phase takes 20 ms more "
-            "than that of the others. Try `python -m ddpkit doctor`."
+            "60 % of a step waits for rank 1, the last one in 98 % of the steps: its forward "
+            "phase takes 20 ms more than that of the others. Try `python -m ddpkit doctor`."
         ),
     ),
     "ranks that are late by turns": (
@@ -63,7 +72,10 @@ REASONS = {
     ),
     "an optimizer that no process shares": (
         result(2, ranks=[{"optimizer": 13.0}] * 2, **HALF),
-        "51 % of a step is the optimizer's, which every process does for all parameters. Try --strategy=zero1",
+        (
+            "51 % of a step is the optimizer's, which every process does for all parameters. Try "
+            "--strategy=zero1"
+        ),
     ),
     "the rest of the recipe": (
         result(2, ranks=[{"other": 13.0}] * 2),
@@ -72,19 +84,23 @@ REASONS = {
     "batches that are too small": (
         result(2, **HALF),
         (
-            "The batch is too small: a process has 24 samples in a step, and forward and backward pass take 2.0x as "
-            "long per sample as with 48. Try a larger global batch; --weak shows what that gives."
+            "The batch is too small: a process has 24 samples in a step, and forward and backward "
+            "pass take 2.0x as long per sample as with 48. Try a larger global batch; --weak "
+            "shows what that gives."
         ),
     ),
     "slower computing": (
         result(2, device="cuda", ranks=[{"backward": 24.0}] * 2),
-        "Forward and backward pass take 2.3x as long per sample, with the same batch. Something is shared or throttled",
+        (
+            "Forward and backward pass take 2.3x as long per sample, with the same batch. "
+            "Something is shared or throttled"
+        ),
     ),
     "processes that wait for cores": (
         result(2, ranks=[{"backward": 24.0}] * 2, core_waits=[0.4, 0.35], loader_workers=8),
         (
-            "The processes wait 40 % of the time for a core: 2 processes with 1 thread and 8 loader workers each on "
-            "8 cores. Try fewer processes"
+            "The processes wait 40 % of the time for a core: 2 processes with 1 thread and 8 "
+            "loader workers each on 8 cores. Try fewer processes"
         ),
     ),
     "processes that are late for want of cores": (
@@ -107,9 +123,9 @@ def test_the_reason_says_what_and_by_how_much_and_what_to_try(cause):
 def test_cores_that_one_process_has_used_before_are_no_gain():
     found = result(2, ranks=[{"forward": 3.5, "backward": 7.0}] * 2, threads=4, **HALF)
     assert reason_of(last_row(result(1, threads=8), found)) == (
-        "ddp, 2 processes: 1.13x, 56 %. Forward and backward pass take 1.8x as long per sample: each process has 4 "
-        "threads, and 1 process had 8 threads of the same 8 cores. More processes give these cores nothing new to do. "
-        "Try more machines, or a GPU."
+        "ddp, 2 processes: 1.13x, 56 %. Forward and backward pass take 1.8x as long per sample: "
+        "each process has 4 threads, and 1 process had 8 threads of the same 8 cores. More "
+        "processes give these cores nothing new to do. Try more machines, or a GPU."
     )
 
 

@@ -76,7 +76,11 @@ def test_files_that_do_not_go_together_are_refused(tmp_path, capsys, other, word
         "",
         "{}",
         "[]",
-        '{"format": "ddpkit scale 1", "recipe": "", "scaling": "weak", "slices": [{}], "failed": {}}',
+        (
+            '{"format": "ddpkit scale 1", "recipe": "", "scaling": "weak", "slices": [{}], '
+            '"failed": '
+            "{}}"
+        ),
     ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, capsys, text):

@@ -1,4 +1,6 @@
-"""``python -m ddpkit scale`` as it is typed, with real processes of a recipe; and what they leave behind: nothing."""
+"""``python -m ddpkit scale`` as it is typed, with real processes of a recipe; and what they leave
+behind: nothing.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ RECIPE = """
     brain = Line({"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), hparams, run_opts, checkpointer)
     brain.fit(range(1, 3), data, data, train_loader_kwargs={"batch_size": 4})
     print("after fit")
-"""
+"""  # noqa: E501
 QUICK = ("--rounds=1", "--seconds=0.1")
 
 
@@ -162,8 +164,9 @@ def test_a_mistake_in_the_options_of_the_recipe_is_one_sentence(scale):
     assert run.code == 1
     assert run.lines == [
         (
-            "python -m ddpkit: error: 1 process: --lrr is neither a run option nor a key of 'hparams.yaml'; did you "
-            "mean --lr? Correct the name, or add the key to the file; --help shows the options."
+            "python -m ddpkit: error: 1 process: --lrr is neither a run option nor a key of "
+            "'hparams.yaml'; did you mean --lr? Correct the name, or add the key to the file; "
+            "--help shows the options."
         )
     ]
     assert left(run) == set()
@@ -174,8 +177,8 @@ def test_a_script_that_never_calls_fit_is_told(scale):
     assert run.code == 1
     assert run.lines == [
         (
-            "python -m ddpkit: error: 1 process: the script ended without a call of Brain.fit, which is what is "
-            "measured. It said nothing."
+            "python -m ddpkit: error: 1 process: the script ended without a call of Brain.fit, "
+            "which is what is measured. It said nothing."
         )
     ]
 
@@ -238,7 +241,7 @@ OWN_ARGUMENTS = """
     torch.manual_seed(1)
     brain = Line({"net": nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.1), run_opts={"device": "cpu"})
     brain.fit(range(1, 3), [torch.ones(1)] * 24, train_loader_kwargs={"batch_size": size})
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

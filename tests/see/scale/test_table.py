@@ -62,7 +62,9 @@ def test_strong_and_weak_scaling_are_told_apart():
 
 
 def test_a_size_that_has_failed_is_named_with_the_last_line_that_it_said():
-    text = answer(*SLICES, failed={"zero1, 4 processes": "It said last:\nMemoryError: no more\n  ^^^^"})
+    text = answer(
+        *SLICES, failed={"zero1, 4 processes": ("It said last:\nMemoryError: no more\n  ^^^^")}
+    )
     assert "zero1, 4 processes: failed. MemoryError: no more" in text
 
 

@@ -1,4 +1,6 @@
-"""How far the clocks of hosts are apart: asked and answered over the store, the shortest round trip counts."""
+"""How far the clocks of hosts are apart: asked and answered over the store, the shortest round trip
+counts.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def _finding(ahead: float, error: float) -> Finding:
         f"{ahead:+.3f} s against rank 0 (to within {error:.3f} s)",
         f"within {FEW_SECONDS:g} s",
         "the clock of rank 0, by round trips over the store",
-        cost="times in logs of different hosts cannot be compared; make, NFS and tokens go by the clock",
+        cost="times in logs of different hosts cannot be compared; make, NFS and tokens go by the "
+        "clock",
         advice="Start chrony or systemd-timesyncd on this host (timedatectl says what runs).",
         details={"ahead": ahead, "error": error},
     )

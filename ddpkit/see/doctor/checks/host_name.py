@@ -29,9 +29,10 @@ def look(site: Site) -> Iterator[Finding]:
         "an address of this host that others can reach",
         f"gloo listens at the address of the host name, unless {VARIABLE} is set "
         "(docs.pytorch.org/docs/stable/distributed.html)",
-        cost="the ranks of several hosts do not find each other, and wait; nothing on one host alone",
-        advice=f"Put the address of this host beside its name into /etc/hosts, or export {VARIABLE} "
-        "(ip -brief address lists them).",
+        cost="the ranks of several hosts do not find each other, and wait; nothing on one host "
+        "alone",
+        advice="Put the address of this host beside its name into /etc/hosts, or export "
+        f"{VARIABLE} (ip -brief address lists them).",
     )
 
 

@@ -28,8 +28,9 @@ def look(site: Site) -> Iterator[Finding]:
         "no limit",
         f"InfiniBand ({', '.join(devices[:4])}) locks the buffers that NCCL registers "
         "(docs.nvidia.com/deeplearning/nccl, Troubleshooting)",
-        cost='NCCL ends with "ibv_reg_mr failed" or "Cannot allocate memory", or takes slow sockets',
-        advice="ulimit -l unlimited; docker --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept="
-        "MEMLOCK, and LimitMEMLOCK=infinity for slurmd",
+        cost='NCCL ends with "ibv_reg_mr failed" or "Cannot allocate memory", or takes slow '
+        "sockets",
+        advice="ulimit -l unlimited; docker --ulimit memlock=-1; Slurm: "
+        "PropagateResourceLimitsExcept=MEMLOCK, and LimitMEMLOCK=infinity for slurmd",
         details={"limit": limit, "devices": devices},
     )

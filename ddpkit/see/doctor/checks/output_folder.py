@@ -1,4 +1,6 @@
-"""The output folder: can it be written, on which file system is it, how full and how fast is that."""
+"""The output folder: can it be written, on which file system is it, how full and how fast is
+that.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,10 @@ def _latency(folder: Path, system: FileSystem) -> Finding:
         f"{seconds * 1000:.1f} ms for 4 kB with fsync ({system.kind}{where})",
         f"at most {SLOW_SECONDS * 1000:.0f} ms",
         f"the median of {TRIES} writes; a save does some for each file",
-        cost="each checkpoint takes seconds longer, in which all ranks wait unless saves are asynchronous",
-        advice="Write to a local disk, and copy; or see who else is busy with this one (iostat -x 1).",
+        cost="each checkpoint takes seconds longer, in which all ranks wait unless saves are "
+        "asynchronous",
+        advice="Write to a local disk, and copy; or see who else is busy with this one (iostat "
+        "-x 1).",
         details={"seconds": seconds},
     )
 

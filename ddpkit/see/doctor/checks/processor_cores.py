@@ -93,8 +93,8 @@ def _cores(site: Site, share: Share) -> Finding:
         f"at least {wanted}",
         source,
         cost="processes take turns on a core: each step waits for the last of them",
-        advice="Ask for more cores (docker --cpus, Slurm --cpus-per-task), or start fewer processes "
-        "or loader workers.",
+        advice="Ask for more cores (docker --cpus, Slurm --cpus-per-task), or start fewer "
+        "processes or loader workers.",
         details={"cores": share.cores, "usable": share.usable, "processes": share.processes},
     )
 
@@ -107,7 +107,10 @@ def _threads(site: Site, share: Share) -> Finding:
     verdict, cost = OK, ""
     if total > max(share.usable, share.processes):
         verdict = PROBLEM if site.run.device == "cpu" and share.processes > 1 else LOOK
-        cost = "threads wait for each other: with several processes on a CPU a step is several times slower"
+        cost = (
+            "threads wait for each other: with several processes on a CPU a step is several times "
+            "slower"
+        )
     elif site.run.device == "cpu" and total + share.processes <= share.usable:
         verdict = LOOK
         cost = f"{counted(int(share.usable) - total, 'core')} will have nothing to do in a step"

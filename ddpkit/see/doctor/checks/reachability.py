@@ -1,4 +1,6 @@
-"""Whether the hosts reach each other at the addresses that gloo takes: each connects to the next."""
+"""Whether the hosts reach each other at the addresses that gloo takes: each connects to the
+next.
+"""
 
 from __future__ import annotations
 

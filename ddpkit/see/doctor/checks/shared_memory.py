@@ -1,4 +1,6 @@
-"""``/dev/shm``: loader workers hand batches over in it, and NCCL's processes of one host talk through it."""
+"""``/dev/shm``: loader workers hand batches over in it, and NCCL's processes of one host talk
+through it.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ def look(site: Site) -> Iterator[Finding]:
         f"{in_bytes(free)} of {in_bytes(total)} are free in {FOLDER}",
         f"at least {in_bytes(wanted)}",
         source,
-        cost='"Bus error" in a loader worker, or "unable to allocate shared memory", once it is full',
-        advice="docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory "
-        f"at {FOLDER}; else: mount -o remount,size=8g {FOLDER}",
+        cost='"Bus error" in a loader worker, or "unable to allocate shared memory", once it is '
+        "full",
+        advice="docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir with medium: "
+        f"Memory at {FOLDER}; else: mount -o remount,size=8g {FOLDER}",
         details={"free": free, "total": total, "wanted": wanted},
     )

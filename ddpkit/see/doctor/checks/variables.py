@@ -1,4 +1,6 @@
-"""Variables of the environment that make a run slow, each with what it costs; and those that differ between ranks."""
+"""Variables of the environment that make a run slow, each with what it costs; and those that differ
+between ranks.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "NCCL_P2P_DISABLE",
         is_on,
-        "GPUs of one host talk through its memory and not over NVLink or PCIe: several times slower",
+        "GPUs of one host talk through its memory and not over NVLink or PCIe: several times "
+        "slower",
         NCCL_PAGE,
         for_gpus=True,
         is_problem=True,
@@ -203,7 +206,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "TORCH_NCCL_BLOCKING_WAIT",
         is_on,
-        "the host waits for each collective: nothing overlaps with it (pytorch/pytorch issue 50820)",
+        "the host waits for each collective: nothing overlaps with it (pytorch/pytorch issue "
+        "50820)",
         TORCH_PAGE,
         for_gpus=True,
         is_problem=True,
@@ -212,7 +216,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "NCCL_BLOCKING_WAIT",
         is_on,
-        "the host waits for each collective: nothing overlaps with it (pytorch/pytorch issue 50820)",
+        "the host waits for each collective: nothing overlaps with it (pytorch/pytorch issue "
+        "50820)",
         TORCH_PAGE,
         for_gpus=True,
         is_problem=True,
@@ -390,7 +395,8 @@ def _differences(site: Site) -> Iterator[Finding]:
             "the same on all ranks",
             "NCCL, gloo and torch read them on each rank by itself",
             cost="ranks may choose different ways, and wait for each other for ever",
-            advice="Export them in the script that starts all ranks (mpirun -x, srun --export=ALL).",
+            advice="Export them in the script that starts all ranks (mpirun -x, srun "
+            "--export=ALL).",
         )
 
 

@@ -1,4 +1,6 @@
-"""Takes noise out of signals, with a critic: two optimizers, a step of its own, nominal epochs, and a stopper."""
+"""Takes noise out of signals, with a critic: two optimizers, a step of its own, nominal epochs, and
+a stopper.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ class Denoise(Brain):
     def init_optimizers(self):
         self.optimizer = self.hparams.opt_class(self.modules.generator.parameters())
         self.critic_optimizer = self.hparams.opt_class(self.modules.critic.parameters())
-        self.optimizers_dict = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
+        self.optimizers_dict = {
+            "optimizer": self.optimizer,
+            "critic_optimizer": self.critic_optimizer,
+        }
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable("optimizer", self.optimizer)
             self.checkpointer.add_recoverable("critic_optimizer", self.critic_optimizer)
@@ -107,7 +112,10 @@ if __name__ == "__main__":
         hparams = load_hyperpyyaml(fin, overrides)
     speechbrain.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
     brain = Denoise(
-        modules=hparams["modules"], hparams=hparams, run_opts=run_opts, checkpointer=hparams["checkpointer"]
+        modules=hparams["modules"],
+        hparams=hparams,
+        run_opts=run_opts,
+        checkpointer=hparams["checkpointer"],
     )
     brain.fit(
         hparams["epoch_counter"],
@@ -115,4 +123,6 @@ if __name__ == "__main__":
         make_dataloader(Noisy(8, hparams["length"]), batch_size=4),
         train_loader_kwargs=hparams["train_options"],
     )
-    brain.evaluate(Noisy(8, hparams["length"]), min_key="loss", test_loader_kwargs={"batch_size": 4})
+    brain.evaluate(
+        Noisy(8, hparams["length"]), min_key="loss", test_loader_kwargs={"batch_size": 4}
+    )

@@ -1,4 +1,6 @@
-"""Which sound is said when: hidden Markov states, trained by the forward algorithm or on the best path so far."""
+"""Which sound is said when: hidden Markov states, trained by the forward algorithm or on the best
+path so far.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Noise is taken away: a generator and a critic, with two optimizers and a ``fit_batch`` that steps them."""
+"""Noise is taken away: a generator and a critic, with two optimizers and a ``fit_batch`` that steps
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class EnhanceGAN(Recorded):
         clean, lens = batch.sig
         target = self.hparams.compute_features(clean) / 50
         if wanted == "critic":
-            real, fake = self.modules.critic(torch.cat([target, predictions.detach()])).mean((1, 2)).chunk(2)
+            real, fake = (
+                self.modules.critic(torch.cat([target, predictions.detach()])).mean((1, 2)).chunk(2)
+            )
             return ((real - 1) ** 2 + fake**2).mean()
         error = sb.nnet.losses.mse_loss(predictions, target, lens)
         return error + 0.1 * ((self.modules.critic(predictions).mean((1, 2)) - 1) ** 2).mean()
@@ -42,7 +46,10 @@ class EnhanceGAN(Recorded):
     def init_optimizers(self):
         self.generator_optimizer = self.hparams.generator_class(self.modules.generator.parameters())
         self.critic_optimizer = self.hparams.critic_class(self.modules.critic.parameters())
-        self.optimizers_dict = {"generator": self.generator_optimizer, "critic": self.critic_optimizer}
+        self.optimizers_dict = {
+            "generator": self.generator_optimizer,
+            "critic": self.critic_optimizer,
+        }
         self.checkpointer.add_recoverable("generator_optimizer", self.generator_optimizer)
         self.checkpointer.add_recoverable("critic_optimizer", self.critic_optimizer)
 

@@ -10,7 +10,9 @@ import speechbrain
 
 
 class G2P(Recorded):
-    def compute_forward(self, batch: speechbrain.dataio.batch.PaddedBatch, stage: speechbrain.Stage):
+    def compute_forward(
+        self, batch: speechbrain.dataio.batch.PaddedBatch, stage: speechbrain.Stage
+    ):
         batch = batch.to(self.device)
         letters, lens = batch.char_encoded
         before, _ = batch.phn_bos
@@ -20,7 +22,9 @@ class G2P(Recorded):
 
     def compute_objectives(self, predictions, batch, stage):
         after, lens = batch.phn_eos
-        return speechbrain.nnet.losses.nll_loss(predictions, after, length=lens, label_smoothing=0.1)
+        return speechbrain.nnet.losses.nll_loss(
+            predictions, after, length=lens, label_smoothing=0.1
+        )
 
 
 if __name__ == "__main__":

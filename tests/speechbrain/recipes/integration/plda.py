@@ -1,4 +1,6 @@
-"""Are two utterances of one speaker: x-vectors, compared by a PLDA that is fitted after the training."""
+"""Are two utterances of one speaker: x-vectors, compared by a PLDA that is fitted after the
+training.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from speechbrain.processing.PLDA_LDA import PLDA, Ndx, StatObject_SB, fast_PLDA_
 
 def statistics(names, vectors):
     none = np.array([None] * len(names))
-    return StatObject_SB(np.array(names), np.array(names), none, none, np.ones((len(names), 1)), vectors)
+    return StatObject_SB(
+        np.array(names), np.array(names), none, none, np.ones((len(names), 1)), vectors
+    )
 
 
 class Verification(SpeakerId):

@@ -1,4 +1,6 @@
-"""Two voices at once are taken apart: its modules are called through ``hparams``, and it steps by itself."""
+"""Two voices at once are taken apart: its modules are called through ``hparams``, and it steps by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Separation(Recorded):
         return get_si_snr_with_pitwrapper(voices, predictions).mean()
 
     def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN)
+        loss = self.compute_objectives(
+            self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.modules.parameters(), 5.0)
         self.optimizer.step()

@@ -11,7 +11,8 @@ from speechbrain.dataio import dataio
 
 
 def transducer_loss(log_probabilities, labels, frames, lengths):
-    """Minus the log probability of all ways through the lattice, mean over the batch; label 0 is blank.
+    """Minus the log probability of all ways through the lattice, mean over the batch; label 0 is
+    blank.
 
     Args:
         log_probabilities: shape ``(batch, frames, labels + 1, classes)``.

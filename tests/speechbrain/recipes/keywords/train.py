@@ -1,4 +1,6 @@
-"""Which of four words is said: filterbanks, an encoder and a classifier, as recipes for spoken commands have them."""
+"""Which of four words is said: filterbanks, an encoder and a classifier, as recipes for spoken
+commands have them.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,15 @@ class Keywords(sb.Brain):
             old_lr, new_lr = self.hparams.lr_annealing(stats["error"])
             sb.nnet.schedulers.update_learning_rate(self.optimizer, new_lr)
             self.hparams.train_logger.log_stats(
-                {"epoch": epoch, "lr": old_lr}, train_stats={"loss": self.train_loss}, valid_stats=stats
+                {"epoch": epoch, "lr": old_lr},
+                train_stats={"loss": self.train_loss},
+                valid_stats=stats,
             )
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
         else:
-            self.hparams.train_logger.log_stats({"Epoch loaded": self.hparams.epoch_counter.current}, test_stats=stats)
+            self.hparams.train_logger.log_stats(
+                {"Epoch loaded": self.hparams.epoch_counter.current}, test_stats=stats
+            )
             if if_main_process():
                 with open(self.hparams.error_file, "w", encoding="utf-8") as file:
                     self.error_metrics.write_stats(file)
@@ -60,7 +66,9 @@ def dataio_prep(hparams):
     @sb.utils.data_pipeline.provides("sig")
     def audio_pipeline(length, phase, tone):
         steps = (torch.arange(length) + 7 * phase) / 16000
-        return torch.sin(2 * math.pi * (300 + 200 * tone) * steps) + 0.3 * torch.sin(900 * (1 + phase % 5) * steps)
+        return torch.sin(2 * math.pi * (300 + 200 * tone) * steps) + 0.3 * torch.sin(
+            900 * (1 + phase % 5) * steps
+        )
 
     @sb.utils.data_pipeline.takes("word")
     @sb.utils.data_pipeline.provides("word", "word_encoded")
@@ -77,7 +85,9 @@ def dataio_prep(hparams):
         for split in hparams["sizes"]
     }
     encoder.load_or_create(
-        path=f"{hparams['save_folder']}/words.txt", from_didatasets=[datasets["train"]], output_key="word"
+        path=f"{hparams['save_folder']}/words.txt",
+        from_didatasets=[datasets["train"]],
+        output_key="word",
     )
     return datasets
 
@@ -88,7 +98,9 @@ if __name__ == "__main__":
     with open(hparams_file, encoding="utf-8") as fin:
         hparams = load_hyperpyyaml(fin, overrides)
     sb.create_experiment_directory(
-        experiment_directory=hparams["output_folder"], hyperparams_to_save=hparams_file, overrides=overrides
+        experiment_directory=hparams["output_folder"],
+        hyperparams_to_save=hparams_file,
+        overrides=overrides,
     )
     run_on_main(prepare, kwargs={"folder": hparams["data_folder"], "sizes": hparams["sizes"]})
     data = dataio_prep(hparams)

@@ -1,4 +1,6 @@
-"""Which sounds are said, in order: a recurrent network with the CTC loss, batches by length, and a pretrained layer."""
+"""Which sounds are said, in order: a recurrent network with the CTC loss, batches by length, and a
+pretrained layer.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,29 @@ class Phones(sb.core.Brain):
     def compute_forward(self, batch, stage):
         batch = batch.to(self.device)
         frames, lengths = batch.frames
-        hidden, _ = self.modules.rnn(self.modules.normalize(self.modules.project(frames), lengths), lengths=lengths)
+        hidden, _ = self.modules.rnn(
+            self.modules.normalize(self.modules.project(frames), lengths), lengths=lengths
+        )
         return self.hparams.log_softmax(self.modules.output(hidden)), lengths
 
     def compute_objectives(self, predictions, batch, stage):
         log_probabilities, lengths = predictions
         phones, phone_lengths = batch.phones_encoded
         loss = sb.nnet.losses.ctc_loss(
-            log_probabilities, phones, lengths, phone_lengths, self.hparams.blank_index, reduction="mean"
+            log_probabilities,
+            phones,
+            lengths,
+            phone_lengths,
+            self.hparams.blank_index,
+            reduction="mean",
         )
         if stage != sb.core.Stage.TRAIN:
-            sequences = sb.decoders.ctc_greedy_decode(log_probabilities, lengths, self.hparams.blank_index)
-            self.per_metrics.append(batch.id, sequences, phones, None, phone_lengths, self.encoder.decode_ndim)
+            sequences = sb.decoders.ctc_greedy_decode(
+                log_probabilities, lengths, self.hparams.blank_index
+            )
+            self.per_metrics.append(
+                batch.id, sequences, phones, None, phone_lengths, self.encoder.decode_ndim
+            )
         return loss
 
     def on_stage_start(self, stage, epoch=None):
@@ -46,8 +59,12 @@ class Phones(sb.core.Brain):
         if stage == sb.core.Stage.VALID:
             old_lr, new_lr = self.hparams.lr_annealing(stats["PER"])
             sb.nnet.schedulers.update_learning_rate(self.optimizer, new_lr)
-            self.hparams.train_logger.log_stats({"epoch": epoch, "lr": old_lr}, self.train_stats, stats)
-            self.checkpointer.save_and_keep_only(meta={"PER": stats["PER"]}, min_keys=["PER"], num_to_keep=2)
+            self.hparams.train_logger.log_stats(
+                {"epoch": epoch, "lr": old_lr}, self.train_stats, stats
+            )
+            self.checkpointer.save_and_keep_only(
+                meta={"PER": stats["PER"]}, min_keys=["PER"], num_to_keep=2
+            )
         else:
             self.hparams.train_logger.log_stats({"epoch": "test"}, test_stats=stats)
 
@@ -63,7 +80,10 @@ def prepare(folder, sizes, pretrained):
     Path(folder).mkdir(parents=True, exist_ok=True)
     for split, size in sizes.items():
         phones = [[draw.choice("aeiou") for _ in range(draw.randint(2, 5))] for _ in range(size)]
-        rows = {f"{split}{row:03}": {"phones": said, "duration": 4.0 * len(said)} for row, said in enumerate(phones)}
+        rows = {
+            f"{split}{row:03}": {"phones": said, "duration": 4.0 * len(said)}
+            for row, said in enumerate(phones)
+        }
         Path(folder, f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
     layer = torch.nn.Linear(5, 6, bias=False)
     with torch.no_grad():
@@ -81,13 +101,16 @@ def dataio_prep(hparams):
     @sb.utils.data_pipeline.provides("frames", "phones_encoded")
     def pipeline(phones):
         shape = torch.eye(5)[[("aeiou").index(one) for one in phones]]
-        yield shape.repeat_interleave(4, dim=0) + 0.1 * torch.arange(20 * len(phones)).reshape(-1, 5).cos()
+        yield (
+            shape.repeat_interleave(4, dim=0)
+            + 0.1 * torch.arange(20 * len(phones)).reshape(-1, 5).cos()
+        )
         yield torch.LongTensor(encoder.encode_sequence(phones))
 
     splits = {
-        split: DynamicItemDataset.from_json(f"{hparams['data_folder']}/{split}.json").filtered_sorted(
-            sort_key="duration"
-        )
+        split: DynamicItemDataset.from_json(
+            f"{hparams['data_folder']}/{split}.json"
+        ).filtered_sorted(sort_key="duration")
         for split in hparams["sizes"]
     }
     sb.dataio.dataset.add_dynamic_item(list(splits.values()), pipeline)
@@ -105,9 +128,13 @@ if __name__ == "__main__":
     sets, encoder = dataio_prep(hparams)
     run_on_main(hparams["pretrainer"].collect_files)
     hparams["pretrainer"].load_collected()
-    brain = Phones(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
+    brain = Phones(
+        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+    )
     brain.encoder = encoder
-    batches = DynamicBatchSampler(sets["train"], **hparams["batches"], length_func=lambda row: row["duration"])
+    batches = DynamicBatchSampler(
+        sets["train"], **hparams["batches"], length_func=lambda row: row["duration"]
+    )
     brain.fit(
         hparams["epoch_counter"],
         sets["train"],

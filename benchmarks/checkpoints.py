@@ -66,10 +66,8 @@ def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, list[f
     model = make(megabytes)
     state = model.state_dict()
     warm = [value.clone() for value in state.values()]
-    plain, background = (
-        Checkpointer(folder, {"model": model}),
-        Checkpointer(folder, {"model": model}),
-    )
+    plain = Checkpointer(folder, {"model": model})
+    background = Checkpointer(folder, {"model": model})
     background.asynchronous = True
     times: dict[str, list[float]] = {}
     first_saves(model, folder, times)
@@ -176,7 +174,8 @@ def resume(megabytes: int, folder: Path, title: str, way: str) -> tuple[float, f
         "verification alone": verify,
         "verified load": lambda: checkpointer.load_checkpoint(saved),
     }
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     works[way]()
     return time.perf_counter() - start, time.process_time() - cpu_start
 
@@ -208,7 +207,9 @@ def report(times: dict[str, list[float]], title: str = "") -> None:
         "verified load": "load by hand",
     }
     for name, values in times.items():
-        best, median, base = min(values), statistics.median(values), against.get(name)
+        best = min(values)
+        median = statistics.median(values)
+        base = against.get(name)
         line = f"  {title + name:32}{best * 1e3:10.1f} ms, median{median * 1e3:10.1f} ms"
         if base is not None:
             line += (

@@ -37,7 +37,9 @@ from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.training import Progress, train_epoch
 from ddpkit.types import Stage
 
-WIDTH, CLASSES, LAYERS = 256, 10, 3
+WIDTH = 256
+CLASSES = 10
+LAYERS = 3
 STUB_STEPS = 100_000
 SETTLING_SECONDS = 1.2  # the first pulses come quicker than later ones
 
@@ -108,7 +110,8 @@ def new_watch() -> None:
     runtime = get_runtime()
     runtime.watchdog.stop()
     runtime.watchdog = Watchdog(runtime.report, range(get_world_size()))
-    runtime.watchdog.hang_warning, runtime.watchdog.hang_timeout = 30.0, 1800.0
+    runtime.watchdog.hang_warning = 30.0
+    runtime.watchdog.hang_timeout = 1800.0
     runtime.watchdog.start()
     time.sleep(SETTLING_SECONDS)
 
@@ -145,7 +148,8 @@ class Trained:
             lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
             run_opts={"device": "cpu", "noprogressbar": True},
         )
-        self.steps, rows = steps, 64
+        self.steps = steps
+        rows = 64
         for _ in range(3):
             self.loader = self._loader(rows, 60)
             if not run_of(self.brain).is_prepared:
@@ -179,12 +183,15 @@ def in_turns(trained: Trained, turns: int) -> tuple[list[float], list[float], fl
     """Return seconds per step with and without, in pairs, and the threads' processor time per
     second.
     """
-    on, off = [], []
+    on = []
+    off = []
     used = passed = 0.0
     for _ in range(turns):
-        began, cpu = time.perf_counter(), threads_cpu_seconds()
+        began = time.perf_counter()
+        cpu = threads_cpu_seconds()
         on.append(trained.seconds_per_step())
-        used, passed = used + threads_cpu_seconds() - cpu, passed + time.perf_counter() - began
+        used = used + threads_cpu_seconds() - cpu
+        passed = passed + time.perf_counter() - began
         with without():
             off.append(trained.seconds_per_step(attended=False))
     return on, off, used / passed
@@ -214,14 +221,17 @@ class Nothing:
         return self.loss
 
     def batches(self, window: Any) -> Iterator[object]:
-        window.count, window.weight, window.closes = 1, 1.0, True
+        window.count = 1
+        window.weight = 1.0
+        window.closes = True
         for _ in range(STUB_STEPS):
             yield None
 
 
 def look_at_the_beat(*, looking: bool) -> float:
     """Return microseconds per turn of a loop that looks whether a sync is due, or does nothing."""
-    progress, sync = Progress(), SimpleNamespace(due=sys.maxsize)
+    progress = Progress()
+    sync = SimpleNamespace(due=sys.maxsize)
     began = time.perf_counter()
     if looking:
         for _ in range(STUB_STEPS):
@@ -267,11 +277,13 @@ def how_often(trained: Trained) -> list[tuple[str, str]]:
     began = time.perf_counter()
     trained.seconds_per_step()
     seconds = time.perf_counter() - began
-    Heartbeat._own_connection, counts = own, dict(CountedStore.counts)
+    Heartbeat._own_connection = own
+    counts = dict(CountedStore.counts)
     beats = [moment - Counted.times[0] for moment in Counted.times]
     Counted.times.clear()
     later = sum(moment > 1 for moment in beats) / max(seconds - 1, 1e-9)
-    with_beats, conferred = trained.collectives(attended=True), len(Counted.times)
+    with_beats = trained.collectives(attended=True)
+    conferred = len(Counted.times)
     with without():
         others = trained.collectives(attended=False) - 1  # the one sync
     asked = ", ".join(f"{name} {number / seconds:.1f}" for name, number in sorted(counts.items()))
@@ -297,10 +309,13 @@ def measure(turns: int, steps: int, milliseconds: float) -> None:
     new_watch()
     trained.seconds_per_step()
     on, off, share = in_turns(trained, turns)
-    sync, alone, often = one_beat(), loop_alone(), how_often(trained)
+    sync = one_beat()
+    alone = loop_alone()
+    often = how_often(trained)
     if not if_main_process():
         return
-    step, pairs = statistics.median(off), [one / other for one, other in zip(on, off, strict=True)]
+    step = statistics.median(off)
+    pairs = [one / other for one, other in zip(on, off, strict=True)]
 
     def line(name: str, *values: str) -> None:
         print(f"  {name:66}{'  '.join(f'{value:>9}' for value in values)}")

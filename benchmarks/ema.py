@@ -25,7 +25,8 @@ from ddpkit.types import Stage
 
 DECAY = 0.999
 SIZES = {"small": (64, 2, 20), "25M": (1024, 24, 1)}  # width, layers, steps per turn
-BATCH, TURNS = 16, 15
+BATCH = 16
+TURNS = 15
 
 
 class Regression(Brain):
@@ -69,10 +70,8 @@ def in_and_out(brain: Regression) -> None:
 
 def measure(width: int, layers: int, steps: int, device: str) -> tuple[int, dict[str, float]]:
     """Return the number of parameters, and the median seconds of each piece of work."""
-    without, averaged = (
-        make_brain(width, layers, device),
-        make_brain(width, layers, device, ema_decay=DECAY),
-    )
+    without = make_brain(width, layers, device)
+    averaged = make_brain(width, layers, device, ema_decay=DECAY)
     batch = torch.randn(BATCH, width, device=device)
     net = averaged.modules.net
     reference = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))

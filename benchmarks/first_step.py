@@ -14,7 +14,10 @@ import os
 import sys
 import time
 
-SAMPLES, BATCH, WIDTH, CLASSES = 640, 32, 256, 10
+SAMPLES = 640
+BATCH = 32
+WIDTH = 256
+CLASSES = 10
 
 
 def make():

@@ -54,7 +54,9 @@ from ddpkit.distributed import ddp_init_group, get_world_size, if_main_process
 from ddpkit.optim import making
 from ddpkit.types import Stage
 
-MAX_NORM, SECONDS_A_TURN, COUNTED = 5.0, 0.4, 32
+MAX_NORM = 5.0
+SECONDS_A_TURN = 0.4
+COUNTED = 32
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -177,7 +179,9 @@ class Hand:
     """The loop that one would write by hand, with the same safety."""
 
     def __init__(self, row: Row, sizes: Sizes, device: str) -> None:
-        self.row, self.device, self.dtype = row, torch.device(device), DTYPES[row.precision]
+        self.row = row
+        self.device = torch.device(device)
+        self.dtype = DTYPES[row.precision]
         self.net = make_net(row.kind, sizes).to(self.device)
         self.plain = self.net
         if row.mode is not None:
@@ -250,7 +254,9 @@ class Passes:
     """Passes of any length of both loops over loaders of the same kind."""
 
     def __init__(self, row: Row, sizes: Sizes, device: str) -> None:
-        self.row, self.sizes, self.device = row, sizes, device
+        self.row = row
+        self.sizes = sizes
+        self.device = device
         workers = {"num_workers": row.workers, "persistent_workers": row.workers > 0}
         self.given = {"batch_size": 1, "collate_fn": OneBatch(row.kind, sizes), **workers}
         self.brain = make_brain(row, sizes, device)
@@ -367,7 +373,8 @@ def measure_checkpoint(sizes: Sizes, device: str) -> str:
     """Of the model and its optimizer's state, after a step."""
     row = Row("checkpoint")
     passes = Passes(row, sizes, device)
-    net, optimizer = passes.hand.plain, passes.hand.optimizer
+    net = passes.hand.plain
+    optimizer = passes.hand.optimizer
     tensors = [*net.state_dict().values()]
     tensors += [one for state in optimizer.state.values() for one in state.values()]
     times = []

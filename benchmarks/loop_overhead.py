@@ -37,7 +37,9 @@ from ddpkit.brain import Brain
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.types import Stage
 
-WIDTH, CLASSES, BATCH = 64, 10, 16
+WIDTH = 64
+CLASSES = 10
+BATCH = 16
 MAX_NORM = 5.0
 
 
@@ -86,7 +88,8 @@ class Bare:
     """
 
     def __init__(self, net: nn.Module, accumulate: int = 1) -> None:
-        self.net, self.accumulate = net, accumulate
+        self.net = net
+        self.accumulate = accumulate
         self.parameters = list(net.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4)
 
@@ -129,7 +132,8 @@ def terminal() -> Iterator[None]:
                 pass
 
     threading.Thread(target=drain, daemon=True).start()
-    before, sys.stderr = sys.stderr, os.fdopen(follower, "w", buffering=1)
+    before = sys.stderr
+    sys.stderr = os.fdopen(follower, "w", buffering=1)
     try:
         yield
     finally:
@@ -187,7 +191,9 @@ def make_brain(net: nn.Module | None = None, accumulate: int = 1) -> Classifier:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    turns, steps, accumulate = arguments.turns, arguments.steps, arguments.accumulate
+    turns = arguments.turns
+    steps = arguments.steps
+    accumulate = arguments.accumulate
     brain = make_brain(make_net(arguments.width, arguments.layers), accumulate)
     distributed = brain.distributed_launch
     options = {"batch_size": BATCH, "collate_fn": OneBatch(), "num_workers": arguments.workers}

@@ -36,7 +36,11 @@ from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-WIDTH, CLASSES, BATCH, LR, MAX_NORM = 64, 10, 16, 1e-3, 5.0
+WIDTH = 64
+CLASSES = 10
+BATCH = 16
+LR = 1e-3
+MAX_NORM = 5.0
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "peers"
 PACKAGES = {
     "by hand": [],
@@ -97,7 +101,8 @@ def world_size() -> int:
 
 def make_loader(samples: Samples, *, divided: bool) -> DataLoader[Any]:
     """Return a plain loader; divided over the processes where a library leaves that to its user."""
-    size, rank = world_size(), int(os.environ.get("RANK", "0"))
+    size = world_size()
+    rank = int(os.environ.get("RANK", "0"))
     sampler = (
         DistributedSampler(samples, size, rank, shuffle=False) if divided and size > 1 else None
     )
@@ -122,7 +127,8 @@ def by_hand(samples: Samples) -> Turn:
         dist.init_process_group("gloo")
     net = make_net()
     model = DistributedDataParallel(net) if world_size() > 1 else net
-    parameters, loader = list(net.parameters()), make_loader(samples, divided=True)
+    parameters = list(net.parameters())
+    loader = make_loader(samples, divided=True)
     optimizer = make_sgd(parameters)
 
     def turn(clock: Clock) -> nn.Module:
@@ -181,13 +187,16 @@ def _brain(base: Any, samples: Samples, options: dict[str, Any]) -> Turn:
         def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
             self.clock.stop()
 
-    net, epoch = make_net(), 0  # "sorting" has SpeechBrain not shuffle on several processes
+    # "sorting" has SpeechBrain not shuffle on several processes
+    net = make_net()
+    epoch = 0
     brain = Classifier({"net": net}, make_sgd, hparams={"sorting": "ascending"}, run_opts=options)
     loading = {"batch_size": BATCH, "collate_fn": samples.collate}
 
     def turn(clock: Clock) -> nn.Module:
         nonlocal epoch
-        epoch, brain.clock = epoch + 1, clock
+        epoch = epoch + 1
+        brain.clock = clock
         brain.fit([epoch], samples, train_loader_kwargs=dict(loading))
         return net
 
@@ -307,7 +316,8 @@ def ignite(samples: Samples) -> Turn:
     if world_size() > 1:
         idist.initialize("gloo")
     net = make_net()
-    model, optimizer = idist.auto_model(net), idist.auto_optim(make_sgd(net.parameters()))
+    model = idist.auto_model(net)
+    optimizer = idist.auto_optim(make_sgd(net.parameters()))
     loader = make_loader(samples, divided=True)
 
     def step(_engine: Engine, batch: Any) -> torch.Tensor:
@@ -349,7 +359,9 @@ def compare(peer: str, turns: int, steps: int) -> dict[str, Any]:
     # first: a library may want to start the process group itself
     theirs = PEERS[peer].make(samples)
     hand = by_hand(samples)
-    ratios, microseconds, clock = [], [], Clock()
+    ratios = []
+    microseconds = []
+    clock = Clock()
     for number in range(turns + 1):
         own_net = hand(clock)
         own = clock.seconds

@@ -79,7 +79,8 @@ class Timed(Brain):
 def start(folder, size, workers, pretend_step=None):
     """Run as a script does, until the first batch."""
     seed_everything(SEED, verbose=False)
-    net, counter = torch.nn.Linear(4, 1), EpochCounter(1)
+    net = torch.nn.Linear(4, 1)
+    counter = EpochCounter(1)
     options = {"device": "cpu", "noprogressbar": True, "ckpt_async": False}
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Timed({"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), None, options, checkpointer)
@@ -107,7 +108,8 @@ def main():
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     step = options.samples // BATCH_SIZE // 2
-    expected, too_slow = right_batch(options.samples, step), False
+    expected = right_batch(options.samples, step)
+    too_slow = False
     print(
         f"{options.samples:,} samples, batch {BATCH_SIZE}, resumed after batch {step:,}; "
         "milliseconds, median (worst)"

@@ -42,10 +42,15 @@ RANKS = (2, 64, 1024, 16384)
 # a weight of fewer rows than ranks is padded: at 16,384 it takes 13 GB and more than four minutes
 FSDP_UP_TO = 1024
 FORMULA = "{} (formula)"
-WIDTH, LAYERS, ROWS = 1024, 12, 8
-STEPS, WARM = 4, 3
-PER_MACHINE, OWN_RANK = 8, 5
-SAMPLES, BATCH = 10**9, 32
+WIDTH = 1024
+LAYERS = 12
+ROWS = 8
+STEPS = 4
+WARM = 3
+PER_MACHINE = 8
+OWN_RANK = 5
+SAMPLES = 10**9
+BATCH = 32
 MB = 1e6
 
 
@@ -54,7 +59,9 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.ranks, self.counts, self.sent = ranks, Counter(), 0.0
+        self.ranks = ranks
+        self.counts = Counter()
+        self.sent = 0.0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -131,7 +138,8 @@ class Step:
         if strategy == "fsdp":
             chosen["fsdp_blocks"] = ["Linear"]
         options = RunOptions(device="cpu", **chosen)
-        self.strategy, self.progress = choose_strategy(options), Progress()
+        self.strategy = choose_strategy(options)
+        self.progress = Progress()
         self.strategy.wrap(self.modules)
         for module in getattr(self.strategy, "wrapped", ()):
             module.register_comm_hook(None, all_reduce_bucket)
@@ -193,7 +201,8 @@ def one_step(strategy: str, ranks: int) -> dict[str, str]:
             step.train(WARM)
         held, most = memory(profiler)
         counted.counts.clear()
-        counted.sent, began = 0.0, time.process_time()
+        counted.sent = 0.0
+        began = time.process_time()
         with counted:
             step.train(STEPS)
         seconds = (time.process_time() - began) / STEPS
@@ -245,7 +254,9 @@ class CountedStore:
     """Passes on to a store; counts calls and bytes."""
 
     def __init__(self, store: dist.Store) -> None:
-        self.store, self.calls, self.bytes = store, 0, 0
+        self.store = store
+        self.calls = 0
+        self.bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.store, name)
@@ -277,7 +288,8 @@ def heartbeats(ranks: int) -> dict[str, str]:
     for _ in range(3):
         for watch in watches.values():
             watch.heartbeat.beat(store)
-    usual, late = CountedStore(store), CountedStore(store)
+    usual = CountedStore(store)
+    late = CountedStore(store)
     watches[OWN_RANK % ranks].heartbeat.beat(usual)
     watches[0].is_in_trouble = lambda: True
     watches[0].heartbeat.beat(late)
@@ -300,7 +312,9 @@ def plan(ranks: int) -> dict[str, str]:
     began = time.process_time()
     next(batches())
     first = time.process_time() - began
-    source, taken, began = batches(), 0, time.process_time()
+    source = batches()
+    taken = 0
+    began = time.process_time()
     for _ in range(1000):
         taken += len(next(source))
     each = (time.process_time() - began) / taken

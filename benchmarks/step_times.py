@@ -50,7 +50,8 @@ def in_turns(turns: int, run: Callable[[str], float]) -> dict[str, list[float]]:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    batch, world_size = LOOPS["BATCH"], get_world_size()
+    batch = LOOPS["BATCH"]
+    world_size = get_world_size()
     brain = LOOPS["make_brain"](LOOPS["make_net"](arguments.width, arguments.layers))
     options = {"batch_size": batch, "collate_fn": LOOPS["OneBatch"]()}
     brain.fit([1], range(8 * batch * world_size), train_loader_kwargs=options)

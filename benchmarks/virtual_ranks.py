@@ -22,7 +22,9 @@ from torch import nn
 from ddpkit.brain import Brain
 from tests.rank_pool import RankPool
 
-FEATURES, PER_SHARD, STEPS_A_TURN = 64, 8, 5
+FEATURES = 64
+PER_SHARD = 8
+STEPS_A_TURN = 5
 WIDTHS = {"0.02 M parameters": 128, "1.1 M parameters": 1024, "4.2 M parameters": 2048}
 
 

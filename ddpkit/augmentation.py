@@ -57,7 +57,9 @@ LOADER_OPTIONS = (
     "in_order",
 )
 _COLLATE = 0xC011A7E
-_WHOLE, _COLLATING = -1, -2  # in place of a sample's place in its batch
+# in place of a sample's place in its batch
+_WHOLE = -1
+_COLLATING = -2
 
 
 class KeyedBatch(NamedTuple):
@@ -258,11 +260,14 @@ class KeyedSampler:
         *,
         batched: bool = True,
     ) -> None:
-        self.inner, self.place, self.batched = inner, place, batched
+        self.inner = inner
+        self.place = place
+        self.batched = batched
 
     def __iter__(self) -> Iterator[KeyedBatch]:
         place = self.place
-        epoch, first = place.epoch, 0 if isinstance(place, Place) else place.skip
+        epoch = place.epoch
+        first = 0 if isinstance(place, Place) else place.skip
         base = mix_key(place.seed, epoch)
         seen: dict[int, int] = {}
         repeats_of = None if isinstance(place, Place) else place.repeats
@@ -307,12 +312,10 @@ class KeyedDataset:
         batched: bool = True,
         epoch: int = 1,
     ) -> None:
-        self.dataset, self.collate_fn, self.batched, self.epoch = (
-            dataset,
-            collate_fn,
-            batched,
-            epoch,
-        )
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.batched = batched
+        self.epoch = epoch
         self._by_list = batched and _takes_lists(dataset)
         self._apart = False  # by lists of one index
         self._draws: bool | None = False if self._by_list else None  # None: nobody knows yet
@@ -322,8 +325,11 @@ class KeyedDataset:
             self.epoch = batch.epoch
             if get_worker_info() is not None:  # nobody else can tell a worker's copy of the dataset
                 set_epoch_inside(self.dataset, batch.epoch)
-        outer, before, has_moved = (_NOW.batch, _NOW.place, _NOW.asked), _STREAMS.state(), True
-        _NOW.batch, _NOW.asked = batch, False
+        outer = (_NOW.batch, _NOW.place, _NOW.asked)
+        before = _STREAMS.state()
+        has_moved = True
+        _NOW.batch = batch
+        _NOW.asked = False
         try:
             loaded = self._load(batch, before)
             has_moved = look_at_random_streams() != before[0]
@@ -354,7 +360,8 @@ class KeyedDataset:
         return self.collate_fn(samples if self.batched else samples[0])
 
     def _load_samples(self, batch: KeyedBatch, before: _State) -> list[Any]:
-        dataset, samples = self.dataset, []
+        dataset = self.dataset
+        samples = []
         for place, index in enumerate(batch.indices):
             self._seed(batch, place)
             is_first = self._draws is None

@@ -141,7 +141,8 @@ class PaddedBatch:
             raise DataError(
                 f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}."
             )
-        self.__length, self.__keys = len(examples), list(examples[0])
+        self.__length = len(examples)
+        self.__keys = list(examples[0])
         self.__moved: list[str] = []
         for key in self.__keys:
             if hasattr(self, key):

@@ -89,7 +89,8 @@ def _part(path: str, doc: str) -> Any:
     def write(self: Brain, value: Any) -> None:
         if not _can_write(self, value):
             return
-        part, replace = find(self), vars(self)[_RUN].replacing.get(name)
+        part = find(self)
+        replace = vars(self)[_RUN].replacing.get(name)
         if part is self.progress:
             part.look()  # at a step that is open, which would count after this
         if replace is not None:
@@ -307,12 +308,14 @@ class Brain(_Typed):
         checkpointer: Any = None,
         scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
-        self.opt_class, self.scheduler_class = opt_class, scheduler_class
+        self.opt_class = opt_class
+        self.scheduler_class = scheduler_class
         self.hparams = SimpleNamespace(**hparams_of_slice(join_loggers(hparams or {})))
         self.run_opts = options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(options)
         self.rank = get_rank() or 0
-        device, own = str(options.device), type(self)
+        device = str(options.device)
+        own = type(self)
         recipe = Recipe(
             own.__name__,
             has_own_fit_batch=own.fit_batch is not Brain.fit_batch,
@@ -337,7 +340,8 @@ class Brain(_Typed):
                 recipe, self.modules, strategy, options, self.progress, precision.scaler, ema
             )
             self.__run = Run(step, self.hparams, checkpointer)
-        self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
+        self.training_ctx = precision.training_ctx
+        self.evaluation_ctx = precision.evaluation_ctx
         self.__run.policy.register(self)
         options.reach(MADE)
         self.print_trainable_parameters()
@@ -472,7 +476,8 @@ class Brain(_Typed):
             The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits
             for it. Where :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
         """
-        train_step, should_step = self.__run.train_step, self.should_step
+        train_step = self.__run.train_step
+        should_step = self.should_step
         self.on_fit_batch_start(batch, should_step)
         with self.no_sync(not should_step):
             with self.training_ctx:
@@ -528,14 +533,16 @@ class Brain(_Typed):
         if self.opt_class is None:
             logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
             return
-        train_step, split_vectors = self.__run.train_step, self.run_opts.remove_vector_weight_decay
+        train_step = self.__run.train_step
+        split_vectors = self.run_opts.remove_vector_weight_decay
         self.optimizer = optim.make_optimizer(
             self.opt_class, self.modules, split_vectors=split_vectors
         )
         self.optimizers_dict = {"opt_class": self.optimizer}
         self.__run.policy.add("optimizer", self.optimizer)
         if self.scheduler_class is not None:
-            length, every = self.__run.length, self.run_opts.scheduler_every
+            length = self.__run.length
+            every = self.run_opts.scheduler_every
             steps = length.total_steps if every == "step" else length.epochs
             before = train_step.schedule
             train_step.schedule = optim.make_schedule(
@@ -794,7 +801,8 @@ class Brain(_Typed):
         _warn_of_misspelt_hooks(type(self))
         self.tot_prof_steps = _steps_of_profile(self.run_opts)
         run.check_options()
-        train_kwargs, valid_kwargs = train_loader_kwargs or {}, valid_loader_kwargs or {}
+        train_kwargs = train_loader_kwargs or {}
+        valid_kwargs = valid_loader_kwargs or {}
         run.preflight.compare_ranks("fit", type(self))
         run.stages.note_logger(self)
         run.epochs = count_epochs(epoch_counter, self.run_opts)
@@ -840,10 +848,8 @@ class Brain(_Typed):
             if run.policy.is_done_before(train):
                 return self.__fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
-            given, contexts = (
-                given_batch_size(train_set, train_kwargs),
-                (self.training_ctx, self.evaluation_ctx),
-            )
+            given = given_batch_size(train_set, train_kwargs)
+            contexts = (self.training_ctx, self.evaluation_ctx)
             run.preflight.report_training(sizes, run.length, given, valid, contexts)
             run.record.begin(sizes, run.length)
             result = self.__fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
@@ -1031,19 +1037,23 @@ class Brain(_Typed):
         """Compare the data of the ranks; from its length follow batches, steps and learning-rate
         scale.
         """
-        run, options = self.__run, self.run_opts
+        run = self.__run
+        options = self.run_opts
         run.preflight.compare_data(train=train, valid=valid)
         if options.auto_micro_batch:
             run.stages.auto_micro_batch.require(train)
-        length, shards = length_of(train), run.strategy.shards
+        length = length_of(train)
+        shards = run.strategy.shards
         check_train_data(train, length)
-        length, factor = length and length // shards, options.grad_accumulation_factor // shards
+        length = length and length // shards
+        factor = options.grad_accumulation_factor // shards
         sizes = batch_sizes(train, length, factor, get_world_size(), run.strategy.virtual_ranks)
         state = run.policy.run_state
         state.step_plan = StepPlan.of(sizes, train)
         ahead = note_epoch(state, length, factor, epoch_counter)
         run.length = found = RunLength.of(length, factor, run.epochs, options, ahead=ahead)
-        self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
+        self.steps_per_epoch = found.steps_per_epoch
+        self.total_steps = found.total_steps
         run.lr_scaling.choose(options, sizes)
         run.stages.time_left = TimeLeft(
             last_epoch(epoch_counter, found), validates=valid is not None
@@ -1129,7 +1139,8 @@ class Brain(_Typed):
 
     def __fit_result(self, reason: str) -> FitResult:
         progress = self.progress
-        losses, newest = (progress.train_loss, progress.valid_loss), self.__run.policy.newest()
+        losses = (progress.train_loss, progress.valid_loss)
+        newest = self.__run.policy.newest()
         logged = (
             run_on_main(
                 lambda: {name: dict(values) for name, values in progress.logged.values.items()}

@@ -288,7 +288,8 @@ class Checkpointer:
         Ranks: local; do it on every rank.
         """
         check_file_name(name, "the name of a recoverable,")
-        kinds, before = (torch.optim.Optimizer, torch.nn.Module), self.recoverables.get(name)
+        kinds = (torch.optim.Optimizer, torch.nn.Module)
+        before = self.recoverables.get(name)
         if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
             raise ConfigError(
                 f"The recoverable {name!r} is {kind_of(before)}: with {kind_of(obj)} in its place "
@@ -745,7 +746,8 @@ class Checkpointer:
                 begun,
                 tell,
             )
-            folder, everywhere = self._folder(), save.hooks_where(every_rank=True)
+            folder = self._folder()
+            everywhere = save.hooks_where(every_rank=True)
             if everywhere:
                 return self._save_on_every_rank(folder, save, everywhere)
             return self._on_main(folder.attempt, folder.save, save)
@@ -833,7 +835,8 @@ class Checkpointer:
         left = checkpoint.paramfiles.keys() - hooks.keys()
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)
-        self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
+        self.last_loaded = checkpoint.path
+        self.not_taken = tuple(sorted(left))
 
 
 def _accept_missing(name: str, checkpoint: Checkpoint, *, optional: bool) -> None:

@@ -139,12 +139,14 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         from ddpkit.batch import PaddedBatch
 
         options.setdefault("collate_fn", PaddedBatch)
-    batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
+    batch_sampler = options.pop("batch_sampler", None)
+    sampler = options.pop("sampler", None)
     share = plan_in(batch_sampler, sampler)  # made by `distributed_loader_specifics`
     if _is_divided(batch_sampler, sampler) or (share is not None and share.world_size > 1):
         _refuse_divided(sharding, "what a DistributedSampler has divided already")
         return SaveableDataLoader(dataset, batch_sampler=batch_sampler, sampler=sampler, **options)
-    shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
+    shuffle = bool(options.pop("shuffle", False))
+    drop_last = bool(options.pop("drop_last", False))
     common: dict[str, Any] = {
         "seed": sharding.seed,
         "drop_last": drop_last,
@@ -317,7 +319,8 @@ def spread_samples(loader: Any, number: int, readings: int = 1) -> FirstItems | 
         >>> spread_samples(shard(range(9), Sharding(0, 2)), 2), spread_samples([1, 2], 2)
         (((0, 4), [{'0': '0'}, {'0': '4'}]), None)
     """
-    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    plan = plan_of(loader)
+    dataset = getattr(loader, "dataset", None)
     if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
         return None
     try:
@@ -352,14 +355,13 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
             "drop_last": plan.drop_last,
             **inner,
         }
-    batches, sampler = loader.batch_sampler, cast("Any", loader.sampler)
+    batches = loader.batch_sampler
+    sampler = cast("Any", loader.sampler)
     sizes: dict[str, Any] = {"batch_size": None}
     if _is_torchs(batches, BatchSampler):  # made by the loader or by the user
         batches = cast("Any", batches)
-        sampler, sizes = (
-            batches.sampler,
-            {"batch_size": batches.batch_size, "drop_last": batches.drop_last},
-        )
+        sampler = batches.sampler
+        sizes = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     elif batches is not None:
         return {"batch_sampler": batches}
     is_random = _is_torchs(sampler, RandomSampler)

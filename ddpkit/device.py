@@ -68,7 +68,8 @@ def count_devices(kind: str) -> int:
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     module = getattr(torch, kind, None)
-    available, count = getattr(module, "is_available", None), getattr(module, "device_count", None)
+    available = getattr(module, "is_available", None)
+    count = getattr(module, "device_count", None)
     return int(count()) if callable(available) and callable(count) and available() else 0
 
 

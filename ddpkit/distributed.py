@@ -301,7 +301,8 @@ def _machine() -> tuple[int, tuple[int, ...]]:
     """Return the number of this machine and its ranks: the launcher's, or else what the ranks tell
     each other once.
     """
-    info, runtime = _find_launch(), get_runtime()
+    info = _find_launch()
+    runtime = get_runtime()
     if info.is_distributed and info.world_size == dist.get_world_size():
         near = info.node_ranks or range(
             info.first_on_node, info.first_on_node + info.local_world_size
@@ -505,7 +506,8 @@ def exchange(value: T, site: str | None = None) -> list[T]:
         return [value]
     site = call_site(outside_frame()) if site is None else site
     mailbox = get_runtime().mailbox
-    rank, world = mailbox.rank, mailbox.world_size
+    rank = mailbox.rank
+    world = mailbox.world_size
 
     def gather() -> list[T]:
         values = [value]
@@ -643,7 +645,8 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
     try:
         data = pickle.dumps(make())
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
-        failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
+        failure = error
+        data = pickle.dumps(f"{type(error).__name__}: {error}")
     with get_runtime().mailbox.forgetting():
         start_sum_over_ranks([], "gather_objects", is_patient=True)()
         payloads, failed = _gather_bytes(data, failed=failure is not None)
@@ -669,7 +672,8 @@ def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
     """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank
     broadcasts its own.
     """
-    group, rank = control_group(), dist.get_rank()
+    group = control_group()
+    rank = dist.get_rank()
     facts = keep_alive(torch.tensor([len(data), int(failed)]))
     everybody = [keep_alive(torch.empty_like(facts)) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, facts, group=group)
@@ -728,7 +732,8 @@ def sum_over_ranks(values: list[float], call: str = "sum_over_ranks") -> list[fl
     """
     if not is_distributed_initialized():
         return list(values)
-    first, rest = values[:MARKED_NUMBERS], values[MARKED_NUMBERS:]
+    first = values[:MARKED_NUMBERS]
+    rest = values[MARKED_NUMBERS:]
     with get_runtime().mailbox.forgetting():
         sums = start_sum_over_ranks(first, f"{call} ({len(values)} number(s))")()
         return sums + (
@@ -790,7 +795,8 @@ def start_sum_over_ranks(
         return lambda: list(values)
     require_all_ranks(call)
     # whose squares are added up exactly
-    mark, world_size = zlib.crc32(call.encode()) % 2**20, dist.get_world_size()
+    mark = zlib.crc32(call.encode()) % 2**20
+    world_size = dist.get_world_size()
     numbers = [float(mark), float(mark**2), *values, *[0.0] * (MARKED_NUMBERS - len(values))]
     tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
     wait = _start_patient_sum(tensor, call) if is_patient else start_sum(tensor, control_group())

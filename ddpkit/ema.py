@@ -113,7 +113,8 @@ class WeightAverage:
 
     @modules.setter
     def modules(self, modules: nn.ModuleDict) -> None:
-        self._modules, self._followed = modules, []
+        self._modules = modules
+        self._followed = []
 
     @torch.no_grad()
     def update(self) -> None:
@@ -157,7 +158,9 @@ class WeightAverage:
         The Brain calls it when an epoch begins.
         """
         averages = {}
-        self._followed, self._parameters, self._statistics = [], [], []
+        self._followed = []
+        self._parameters = []
+        self._statistics = []
         for weight in self._weights():
             now = weight.now()
             average = self._average_of(weight, now)
@@ -313,7 +316,8 @@ class WeightAverage:
     def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
         """Return the average of a weight; None for a frozen weight, whose average is its value."""
         wide = torch.promote_types(now.dtype, torch.float32)
-        value, known = now.detach().to(wide), self._averages.get(weight.names[0])
+        value = now.detach().to(wide)
+        known = self._averages.get(weight.names[0])
         trained = now.requires_grad or not isinstance(now, nn.Parameter)
         if known is not None and known.shape == now.shape:
             average: torch.Tensor = sharded_like(known, now).to(now.device, wide)

@@ -67,7 +67,8 @@ class EpochCounter:
                 logger.announce("%s", self._why_done())
             raise StopIteration
         self.current += 1
-        self._has_counted, self._unfinished = True, 0
+        self._has_counted = True
+        self._unfinished = 0
         logger.info("Going into epoch %d", self.current)
         return self.current
 
@@ -202,7 +203,8 @@ class EpochCounterWithStopper(EpochCounter):
         if metric is None or self.current <= self.limit_warmup:
             return
         if self._is_improvement(metric):
-            self.best_limit, self.best_score = self.current, metric
+            self.best_limit = self.current
+            self.best_score = metric
             self.should_stop = False
             return
         self.should_stop = self._is_exhausted(self.current)

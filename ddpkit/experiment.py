@@ -395,17 +395,16 @@ def _record_start(
 
 
 def _log_what_ends_this() -> None:
-    PROCESS.log, PROCESS.note_end = _log_uncaught, _note_end
+    PROCESS.log = _log_uncaught
+    PROCESS.note_end = _note_end
     watch_uncaught()
 
 
 def _log_uncaught(error: BaseException) -> None:
     # The console shows no traceback here: the hook prints it, or one sentence, so that the reason
     # is last.
-    kind, level = (
-        type(error).__name__,
-        logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR,
-    )
+    kind = type(error).__name__
+    level = logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR
     logger.log(level, "Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
     with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
         run_event("exception", type=kind, message=str(error), **vars(error).get(COUNTERS, {}))

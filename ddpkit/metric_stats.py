@@ -56,7 +56,9 @@ class MetricStats(Reducing):
         self, metric: Callable[..., Any], n_jobs: int = 1, batch_eval: bool = True
     ) -> None:
         super().__init__()
-        self.metric, self.n_jobs, self.batch_eval = metric, n_jobs, batch_eval
+        self.metric = metric
+        self.n_jobs = n_jobs
+        self.batch_eval = batch_eval
         self.clear()
 
     def clear(self) -> None:

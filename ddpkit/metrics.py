@@ -203,7 +203,8 @@ class _Metric(Reducing):
             self._totals[name] = held + amount
 
     def _read(self, reduce: bool | None) -> list[float]:
-        reduces, values = self._reduces(reduce), list(self.state_dict().values())
+        reduces = self._reduces(reduce)
+        values = list(self.state_dict().values())
         if not reduces:
             return values
         from ddpkit.distributed import sum_over_ranks
@@ -265,13 +266,15 @@ class Mean(_Metric):
         """
         if not self._counts():
             return
-        values, counts = _tensor_or_number(values), _tensor_or_number(counts)
+        values = _tensor_or_number(values)
+        counts = _tensor_or_number(counts)
         if not isinstance(values, Tensor):
             values = values * counts
         elif isinstance(counts, Tensor):
             values = _wide(values)
             counts = counts.detach().to(values).expand_as(values)
-            values, counts = (values * counts).sum(), counts.sum()
+            values = (values * counts).sum()
+            counts = counts.sum()
         else:
             values, counts = _wide(values).sum() * counts, values.numel() * counts
         self._add(values, counts)
@@ -454,7 +457,8 @@ class Reduced(Reducing):
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
-        self.metric, self._is_reducing = metric, False
+        self.metric = metric
+        self._is_reducing = False
         inside = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
         synced = [one for one in inside if hasattr(one, "sync_on_compute")]
         if not synced or not all(one.sync_on_compute for one in synced):
@@ -464,7 +468,8 @@ class Reduced(Reducing):
                 "ddpkit.metrics.Sum or Mean, or collect the samples' results and use Brain.gather."
             )
         for one in synced:
-            one.dist_sync_fn, one.distributed_available_fn = _all_tensors, self._is_asked
+            one.dist_sync_fn = _all_tensors
+            one.distributed_available_fn = self._is_asked
             one.compute_with_cache = False  # a value may be of this rank alone
 
     def _is_asked(self) -> bool:  # a method: a copy asks itself

@@ -93,7 +93,8 @@ def close_names(name: str, keys: Iterable[str], options: Iterable[str]) -> list[
         ... )
         (['lr'], ['batch_size'])
     """
-    own, known = list(keys), list(dict.fromkeys([*keys, *options]))
+    own = list(keys)
+    known = list(dict.fromkeys([*keys, *options]))
     plain = _plain(name)
     same = [one for one in known if _plain(one) in {plain, plain.removeprefix("no_")}]
     if same:

@@ -62,8 +62,10 @@ class Pretrainer:
         custom_hooks: Mapping[str, Callable[[Any, Path], object]] | None = None,
         conditions: Mapping[str, Any] | None = None,
     ) -> None:
-        self.loadables, self.paths = dict(loadables or {}), dict(paths or {})
-        self.custom_hooks, self.conditions = dict(custom_hooks or {}), dict(conditions or {})
+        self.loadables = dict(loadables or {})
+        self.paths = dict(paths or {})
+        self.custom_hooks = dict(custom_hooks or {})
+        self.conditions = dict(conditions or {})
         self._default_source: str | Path | None = None
         self.set_collect_in(collect_in)
 

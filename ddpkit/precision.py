@@ -185,10 +185,8 @@ class Precision:
 
     def __init__(self, precision: str | None, eval_precision: str | None, device: str) -> None:
         device_type = str(device).partition(":")[0]
-        dtype, eval_dtype = (
-            AMPConfig.from_name(precision).dtype,
-            AMPConfig.from_name(eval_precision).dtype,
-        )
+        dtype = AMPConfig.from_name(precision).dtype
+        eval_dtype = AMPConfig.from_name(eval_precision).dtype
         for option, value in (("precision", dtype), ("eval_precision", eval_dtype)):
             if device_type == "cpu" and value is torch.float16:
                 raise ConfigError(

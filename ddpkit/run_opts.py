@@ -585,7 +585,8 @@ def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
             f"log_config={log_config!r}: there is no such file. It has the form of "
             "logging.config.dictConfig, in YAML."
         )
-    minutes, steps = values["ckpt_interval_minutes"], values["ckpt_interval_steps"]
+    minutes = values["ckpt_interval_minutes"]
+    steps = values["ckpt_interval_steps"]
     if minutes > 0 and steps > 0:
         raise ConfigError(
             f"ckpt_interval_minutes={minutes!r} and ckpt_interval_steps={steps!r} are both set, "

@@ -103,7 +103,8 @@ class ReproducibleRandomSampler(_OfEpoch, RandomSampler):
         return super().__iter__() if self.replacement else self._ordered()
 
     def _ordered(self) -> Iterator[int]:
-        size, left = len(self.data_source), self.num_samples
+        size = len(self.data_source)
+        left = self.num_samples
         # more samples than the dataset has: the whole set again, in another order
         for number in itertools.count():
             order = Order(size, mix_key(self.seed, number) if number else self.seed, self.epoch)
@@ -314,8 +315,11 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._bucket_lens = np.array([*fitting, 1])
         self._bucket_of = np.searchsorted(self._bucket_boundaries, self._lengths)
         self._in_bucket = np.bincount(self._bucket_of, minlength=len(self._bucket_lens))
-        self._shuffle_ex, self._batch_ordering, self._drop_last = shuffle, batch_ordering, drop_last
-        self.seed, self.epoch = _seed_or(42, seed), epoch
+        self._shuffle_ex = shuffle
+        self._batch_ordering = batch_ordering
+        self._drop_last = drop_last
+        self.seed = _seed_or(42, seed)
+        self.epoch = epoch
         self._made: tuple[int, list[list[int]]] | None = None
         if verbose:
             self._report()
@@ -476,7 +480,8 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         seed: int | None = None,
         epoch: int = 0,
     ) -> None:
-        self.dataset, self.key = dataset, key
+        self.dataset = dataset
+        self.key = key
         of_key_alone = (
             dataset.output_keys_as([key])
             if hasattr(dataset, "output_keys_as")

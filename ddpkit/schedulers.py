@@ -124,8 +124,10 @@ class NewBobScheduler(_Saved):
         improvement_threshold: float = 0.0025,
         patient: int = 0,
     ) -> None:
-        self.hyperparam_value, self.annealing_factor = initial_value, annealing_factor
-        self.improvement_threshold, self.patient = improvement_threshold, patient
+        self.hyperparam_value = initial_value
+        self.annealing_factor = annealing_factor
+        self.improvement_threshold = improvement_threshold
+        self.patient = patient
         self.metric_values: list[float] = []
         self.current_patient = patient
 
@@ -135,7 +137,8 @@ class NewBobScheduler(_Saved):
         Args:
             metric_value: of the validation; the lower the better, and not negative.
         """
-        old, metric = self.hyperparam_value, float(metric_value)
+        old = self.hyperparam_value
+        metric = float(metric_value)
         if self.metric_values:
             previous = self.metric_values[-1]
             improvement = (previous - metric) / previous if previous else 0.0
@@ -177,10 +180,13 @@ class ReduceLROnPlateau(_Saved):
         patience: int = 2,
         dont_halve_until_epoch: int = 65,
     ) -> None:
-        self.lr_min, self.factor, self.patience = lr_min, factor, patience
+        self.lr_min = lr_min
+        self.factor = factor
+        self.patience = patience
         self.dont_halve_until_epoch = dont_halve_until_epoch
         self.losses: list[float] = []
-        self.anchor, self.patience_counter = math.inf, 0
+        self.anchor = math.inf
+        self.patience_counter = 0
 
     def __call__(
         self, optim_list: Sequence[Optimizer], current_epoch: int, current_loss: float
@@ -192,16 +198,19 @@ class ReduceLROnPlateau(_Saved):
             current_epoch: the first one is 1.
             current_loss: of the validation.
         """
-        old, loss = float(optim_list[-1].param_groups[0]["lr"]), float(current_loss)
+        old = float(optim_list[-1].param_groups[0]["lr"])
+        loss = float(current_loss)
         new = old
         if current_epoch <= self.dont_halve_until_epoch:
             self.anchor = loss
         elif loss <= self.anchor:
-            self.anchor, self.patience_counter = loss, 0
+            self.anchor = loss
+            self.patience_counter = 0
         elif self.patience_counter < self.patience:
             self.patience_counter += 1
         else:
-            new, self.patience_counter = old * self.factor, 0
+            new = old * self.factor
+            self.patience_counter = 0
         self.losses.append(loss)
         return old, max(new, self.lr_min)
 
@@ -351,7 +360,8 @@ class NoamScheduler(_OfSteps):
         self, lr_initial: float, n_warmup_steps: int, model_size: int | None = None
     ) -> None:
         super().__init__(lr_initial)
-        self.lr_initial, self.n_warmup_steps = lr_initial, n_warmup_steps
+        self.lr_initial = lr_initial
+        self.n_warmup_steps = n_warmup_steps
         self.normalize = math.sqrt(n_warmup_steps if model_size is None else 1 / model_size)
 
     def _rate(self, step: int) -> float:
@@ -418,7 +428,9 @@ class CyclicLRScheduler(_OfSteps):
                 f"CyclicLRScheduler: mode must be one of {', '.join(scales)}, got {mode!r}."
             )
         super().__init__(base_lr)
-        self.base_lr, self.max_lr, self.step_size = base_lr, max_lr, step_size
+        self.base_lr = base_lr
+        self.max_lr = max_lr
+        self.step_size = step_size
         self.scale_fn = scales[mode] if scale_fn is None else scale_fn
         self.scale_mode = (
             scale_mode if scale_fn else "iterations" if mode == "exp_range" else "cycle"

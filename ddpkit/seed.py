@@ -359,7 +359,8 @@ def own_randomness(key: int, generators: Iterable[torch.Generator] = ()) -> Iter
         ...     first == (random.random(), torch.rand(1).item())
         True
     """
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- code that is not ours draws from it
+    python = random.getstate()
+    legacy = np.random.get_state()  # noqa: NPY002 -- code that is not ours draws from it
     streams = {id(one): one for one in (*generators, torch.default_generator)}.values()
     before = [(stream, stream.get_state()) for stream in streams]
     try:

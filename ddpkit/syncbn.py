@@ -295,7 +295,8 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, joined: _Joined, eps: float
     ) -> Tensor:
         dtype = _statistics_dtype(x)
-        mean, var = joined.mean.to(dtype), joined.var.to(dtype)
+        mean = joined.mean.to(dtype)
+        var = joined.var.to(dtype)
         scale = None if weight is None else weight.detach().to(dtype)
         shift = None if bias is None else bias.detach().to(dtype)
         inverse_std = (joined.var + eps).rsqrt().to(dtype)
@@ -359,7 +360,8 @@ def _local_sums(
         )
         return sum_grad, sum_product, x
     spans, shape = _over(x)
-    wide, centred = grad.to(mean.dtype), x - mean.view(shape)
+    wide = grad.to(mean.dtype)
+    centred = x - mean.view(shape)
     return wide.sum(spans), (wide * centred).sum(spans), centred
 
 

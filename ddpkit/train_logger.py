@@ -104,7 +104,8 @@ class TrainLogger:
         (``if_main_process``).
         """
         given = {"train": train_stats, "valid": valid_stats, "test": test_stats}
-        logged, stages = Current.logged(), dict[str, dict[str, Any]]()
+        logged = Current.logged()
+        stages = dict[str, dict[str, Any]]()
         reported = self.__dict__.setdefault("_reported", {})
         for name, stats in given.items():
             # what was logged in this epoch is added once, and a value that is given wins
@@ -352,7 +353,8 @@ class FileTrainLogger(_MainTrainLogger):
             self._line(meta),
             *(self._line(stats, f"{name} ") for name, stats in stages.items()),
         ]
-        line, path = " - ".join(parts), Path(self.save_file)
+        line = " - ".join(parts)
+        path = Path(self.save_file)
         with writing(f"save_file={self.save_file!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             append(path, line + "\n")

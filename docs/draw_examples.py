@@ -15,9 +15,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 52, 12, 30, 34
+WIDTH = 480
+HEIGHT = 240
+LEFT = 52
+RIGHT = 12
+TOP = 30
+BOTTOM = 34
 # What is drawn of each example: (key, of train or valid, words, colour).
-BLUE, ORANGE = "#2563eb", "#d97706"
+BLUE = "#2563eb"
+ORANGE = "#d97706"
 LOSSES = [("train", "loss", "train loss", BLUE), ("valid", "loss", "valid loss", ORANGE)]
 CURVES = {
     "digits": LOSSES,
@@ -58,7 +64,8 @@ def drawing(
     """Return the curves as SVG: epochs to the right, values from 0 upwards."""
     values = [[epoch[part][key] for epoch in epochs] for part, key, _, _ in curves]
     highest = max(map(max, values))
-    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    wide = WIDTH - LEFT - RIGHT
+    high = HEIGHT - TOP - BOTTOM
 
     def place(number: int, value: float) -> str:
         return f"{LEFT + wide * number / max(len(epochs) - 1, 1):.1f},{TOP + high * (1 - value / highest):.1f}"  # noqa: E501

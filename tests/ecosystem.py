@@ -83,11 +83,14 @@ def rows(number=SAMPLES):
 def train(folder, data, arguments, dies_at, options):
     """Run as a script does; return weights, losses, and what all ranks have seen, by step."""
     torch.manual_seed(3)
-    net, counter = nn.Linear(3, 1).double(), EpochCounter(EPOCHS)
+    net = nn.Linear(3, 1).double()
+    counter = EpochCounter(EPOCHS)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Learner({"net": net}, sgd, None, {**QUIET, **options}, checkpointer)
-    brain.dies_at, brain.seen, brain.losses = dies_at, [], []
+    brain.dies_at = dies_at
+    brain.seen = []
+    brain.losses = []
     train_set, kwargs = data(*arguments)
     try:
         brain.fit(

@@ -184,7 +184,8 @@ class Picture:
         """Put everything back, and return a line for each thing that was not as in the picture."""
         found = []
         for guarded in GUARDED:
-            before, after = self.values[guarded.name], guarded.read()
+            before = self.values[guarded.name]
+            after = guarded.read()
             if before is not None and after is not None and before != after:
                 found.append(f"{guarded.name}: {_describe(before, after)}")
                 guarded.restore(before)

@@ -146,7 +146,8 @@ def homes() -> dict[tuple[str, str], str]:
 
 def longest_chain() -> list[str]:
     """The longest chain of modules each of which imports the next when it is imported itself."""
-    places, chains = homes(), dict[str, list[str]]()
+    places = homes()
+    chains = dict[str, list[str]]()
     files = {module_name(path): path for path in FILES}
 
     def chain(module: str) -> list[str]:
@@ -188,7 +189,8 @@ def imports_of_files() -> dict[str, set[str]]:
 
 def reached_from(start: str, graph: dict[str, set[str]]) -> set[str]:
     """Return the modules that are loaded with one, if all of its imports are made."""
-    reached, new = set[str](), graph[start]
+    reached = set[str]()
+    new = graph[start]
     while new:
         reached |= new
         new = set().union(*(graph[module] for module in new)) - reached

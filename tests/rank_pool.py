@@ -339,7 +339,8 @@ def _outcome(
 @contextlib.contextmanager
 def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
     """Be one rank: environment, seed, warnings as errors, process group; all undone afterwards."""
-    saved, hook = dict(os.environ), sys.excepthook
+    saved = dict(os.environ)
+    hook = sys.excepthook
     os.environ.update(environment)
     torch.manual_seed(0)
     try:
@@ -381,7 +382,8 @@ def _init_group() -> None:
         timeout=timedelta(seconds=30),
     )
     store = dist.PrefixStore(f"run{os.environ['TORCHELASTIC_RESTART_COUNT']}", client)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=30)
     )

@@ -70,7 +70,8 @@ def passes(loops, monkeypatch):
     """Passes of a given number of steps: training and validation, of ddpkit and by hand."""
     for module in (stage_runner, evaluation_stops):
         monkeypatch.setattr(module, "PeriodicSync", OnlyFirst)
-    brain, bare = loops["make_brain"](), loops["Bare"](loops["make_net"]())
+    brain = loops["make_brain"]()
+    bare = loops["Bare"](loops["make_net"]())
     options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
     brain.fit([1], range(8 * loops["BATCH"]), train_loader_kwargs=options)
 
@@ -91,13 +92,16 @@ def passes(loops, monkeypatch):
 
 
 def test_calls_of_python_per_step(loops, passes):
-    long, short = passes(2 * STEPS), passes(STEPS)
-    calls, per_pass = {}, {}
+    long = passes(2 * STEPS)
+    short = passes(STEPS)
+    calls = {}
+    per_pass = {}
     for name in long:
         for run in (long[name], short[name]):
             run()
         of_long, of_short = (loops["count_calls"](run, 1) for run in (long[name], short[name]))
-        calls[name], per_pass[name] = (of_long - of_short) / STEPS, 2 * of_short - of_long
+        calls[name] = (of_long - of_short) / STEPS
+        per_pass[name] = 2 * of_short - of_long
     assert calls["train"] <= calls["train by hand"] - FEWER_THAN_BY_HAND, calls
     assert calls["train"] <= MOST_CALLS, calls
     assert calls["valid"] <= calls["valid by hand"] + MOST_MORE_IN_VALIDATION, calls
@@ -145,7 +149,8 @@ def allocations(run):
 
 
 def test_allocations_per_step(passes):
-    long, short = passes(2 * STEPS), passes(STEPS)
+    long = passes(2 * STEPS)
+    short = passes(STEPS)
     for run in (*long.values(), *short.values()):
         run()
     found = {name: (allocations(long[name]) - allocations(short[name])) / STEPS for name in long}
@@ -155,7 +160,8 @@ def test_allocations_per_step(passes):
 
 @pytest.mark.parametrize("stage", ["train", "valid"])
 def test_a_step_leaves_no_python_objects(passes, stage):
-    run, left = passes(STEPS)[stage], []
+    run = passes(STEPS)[stage]
+    left = []
     for _ in range(3):
         gc.collect()
         before = sys.getallocatedblocks()
@@ -186,12 +192,14 @@ def count(what, accumulate):
 
 def count_between_syncs(what, accumulate):
     loops = runpy.run_path(BENCHMARK, run_name="loaded")
-    world, net = dist.get_world_size() if dist.is_initialized() else 1, loops["make_net"]()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    net = loops["make_net"]()
     brain = loops["make_brain"](accumulate=accumulate)
     bare = loops["Bare"](DistributedDataParallel(net) if world > 1 else net, accumulate)
     options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
     brain.fit([1], range(8 * accumulate * loops["BATCH"] * world), train_loader_kwargs=options)
-    found, counted = [], loops["count_calls"] if what == "calls" else counted_reads
+    found = []
+    counted = loops["count_calls"] if what == "calls" else counted_reads
     for steps in (2 * STEPS_OF_TWO, STEPS_OF_TWO):
         samples = steps * loops["BATCH"]
         ours = brain.make_dataloader(range(samples * world), Stage.TRAIN, **options)
@@ -226,7 +234,8 @@ class Counted(PeriodicSync):
 
 def count_syncs_of_evaluations():
     """Count the syncs of each of three evaluations by one Brain."""
-    real, found = stage_runner.PeriodicSync, []
+    real = stage_runner.PeriodicSync
+    found = []
     stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Counted
     try:
         brain = make(Regression)
@@ -248,7 +257,8 @@ def test_an_evaluation_does_not_begin_anew_to_ask_after_every_batch(ranks):
 def count_collectives(layers, options, epochs, steps):
     """Count the c10d operations of a fit, without the syncs; there is one a second."""
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()
-    real, Counted.calls = stage_runner.PeriodicSync, 0
+    real = stage_runner.PeriodicSync
+    Counted.calls = 0
     stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Counted
     try:
         brain = make(Regression, net=net, **options)

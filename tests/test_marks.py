@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-FIRST, SECOND = [1, 2, 3], [("a", None), ("b", None), ("a", True)]
+FIRST = [1, 2, 3]
+SECOND = [("a", None), ("b", None), ("a", True)]
 
 
 def others(first, second):

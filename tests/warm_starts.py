@@ -50,7 +50,8 @@ PRELOADED = [
 ]
 NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
 # to import torch takes three; a loaded machine takes its time
-START_SECONDS, POLL_SECONDS = 300.0, 0.02
+START_SECONDS = 300.0
+POLL_SECONDS = 0.02
 
 
 class WarmProcess:
@@ -63,7 +64,8 @@ class WarmProcess:
     ):  # fmt: skip
         if stdin not in (None, subprocess.DEVNULL):
             raise ValueError(f"a forked process reads nothing, and stdin={stdin!r} was asked for")
-        self.args, self.returncode = args, None
+        self.args = args
+        self.returncode = None
         path = os.environ.get(SERVER) or _server.path()
         self._connection = _connected(path)
         wanted = {
@@ -178,7 +180,9 @@ class _Server:
 
 
 _server = _Server()
-prepare, close = _server.path, _server.close  # the first does not wait until it is ready
+# the first does not wait until it is ready
+prepare = _server.path
+close = _server.close
 
 
 # ----------------------------------------------------------------------- the process that is forked
@@ -303,7 +307,9 @@ def _run_as_main(words):
     main = types.ModuleType("__main__")
     main.__builtins__ = __builtins__
     if words[0] == "-c":
-        sys.argv, sys.path[0], sys.modules["__main__"] = ["-c", *words[2:]], "", main
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        sys.modules["__main__"] = main
         exec(compile(words[1], "<string>", "exec"), main.__dict__)
         return
     if words[0] == "-m":

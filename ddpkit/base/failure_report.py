@@ -145,10 +145,8 @@ class FailureReport:
 
     def await_departures(self, seconds: float) -> None:
         """Wait, for so long at most, until every rank has departed."""
-        end, keys = (
-            time.monotonic() + seconds,
-            [_departed_key(rank) for rank in range(self.world_size)],
-        )
+        end = time.monotonic() + seconds
+        keys = [_departed_key(rank) for rank in range(self.world_size)]
         while time.monotonic() < end and not self._asked(
             lambda store: store.check(keys), otherwise=True
         ):

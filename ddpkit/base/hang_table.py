@@ -47,7 +47,8 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
                 f"{one.name()}: {place}, for {one.seconds:.0f} s{one.where and f' at {one.where}'}"
             )
     for (place, where), members in waiting.items():
-        seconds, numbers = max(one.seconds for one in members), spans(one.rank for one in members)
+        seconds = max(one.seconds for one in members)
+        numbers = spans(one.rank for one in members)
         guilty.append(
             f"rank {numbers}: {place}, for {seconds:.0f} s waiting for other ranks at {where}"
         )

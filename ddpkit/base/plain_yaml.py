@@ -225,7 +225,8 @@ def _construct_dtype(loader: _PlainLoader, node: yaml.Node) -> Any:
     """
     content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
     state = content.get("state", ["", ""])
-    code, order = str(content.get("args", [""])[0]), str(state[1])
+    code = str(content.get("args", [""])[0])
+    order = str(state[1])
     if not re.fullmatch(r"[biuf]\d{1,2}", code) or order not in {"<", ">", "|", "="}:
         return UnreadableValue(node.tag)
     return np.dtype(order + code)

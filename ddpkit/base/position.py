@@ -149,7 +149,8 @@ class Position:
             look: look at the stack of the main thread, too: fills ``where`` and ``waits``.
         """
         progress = self.progress
-        pid, session = os.getpid(), self.session
+        pid = os.getpid()
+        session = self.session
         found = RankStatus(rank, host_name(), pid, seconds=round(seconds, 1), session=session)
         if progress is not None:
             found.inside = True

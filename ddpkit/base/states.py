@@ -116,7 +116,8 @@ def _mark(method: FunctionT, role: str, *arguments: str) -> FunctionT:
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        name, wanted = getattr(method, "__qualname__", repr(method)), ", ".join(arguments)
+        name = getattr(method, "__qualname__", repr(method))
+        wanted = ", ".join(arguments)
         raise TypeError(
             f"{name}{signature} is marked as {role} and must be callable with ({wanted}): {error}."
         ) from error
@@ -320,7 +321,8 @@ def sharded_like(value: Any, own: Any) -> Any:
         return value
     from torch.distributed.tensor import DTensor  # is loaded: `own` is one
 
-    mesh, part = own.device_mesh, local_part(own)
+    mesh = own.device_mesh
+    part = local_part(own)
     size = -(-own.shape[0] // mesh.size())
     start = min(mesh.get_local_rank() * size, own.shape[0])
     rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)

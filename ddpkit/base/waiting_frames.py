@@ -49,7 +49,8 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     depth = next((number for number, one in enumerate(stack) if not is_library(one.filename)), 0)
     # the innermost stands first here
-    own, inner = line_of(stack[depth : depth + 1]), line_of(stack[:1])
+    own = line_of(stack[depth : depth + 1])
+    inner = line_of(stack[:1])
     where = f"{own}, which is in {inner}" if depth else inner
     if any(_LOADER_FILE in one.filename for one in stack[:12]):
         return f"{where}{AT_LOADER}", False

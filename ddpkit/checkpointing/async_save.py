@@ -99,7 +99,8 @@ class BackgroundSave:
             if not is_own and thread.ident is not None:  # else the system has granted none
                 thread.join()
         self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -195,7 +196,8 @@ class SnapshotMemory:
     def _copy(
         self, storage: torch.UntypedStorage, own: torch.UntypedStorage | None
     ) -> torch.UntypedStorage:
-        on_gpu, size = storage.device.type == "cuda", storage.nbytes()
+        on_gpu = storage.device.type == "cuda"
+        size = storage.nbytes()
         if own is None:
             try:
                 own = torch.empty(
@@ -308,7 +310,8 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
-    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    limit = _text(group / limit_name).strip()
+    usage = _text(group / usage_name).strip()
     if limit.isdigit() and usage.isdigit() and int(limit) < HUGE:
         yield int(limit) - int(usage) + _numbers(group / "memory.stat").get(cache_name, 0)
 

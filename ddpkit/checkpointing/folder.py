@@ -219,7 +219,8 @@ class CheckpointFolder:
         is_copy = False
         if self.copy is not None:
             try:
-                states, is_copy = self.copy(states), True
+                states = self.copy(states)
+                is_copy = True
             except MemoryError as error:
                 words = (
                     "Checkpoints are written while training waits, because the state cannot be "
@@ -257,7 +258,8 @@ class CheckpointFolder:
             CheckpointError: it could not be saved, and nothing is left of it; or the retention
                 could not be applied, unless ``on_error`` is "warn".
         """
-        final, digests = checkpoint.path, {}
+        final = checkpoint.path
+        digests = {}
         with cleaned_on_error(staging, final, state_bytes(states)):
             for name, state in states.items():
                 path = staging / f"{name}{SUFFIX}"
@@ -290,7 +292,8 @@ class CheckpointFolder:
             return
         is_waiting = stood_still is None
         seconds = time.monotonic() - save.begun if stood_still is None else stood_still
-        size, meta = size_of_files(checkpoint.path), checkpoint.meta
+        size = size_of_files(checkpoint.path)
+        meta = checkpoint.meta
         save.tell(
             SaveReport(
                 checkpoint.path, size, seconds, not is_waiting, save.end_of_epoch, meta, retained

@@ -55,7 +55,8 @@ class _SpeechBrainSaver(MethodHook):
             inner = getattr(function, "__wrapped__", None)
             if inner is None:
                 break
-            function, method = inner, inner.__get__(obj)
+            function = inner
+            method = inner.__get__(obj)
         with _alone_in_speechbrain():
             return method(*arguments)
 

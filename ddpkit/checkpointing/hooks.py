@@ -138,7 +138,8 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
         >>> whole_states({"net": nn.Linear(1, 1)})
         {}
     """
-    found, keep = {}, not get_rank()
+    found = {}
+    keep = not get_rank()
     for name, obj in objects.items():
         state = saved_state(obj)
         if _has(state, is_sharded):
@@ -521,7 +522,8 @@ def _way_out(obj: Any, state: Any) -> str:
         return FROM_WEIGHTS + OTHER_LAYERS
     if not isinstance(obj, Optimizer):
         return START_ANEW
-    saved, made = _group_sizes(state), _group_sizes(obj.state_dict())
+    saved = _group_sizes(state)
+    made = _group_sizes(obj.state_dict())
     if not saved or saved == made:
         return FROM_WEIGHTS
     later = LATER_GROUPS if len(saved) > len(made) else ""
@@ -537,10 +539,12 @@ def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> Checkpo
     lines = str(error).splitlines()  # of a module, one for each parameter
     if len(lines) > MOST_MISFITS:
         lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]
-    text, kind = "\n".join(lines).rstrip(". "), CheckpointError
+    text = "\n".join(lines).rstrip(". ")
+    kind = CheckpointError
     # a fault of the recipe, or no memory
     if type(error) not in (RuntimeError, ValueError, CheckpointError):
-        text, advice = f"{type(error).__name__}: {text}", ""
+        text = f"{type(error).__name__}: {text}"
+        advice = ""
     elif isinstance(obj, (nn.Module, Optimizer)):
         kind = CheckpointUsageError
     return kind(f"{path} does not fit this {type(unwrap(obj)).__name__}: {text}.{advice}")
@@ -625,7 +629,8 @@ def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
     """Divide what the state has of each parameter as the parameter is divided; which kernel steps
     is this run's own.
     """
-    known, saved = optimizer.param_groups, state["param_groups"]
+    known = optimizer.param_groups
+    saved = state["param_groups"]
     if len(known) == len(saved) and "fused" in optimizer.defaults:
         kernels = [{**old, "fused": new["fused"]} for old, new in zip(saved, known, strict=True)]
         state = {**state, "param_groups": kernels}

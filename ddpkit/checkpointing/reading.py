@@ -74,7 +74,8 @@ def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
         return None
     if not any(name in {META_NAME, MANIFEST_NAME} or name.endswith(SUFFIX) for name in names):
         return None
-    checkpoint, faults = read_checkpoint(path), verify(path, mode, only=META_NAME)
+    checkpoint = read_checkpoint(path)
+    faults = verify(path, mode, only=META_NAME)
     if faults:
         raise CheckpointError("; ".join(faults))
     return checkpoint

@@ -148,7 +148,8 @@ class _HashingFile:
     """What ``torch.save`` needs of a file for writing; hashes the bytes on their way."""
 
     def __init__(self, handle: BinaryIO) -> None:
-        self._handle, self._left = handle, 0
+        self._handle = handle
+        self._left = 0
         self.pieces: list[Any] = []
 
     def write(self, data: bytes) -> int:
@@ -157,7 +158,8 @@ class _HashingFile:
             if not self._left:
                 self.pieces.append(hashlib.sha256())
                 self._left = PIECE_BYTES
-            part, rest = rest[: self._left], rest[self._left :]
+            part = rest[: self._left]
+            rest = rest[self._left :]
             self.pieces[-1].update(part)
             self._left -= len(part)
         return self._handle.write(data)
@@ -224,10 +226,8 @@ def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) ->
         >>> file_sha256(path, 1) == hashlib.sha256(one + two).hexdigest()
         True
     """
-    starts, digest_at = (
-        range(0, path.stat().st_size, piece_bytes),
-        functools.partial(_piece_digest, path, piece_bytes),
-    )
+    starts = range(0, path.stat().st_size, piece_bytes)
+    digest_at = functools.partial(_piece_digest, path, piece_bytes)
     if threads == 1 or len(starts) == 1:
         return _digest_of(list(map(digest_at, starts)))
     with ThreadPoolExecutor(threads) as pool:
@@ -235,7 +235,8 @@ def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) ->
 
 
 def _piece_digest(path: Path, size: int, start: int) -> bytes:
-    digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as handle:
         handle.seek(start)
         while size and (count := handle.readinto(block[:size])):
@@ -696,7 +697,8 @@ def _take(path: Path) -> _Hold:
 
 def _locked(path: Path) -> int | None:
     """Open and lock a file; return None where another process has it."""
-    handle, is_own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    is_own = False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # else its owner has just removed it

@@ -173,6 +173,7 @@ def _guarded(run: Callable[[], int | None]) -> int:
     except DdpkitError as error:
         problem: Exception = error
     except OSError as error:  # perhaps of the output, which the interpreter would flush once more
-        problem, sys.stdout = error, None
+        problem = error
+        sys.stdout = None
     sys.stderr.write(f"{PROGRAM}: error: {problem}\n")
     return 1

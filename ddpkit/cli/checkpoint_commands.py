@@ -198,7 +198,8 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     """Look at one checkpoint's directory. Whatever is wrong with it becomes a reason."""
     meta: dict[str, Any] = {}
     try:
-        meta, reasons = read_checkpoint(path).meta, verify(path, mode)
+        meta = read_checkpoint(path).meta
+        reasons = verify(path, mode)
     except CheckpointError as error:
         reasons = [str(error)]
     files = {}
@@ -230,10 +231,8 @@ def command_ls(options: argparse.Namespace) -> int:
     found = find(options.path)
     for line in _listing(found):
         say(line)
-    damaged, size = (
-        sum(bool(one.reasons) for one in found),
-        size_text(sum(one.size for one in found)),
-    )
+    damaged = sum(bool(one.reasons) for one in found)
+    size = size_text(sum(one.size for one in found))
     say(f"\n{len(found)} checkpoint(s) in {printable(options.path)}, {size}, {damaged} damaged.")
     say(f"Sizes were compared; ckpt verify {printable(options.path)} reads every byte.")
     return 0
@@ -294,7 +293,8 @@ def describe(path: Path, *, tensors: bool = False, limit: int = 20) -> list[str]
             is_of_torch = handle.read(2).startswith(OF_TORCH)
         if is_of_torch:
             value = safe_load(path, "meta")  # no content of tensors is read
-            lines, found = _summary(value), tensors_in(value) if tensors else []
+            lines = _summary(value)
+            found = tensors_in(value) if tensors else []
             rows = [(printable(name), tensor_text(tensor)) for name, tensor in found]
         else:
             whole = read_text(path).splitlines()
@@ -350,7 +350,8 @@ def command_verify(options: argparse.Namespace) -> int:
 
 def command_export(options: argparse.Namespace) -> int:
     """Write the weights of one checkpoint to a file of their own: the average of one."""
-    options.paths, options.num = [options.path], 1
+    options.paths = [options.path]
+    options.num = 1
     return command_average(options)
 
 
@@ -384,10 +385,8 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
     found = [one.checkpoint for path in paths for one in find(path, "off") if one.meta]
     chosen = ranked(dict.fromkeys(found), selection)[:limit]
     if not chosen:
-        where, key = (
-            ", ".join(repr(str(path)) for path in paths),
-            selection.max_key or selection.min_key,
-        )
+        where = ", ".join(repr(str(path)) for path in paths)
+        key = selection.max_key or selection.min_key
         keys = sorted({printable(name) for one in found for name in one.meta})
         has = f" that has {key!r} in its meta; there are: {', '.join(keys)}" if key else ""
         raise CheckpointError(f"there is no checkpoint in {where}{has}.")

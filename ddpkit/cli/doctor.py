@@ -79,7 +79,8 @@ def _without_nproc(words: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(PROGRAM, DESCRIPTION, EPILOG)
-    positive, natural = whole_number(1), whole_number(0)
+    positive = whole_number(1)
+    natural = whole_number(0)
     add = parser.add_argument
     add("--nproc", metavar="N", help="start so many processes here: a number, gpu, cpu or auto")
     add("--device", choices=("cpu", "cuda"), help="what a run would take (default: what is there)")

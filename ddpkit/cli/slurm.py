@@ -98,7 +98,8 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     Ranks: local.
     """
     _check(options)
-    gpus, processes = options.gpus_per_node, options.nproc_per_node or options.gpus_per_node
+    gpus = options.gpus_per_node
+    processes = options.nproc_per_node or options.gpus_per_node
     cpus = options.cpus_per_task or processes * (CPUS_PER_GPU_PROCESS if gpus else 1)
     notice = _notice(options)
     grace = notice - min(30, notice // 2)
@@ -215,7 +216,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="the recipe, such as train.py")
     add("hparams", metavar="HPARAMS", nargs="?", help="its YAML file")
-    positive, natural = whole_number(1), whole_number(0)
+    positive = whole_number(1)
+    natural = whole_number(0)
     add("--nodes", type=positive, metavar="N", required=True, help="number of nodes")
     add("--gpus-per-node", type=natural, metavar="N", required=True, help="0 on nodes without GPUs")
     add(

@@ -43,7 +43,8 @@ T = TypeVar("T")
 MOST_SHOWN = 8
 MOST_FILES = 256
 LARGEST_FILE_BYTES = 1 << 20
-SHORTEST_NAP, LONGEST_NAP = 0.001, 0.1
+SHORTEST_NAP = 0.001
+LONGEST_NAP = 0.1
 
 # A path, or what only the main process shows: a rank may have its own.
 OWN_OF_EACH_RANK = frozenset(
@@ -57,7 +58,9 @@ OWN_OF_EACH_RANK = frozenset(
         "tqdm_barcolor",
     }
 )
-SCRIPT, YAML_FILE, MODULE = "script", "hyperparameter file", "module "
+SCRIPT = "script"
+YAML_FILE = "hyperparameter file"
+MODULE = "module "
 SELECTED = "samples that "
 SOFTWARE = ("Python", "torch", "numpy", "ddpkit")
 # a rank that does not know such a fact has no other one

@@ -101,7 +101,8 @@ def await_late(work: Any, call: str) -> None:
     Ranks: collective.
     """
     started = time.monotonic()
-    next_warning, next_look = FIRST_WARNING_SECONDS, DEPARTED_SECONDS
+    next_warning = FIRST_WARNING_SECONDS
+    next_look = DEPARTED_SECONDS
     nap = SHORTEST_NAP_SECONDS
     while not work.is_completed():
         time.sleep(nap)

@@ -183,8 +183,11 @@ class Mailbox:
     def __init__(
         self, report: FailureReport, check_connection: Callable[[int], object] = lambda _: None
     ) -> None:
-        self.report, self.store, self.check_connection = report, report.store, check_connection
-        self.rank, self.world_size = report.rank, report.world_size
+        self.report = report
+        self.store = report.store
+        self.check_connection = check_connection
+        self.rank = report.rank
+        self.world_size = report.world_size
         self._counts: dict[str, int] = {}
         self._collectives = 0
         self._posted: list[list[str]] = []
@@ -244,7 +247,8 @@ class Mailbox:
         values any more; and an earlier call by one rank alone cannot shift the numbers of later
         calls.
         """
-        posted, self._posted = self._posted, []
+        posted = self._posted
+        self._posted = []
         yield
         self._counts.clear()
         self._collectives += 1

@@ -134,7 +134,8 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
             claim_device(store, info, device)
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)
-            runtime.timeout, runtime.watchdog = timeout, watchdog
+            runtime.timeout = timeout
+            runtime.watchdog = watchdog
             report.limits = limits_by_option(
                 run_opts.get("distributed_timeout_minutes"), hang_timeout
             )
@@ -212,7 +213,8 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
 def _join(
     report: FailureReport, info: LaunchInfo, backend: str, device: str, timeout: timedelta
 ) -> None:
-    own, size = torch.device(device) if device.startswith("cuda") else None, info.world_size
+    own = torch.device(device) if device.startswith("cuda") else None
+    size = info.world_size
     try:
         dist.init_process_group(
             backend,
@@ -364,7 +366,8 @@ def _guard_group(*, hosts_store: bool, destroy: bool) -> None:
     runtime = get_runtime()
     if runtime.is_guarded:
         return
-    runtime.is_guarded, runtime.hosts_store = True, hosts_store
+    runtime.is_guarded = True
+    runtime.hosts_store = hosts_store
     watch_uncaught(runtime.report)
     mark_rank_process()
     POSITION.waits_for_device = "nccl" in dist.get_backend()
@@ -392,7 +395,8 @@ def _leave(kept: Callable[[], Runtime | None], *, destroy: bool) -> None:
 
 
 def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
-    report, failed = runtime.report, PROCESS.failed
+    report = runtime.report
+    failed = PROCESS.failed
     # what ends a process of multiprocessing reaches no excepthook
     has_failed = failed is not None or (
         PROCESS.left and multiprocessing.parent_process() is not None
@@ -571,7 +575,8 @@ def _await_listener(address: str, port: int, end: float) -> None:
     """Wait until the port accepts connections; torch would wait too, but print a stack for each
     attempt.
     """
-    began, last = time.monotonic(), ""
+    began = time.monotonic()
+    last = ""
     for _ in poll_until(end):
         try:
             with socket.create_connection((address, port), timeout=ANSWER_SECONDS):

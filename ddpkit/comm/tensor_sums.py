@@ -93,7 +93,8 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
         ... )()  # on rank 0; rank 1 gives torch.zeros(2)  # doctest: +SKIP
         tensor([0., 0.])
     """
-    received, sizes = keep_alive(torch.empty_like(own)), [0, 0]
+    received = keep_alive(torch.empty_like(own))
+    sizes = [0, 0]
     sizes[1 - dist.get_rank(group)] = len(own)
     work: Any = dist.all_to_all_single(
         received, keep_alive(own), sizes, sizes, group=group, async_op=True

@@ -71,7 +71,8 @@ class TreeSum:
         """Take in the next part, or the next subtree of a level."""
         while number % 2 and self.subtrees and self.subtrees[-1][:2] == (level, number - 1):
             total = self._add(self.subtrees.pop().total, total)
-            level, number = level + 1, number // 2
+            level = level + 1
+            number = number // 2
         self.subtrees.append(Subtree(level, number, total))
 
     def total(self) -> Any:
@@ -167,7 +168,8 @@ class OrderedSum:
         if self.world_size == 1:
             found: list[torch.Tensor | None] = tree.total()
             return found
-        own, sums = [one.total for one in tree.subtrees], list[Any]([None] * len(self._like))
+        own = [one.total for one in tree.subtrees]
+        sums = list[Any]([None] * len(self._like))
         if self._is_sent_whole:
             return self._add_whole(own)
         is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
@@ -190,14 +192,16 @@ class OrderedSum:
         for total in totals:
             numbers = torch.tensor([one is not None for one in total], dtype=torch.int64)
             rows += [bucket.row([*total, numbers]).view(torch.uint8) for bucket in self._whole]
-        sent, row_bytes = torch.cat(rows * self.world_size), self._row_bytes
+        sent = torch.cat(rows * self.world_size)
+        row_bytes = self._row_bytes
         counts = [len(subtrees) * row_bytes for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
         with waiting():
             dist.all_to_all_single(
                 received, sent, counts, [len(totals) * row_bytes] * self.world_size
             )
-        tree, subtrees = TreeSum(add_tensors), itertools.chain.from_iterable(self._subtrees)
+        tree = TreeSum(add_tensors)
+        subtrees = itertools.chain.from_iterable(self._subtrees)
         for (level, place), row in zip(
             subtrees, received.view(-1, row_bytes).unbind(), strict=True
         ):
@@ -228,7 +232,9 @@ class OrderedSum:
         """Send the chunks of every rank's subtrees to the rank that adds them up, and the sums
         back.
         """
-        number, world_size, chunk = len(rows), self.world_size, bucket.chunk
+        number = len(rows)
+        world_size = self.world_size
+        chunk = bucket.chunk
         sent = (
             rows[0]
             if number == 1
@@ -263,16 +269,20 @@ class _Bucket:
     """
 
     def __init__(self, like: list[torch.Tensor], places: list[int], world_size: int) -> None:
-        self.places, self.sizes, self._first = places, [one.numel() for one in like], like[0]
+        self.places = places
+        self.sizes = [one.numel() for one in like]
+        self._first = like[0]
         unit = ALIGNED_BYTES // like[0].element_size()
         padded = [-(-size // unit) * unit for size in self.sizes]
         self.chunk = max(1, -(-sum(padded) // (world_size * unit))) * unit
         self.padded = [*padded, self.chunk * world_size - sum(padded)]
-        self.dtype, self.row_bytes = like[0].dtype, self.chunk * world_size * like[0].element_size()
+        self.dtype = like[0].dtype
+        self.row_bytes = self.chunk * world_size * like[0].element_size()
 
     def row(self, total: list[torch.Tensor | None]) -> torch.Tensor:
         """Join the tensors of a total; zeros for one that is not there."""
-        zeros, parts = self._first.new_zeros(max(self.padded)), []
+        zeros = self._first.new_zeros(max(self.padded))
+        parts = []
         for place, size, padded in zip(self.places, self.sizes, self.padded, strict=False):
             own = total[place]
             parts += [zeros[:size] if own is None else own.reshape(-1), zeros[: padded - size]]

@@ -86,7 +86,8 @@ def _memory(python: Any, legacy: Any, bits: Any, torchs: Any) -> tuple[Any, ...]
     """Return views of what the generators hold: Python's twister, numpy's kept numbers and its
     twister, torch's.
     """
-    twister, place = bits.ctypes.state_address, torchs._cdata + _torch_offset()  # noqa: SLF001 -- see the module
+    twister = bits.ctypes.state_address
+    place = torchs._cdata + _torch_offset()  # noqa: SLF001 -- see the module
     header = object.__basicsize__
     parts = [
         (id(python) + header, _SHOWN),  # the place comes before the words
@@ -114,7 +115,8 @@ def _memory_shows_draws() -> bool:
         return False
     python: Any = random.Random(1)
     bits = np.random.MT19937(1)
-    legacy, torchs = np.random.RandomState(bits), torch.Generator()
+    legacy = np.random.RandomState(bits)
+    torchs = torch.Generator()
     views = _memory(python, legacy, bits, torchs)
 
     def look() -> tuple[Any, ...]:

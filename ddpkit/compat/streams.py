@@ -91,7 +91,8 @@ def _stages(stream: Any) -> list[Any]:
     """Return what a stream is made of, from its end to its sources; empty where that is kept
     elsewhere.
     """
-    found, waiting = [], [getattr(stream, "_ex_iterable", None)]
+    found = []
+    waiting = [getattr(stream, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
         if stage is not None:

@@ -456,7 +456,8 @@ def show_order(module: Any, order: list[int]) -> bool:
 
 def _shows_order(module: Any) -> bool:
     """Say whether DDP and its reducer have what :func:`show_order` calls and sets."""
-    own, calls = ["reducer", "static_graph"], ["prepare_for_backward"]
+    own = ["reducer", "static_graph"]
+    calls = ["prepare_for_backward"]
     if getattr(module, "static_graph", False):
         own.append("_static_graph_delay_allreduce_enqueued")
         calls += ["prepare_for_forward", "_delay_all_reduce"]

@@ -153,7 +153,8 @@ def _end_plainly(error: BaseException) -> NoReturn:
     the first that failed.
     """
     PROCESS.failed = error
-    report, reason = PROCESS.report, None
+    report = PROCESS.report
+    reason = None
     own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
     is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
     is_of_batch = report is not None and _is_of_batch(error)
@@ -228,10 +229,8 @@ def record_for_launcher(error: BaseException) -> None:
         words = error.words or f"Stopped by {error.cause}."
         _write_error_file(words, words, time.time())
         return
-    rank, lines = (
-        os.environ.get("RANK", "?"),
-        "".join(traceback.format_exception(error)).rstrip().splitlines(),
-    )
+    rank = os.environ.get("RANK", "?")
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     if rank.isdecimal() and not is_second_hand(error):
         # what one sees last of all
         lines += Reason.of(int(rank), error, is_final=True).summary().splitlines()
@@ -284,7 +283,8 @@ def failure_notice() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        news, PROCESS.left = _explained(error), not isinstance(error, RunStopped)
+        news = _explained(error)
+        PROCESS.left = not isinstance(error, RunStopped)
         # sys.excepthook is not called for it
         ends = isinstance(error, SystemExit) and error.code not in {None, 0}
         if ends:
@@ -329,7 +329,8 @@ def _behind(error: BaseException) -> BaseException:
     if isinstance(news, KeyboardInterrupt):
         news = KeyboardInterrupt(f"at {line_of(traceback.extract_tb(news.__traceback__))}")
     elif isinstance(news, FolderInUseError) or (is_second_hand(news) and news.__cause__ is None):
-        news.__suppress_context__, news.__traceback__ = True, None
+        news.__suppress_context__ = True
+        news.__traceback__ = None
     return news
 
 

@@ -27,7 +27,9 @@ OTHERS_SECONDS = 0.7  # for other ranks to come with the same failure
 SHOWN_SECONDS = 1.2  # for the first to have told of this rank
 NAP_SECONDS = 0.02
 
-SAME, SAME_LINE, OTHER = "same", "same line", "other"
+SAME = "same"
+SAME_LINE = "same line"
+OTHER = "other"
 
 _FRAME = re.compile(r'File "[^"]+", line \d+, in \S+')
 # Numbers that differ between ranks though nothing else does: addresses in memory, and devices.

@@ -220,10 +220,12 @@ class SignalListener:
             return
         # else this call is inside of another one
         if not _Listeners.active or _Listeners.was_stopped:
-            _Listeners.asked_at, _Listeners.was_stopped = 0.0, False
+            _Listeners.asked_at = 0.0
+            _Listeners.was_stopped = False
         _Listeners.active.append(self)  # before the handlers: what none in it hears is lost
         _watch_second_signal()
-        added, stopped = self._listen(), False
+        added = self._listen()
+        stopped = False
         _Listeners.before.update(added)
         try:
             yield
@@ -244,7 +246,8 @@ class SignalListener:
             came = self.stop_signal
             # the outer ones have heard what this has not used
             if _Listeners.active and self not in _Listeners.active:
-                self.stop_signal, self.save_wanted = 0, False
+                self.stop_signal = 0
+                self.save_wanted = False
         if came in added:
             self.stop_signal = 0
             signal.raise_signal(came)  # after the last sync: the default handler, as without ddpkit
@@ -388,9 +391,11 @@ class PeriodicSync:
         The first step also waits for the loader, and a few come before the next sync. Only where
         they were quick are the syncs soon as far apart as in the epoch before.
         """
-        self._last_step, self._last_time = step, time.monotonic()
+        self._last_step = step
+        self._last_time = time.monotonic()
         self.due = step + 1
-        self._known, self._steps_apart = self._steps_apart, 1
+        self._known = self._steps_apart
+        self._steps_apart = 1
 
     def __call__(
         self,
@@ -426,7 +431,8 @@ class PeriodicSync:
         self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, known)))
         self.steps_per_interval = max(1, wanted)
         self.due = step + self._steps_apart
-        self._last_step, self._last_time = step, time.monotonic()
+        self._last_step = step
+        self._last_time = time.monotonic()
         mean = total_loss / total if total else float("nan")
         return SyncReport(
             step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop
@@ -497,7 +503,8 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
         'a batch'
     """
     begin = begin or functools.partial(iter, loader)
-    workers, init = getattr(loader, "num_workers", None), getattr(loader, "worker_init_fn", None)
+    workers = getattr(loader, "num_workers", None)
+    init = getattr(loader, "worker_init_fn", None)
     if workers == 0:
         return begin()
     if _Here.process != os.getpid():

@@ -145,10 +145,12 @@ def _at_time_out(then: RankStatus, now: RankStatus) -> RankStatus:
 
 
 def _words(error: BaseException, report: FailureReport, statuses: list[RankStatus]) -> str:
-    own, others = statuses[report.rank], [one for one in statuses if one.rank != report.rank]
+    own = statuses[report.rank]
+    others = [one for one in statuses if one.rank != report.rank]
     # The error of a call of fit has lines from there on; those before it are still to be returned
     # to.
-    place, line = own.place(), line_of([*traceback.extract_stack(), *frames_of(error)])
+    place = own.place()
+    line = line_of([*traceback.extract_stack(), *frames_of(error)])
     here = f" {place}{line and ','}" if place else ""
     here += f" at {line}," if line else ""
     late = [one for one in others if not one.waits]

@@ -134,7 +134,9 @@ class Heartbeat:
     """
 
     def __init__(self, watch: Watchdog, neighbours: Iterable[int]) -> None:
-        self.watch, self.report, self.position = watch, watch.report, watch.position
+        self.watch = watch
+        self.report = watch.report
+        self.position = watch.position
         self.rank, self.world_size = self.report.rank, self.report.world_size
         self.neighbours = [rank for rank in sorted(neighbours) if rank != self.rank]
         self.failure: Reason | None = None
@@ -143,7 +145,8 @@ class Heartbeat:
         self.answered = time.monotonic()
         self.beats = 0
         self.silence: dict[int, float] = {}
-        self.machine, self._started = "/".join(this_place()), state_and_start(os.getpid())[1]
+        self.machine = "/".join(this_place())
+        self._started = state_and_start(os.getpid())[1]
         self.latest = {self.rank: self.position.own_status(self.rank, 0.0, look=False)}
         self._read_at: dict[int, float] = {}
         self._logged: set[tuple[str, str]] = set()
@@ -253,7 +256,9 @@ class Heartbeat:
     def _payload(self) -> str:
         seconds = self.watch.seconds_here()
         here = self.position.own_status(self.rank, seconds, look=seconds >= TOLD_SECONDS)
-        here.beats, here.started, here.machine = self.beats, self._started, self.machine
+        here.beats = self.beats
+        here.started = self._started
+        here.machine = self.machine
         self._store_status(here)
         return here.to_json()
 
@@ -345,7 +350,8 @@ class Heartbeat:
         """Report an awaited rank as gone once it has been silent for the limit, unless its process
         is seen to run.
         """
-        limit, silence = self.watch.hang_timeout, self.silence[rank]
+        limit = self.watch.hang_timeout
+        silence = self.silence[rank]
         if 0 < limit <= silence and not self._is_at_work(rank):
             how = (
                 f"sent no heartbeat for {silence:.0f} s (--hang_timeout={limit:.0f}): it was "
@@ -375,7 +381,8 @@ class Heartbeat:
 
     def _store_status(self, one: RankStatus) -> None:
         """Store a rank's status; without beats it has sent none yet."""
-        now, known = time.monotonic(), self.latest.get(one.rank)
+        now = time.monotonic()
+        known = self.latest.get(one.rank)
         since = min(now - self._read_at.get(one.rank, now), SILENT_SECONDS)
         self._read_at[one.rank] = now
         is_new = one.beats != (0 if known is None else known.beats)
@@ -417,8 +424,11 @@ class Watchdog:
         *,
         position: Position = POSITION,
     ) -> None:
-        self.report, self.rank = report, report.rank
-        self.parent, self.store_place, self.position = parent, store_place, position
+        self.report = report
+        self.rank = report.rank
+        self.parent = parent
+        self.store_place = store_place
+        self.position = position
         self.hang_warning = self.hang_timeout = 0.0
         self.heartbeat = Heartbeat(self, neighbours)
         self._moved = self._changed = self._looked = time.monotonic()
@@ -430,10 +440,8 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        self.report.find_reason, self.report.await_silence = (
-            self.await_reason,
-            self.heartbeat.await_silence,
-        )
+        self.report.find_reason = self.await_reason
+        self.report.await_silence = self.heartbeat.await_silence
         beat = functools.partial(self.heartbeat.beat_until, self._over)
         for work, name in ((beat, "ddpkit-heartbeat"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
@@ -477,7 +485,8 @@ class Watchdog:
             lost: the rank at the other end of a lost connection, which is taken to have disappeared
                 if none reports.
         """
-        heartbeat, end = self.heartbeat, time.monotonic() + REASON_SECONDS
+        heartbeat = self.heartbeat
+        end = time.monotonic() + REASON_SECONDS
         heartbeat.is_searching = self.report.is_first_to(f"search/{self.position.sessions}")
         if self.report.store_is_lost:  # a call outside of the heartbeat has found that
             heartbeat.store_lost = heartbeat.store_lost or "the connection broke"
@@ -523,15 +532,18 @@ class Watchdog:
         self._check_clock()
 
     def _notice_steps(self) -> None:
-        mark, now = self.position.mark(), time.monotonic()
-        gap, self._looked = now - self._looked, now
+        mark = self.position.mark()
+        now = time.monotonic()
+        gap = now - self._looked
+        self._looked = now
         if gap > SILENT_SECONDS:  # all of this process was stopped
             self._moved = min(self._moved + gap, now)
             self.heartbeat.answered = min(self.heartbeat.answered + gap, now)
         if mark != self._mark:
             self._changed = now
         if mark != self._mark or self.position.has_no_limit():
-            self._mark, self._moved = mark, now
+            self._mark = mark
+            self._moved = now
             self._next_warning = self.hang_warning
 
     def _check_failure(self) -> None:
@@ -543,7 +555,8 @@ class Watchdog:
             return
         reason = self.heartbeat.failure
         if reason is None or not self.heartbeat.is_affected_by(reason):
-            self.heartbeat.failure, self._failure_since = None, 0.0
+            self.heartbeat.failure = None
+            self._failure_since = 0.0
             return
         if not reason.is_final and not self.position.is_waiting():
             self._failure_since = 0.0  # all ranks may be about to raise, and to catch, the same
@@ -553,7 +566,8 @@ class Watchdog:
             self._end(f"rank {self.rank} ends: {reason.summary()}")
 
     def _check_store(self) -> None:
-        inside, lost = self.position.progress is not None, self.heartbeat.store_lost
+        inside = self.position.progress is not None
+        lost = self.heartbeat.store_lost
         if lost is not None and inside and PROCESS.failed is None:
             self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
@@ -583,7 +597,8 @@ class Watchdog:
         )
 
     def _check_clock(self) -> None:
-        still, failure = time.monotonic() - self._moved, self.heartbeat.failure
+        still = time.monotonic() - self._moved
+        failure = self.heartbeat.failure
         if (
             self.position.progress is None
             or PROCESS.failed is not None

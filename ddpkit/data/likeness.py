@@ -33,7 +33,10 @@ logger = get_logger(__name__)
 # of a dataset, spread over it: with one alone, splits that share sample 0 look the same
 FEW_ITEMS = 4
 MOST_ITEMS = 8  # that are looked at
-_MOST_LEAVES, _MOST_ENTRIES, _MOST_DEPTH = 64, 8, 6  # of an item
+# of an item
+_MOST_LEAVES = 64
+_MOST_ENTRIES = 8
+_MOST_DEPTH = 6
 _MOST_VALUES = 16  # of an array of floats
 _LONGEST_SHOWN = 60
 _CLOSE = 1e-3  # of the mean size of an array: other processors round in other ways
@@ -133,7 +136,8 @@ def compare_summaries(
     for rank, items in enumerate(ranks):
         for mine, other in zip(ranks[0], items, strict=True):
             for place in {**mine, **other}:
-                one, two = mine.get(place), other.get(place)
+                one = mine.get(place)
+                two = other.get(place)
                 if not _alike(one, two):
                     shown = (
                         f"{str(one)[:_LONGEST_SHOWN]} on rank 0, {str(two)[:_LONGEST_SHOWN]} on "

@@ -132,7 +132,8 @@ class LoopedLoader:
     def _next_pass(self) -> Iterator[Any]:
         self._passes += 1
         set_epoch(self.loader, self._passes)
-        skip, self._skip = self._skip, 0
+        skip = self._skip
+        self._skip = 0
         marks = stream_marks(self.loader)
         self._in_pass = skip + (0 if marks is None else marks.first)
         if skip and isinstance(self.loader, SaveableDataLoader):
@@ -141,7 +142,8 @@ class LoopedLoader:
         return itertools.islice(iter(self.loader), skip, None)
 
     def _draw(self) -> Any:
-        again, self._again = self._again, 0
+        again = self._again
+        self._again = 0
         for _ in range(again):
             self._draw()
         for _ in range(2):  # in this pass, or in the next one
@@ -161,7 +163,8 @@ class LoopedLoader:
             undone: how many batches were drawn of this pass and are not done: 1 while the last one
                 is worked on.
         """
-        marks, done = stream_marks(self.loader), self._in_pass - undone
+        marks = stream_marks(self.loader)
+        done = self._in_pass - undone
         return {
             "pass": self._passes,
             "in_pass": done,
@@ -182,12 +185,14 @@ class LoopedLoader:
         """
         if state is None or not state["has_begun"]:
             return
-        self._again, self._inner = 0, None
+        self._again = 0
+        self._inner = None
         self._passes = state["pass"] - 1
         marks = stream_marks(self.loader)
         if self.has_counts:
             set_epoch(self.loader, state["pass"])  # its length is read below
-        before, done = state["in_pass"], state.get("done")
+        before = state["in_pass"]
+        done = state.get("done")
         self._skip = batches_after(self.loader, done, before)
         if marks is not None and state["loader"] is not None:
             number, place = state["loader"]["again"]
@@ -233,10 +238,12 @@ class LoopedLoader:
 
     def _go_to(self, total_steps: int) -> None:
         """Go on after so many batches of all epochs."""
-        self.total_steps, self._inner = total_steps, None
+        self.total_steps = total_steps
+        self._inner = None
         if isinstance(getattr(self.loader, "dataset", None), IterableDataset) or not hasattr(
             self.loader, "__len__"
         ):
-            self._passes, self._again = 0, self.total_steps
+            self._passes = 0
+            self._again = self.total_steps
         else:
             self._passes, self._skip = divmod(self.total_steps, max(len(self.loader), 1))

@@ -26,11 +26,9 @@ def batch_unit(loader: Any) -> list[Any] | None:
 
     Ranks: local.
     """
-    plan, dataset, own = (
-        plan_of(loader),
-        getattr(loader, "dataset", None),
-        getattr(loader, "batch_size", None),
-    )
+    plan = plan_of(loader)
+    dataset = getattr(loader, "dataset", None)
+    own = getattr(loader, "batch_size", None)
     if isinstance(plan, DealtBatchSampler):
         return ["batches", plan.world_size]
     if isinstance(plan, PlannedBatchSampler):
@@ -46,7 +44,8 @@ def done_in(loader: Any, batches: int) -> list[Any] | None:
 
     Ranks: local.
     """
-    plan, size = plan_of(loader), batch_unit(loader)
+    plan = plan_of(loader)
+    size = batch_unit(loader)
     if isinstance(plan, PlannedBatchSampler):
         return ["samples", plan.plan.done_before(batches)]
     return None if size is None else [size[0], size[1] * batches]
@@ -57,7 +56,8 @@ def batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
 
     Ranks: local.
     """
-    plan, size = plan_of(loader), batch_unit(loader)
+    plan = plan_of(loader)
+    size = batch_unit(loader)
     unit, number = done or ("", 0)
     if isinstance(plan, PlannedBatchSampler) and unit == "samples":
         return plan.plan.batch_after(number)

@@ -182,7 +182,8 @@ class SamplingPlan:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        reason, parts = "every step needs at least one sample", self.world_size * self.micro_batches
+        reason = "every step needs at least one sample"
+        parts = self.world_size * self.micro_batches
         given: Any = self.global_batch_size
         if given is None:
             require_positive("batch_size", self.batch_size, reason)
@@ -312,15 +313,19 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     def __init__(self, source: Any, rank: int, world_size: int) -> None:
         self.source = source
-        self.rank, self.world_size = rank, world_size
-        self.epoch, self.skip = 1, 0
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 1
+        self.skip = 0
         self._drawn: list[Any] | None = None
         self._repeats: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration yields."""
         if epoch != self.epoch:
-            self.epoch, self._drawn, self._repeats = epoch, None, None
+            self.epoch = epoch
+            self._drawn = None
+            self._repeats = None
         set_epoch_inside(self.source, epoch)
 
     def drawn_words(self) -> dict[str, str]:
@@ -392,9 +397,13 @@ class PlannedBatchSampler(RankBatchSampler):
         shards: int = 1,
     ) -> None:
         super().__init__(source, rank, world_size)
-        self.shards, self.shuffle, self.seed = shards, shuffle, seed
-        self.drop_last, self.keep_step = drop_last, keep_step
-        size, whole = source if isinstance(source, int) else 0, cast("int", global_batch_size)
+        self.shards = shards
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.keep_step = keep_step
+        size = source if isinstance(source, int) else 0
+        whole = cast("int", global_batch_size)
         self._plan = SamplingPlan(
             size, batch_size, world_size * shards, drop_last, whole, micro_batches
         )
@@ -494,13 +503,15 @@ class PlannedBatchSampler(RankBatchSampler):
         return own
 
     def __iter__(self) -> Iterator[list[int]]:
-        skip, self.skip = self.skip, 0
+        skip = self.skip
+        self.skip = 0
         return itertools.islice(self._batches(skip), max(len(self) - skip, 0))
 
     def _batches(self, skip: int) -> Iterator[list[int]]:
         plan = self.plan
         order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
-        drawn, whole = None if isinstance(self.source, int) else self._draw(), len(self._cuts) == 1
+        drawn = None if isinstance(self.source, int) else self._draw()
+        whole = len(self._cuts) == 1
         for positions, cuts in self._positions(plan, skip):
             for row in order.at(positions).tolist():
                 for indices in [row] if whole else [row[cut] for cut in cuts]:
@@ -514,7 +525,8 @@ class PlannedBatchSampler(RankBatchSampler):
         A row is what the rank has of one global batch; there are a few thousand positions at a
         time.
         """
-        own, cuts = self._own, self._cuts
+        own = self._own
+        cuts = self._cuts
         in_full = plan.full_batches * self.shards
         number, begun = divmod(min(first, in_full), len(cuts))
         full = in_full // len(cuts)
@@ -567,8 +579,11 @@ class DealtBatchSampler(RankBatchSampler):
         shards: int = 1,
     ) -> None:
         super().__init__(batch_sampler, rank, world_size)
-        self.batch_sampler, self.shards, self.seed = batch_sampler, shards, seed
-        self.drop_last, self.keep_step = drop_last, keep_step
+        self.batch_sampler = batch_sampler
+        self.shards = shards
+        self.seed = seed
+        self.drop_last = drop_last
+        self.keep_step = keep_step
 
     def count(self, batch: int) -> int:
         """Return the number of samples in this rank's batch; 0 where it repeats one to keep
@@ -614,7 +629,8 @@ class DealtBatchSampler(RankBatchSampler):
         )
 
     def __iter__(self) -> Iterator[list[Any]]:
-        skip, self.skip = self.skip, 0
+        skip = self.skip
+        self.skip = 0
         batches = self._draw()
         for number in range(skip, len(self)):
             own = self._own(batches, number)

@@ -69,7 +69,8 @@ class SaveableDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and worker seeds the next iteration follows."""
-        self._place.seed, self._place.epoch = default_seed(), epoch
+        self._place.seed = default_seed()
+        self._place.epoch = epoch
         if self.generator is not None:
             self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
         set_epoch_inside(self.sampler if self.batch_sampler is None else self.batch_sampler, epoch)
@@ -79,7 +80,8 @@ class SaveableDataLoader(DataLoader[Any]):
         self._skip = batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        skip, self._skip = self._skip, 0
+        skip = self._skip
+        self._skip = 0
         self.yielded = skip
         plan = plan_of(self)
         if plan is not None:
@@ -98,7 +100,8 @@ class SaveableDataLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDataset):
             return start_loading(self, super().__iter__)
         if self._keyed is None or not self.persistent_workers:
-            plan, batched = plan_of(self), self.batch_sampler is not None
+            plan = plan_of(self)
+            batched = self.batch_sampler is not None
             place = self._place if plan is None else plan
             batches = KeyedSampler(
                 cast("Any", self.batch_sampler if batched else self.sampler), place, batched=batched

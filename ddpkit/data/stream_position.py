@@ -157,16 +157,17 @@ class Reading:
         """Swap the process's random states with the stored ones; numpy loses its cached normal
         number.
         """
-        python, legacy, generator = (
-            random.getstate(),
-            cast("Any", np.random),
-            torch.default_generator,
-        )
-        numbers, state = legacy.get_bit_generator(), generator.get_state()
+        python = random.getstate()
+        legacy = cast("Any", np.random)
+        generator = torch.default_generator
+        numbers = legacy.get_bit_generator()
+        state = generator.get_state()
         random.setstate(self._python)
         legacy.set_bit_generator(self._numpy)
         generator.set_state(self._torch)
-        self._python, self._numpy, self._torch = python, numbers, state
+        self._python = python
+        self._numpy = numbers
+        self._torch = state
 
 
 class Source:
@@ -209,8 +210,10 @@ class Source:
         """Put a stream where it was; return the state that it goes on from, empty at the
         beginning.
         """
-        self._part, self._reading = part, reading
-        state, self._given = self._given or {}, None
+        self._part = part
+        self._reading = reading
+        state = self._given or {}
+        self._given = None
         if state.get("stream") is not None:
             part.load_state_dict(state["stream"])
         if state:
@@ -239,7 +242,8 @@ class ReadApart(Source):
 
     def __init__(self, whole: Any, key: int) -> None:
         super().__init__(whole)
-        self.key, self.epoch = key, 1
+        self.key = key
+        self.epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes."""
@@ -307,14 +311,17 @@ class StreamPosition:
 
     def _marked(self, source: Source, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._kept.clear()
-        self._read, self.first = self.first, 0
-        state, self._given = self._given, None
+        self._read = self.first
+        self.first = 0
+        state = self._given
+        self._given = None
         if not self._read:
             state = {"begin": copy.deepcopy(source.whole.state_dict())}
         batches = begin()
         while True:
             batch = next(batches, END)
-            is_used_up, source.may_be_used_up = batch is END and source.may_be_used_up, False
+            is_used_up = batch is END and source.may_be_used_up
+            source.may_be_used_up = False
             if is_used_up:
                 batches = begin()
                 batch = next(batches, END)
@@ -387,7 +394,8 @@ class StreamPosition:
         elif self._source is not None:
             # which other ranks may have counted otherwise
             self._source.load_state_dict({**state, "block": number})
-            self.first, self._given = number, state
+            self.first = number
+            self._given = state
 
     def resume_after_end(self, state: Any) -> None:
         """Restore the state that the stream carries from one epoch into the next.

@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_WORKERS, _BATCHES, _SHARDS = 0x30EF, 0xBA7C, 0x5A4D  # what random numbers are for
+# what random numbers are for
+_WORKERS = 0x30EF
+_BATCHES = 0xBA7C
+_SHARDS = 0x5A4D
 
 
 class Block(NamedTuple):
@@ -144,11 +147,15 @@ class StreamShard(IterableDataset[Any], Source):
         of_batches: bool = False,
     ) -> None:
         Source.__init__(self, dataset)
-        self.rank, self.world_size, self.seed = sharding.rank, sharding.world_size, sharding.seed
-        self.mine, self.is_virtual = sharding.shards_of_stream, sharding.is_virtual
+        self.rank = sharding.rank
+        self.world_size = sharding.world_size
+        self.seed = sharding.seed
+        self.mine = sharding.shards_of_stream
+        self.is_virtual = sharding.is_virtual
         self.number = len(self.mine) * self.world_size
         self.block_size = block_size or self.number
-        self.drop_last, self.of_batches = drop_last, of_batches
+        self.drop_last = drop_last
+        self.of_batches = of_batches
         self.keep_step = self.shows_first = False
         self.epoch = torch.zeros((), dtype=torch.int64)
         # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
@@ -237,7 +244,8 @@ class StreamShard(IterableDataset[Any], Source):
     ) -> tuple[dict[int, list[Any]], int]:
         """Read one block; return this rank's items of it by shard, and how many it had for all."""
         own: dict[int, list[Any]] = {}
-        read, item = 0, None
+        read = 0
+        item = None
         for item in itertools.islice(items, self.block_size):
             if summaries is not None and read < MOST_ITEMS:
                 summaries.append(summarize(item))
@@ -296,7 +304,9 @@ class StreamLoader(DataLoader[Any]):
         self._last_size: int | None = None
         source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
         self._source: StreamShard | ReadApart = source
-        self.is_divided, self.is_dealt, self._is_virtual = True, False, False
+        self.is_divided = True
+        self.is_dealt = False
+        self._is_virtual = False
         options["collate_fn"] = _Collated(
             self.collate_fn, makes_batches=self.batch_size is not None
         )
@@ -353,9 +363,11 @@ class StreamLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.persistent_workers:
             self.worker_copies.compare(self.whole)
-        source, begin = self._source, functools.partial(start_loading, self._inner)
+        source = self._source
+        begin = functools.partial(start_loading, self._inner)
         if isinstance(source, StreamShard):
-            source.keep_step, source.shows_first = self.keep_step or self._is_virtual, self.is_dealt
+            source.keep_step = self.keep_step or self._is_virtual
+            source.shows_first = self.is_dealt
         elif self.num_workers == 0:
             begin = functools.partial(source.read, begin)
         return self._batches(self.position.marked(begin))
@@ -376,7 +388,8 @@ class _Collated:
     """Collates what each shard has of a block, and counts its items."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, makes_batches: bool) -> None:
-        self.collate_fn, self.makes_batches = collate_fn, makes_batches
+        self.collate_fn = collate_fn
+        self.makes_batches = makes_batches
 
     def __call__(self, given: Any) -> tuple[dict[int, tuple[int | None, Any]], FirstItems | None]:
         if not isinstance(given, Block):  # of a stream that divides itself, read by torch
@@ -498,7 +511,8 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
     """Return the number of items in a global batch; set this rank's batch size if only the global
     one is given.
     """
-    whole, mine = sharding.global_batch_size, sharding.shards_of_stream
+    whole = sharding.global_batch_size
+    mine = sharding.shards_of_stream
     number = sharding.world_size * len(mine)
     if whole is None:
         batch_size = options.get("batch_size", 1)  # None: the stream gives whole batches

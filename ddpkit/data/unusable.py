@@ -75,7 +75,8 @@ def _mapping_problem(data: Mapping[Any, Any]) -> str | None:
     last = len(data) - 1
     if not data or (0 in data and last in data):  # the indices are its keys
         return None
-    kind, keys = kind_of(data), [repr(key) for key in data]
+    kind = kind_of(data)
+    keys = [repr(key) for key in data]
     shown = ", ".join(keys[:SHOWN_KEYS]) + (", ..." if len(keys) > SHOWN_KEYS else "")
     first = next(iter(data.values()))
     if isinstance(first, (DataLoader, Dataset)):

@@ -75,7 +75,8 @@ class WorkerCopies:
 
     def changes(self, dataset: Any) -> list[str]:
         """Return in words what has changed in this process since the workers were started."""
-        known, now = self._known or {}, _attributes(dataset)
+        known = self._known or {}
+        now = _attributes(dataset)
         names = [type(one).__name__ for one in _datasets(dataset)]
         return [
             f"{names[place]}.{name} has changed from {known[place, name]!r} to {value!r}"

@@ -34,7 +34,8 @@ PARITY = "DDPKIT_PARITY"  # the folder of the parity check that this process is 
 LOOPBACK = "127.0.0.1"
 
 # Ports computed from a run's id: below the ephemeral ports of the system, above most services.
-FIRST_DERIVED_PORT, DERIVED_PORTS = 20000, 12000
+FIRST_DERIVED_PORT = 20000
+DERIVED_PORTS = 12000
 
 # Variables that an error shows: these, and any that begin so.
 _TORCH_VARIABLES = (
@@ -352,7 +353,8 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     if not in_slurm_step(environ):
         return None
     tasks = size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    rank, local_rank = count(environ, "SLURM_PROCID"), count(environ, "SLURM_LOCALID")
+    rank = count(environ, "SLURM_PROCID")
+    local_rank = count(environ, "SLURM_LOCALID")
     node_ranks = _ranks_on_node(environ)
     on_node = len(node_ranks)
     sizes = {
@@ -425,12 +427,14 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
     several = launcher.rank in environ and size(environ, launcher.world_size) > 1
     if not several or (in_slurm_step(environ) and not is_own):
         return None
-    rank, world_size = count(environ, launcher.rank), count(environ, launcher.world_size)
+    rank = count(environ, launcher.rank)
+    world_size = count(environ, launcher.world_size)
     local_name, size_name = (
         next((one for one in names if one in environ), names[0])
         for names in (launcher.local_rank, launcher.local_world_size)
     )
-    local_rank, on_node = count(environ, local_name), count(environ, size_name)
+    local_rank = count(environ, local_name)
+    on_node = count(environ, size_name)
     named = {
         launcher.rank: rank,
         launcher.world_size: world_size,

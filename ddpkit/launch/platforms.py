@@ -108,7 +108,8 @@ def _own_words() -> str:
 
     if sys.argv[0] in _NOT_SCRIPTS:
         return EXAMPLE
-    left, is_number = [], False
+    left = []
+    is_number = False
     for word in sys.argv:
         if not is_number and not _NPROC.fullmatch(word):
             left.append(word)

@@ -63,7 +63,8 @@ class LrScaling:
     """
 
     def __init__(self) -> None:
-        self.factor, self.reason = 1.0, "lr_scaling=none"
+        self.factor = 1.0
+        self.reason = "lr_scaling=none"
 
     def choose(self, options: RunOptions, sizes: BatchSizes) -> None:
         """Find the factor for a call of ``fit``.
@@ -75,7 +76,8 @@ class LrScaling:
         Raises:
             ConfigError: the reference batch size is missing, or the samples per step are unknown.
         """
-        rule, reference = options.lr_scaling, options.reference_batch_size
+        rule = options.lr_scaling
+        reference = options.reference_batch_size
         if rule == "none":
             return
         if reference is None:

@@ -97,7 +97,8 @@ def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
     SGD's takes no sparse gradients, and with momentum none that come later than another's (torch
     2.13).
     """
-    kind, given = getattr(opt_class, "func", opt_class), getattr(opt_class, "keywords", {})
+    kind = getattr(opt_class, "func", opt_class)
+    given = getattr(opt_class, "keywords", {})
     if kind not in UNASKED or given.keys() & {"fused", "foreach", "capturable", "differentiable"}:
         return False
     return all(

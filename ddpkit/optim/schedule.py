@@ -47,12 +47,10 @@ class Schedule:
         total_steps: int | None,
         make: Callable[[int | None], Any] | None = None,
     ) -> None:
-        self.scheduler, self.optimizer, self.every, self.total_steps = (
-            scheduler,
-            optimizer,
-            every,
-            total_steps,
-        )
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self.every = every
+        self.total_steps = total_steps
         self.stepped_at = 0
         self._make = make
 
@@ -126,7 +124,8 @@ class Schedule:
         A function may have put the number of steps where no state has it. So it is called once
         more, with the number that it was called with when the checkpoint's run began.
         """
-        total, every = state["total_steps"], state.get("every", self.every)
+        total = state["total_steps"]
+        every = state.get("every", self.every)
         has_length = self._make is not None
         if every != self.every or (has_length and total != self.total_steps):
             self._tell_length(total, every, has_length=has_length)
@@ -136,14 +135,18 @@ class Schedule:
         own = self.scheduler.state_dict()
         self.scheduler.load_state_dict(state["scheduler"])
         self._tell_settings(own, state["scheduler"])
-        self.every, self.total_steps, self.stepped_at = every, total, state["stepped_at"]
+        self.every = every
+        self.total_steps = total
+        self.stepped_at = state["stepped_at"]
 
     def _tell_length(self, total: int | None, every: str, *, has_length: bool) -> None:
         """Say that the schedule keeps its length, or the unit that it counts in."""
         name = type(self.scheduler).__name__
-        before, now = f"{every}s", f"{self.every}s"
+        before = f"{every}s"
+        now = f"{self.every}s"
         if has_length:
-            before, now = _count(total, every), _count(self.total_steps, self.every)
+            before = _count(total, every)
+            now = _count(self.total_steps, self.every)
         logger.warning(KEEPS_LENGTH, name, before, now)
 
     def _tell_settings(self, own: Any, saved: Any) -> None:

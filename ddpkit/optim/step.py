@@ -64,7 +64,9 @@ class LateStep:
     """
 
     def __init__(self, norm: torch.Tensor, max_norm: float | None) -> None:
-        self._max_norm, self._norm, self._event = max_norm, norm.to("cpu", non_blocking=True), None
+        self._max_norm = max_norm
+        self._norm = norm.to("cpu", non_blocking=True)
+        self._event = None
         if norm.is_cuda:  # then the copy is on its way to pinned memory
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(norm.device))
@@ -178,7 +180,8 @@ def take_late_step(
     found = gradients(optimizers)
     if not _skip_by_themselves(optimizers, found):
         return None
-    norm, factor = norm_of_all(found), multiplier
+    norm = norm_of_all(found)
+    factor = multiplier
     is_plain = isinstance(multiplier, float) and multiplier == 1.0
     if not is_plain:
         norm = norm * multiplier
@@ -194,7 +197,9 @@ def take_late_step(
     if clips or not is_plain:
         multiply_all(found, factor)
     for one in cast("Any", optimizers):
-        one.grad_scale, one.found_inf = None, skip  # as torch's GradScaler hands it over
+        # as torch's GradScaler hands it over
+        one.grad_scale = None
+        one.found_inf = skip
         try:
             one.step()
         finally:

@@ -82,7 +82,8 @@ class StepCounters:
         Ranks: all, at the same step.
         """
         self.look()
-        error, self.error = self.error, None
+        error = self.error
+        self.error = None
         if error is not None:
             raise error
 

@@ -13,7 +13,10 @@ IN_RUN_OPTS = "in run_opts"
 IN_YAML = "in the hparams YAML"
 
 #: Moments of a run at which options are read for good.
-MADE, WRAPPED, PREPARED, IN_FIT = "made", "wrapped", "prepared", "in fit"
+MADE = "made"
+WRAPPED = "wrapped"
+PREPARED = "prepared"
+IN_FIT = "in fit"
 
 _NOTHING = frozenset({"", "none", "null", "~", "auto"})
 

@@ -62,7 +62,8 @@ def parse_duration(text: str) -> float:
         (42600.0, 86410.0, 5400.0, 42600.0)
     """
     word = str(text).strip().lower()
-    clock, number = _CLOCK.fullmatch(word), _NUMBER.fullmatch(word)
+    clock = _CLOCK.fullmatch(word)
+    number = _NUMBER.fullmatch(word)
     seconds = 0.0
     if clock is not None:
         seconds = sum(int(clock[unit] or 0) * _UNITS[unit] for unit in "dhms")

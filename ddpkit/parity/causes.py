@@ -178,7 +178,9 @@ class Diagnosis:
     """
 
     def __init__(self, side: Side, records: Sequence[dict[str, Any]]) -> None:
-        self.side, self.first, self.world_size = side, records[0], len(records)
+        self.side = side
+        self.first = records[0]
+        self.world_size = len(records)
         self.factor: int = records[0]["factor"] * (1 if side.joins else len(records))
         self.windows = [
             _Window(side, ranks) for ranks in zip(*[one["steps"] for one in records], strict=True)
@@ -237,7 +239,8 @@ class Diagnosis:
         """Say whether a batch that fills a window, again and again, has the gradients that it has
         alone.
         """
-        batch, number = window.step.batches[0], len(window.step.batches)
+        batch = window.step.batches[0]
+        number = len(window.step.batches)
         alone, later = [self._alone(window, batch, place) for place in (0, number - 1)]
         filled = Step(
             window.step.number, window.step.first, [batch] * number, [len(batch)] * number
@@ -270,7 +273,8 @@ class Diagnosis:
         )
         # The loss is right where they normalise each sample by itself.
         if kind in {"unknown", "fit_batch"} and trained and len(window.parts[0]) > 1:
-            kind, words = "batch-dependent", BATCH_DEPENDENT
+            kind = "batch-dependent"
+            words = BATCH_DEPENDENT
         moved = ", ".join(self.first["moved"])
         return kind, words + (
             f" Each rank changes state by its own samples: {moved}." if moved else ""
@@ -280,20 +284,20 @@ class Diagnosis:
         """Write the gradients of a joined batch as a weighted sum of those of one rank's part of it
         and of the rest.
         """
-        parts, joined = window.parts[0], window.step.batches[0]
+        parts = window.parts[0]
+        joined = window.step.batches[0]
         whole = self._alone(window, joined)
         for part in parts:
             rest = [index for other in parts if other is not part for index in other]
             both = self._alone(window, part), self._alone(window, rest)
             *columns, target = [_flat(gradients, whole) for gradients in (*both, whole)]
-            matrix, by_samples = (
-                torch.stack(columns, dim=1),
-                target.new_tensor([len(part), len(rest)]) / len(joined),
-            )
+            matrix = torch.stack(columns, dim=1)
+            by_samples = target.new_tensor([len(part), len(rest)]) / len(joined)
             rounding = self.tolerance * target.norm()
             if not matrix.isfinite().all() or (matrix @ by_samples - target).norm() <= rounding:
                 continue
-            step, way = columns[0] - columns[1], target - columns[1]
+            step = columns[0] - columns[1]
+            way = target - columns[1]
             if (
                 self.side.is_counted
                 and (way - step * (step @ way) / (step @ step)).norm() <= rounding

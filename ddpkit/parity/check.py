@@ -64,7 +64,8 @@ def check_parity(
     if PARITY in os.environ:
         folder = Path(os.environ[PARITY])
         start = torch.load(folder / "start.pt", map_location="cpu", weights_only=True)
-        brain.checkpointer, brain.hang_timeout = None, start["seconds"]
+        brain.checkpointer = None
+        brain.hang_timeout = start["seconds"]
         with parts.stop.guarded("fit"):
             side = Side(brain, parts, train_set, loader_kwargs, start)
             torch.save(record(side), folder / f"rank{get_rank()}.pt")
@@ -135,7 +136,8 @@ def record(side: Side) -> dict[str, Any]:
     Ranks: collective.
     """
     side.parts.preflight.compare_data(train=side.loader)
-    length, steps = -(-side.num_batches // side.factor), []
+    length = -(-side.num_batches // side.factor)
+    steps = []
     for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
         step = side.step(number)
         gradients = side.run(step, side.factor, seed=RANDOM_SEED + side.brain.rank)
@@ -162,7 +164,8 @@ def _run_ranks(world_size: int, start: Mapping[str, Any]) -> list[dict[str, Any]
     command = [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]]
     logger.info("check_parity: starting %d processes of this script.", world_size)
     with tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as name:
-        folder, output = Path(name), Path(name, "output.txt")
+        folder = Path(name)
+        output = Path(name, "output.txt")
         torch.save(start, folder / "start.pt")
         with output.open("wb") as file:
             environment = {**os.environ, PARITY: name}

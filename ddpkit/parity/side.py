@@ -112,7 +112,9 @@ class Side:
         loader_kwargs: Mapping[str, Any],
         start: Mapping[str, Any] | None = None,
     ) -> None:
-        self.brain, self.parts, self.factor = brain, parts, parts.loaders.micro_batches()
+        self.brain = brain
+        self.parts = parts
+        self.factor = parts.loaders.micro_batches()
         brain.grad_accumulation_factor = self.factor
         with parts.loaders.named(Stage.TRAIN):
             if isinstance(train_set, (DataLoader, LoopedLoader)):
@@ -128,18 +130,17 @@ class Side:
                 f"{kind_of(self.loader)}: their samples are not known. Check parity with a "
                 "map-style dataset (a list of a few of the samples will do)."
             )
-        self.plan, self.counts, self.num_batches = (
-            plan,
-            counts_of(loader),
-            min(len(plan), len(loader)),
-        )
+        self.plan = plan
+        self.counts = counts_of(loader)
+        self.num_batches = min(len(plan), len(loader))
         self.joins = (
             isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
         )
         parts.length = length = RunLength.of(
             length_of(loader), self.factor, parts.epochs, brain.run_opts
         )
-        brain.steps_per_epoch, brain.total_steps = length.steps_per_epoch, length.total_steps
+        brain.steps_per_epoch = length.steps_per_epoch
+        brain.total_steps = length.total_steps
         brain.on_fit_start()
         if start is not None:
             own = brain.raw_modules.state_dict()
@@ -216,14 +217,14 @@ class Side:
 
         Ranks: collective.
         """
-        brain, progress, self._kept = self.brain, self.brain.progress, {}
+        brain = self.brain
+        progress = self.brain.progress
+        self._kept = {}
         brain.grad_accumulation_factor = factor
         progress.restart()
-        progress.epoch, progress.step, progress.optimizer_step = (
-            1,
-            step.first,
-            self.done + step.number,
-        )
+        progress.epoch = 1
+        progress.step = step.first
+        progress.optimizer_step = self.done + step.number
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 -- the stream that recipes draw from
         torch.manual_seed(seed)
@@ -238,7 +239,8 @@ class Side:
         )
         self.parts.train_step.strategy.follow_batches(progress)
         eager = torch.compiler.set_stance("force_eager")
-        logged, counted = progress.logged.during(Stage.TRAIN, None), counted_by(progress.window)
+        logged = progress.logged.during(Stage.TRAIN, None)
+        counted = counted_by(progress.window)
         with eager, without_noise(brain.modules), logged, counted:
             for batch in feed.batches(progress.window):
                 progress.step += 1
@@ -269,12 +271,11 @@ class Side:
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
-        train_step, brain = self.parts.train_step, self.brain
+        train_step = self.parts.train_step
+        brain = self.brain
         self.is_counted = brain.progress.window.counted is not None
-        multiplier, optimizers = (
-            train_step.close_window(),
-            train_step.note_optimizers_to_step(brain),
-        )
+        multiplier = train_step.close_window()
+        optimizers = train_step.note_optimizers_to_step(brain)
         train_step.strategy.finish_gradients(optimizers)
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)

@@ -19,7 +19,8 @@ from ddpkit.porting.source_code import Note, parse_python, port_python, port_yam
 
 __all__ = ["PortedFile", "PortedRecipe", "port_recipe", "write_recipe"]
 
-_PYTHON, _YAML = (".py",), (".yaml", ".yml")
+_PYTHON = (".py",)
+_YAML = (".yaml", ".yml")
 _MENTIONS = re.compile(rf"\b(?:{PACKAGE}|ddpkit)\b")
 _BACKUP = ".before-ddpkit"
 _NOT_OURS = re.compile(r"\..|__pycache__$|node_modules$|site-packages$|CKPT\+")  # names of folders

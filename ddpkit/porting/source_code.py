@@ -82,10 +82,8 @@ class Source:
         """Where a node of the syntax tree stands, in characters; the tree counts the bytes of
         UTF-8.
         """
-        end_line, end_column = (
-            node.end_lineno or node.lineno,
-            node.end_col_offset or node.col_offset,
-        )
+        end_line = node.end_lineno or node.lineno
+        end_column = node.end_col_offset or node.col_offset
         return self._offset(node.lineno, node.col_offset), self._offset(end_line, end_column)
 
     def _offset(self, line: int, column: int) -> int:
@@ -108,7 +106,8 @@ class Source:
 
     def result(self) -> str:
         """The text with all replacements made."""
-        pieces, done = [], 0
+        pieces = []
+        done = 0
         for start, end, text in sorted(self._edits, key=lambda edit: edit[:2]):
             pieces += [self.text[done:start], text]
             done = end
@@ -183,7 +182,9 @@ class _Port:
     """One file while it is rewritten."""
 
     def __init__(self, text: str) -> None:
-        self.source, self.text, self.tree = Source(text), text, parse_python(text)
+        self.source = Source(text)
+        self.text = text
+        self.tree = parse_python(text)
         self.nodes = list(ast.walk(self.tree))
         self.notes: list[Note] = []
         imports = [node for node in self.nodes if isinstance(node, Import)]

@@ -49,7 +49,8 @@ def find_object(name: str) -> Any:
         module = _imported(".".join(parts[:number]))
         if module is None:
             break
-        found, rest = module, parts[number:]
+        found = module
+        rest = parts[number:]
     for number, part in enumerate(rest, len(parts) - len(rest)):
         try:
             found = getattr(found, part)
@@ -94,7 +95,8 @@ def own_line(error: BaseException) -> str:
 
 def _nothing(parts: list[str], number: int, found: Any) -> str:
     """Say what of a name is not there, and what comes close."""
-    part, before = parts[number], ".".join(parts[:number])
+    part = parts[number]
+    before = ".".join(parts[:number])
     if not before:
         if len(parts) > 1:
             close = meant(part, _top_modules()) or " Install it, or correct the name."

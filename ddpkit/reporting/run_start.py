@@ -224,7 +224,8 @@ def _lines_backward(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with file:
-        place, rest = file.seek(0, os.SEEK_END), b""
+        place = file.seek(0, os.SEEK_END)
+        rest = b""
         while place:
             size = min(BLOCK_BYTES, place)
             place -= size

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LINE_SECONDS = 30.0
-_TRAIN, _VALID, _PREDICTION = "train", "valid", "prediction"
+_TRAIN = "train"
+_VALID = "valid"
+_PREDICTION = "prediction"
 
 
 class _Kind(NamedTuple):
@@ -120,8 +122,10 @@ class LoggedValues:
     ) -> None:
         self.values: dict[str, dict[str, float]] = {}
         self.train_logger: Any = None
-        self._new_meter, self._add_totals = new_meter, add_up
-        self._stage, self._is_over = "", False
+        self._new_meter = new_meter
+        self._add_totals = add_up
+        self._stage = ""
+        self._is_over = False
         self._epoch: int | None = None
         self._held: dict[str, dict[str, _Held]] = {}  # by stage and name, as are the next
         self._known: dict[str, dict[str, _Kind]] = {}
@@ -140,15 +144,14 @@ class LoggedValues:
         Ranks: local.
         """
         before = self._stage, self._epoch, self._is_over
-        self._stage, self._epoch, self._is_over = (
-            stage.name.lower() if stage else _PREDICTION,
-            epoch,
-            False,
-        )
+        self._stage = stage.name.lower() if stage else _PREDICTION
+        self._epoch = epoch
+        self._is_over = False
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
-        outer, Current.logged = Current.logged, self.reported
+        outer = Current.logged
+        Current.logged = self.reported
         try:
             yield
         finally:
@@ -198,13 +201,12 @@ class LoggedValues:
                     "log(%r, ...) was called outside of a stage, and nothing is logged.", name
                 )
             return
-        kind, held = _Kind(count is not None, per_step), self._held[self._stage].get(name)
+        kind = _Kind(count is not None, per_step)
+        held = self._held[self._stage].get(name)
         if held is None or held.kind != kind or self._is_over:
             held = self._hold(name, kind)
-        number, total = (
-            _number(name, "value", value),
-            0.0 if count is None else _number(name, "count", count),
-        )
+        number = _number(name, "value", value)
+        total = 0.0 if count is None else _number(name, "count", count)
         if self._is_over:
             self._set(name, number, total if kind.is_sum else 1.0)
             return
@@ -219,7 +221,8 @@ class LoggedValues:
 
     def _flush(self, step: float = math.inf) -> None:
         """Add up what was logged up to a step; a checkpoint holds no more."""
-        fresh, self._fresh = self._fresh, [one for one in self._fresh if one[0] > step]
+        fresh = self._fresh
+        self._fresh = [one for one in self._fresh if one[0] > step]
         for at, append, number, count in fresh:
             if at <= step:
                 append(number, count)
@@ -251,7 +254,8 @@ class LoggedValues:
 
     def _set(self, name: str, number: Any, count: Any) -> None:
         """Store a value of ``on_stage_end``, and write it to the run's log."""
-        total, by = float(number), float(count)
+        total = float(number)
+        by = float(count)
         value = total / by if by else math.nan
         self.values.setdefault(self._stage, {})[name] = value
         run_event("logged", stage=self._stage.upper(), epoch=self._epoch, values={name: value})
@@ -275,7 +279,8 @@ class LoggedValues:
         Ranks: collective.
         """
         self._flush()
-        size, known = len(numbers), self._known.setdefault(self._stage, {})
+        size = len(numbers)
+        known = self._known.setdefault(self._stage, {})
         news = self._held[self._stage].keys() - known.keys()
         add_up = self._add_totals if at_end else sum_over_ranks
         sums = add_up([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
@@ -297,7 +302,8 @@ class LoggedValues:
 
         Ranks: all; the main process writes.
         """
-        values, self._per_step = self._per_step, {}
+        values = self._per_step
+        self._per_step = {}
         if values and if_main_process():
             run_event(
                 "step", epoch=self._epoch, step=step, optimizer_step=optimizer_step, values=values
@@ -340,7 +346,9 @@ class LoggedValues:
         zeros.
         """
         for name, is_recent, meter in list(self._meters(at_end=at_end)):
-            total, count, bad = next(found), next(found), int(next(found))
+            total = next(found)
+            count = next(found)
+            bad = int(next(found))
             mean = float(total / count) if count else math.nan
             if is_recent:
                 meter.restore(0.0, 0.0)
@@ -452,7 +460,9 @@ class ProgressBar:
         colour: str | None = None,
         of_run: Callable[[int], RunFacts] = _nothing_known,
     ) -> None:
-        self.label, self.total, self.initial = label, total, initial
+        self.label = label
+        self.total = total
+        self.initial = initial
         self.enable = enable
         self._of_run = of_run
         self.partial = False
@@ -490,7 +500,8 @@ class ProgressBar:
         now = time.monotonic()
         if self._bar is None and now - self._last_line < LINE_SECONDS:
             return
-        run, speed = self._of_run(step), samples / max(now - self._started, 1e-9)
+        run = self._of_run(step)
+        speed = samples / max(now - self._started, 1e-9)
         is_known = loss is not None and not self.partial
         facts = BarFacts(
             loss=f"{loss:.4g}" if is_known else "",

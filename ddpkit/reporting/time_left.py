@@ -53,7 +53,8 @@ class TimeLeft:
     """
 
     def __init__(self, last: int | None = None, *, validates: bool = False) -> None:
-        self.last, self._validates = last, validates
+        self.last = last
+        self._validates = validates
         self._finished: list[_Epoch] = []
         self._epoch: int | None = None
         self._done_before: float | None = 0.0
@@ -75,13 +76,16 @@ class TimeLeft:
             self._finished.append(
                 _Epoch(whole if self._training is None else self._training, whole)
             )
-        self._epoch, self._done_before, self._training = epoch, done, None
+        self._epoch = epoch
+        self._done_before = done
+        self._training = None
         self._epoch_began = self._stage_began = now
 
     def begin_validation(self) -> None:
         """Note that the training of the epoch is over, and its validation begins."""
         now = time.monotonic()
-        self._training, self._stage_began = now - self._stage_began, now
+        self._training = now - self._stage_began
+        self._stage_began = now
 
     def estimate(self, done: float | None) -> Estimate | None:
         """Estimate the time left of the call.

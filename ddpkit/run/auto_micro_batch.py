@@ -75,7 +75,9 @@ class AutoMicroBatch:
     """
 
     def __init__(self, train_step: TrainStep, run_state: RunState, memory: MemoryReport) -> None:
-        self.recipe, self.train_step, self.run_state = train_step.recipe, train_step, run_state
+        self.recipe = train_step.recipe
+        self.train_step = train_step
+        self.run_state = run_state
         self._memory = memory
         self._is_open = False  # whether the ranks have still to agree on a step
         self._plan: SamplingPlan  # of the pass
@@ -98,7 +100,8 @@ class AutoMicroBatch:
         Raises:
             ConfigError: there is such a thing.
         """
-        step, options = self.train_step, self.train_step.options
+        step = self.train_step
+        options = self.train_step.options
         waits = get_world_size() > 1 and any(
             isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules()
         )
@@ -148,7 +151,8 @@ class AutoMicroBatch:
         """
         with self._agreeing():
             while True:
-                error, self._plan = "", loader.batch_sampler.plan
+                error = ""
+                self._plan = loader.batch_sampler.plan
                 try:
                     return one_pass()
                 except StepFitsError:
@@ -158,7 +162,8 @@ class AutoMicroBatch:
                 except torch.OutOfMemoryError as found:
                     if not self._is_open:
                         raise
-                    error, size = f" ({str(found).partition(chr(10))[0]})", self._smaller()
+                    error = f" ({str(found).partition(chr(10))[0]})"
+                    size = self._smaller()
                     logger.warning(
                         "Rank %d ran out of memory%s.",
                         get_rank() or 0,
@@ -248,7 +253,9 @@ class AutoMicroBatch:
             self._fits = self._plan.batch_size
             if self._parts(self._between()) < self._plan.micro_batches:
                 raise StepFitsError
-        self._is_open, self._searches, self._room = False, False, None
+        self._is_open = False
+        self._searches = False
+        self._room = None
         for buffer in [buffer for module in self._sends for buffer in module.buffers()]:
             torch.distributed.broadcast(buffer, src=0)
 
@@ -284,8 +291,11 @@ class AutoMicroBatch:
         for module in wrapped:
             # else DDP sends its buffers in the first forward pass
             module.require_forward_param_sync = False
-        self._random, step.agree = None, self.agree
-        self._searches, self._fits, self._fails = not step.progress.optimizer_step, 0, 0
+        self._random = None
+        step.agree = self.agree
+        self._searches = not step.progress.optimizer_step
+        self._fits = 0
+        self._fails = 0
         try:
             with (
                 step.strategy.no_sync(),
@@ -293,17 +303,19 @@ class AutoMicroBatch:
             ):
                 yield
         finally:
-            step.agree, self._is_open, self._buffers, self._room = None, False, [], None
+            step.agree = None
+            self._is_open = False
+            self._buffers = []
+            self._room = None
 
     def _divide(self, sampler: PlannedBatchSampler, size: int, error: str) -> None:
         """Go back to the end of the last step, and make micro-batches of another size."""
-        step, progress, options, plan = (
-            self.train_step,
-            self.train_step.progress,
-            self.train_step.options,
-            self._plan,
-        )
-        self._is_open, self._room = False, None
+        step = self.train_step
+        progress = self.train_step.progress
+        options = self.train_step.options
+        plan = self._plan
+        self._is_open = False
+        self._room = None
         if not size:
             raise ConfigError(
                 "auto_micro_batch: one sample at a time is too much for the memory of a "

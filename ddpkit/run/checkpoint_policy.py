@@ -81,11 +81,9 @@ class CheckpointPolicy:
 
     def __init__(self, checkpointer: Any, train_step: TrainStep) -> None:
         self.checkpointer: Checkpointer | None = _require_checkpointer(checkpointer)
-        self.train_step, self.options, self.progress = (
-            train_step,
-            train_step.options,
-            train_step.progress,
-        )
+        self.train_step = train_step
+        self.options = train_step.options
+        self.progress = train_step.progress
         parts = self.progress, train_step.strategy, train_step.modules
         self.rank_state = RankState(*parts, saves=checkpointer is not None)
         self.run_state = RunState(train_step, self.rank_state)
@@ -113,7 +111,8 @@ class CheckpointPolicy:
         Raises:
             ConfigError: another Brain, or something of the recipe, stands there already.
         """
-        checkpointer, states = self.checkpointer, self.rank_state.states
+        checkpointer = self.checkpointer
+        states = self.rank_state.states
         if checkpointer is None or states is None:
             return
         self.follow_options()
@@ -135,7 +134,8 @@ class CheckpointPolicy:
         """Register the scaler of fp16 gradients with the checkpointer, in the place of an earlier
         one.
         """
-        scaler, before = self.train_step.scaler, self._saved_scaler
+        scaler = self.train_step.scaler
+        before = self._saved_scaler
         if self.checkpointer is not None and scaler.is_enabled():
             self._require_free(
                 "scaler", f"the gradient scaler of precision={self.options.precision!r}", before
@@ -147,7 +147,8 @@ class CheckpointPolicy:
         """Register the average of the weights with the checkpointer, in the place of an earlier
         one.
         """
-        ema, before = self.train_step.ema, self._saved_average
+        ema = self.train_step.ema
+        before = self._saved_average
         if self.checkpointer is not None and ema is not None:
             self._require_free("ema", "the average of the weights (ema_decay)", before)
             self.checkpointer.add_recoverable("ema", ema, optional_load=True)
@@ -180,7 +181,8 @@ class CheckpointPolicy:
             if any(one is other for other in own)
         }
         self._saved_scaler = self._saved_average = None
-        self._real_folder, self._handed_on = None, set()
+        self._real_folder = None
+        self._handed_on = set()
         self.rank_state.saves(checkpointer is not None)
         self.register(brain)
         for name, one in kept.items():
@@ -211,7 +213,8 @@ class CheckpointPolicy:
             if not get_rank():
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
         elif not is_temporary and self._real_folder is not None:
-            checkpointer.checkpoints_dir, self._real_folder = self._real_folder, None
+            checkpointer.checkpoints_dir = self._real_folder
+            self._real_folder = None
         self._hand_on_options(checkpointer)
 
     def add(self, name: str, recoverable: Any) -> None:
@@ -272,7 +275,8 @@ class CheckpointPolicy:
         checkpointer = self.checkpointer
         self.follow_options()
         self.rank_state.choose_seed()
-        self.run_state.is_recovered_here, self._has_saved = True, False
+        self.run_state.is_recovered_here = True
+        self._has_saved = False
         if checkpointer is None:
             yield
             self._end_call()
@@ -319,7 +323,8 @@ class CheckpointPolicy:
         Raises:
             CheckpointError: the folder cannot be read, or what was asked for is not there.
         """
-        state, checkpointer = self.run_state, self.checkpointer
+        state = self.run_state
+        checkpointer = self.checkpointer
         state.calls.number += 1
         if checkpointer is not None:
             choose = functools.partial(
@@ -357,7 +362,8 @@ class CheckpointPolicy:
         Raises:
             ConfigError: so many processes cannot take such steps.
         """
-        options, state = self.options, self.run_state
+        options = self.options
+        state = self.run_state
         before = None if start is None else start.step_plan
         if before is not None and before.per_process is not None and options.auto_micro_batch:
             size = min(before.per_process, options.micro_batch_size or before.per_process)
@@ -423,7 +429,8 @@ class CheckpointPolicy:
         if self.checkpointer is None:
             return
         self.checkpointer.require_hooks()
-        ema, optimizers = self.train_step.ema, self.train_step.named_optimizers()
+        ema = self.train_step.ema
+        optimizers = self.train_step.named_optimizers()
         others = {
             name: one
             for name, one in self._recoverables().items()
@@ -449,7 +456,8 @@ class CheckpointPolicy:
         self.checkpointer.recover_if_possible()
 
     def _load_ranks(self, states: Any, path: Path, end_of_epoch: bool) -> None:
-        found, is_fitting = safe_load(path), self.progress.is_fitting
+        found = safe_load(path)
+        is_fitting = self.progress.is_fitting
         if is_fitting and self.run_state.is_recovered_here:
             states.load_state_dict(found, end_of_epoch=end_of_epoch)
             self.rank_state.adopt_seed((states.loaded or {}).get("seed"))
@@ -460,7 +468,9 @@ class CheckpointPolicy:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier
         one.
         """
-        state, later, checkpointer = self.run_state, self.run_state.calls.later, self.checkpointer
+        state = self.run_state
+        later = self.run_state.calls.later
+        checkpointer = self.checkpointer
         if (
             checkpointer is None
             or later is None
@@ -487,7 +497,8 @@ class CheckpointPolicy:
         Args:
             train_loader: of this call.
         """
-        self._fit_loader, calls = train_loader, self.run_state.calls
+        self._fit_loader = train_loader
+        calls = self.run_state.calls
         if calls.later is None:
             return False
         path, state = calls.later
@@ -505,7 +516,8 @@ class CheckpointPolicy:
         """Name what is in the checkpoint that the training goes on from, and nothing has taken
         up.
         """
-        checkpointer, recovered = self.checkpointer, self.run_state.recovered
+        checkpointer = self.checkpointer
+        recovered = self.run_state.recovered
         if checkpointer is None or recovered is None or recovered != checkpointer.last_loaded:
             return
         # Without fp16 there is nothing to scale, and a loader's place is in the Brain's own file as
@@ -533,7 +545,8 @@ class CheckpointPolicy:
         Returns:
             What was loaded, or None.
         """
-        checkpointer, resume = self.checkpointer, self.options.resume
+        checkpointer = self.checkpointer
+        resume = self.options.resume
         if checkpointer is None:
             return None
         if not self.progress.is_fitting:
@@ -558,7 +571,8 @@ class CheckpointPolicy:
             seconds_since_ckpt: by the main process's clock; the same on all ranks.
             batches_since_ckpt: the same on all ranks.
         """
-        minutes, steps = self.options.ckpt_interval_minutes, self.options.ckpt_interval_steps
+        minutes = self.options.ckpt_interval_minutes
+        steps = self.options.ckpt_interval_steps
         due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= batches_since_ckpt
         if due:
             self.save_inside_epoch()

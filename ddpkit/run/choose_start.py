@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
+# what the option `resume` says, or else a path
+NEWEST = "auto"
+NEVER = "never"
 REHEARSED = "%s was saved with --debug: its epochs had a few batches each, and count as whole ones."
 
 
@@ -96,7 +98,9 @@ def choose_start(
     if is_first and resume == NEWEST and not is_debug:
         found = _without_rehearsals(checkpointer, found, states)
     trained = [one for one in found if states[one.path].get(EVALUATED) is not True]
-    own, chosen = trained or found, None  # where only evaluations have saved, theirs
+    # where only evaluations have saved, theirs
+    own = trained or found
+    chosen = None
     if not is_first:
         return Start(str(max(own, key=ckpt_recency).path) if own else resume)
     if resume != NEWEST:

@@ -36,7 +36,8 @@ def order_of(loader: Any) -> dict[str, str | int]:
     """
     if isinstance(loader, LoopedLoader):
         return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
-    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    plan = plan_of(loader)
+    dataset = getattr(loader, "dataset", None)
     if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
         order = "shuffled" if plan.shuffle else "as it stands"
         return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}

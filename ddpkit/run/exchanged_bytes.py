@@ -37,7 +37,8 @@ def exchanged_bytes(train_step: TrainStep) -> int:
 
 
 def _bytes_of(parameter: torch.Tensor, options: RunOptions) -> float:
-    hook, numbers = options["ddp_comm_hook"], parameter.numel()
+    hook = options["ddp_comm_hook"]
+    numbers = parameter.numel()
     if hook in {"fp16", "bf16"}:
         return float(numbers * _HALF)
     if hook == "powersgd" and parameter.dim() >= _MATRIX:

@@ -28,12 +28,10 @@ class IntraEpochSaves:
         policy: CheckpointPolicy,
         stop: StopControl,
     ) -> None:
-        self.progress, self.train_step, self.policy, self.stop = (
-            train_step.progress,
-            train_step,
-            policy,
-            stop,
-        )
+        self.progress = train_step.progress
+        self.train_step = train_step
+        self.policy = policy
+        self.stop = stop
         self.saves_by_steps = options.ckpt_interval_steps > 0
         averages = train_step.strategy.averages_weights
         self.follows_windows = (

@@ -79,7 +79,8 @@ def rate_of_bar(optimizers: Iterable[Any]) -> str:
     ]
     if not rates:
         return ""
-    lowest, highest = f"{min(rates):.3g}", f"{max(rates):.3g}"
+    lowest = f"{min(rates):.3g}"
+    highest = f"{max(rates):.3g}"
     return lowest if lowest == highest else f"{lowest} to {highest}"
 
 

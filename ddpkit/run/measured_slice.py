@@ -176,7 +176,8 @@ class SliceClock:
         now = time.monotonic()
         passed = now - self._began
         step = (now - self._checked_at) / max(self._steps - self._checked_steps, 1)
-        self._checked_at, self._checked_steps = now, self._steps
+        self._checked_at = now
+        self._checked_steps = self._steps
         is_warm = self._steps >= plan.warmup_windows and passed >= plan.warmup_seconds
         if not is_warm and passed < plan.max_seconds / WHOLE_SLICE:
             return 0
@@ -280,9 +281,12 @@ def facts_of_run(train_step: TrainStep, loader: Any) -> dict[str, Any]:
 
     Ranks: local.
     """
-    options, shards = train_step.options, train_step.strategy.shards
-    info, world_size = find_launch(), get_world_size()
-    length, factor = length_of(loader), options.grad_accumulation_factor // shards
+    options = train_step.options
+    shards = train_step.strategy.shards
+    info = find_launch()
+    world_size = get_world_size()
+    length = length_of(loader)
+    factor = options.grad_accumulation_factor // shards
     virtual = train_step.strategy.virtual_ranks
     sizes = batch_sizes(loader, length and length // shards, factor, world_size, virtual)
     way = named_way(options, world_size)

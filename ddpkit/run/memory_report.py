@@ -86,7 +86,8 @@ class MemoryReport:
         Args:
             output_folder: a snapshot goes into ``profiler_logs`` there.
         """
-        options, device = self._train_step.options, self._train_step.device
+        options = self._train_step.options
+        device = self._train_step.device
         if not (options.profile_training or options["memory_snapshot_on_oom"]):
             yield
             return
@@ -112,7 +113,8 @@ class MemoryReport:
         if _TOLD in vars(error):
             return
         vars(error)[_TOLD] = True
-        step, rank = self._train_step, get_rank() or 0
+        step = self._train_step
+        rank = get_rank() or 0
         lines = [f"Memory of rank {rank} on {step.device}, when it ran out:"]
         lines += [f"  {line}" for line in (*memory_lines(step.device), *self._parts())]
         if self._folder is None and torch.device(step.device).type in {"cuda", "xpu"}:

@@ -80,12 +80,11 @@ class Run:
     """
 
     def __init__(self, train_step: TrainStep, hparams: SimpleNamespace, checkpointer: Any) -> None:
-        self.train_step, self.recipe, self.strategy = (
-            train_step,
-            train_step.recipe,
-            train_step.strategy,
-        )
-        options, progress = train_step.options, train_step.progress
+        self.train_step = train_step
+        self.recipe = train_step.recipe
+        self.strategy = train_step.strategy
+        options = train_step.options
+        progress = train_step.progress
         self.policy = CheckpointPolicy(checkpointer, train_step)
         self.stop = StopControl(options, hparams, progress, self.policy)
         self.preflight = Preflight(train_step, self.policy)
@@ -191,7 +190,8 @@ class Run:
             ConfigError: a training pass is running, whose gradients are averaged as it began; or no
                 modules are given.
         """
-        step, strategy = self.train_step, self.strategy
+        step = self.train_step
+        strategy = self.strategy
         if step.progress.is_in_pass:
             raise ConfigError(
                 "modules was assigned in a training batch, and the pass goes on with those that "
@@ -241,6 +241,7 @@ class Run:
         Raises:
             ConfigError: an option has another value, and was read for good.
         """
-        own, hparams = self.train_step.options, self.loaders.hparams
+        own = self.train_step.options
+        hparams = self.loaders.hparams
         own.take(RunOptions.from_dictionary(options).resolved(vars(hparams)))
         return own

@@ -148,9 +148,12 @@ class Preflight:
     """
 
     def __init__(self, train_step: TrainStep, policy: CheckpointPolicy) -> None:
-        self.train_step, self.policy = train_step, policy
-        self.options, self.progress = train_step.options, train_step.progress
-        self.launch, self.versions = find_launch(), software_facts()
+        self.train_step = train_step
+        self.policy = policy
+        self.options = train_step.options
+        self.progress = train_step.progress
+        self.launch = find_launch()
+        self.versions = software_facts()
         self.places: list[Place] = []
         self.report: StartReport | None = None
 
@@ -165,7 +168,8 @@ class Preflight:
         Raises:
             RankMismatchError: on every rank, naming what differs and on which rank.
         """
-        options, checkpointer = self.options, self.policy.checkpointer
+        options = self.options
+        checkpointer = self.policy.checkpointer
         self.policy.run_state.recovered = None
         place = Place.here(self.launch.node_rank, str(options.device))
         if get_world_size() == 1:
@@ -244,10 +248,12 @@ class Preflight:
             raise error
 
     def _require_room(self) -> None:
-        checkpointer, state = self.policy.checkpointer, self.policy.run_state
+        checkpointer = self.policy.checkpointer
+        state = self.policy.run_state
         if checkpointer is None:
             return
-        found, start = state.recovered, state.start
+        found = state.recovered
+        start = state.start
         needed = 0 if found is None else folder_bytes(found)
         needed = needed or state_bytes(parts_of(checkpointer.recoverables))
         has_checkpoints = found is not None or bool(start is not None and start.num_found)
@@ -284,16 +290,18 @@ class Preflight:
             contexts: of the forward pass in training and in evaluation; a recipe may have others
                 than the options say.
         """
-        options, checkpointer, state = self.options, self.policy.checkpointer, self.policy.run_state
+        options = self.options
+        checkpointer = self.policy.checkpointer
+        state = self.policy.run_state
         folder = getattr(checkpointer, "checkpoints_dir", None)
-        found, start, is_first = state.recovered, "", state.calls.number == 1
+        found = state.recovered
+        start = ""
+        is_first = state.calls.number == 1
         if is_first:
             found = found or getattr(checkpointer, "last_loaded", None)
         if is_first or found is not None:
-            place, others = (
-                self._position(state.expected_epoch),
-                0 if state.start is None else state.start.num_found,
-            )
+            place = self._position(state.expected_epoch)
+            others = 0 if state.start is None else state.start.num_found
             start = start_row(found, folder, options.resume, place, others=others)
         # someone has thought about it
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"
@@ -325,7 +333,8 @@ class Preflight:
             contexts: as for :meth:`report_training`.
         """
         state = self.policy.run_state
-        found, trained = state.recovered, state.calls.number > 0
+        found = state.recovered
+        trained = state.calls.number > 0
         if not trained:
             found = found or getattr(self.policy.checkpointer, "last_loaded", None)
         if found is not None:
@@ -345,7 +354,8 @@ class Preflight:
     ) -> None:
         if get_rank():
             return
-        step, options = self.train_step, self.options
+        step = self.train_step
+        options = self.options
         use = "" if options.evaluate_ema else "not "
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None

@@ -153,12 +153,14 @@ class RankStates:
 
         Ranks: local.
         """
-        known, ranks = state_dict["format"], list(state_dict["ranks"])
+        known = state_dict["format"]
+        ranks = list(state_dict["ranks"])
         if known != FORMAT:
             raise CheckpointError(
                 f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}."
             )
-        rank, world_size = get_rank() or 0, get_world_size()
+        rank = get_rank() or 0
+        world_size = get_world_size()
         self.is_of_as_many = len(ranks) == world_size
         self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks) | _counted(ranks)
         self.is_complete = self.is_of_as_many and None not in ranks
@@ -206,7 +208,9 @@ class RankState:
     def __init__(
         self, progress: Progress, strategy: Strategy, modules: nn.ModuleDict, *, saves: bool
     ) -> None:
-        self.progress, self.strategy, self.modules = progress, strategy, modules
+        self.progress = progress
+        self.strategy = strategy
+        self.modules = modules
         self.states: RankStates | None = None
         self.saves(saves)
         self.base_seed: int | None = None
@@ -260,7 +264,8 @@ class RankState:
         """
         self.progress.epoch = epoch
         if not self.progress.step:
-            self.progress.began_at, self.progress.clipped = self.progress.optimizer_step, 0
+            self.progress.began_at = self.progress.optimizer_step
+            self.progress.clipped = 0
         self._seed(epoch, self.progress.began_at)
 
     def end_streams(self) -> None:
@@ -291,9 +296,11 @@ class RankState:
             How many batches the loader yields again, to be left out; and what to call when those
             are behind.
         """
-        progress, states = self.progress, self.states
+        progress = self.progress
+        states = self.states
         progress.loader = loader
-        self._resumed_at, self._unread = {}, None
+        self._resumed_at = {}
+        self._unread = None
         own: dict[str, Any] = {}
         # a step that is repeated is not
         is_resumed = states is not None and states.loaded is not None
@@ -302,7 +309,8 @@ class RankState:
             _warn_out_of_reach(loader, resumed=is_resumed)
             states.gathered = states.recovered = None
             # What was recovered is for one pass: a later one goes on from where this process is.
-            own, states.loaded = states.loaded or self._of_last_call(loader), None
+            own = states.loaded or self._of_last_call(loader)
+            states.loaded = None
             self._from_last_call = None
             if states.is_complete:
                 self.strategy.load_gradient_orders(self.modules, own.get("gradients", {}))
@@ -339,7 +347,8 @@ class RankState:
         """Restore the recipe's metrics in mid-epoch; with a different number of ranks, all counts
         on rank 0.
         """
-        states, missing = saved if isinstance(saved, list) else [saved or {}], []
+        states = saved if isinstance(saved, list) else [saved or {}]
+        missing = []
         for name, metric in self.metrics.items():
             totals = [state[name] for state in states if name in state]
             if totals:
@@ -365,7 +374,8 @@ class RankState:
         """
         if self.states is None:
             return
-        loaded, self.states.loaded = self.states.loaded, None
+        loaded = self.states.loaded
+        self.states.loaded = None
         if loaded is not None and keep_end:
             self._from_last_call = loader, loaded
 
@@ -375,7 +385,8 @@ class RankState:
         """
         before, left = self._from_last_call or (None, {})
         own = {name: left.get(name, {}) for name in ("gradients", "hooks")}
-        stream, was_looped = _stream_of(before), isinstance(before, LoopedLoader)
+        stream = _stream_of(before)
+        was_looped = isinstance(before, LoopedLoader)
         if was_looped and before is loader:  # it goes on from call to call
             own["loader_end"] = left.get("loader_end")
         elif stream is not None and stream is _stream_of(loader):
@@ -387,7 +398,8 @@ class RankState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own part of a checkpoint."""
-        loader, step = self.progress.loader, self.progress.step
+        loader = self.progress.loader
+        step = self.progress.step
         return {
             "seed": self.base_seed,
             "random": rng_state(),
@@ -424,7 +436,9 @@ class RankState:
             or progress.result_of != progress.step
         ):
             return progress.meter
-        meter, window, result = progress.meter.copy(), progress.window, progress.result
+        meter = progress.meter.copy()
+        window = progress.window
+        result = progress.result
         if isinstance(result, tuple):
             meter.append_sum(*result)
         else:

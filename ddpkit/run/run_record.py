@@ -29,7 +29,9 @@ class RunRecord:
     def __init__(
         self, train_step: TrainStep, policy: CheckpointPolicy, preflight: Preflight
     ) -> None:
-        self._train_step, self._policy, self._preflight = train_step, policy, preflight
+        self._train_step = train_step
+        self._policy = policy
+        self._preflight = preflight
         self._began = 0.0
 
     def begin(self, sizes: BatchSizes, length: RunLength) -> None:
@@ -42,7 +44,8 @@ class RunRecord:
         self._began = time.monotonic()
         if not if_main_process():
             return
-        step, state = self._train_step, self._policy.run_state
+        step = self._train_step
+        state = self._policy.run_state
         run_event(
             "fit",
             call=state.calls.number,
@@ -81,7 +84,8 @@ class RunRecord:
 
     def _resumed_from(self) -> dict[str, Any] | None:
         """Return the checkpoint that the run goes on from; None where it begins."""
-        progress, state = self._train_step.progress, self._policy.run_state
+        progress = self._train_step.progress
+        state = self._policy.run_state
         if state.recovered is None:
             return None
         return {

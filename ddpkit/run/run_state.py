@@ -103,12 +103,11 @@ class RunState:
     """
 
     def __init__(self, train_step: TrainStep, rank_state: RankState) -> None:
-        self.train_step, self.rank_state = train_step, rank_state
-        self.options, self.progress, self.modules = (
-            train_step.options,
-            train_step.progress,
-            train_step.modules,
-        )
+        self.train_step = train_step
+        self.rank_state = rank_state
+        self.options = train_step.options
+        self.progress = train_step.progress
+        self.modules = train_step.modules
         self.calls = FitCalls()
         self.start: Start | None = None
         self.states: States = {}
@@ -143,7 +142,8 @@ class RunState:
         Args:
             path: of the file.
         """
-        progress, divisor = self.progress, self.train_step.sum_divisor
+        progress = self.progress
+        divisor = self.train_step.sum_divisor
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
         shards = self.train_step.strategy.shards
         # a recipe may have changed it since fit began
@@ -215,7 +215,8 @@ class RunState:
         They are those of the checkpoint that was recovered last outside of ``fit``, or of the last
         training. The epoch is None where nothing was trained, or the checkpoint does not say it.
         """
-        progress, state = self.progress, self._evaluated_state
+        progress = self.progress
+        state = self._evaluated_state
         is_loaded = (
             self._evaluated_at == (self.calls.number, progress.optimizer_step)
             and not progress.is_fitting
@@ -253,11 +254,10 @@ class RunState:
         """
         folder = self.recovered = path.parent
         if not self.progress.is_fitting:
-            found, at = (
-                brain_file_or_nothing(folder),
-                (self.calls.number, self.progress.optimizer_step),
-            )
-            self._evaluated_state, self._evaluated_at = (found if "step" in found else None), at
+            found = brain_file_or_nothing(folder)
+            at = (self.calls.number, self.progress.optimizer_step)
+            self._evaluated_state = found if "step" in found else None
+            self._evaluated_at = at
             self._evaluated_end = end_of_epoch
             return
         start = self.start
@@ -330,7 +330,8 @@ class RunState:
             progress.meter.restore(loss_sum, count, samples=samples)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
-        options, own_seed = state.get("options"), self.rank_state.base_seed
+        options = state.get("options")
+        own_seed = self.rank_state.base_seed
         changes = changed_options(options, self.options) if isinstance(options, Mapping) else []
         changes += self.step_plan.changes(StepPlan.read(state))
         seed = state.get("seed")
@@ -345,7 +346,8 @@ class RunState:
 
     def check_epoch(self, epoch: int) -> None:
         """Warn where the epoch counter does not go on with the epoch of the checkpoint."""
-        expected, self.expected_epoch = self.expected_epoch, None
+        expected = self.expected_epoch
+        self.expected_epoch = None
         if expected is not None and epoch == expected + 1 and self.progress.is_whole:
             self.progress.forget_position()  # saved between two epochs: the next one begins
         elif expected not in {None, epoch}:
@@ -403,7 +405,8 @@ class RunState:
         self._flags = self._flags or [
             (name, one, one.requires_grad) for name, one in modules.named_parameters()
         ]
-        saved, self._saved_flags = self._saved_flags, None
+        saved = self._saved_flags
+        self._saved_flags = None
         count = 0
         for name, one, begun in self._flags if isinstance(saved, Mapping) else ():
             wanted = bool(saved.get(name, begun if self.calls.number > 1 else one.requires_grad))

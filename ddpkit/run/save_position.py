@@ -138,7 +138,9 @@ class SavePosition:
         """Return a context for a save that a recipe makes in a hook of a training batch, with what
         that lacks.
         """
-        progress, step, states = self.progress, self.progress.step, self.rank_state.states
+        progress = self.progress
+        step = self.progress.step
+        states = self.rank_state.states
         pending, is_before = self._undone()
         if pending:
             logger.warning_once(INSIDE_STEP, pending)
@@ -155,14 +157,16 @@ class SavePosition:
                 ):
                     yield
         finally:
-            self.run_state.lacks, self.rank_state.is_inside_batch = None, False
+            self.run_state.lacks = None
+            self.rank_state.is_inside_batch = False
             self.rank_state.goes_back_to_begin = False
 
     def _is_known(self) -> bool:
         """Return whether the loss of the current batch is known, and its step was made if it was
         due.
         """
-        progress, step = self.progress, self.progress.step
+        progress = self.progress
+        step = self.progress.step
         has_stepped = progress.result_of == step and progress.window_end == step
         return progress.result is not None and (progress.result_at == step or has_stepped)
 
@@ -173,7 +177,8 @@ class SavePosition:
         The second value says whether the position goes back to the last optimizer step instead, and
         lacks nothing.
         """
-        progress, window = self.progress, self.progress.window
+        progress = self.progress
+        window = self.progress.window
         if self._is_known():
             return window.pending(progress.step), False
         undone = progress.step - progress.window_end
@@ -185,7 +190,8 @@ class SavePosition:
         """Return whether an own ``fit_batch`` has stepped in this window, or steps where no one
         sees it.
         """
-        progress, window = self.progress, self.progress.window
+        progress = self.progress
+        window = self.progress.window
         is_seen = progress.optimizer_step or not (progress.window_end or progress.epochs)
         is_over = window.number in {window.stepped_in, window.skipped_in}
         return is_over or progress.window_end == progress.step or not is_seen

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-OFF, ALL = "off", "all"
+OFF = "off"
+ALL = "all"
 LEAST_SECONDS = 0.9  # from one report to the next
 FIRST_WINDOWS = 8  # steps of the first report of a run, if it comes sooner
 SURELY_EARLY = 0.5  # of these seconds: a sync that is expected before has no rows of the ranks
@@ -96,7 +97,8 @@ class SpeedReport:
         """Make the timer for a call of ``fit``, or none; let the ranks know each other's
         machines.
         """
-        train_step, options = self._train_step, self._train_step.options
+        train_step = self._train_step
+        options = self._train_step.options
         self.last = None
         if options.measure_steps == OFF:
             self.timer = self._marking = None
@@ -267,7 +269,8 @@ class SpeedReport:
         return None
 
     def _take(self, sums: list[float]) -> None:
-        self._of_main, slots = sums[:_OF_MAIN], sums[_OF_MAIN:]
+        self._of_main = sums[:_OF_MAIN]
+        slots = sums[_OF_MAIN:]
         self._rows = rows_of(slots, get_world_size()) if slots else []
 
     def on_sync(self, report: SyncReport, sync: PeriodicSync) -> None:

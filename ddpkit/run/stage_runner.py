@@ -108,12 +108,12 @@ class StageRunner:
     """
 
     def __init__(self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl) -> None:
-        self.train_step, self.policy, self.stop = train_step, policy, stop
-        self.options, self.progress, self.modules = (
-            train_step.options,
-            train_step.progress,
-            train_step.modules,
-        )
+        self.train_step = train_step
+        self.policy = policy
+        self.stop = stop
+        self.options = train_step.options
+        self.progress = train_step.progress
+        self.modules = train_step.modules
         self.memory = MemoryReport(train_step)
         self.rank_state = policy.rank_state
         self.auto_micro_batch = AutoMicroBatch(train_step, policy.run_state, self.memory)
@@ -138,7 +138,8 @@ class StageRunner:
         Args:
             output_folder: for the profiler's records.
         """
-        options, self.progress.is_fitting = self.options, True
+        options = self.options
+        self.progress.is_fitting = True
         self._read_options()
         self.speed.prepare()
         self.progress.restart()
@@ -204,7 +205,8 @@ class StageRunner:
         """
         self.note_logger(brain)
         with self._logging(Stage.TRAIN, epoch):
-            progress, train_step = self.progress, self.train_step
+            progress = self.progress
+            train_step = self.train_step
             self.time_left.begin_training(epoch, self._done_before(loader))
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
@@ -244,7 +246,8 @@ class StageRunner:
 
     def _pass(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
-        progress, options = self.progress, self.options
+        progress = self.progress
+        options = self.options
         length = length_of(loader)
         if length is not None:
             # another world size may have a shorter last step
@@ -301,7 +304,8 @@ class StageRunner:
 
     def _after_last_batch(self, brain: StageHooks, saves: IntraEpochSaves) -> None:
         """Step on what a cut window has left; make equal on all ranks what a pass lets differ."""
-        progress, train_step = self.progress, self.train_step
+        progress = self.progress
+        train_step = self.train_step
         if train_step.prepare_flush(brain):
             brain.optimizers_step()
         progress.settle()
@@ -312,7 +316,8 @@ class StageRunner:
         saves.on_average()
         train_step.warn_if_diverged()
         # an evaluation follows, whose batches all count
-        progress.window.count, progress.window.weight = 1, 1.0
+        progress.window.count = 1
+        progress.window.weight = 1.0
         self.rank_state.end_pass()
 
     def _step_limit(self, ready: Callable[[], object]) -> float:
@@ -331,8 +336,10 @@ class StageRunner:
         """Make the feed of a training pass. For a stream the ranks exchange the sizes of their
         batches.
         """
-        options, strategy = self.options, self.train_step.strategy
-        length, batches = length_of(loader), self._batches(loader, Stage.TRAIN)
+        options = self.options
+        strategy = self.train_step.strategy
+        length = length_of(loader)
+        batches = self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
             ranges = self.speed.mark_ranges(once=options.profile_training)
             batches = PassedThrough(
@@ -387,7 +394,8 @@ class StageRunner:
         if epoch is None:
             place = self.policy.run_state.place_of_weights()
         with self._logging(stage, place[0]), self._modes_of_fit(stage):
-            progress, schedule = self.progress, self.train_step.schedule
+            progress = self.progress
+            schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
             if stage is Stage.VALID:
@@ -403,7 +411,8 @@ class StageRunner:
             ):
                 loss = self._evaluate(brain, loader, stage, epoch, place, enable_bar=enable_bar)
             if stage is Stage.VALID:
-                progress.step, progress.valid_loss = 0, loss
+                progress.step = 0
+                progress.valid_loss = loss
                 progress.is_validated = True
                 if schedule is not None and progress.is_whole:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
@@ -427,16 +436,15 @@ class StageRunner:
         self.progress.meter = self.progress.new_meter()
         self._begin(stage, loader)
         started = time.monotonic()
-        progress, strategy, is_shared = (
-            self.progress,
-            self.train_step.strategy,
-            self.options.shard_evaluation,
-        )
+        progress = self.progress
+        strategy = self.train_step.strategy
+        is_shared = self.options.shard_evaluation
         shards = strategy.shards if is_shared else 1
         with self._bar(
             stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar
         ) as bar:
-            plan, sync = plan_of(loader), self._sync_of_bar
+            plan = plan_of(loader)
+            sync = self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
             stop_sync = self._stop_sync
             stop_sync.sync.start(progress.step)
@@ -498,7 +506,8 @@ class StageRunner:
         self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
     ) -> list[Any]:
         """Run the model over this rank's batches; return one output per sample, on the CPU."""
-        progress, counts = self.progress, counts_of(loader)
+        progress = self.progress
+        counts = counts_of(loader)
         makes_batches = (
             getattr(loader, "batch_size", 0) is None
             and getattr(loader, "batch_sampler", None) is None
@@ -506,10 +515,8 @@ class StageRunner:
         outputs: list[Any] = []
         # An output may be wrong on one rank alone: the others would wait for that rank in a
         # collective.
-        due, stop_sync = (
-            time.monotonic() + BAR_SECONDS,
-            StopsOfEvaluation(progress, self.stop.cause, added_over_store),
-        )
+        due = time.monotonic() + BAR_SECONDS
+        stop_sync = StopsOfEvaluation(progress, self.stop.cause, added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
             place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
@@ -588,7 +595,8 @@ class StageRunner:
     def _bar(
         self, stage: Stage, epoch: int | None, length: int | None, *, initial: int = 0, enable: bool
     ) -> ProgressBar:
-        options, last = self.options, self.time_left.last
+        options = self.options
+        last = self.time_left.last
         of_how_many = "" if epoch is None or last is None or epoch > last else f" of {last}"
         return ProgressBar(
             stage.name.lower()
@@ -655,7 +663,8 @@ class StageRunner:
         """Return a context for a hook that must not run twice: a stop inside of it saves no
         checkpoint.
         """
-        meter, self.progress.train_meter = self.progress.train_meter, None
+        meter = self.progress.train_meter
+        self.progress.train_meter = None
         try:
             yield
         finally:  # a recipe may catch what a hook of its own evaluation raises
@@ -679,8 +688,10 @@ class StageRunner:
             before: samples trained before a restart.
         """
         epoch, steps = trained
-        progress, copies = self.progress, 1
-        meter, seen = progress.meter, progress.seen
+        progress = self.progress
+        copies = 1
+        meter = progress.meter
+        seen = progress.seen
         if seen is not None:
             seen.close(progress.step, meter.samples)
             copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
@@ -689,7 +700,8 @@ class StageRunner:
         mean = float(loss_sum / count) if count else float("nan")
         if stage is Stage.TRAIN:
             progress.end_pass((loss_sum, count, int(samples)))
-        bad, samples = int(bad) // copies, int(samples) // copies
+        bad = int(bad) // copies
+        samples = int(samples) // copies
         bar.partial = False
         bar.show(progress.step, mean, samples - before)
         if stage is not Stage.TRAIN and not samples and not count:

@@ -55,7 +55,8 @@ def row_lines(name: str, value: str) -> list[str]:
         >>> row_lines("start", "from scratch")
         ['  start      from scratch']
     """
-    width, lines = COLUMNS - len(_INDENT), [""]
+    width = COLUMNS - len(_INDENT)
+    lines = [""]
     for word in value.split(" "):
         for piece, joint in _pieces(word, width):
             joined = lines[-1] + joint + piece if lines[-1] else piece
@@ -170,7 +171,8 @@ def evaluation_set_row(loader: Any) -> str:
     if length is None:
         return "a stream"
     facts = data_facts("test", loader, length, sharded=False)
-    samples, size = facts.get("test samples"), facts.get("test batch size")
+    samples = facts.get("test samples")
+    size = facts.get("test batch size")
     batches = f"{length} batch{'' if length == 1 else 'es'}" + (
         "" if size is None else f" of {size}"
     )
@@ -186,7 +188,8 @@ def _rows_per_process(loader: Any) -> str:
     no plan.
     """
     sampler = plan_of(loader)
-    plan, shards = getattr(sampler, "plan", None), getattr(sampler, "shards", 1)
+    plan = getattr(sampler, "plan", None)
+    shards = getattr(sampler, "shards", 1)
     if plan is None:
         return ""
     processes = plan.world_size // shards

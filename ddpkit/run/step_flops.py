@@ -136,7 +136,8 @@ class StepFlops:
 
     def _finish(self) -> None:
         self.is_done = True
-        counter, self._counter = self._counter, None
+        counter = self._counter
+        self._counter = None
         problem = self._problem()
         if counter is not None and not problem:
             problem = counter.problem

@@ -59,10 +59,8 @@ class StepPlan:
             sizes: computed from its training loader and options.
             loader: the training loader.
         """
-        inner, data = (
-            loader.loader if isinstance(loader, LoopedLoader) else loader,
-            order_of(loader),
-        )
+        inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+        data = order_of(loader)
         if isinstance(plan_of(inner), DealtBatchSampler) or getattr(
             getattr(inner, "dataset", None), "of_batches", False
         ):
@@ -215,7 +213,8 @@ class StepPlan:
             A sentence for the user; None where nothing has changed, or the checkpoint does not
             tell.
         """
-        was, now = before.data or {}, self.data or {}
+        was = before.data or {}
+        now = self.data or {}
         changed = [
             f"{name} {now[name]}, before {was[name]}"
             for name in now

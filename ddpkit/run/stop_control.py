@@ -64,12 +64,10 @@ class StopControl:
         policy: CheckpointPolicy,
     ) -> None:
         self.signals = SignalListener(options.stop_signals, options.save_signals)
-        self._options, self.hparams, self._progress, self._policy = (
-            options,
-            hparams,
-            progress,
-            policy,
-        )
+        self._options = options
+        self.hparams = hparams
+        self._progress = progress
+        self._policy = policy
 
     @contextlib.contextmanager
     def guarded(self, call: str) -> Iterator[None]:
@@ -103,7 +101,8 @@ class StopControl:
         if not is_distributed_initialized():
             yield
             return
-        options, watchdog = self._options, get_runtime().watchdog
+        options = self._options
+        watchdog = get_runtime().watchdog
         limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
         get_runtime().report.limits |= limits_by_option(
             options.distributed_timeout_minutes, options.hang_timeout
@@ -174,7 +173,9 @@ class StopControl:
 
     def _finish(self, stopped: RunStopped) -> str:
         """Write down that the run has stopped, and where; return that in words."""
-        checkpointer, folder, progress = self._policy.checkpointer, self._folder(), self._progress
+        checkpointer = self._policy.checkpointer
+        folder = self._folder()
+        progress = self._progress
         newest = None
         if checkpointer is not None:
             checkpointer.wait()

@@ -57,7 +57,8 @@ def note_epoch(run_state: RunState, length: int | None, factor: int, epoch_count
     Ranks: local; equal on all ranks.
     """
     steps = RunLength.of(length, factor, None, run_state.options).steps_per_epoch
-    run_state.steps_per_epoch, run_state.steps_ahead = steps, 0
+    run_state.steps_per_epoch = steps
+    run_state.steps_ahead = 0
     if steps is not None and length is not None:
         goes_on = isinstance(getattr(epoch_counter, "limit", None), int)
         state, end_of_epoch = _start_of(run_state)
@@ -72,7 +73,8 @@ def _start_of(run_state: RunState) -> tuple[Mapping[str, Any], bool]:
     """Return the state of the checkpoint that this call of ``fit`` goes on from, and whether an
     epoch ended there.
     """
-    calls, start = run_state.calls, run_state.start
+    calls = run_state.calls
+    start = run_state.start
     if calls.later is not None and calls.later[1].get("fit") == calls.number:
         return calls.later[1], calls.later_ends_epoch
     if start is None or start.state is None or not isinstance(start.resume, Checkpoint):
@@ -89,7 +91,9 @@ def _steps_ahead(
 
     While the steps of an epoch do not change, the difference stays what it was in the checkpoint.
     """
-    before, known, epoch = StepPlan.read(state), state.get("steps_per_epoch"), state.get("epoch")
+    before = StepPlan.read(state)
+    known = state.get("steps_per_epoch")
+    epoch = state.get("epoch")
     has_changed = bool(plan.changes(before)) if known is None else known != now.steps
     if not has_changed or not isinstance(epoch, int):
         return int(state.get("steps_ahead", 0))

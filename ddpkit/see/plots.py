@@ -8,7 +8,9 @@ from ddpkit.step_times import BACKWARD, DATA, EXCHANGE, FORWARD, MOVE, OPTIMIZER
 
 #: Of lines, in turn.
 COLOURS = ("#2f6fd0", "#d9730d", "#2b8a5e", "#b3409b", "#8a6d1f", "#5b5bd6")
-INK, MUTED, GRID = "#1f2933", "#6b7280", "#e5e7eb"
+INK = "#1f2933"
+MUTED = "#6b7280"
+GRID = "#e5e7eb"
 
 #: Of each phase of a step: work is blue, what waits is warm.
 PHASE_COLOURS = {

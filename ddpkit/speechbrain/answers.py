@@ -123,7 +123,8 @@ def environment() -> dict[str, str]:
         >>> sorted(environment())
         ['DDPKIT_SPEECHBRAIN', 'PYTHONPATH']
     """
-    folder, rest = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
+    folder = str(Path(__file__).parent)
+    rest = os.environ.get("PYTHONPATH", "")
     paths = [folder, *(path for path in rest.split(os.pathsep) if path and path != folder)]
     return {VARIABLE: os.environ.get(VARIABLE) or "1", "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -34,7 +34,8 @@ class CoreWaits:
         """Return the share of the time since the last call, 0 to 1; 0 where the kernel does not
         tell.
         """
-        before, began = self._waited, self._read_at
+        before = self._waited
+        began = self._read_at
         self._waited = self._read()
         self._read_at = time.perf_counter()
         passed = max(self._read_at - began, 1e-9)

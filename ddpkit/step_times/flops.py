@@ -31,7 +31,9 @@ from ddpkit.step_times.device_peaks import TF32, device_peak
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-CONVOLUTION, RECURRENT, PRODUCT = "convolution", "recurrent", "product"
+CONVOLUTION = "convolution"
+RECURRENT = "recurrent"
+PRODUCT = "product"
 
 HIGHER_ORDER = (
     "count_flops=True: torch {} runs {} another way while operations are counted, and its "
@@ -58,7 +60,8 @@ def _convolution_backward(
     Each value of one side, the output or with ``transposed`` the input, meets a whole kernel of its
     group.
     """
-    is_transposed, output_mask = others[4], others[7]
+    is_transposed = others[4]
+    output_mask = others[7]
     places = inputs if is_transposed else gradient
     forward = 2 * places.shape[0] * math.prod(places.shape[2:]) * weight.numel()
     return forward * (int(output_mask[0]) + int(output_mask[1]))

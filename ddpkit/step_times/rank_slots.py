@@ -105,7 +105,8 @@ def _unpacked(slots: Iterator[float]) -> RankRow:
     memory = {name: next(slots) for name in MEMORY}
     clocks = {name: next(slots) for name in _CLOCKS}
     singles = [SingleWindow(*(next(slots) for _ in range(_SINGLE))) for _ in range(SINGLE_WINDOWS)]
-    core_waits, tokens = rest.pop("core_waits"), rest.pop("tokens")
+    core_waits = rest.pop("core_waits")
+    tokens = rest.pop("tokens")
     numbers = RankNumbers(
         phases=times,
         tokens=None if tokens < 0.0 else tokens,

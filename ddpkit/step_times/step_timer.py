@@ -154,7 +154,8 @@ class StepTimer:
             self._now.is_cut = self._watch.is_late
         kept = 1 if self._watch.is_late else 0
         number = max(len(self._finished) - kept, 0)
-        finished, self._finished = self._finished[:number], self._finished[number:]
+        finished = self._finished[:number]
+        self._finished = self._finished[number:]
         for window, watch in finished:
             window.seconds = watch.phase_seconds()
         return [window for window, _ in finished]

@@ -64,7 +64,8 @@ def with_graph(value: Any, levels: int = DEEPEST) -> Iterator[torch.Tensor]:
         if value.grad_fn is not None:
             yield value
         return
-    level, seen = [value], {id(value)}
+    level = [value]
+    seen = {id(value)}
     for _ in range(levels):
         parts = [part for one in level for part in _parts_of(one)]
         level = []
@@ -119,7 +120,8 @@ class BatchOutputs:
             progress: has ``step``, the number of the batch.
             clock: has ``batch``, the number of backward passes so far.
         """
-        self._progress, self._clock = progress, clock
+        self._progress = progress
+        self._clock = clock
         self.forget()
 
     def note(self, module: nn.Module, output: Any) -> None:

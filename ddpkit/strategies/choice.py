@@ -191,7 +191,8 @@ def _warn_of_unused(options: RunOptions) -> None:
 
 def _refuse_number(options: RunOptions) -> None:
     """Refuse a strategy, or virtual ranks, for another number of processes than there are."""
-    number, world_size = options.virtual_ranks, distributed.get_world_size()
+    number = options.virtual_ranks
+    world_size = distributed.get_world_size()
     if options.strategy == "single" and world_size > 1:
         raise ConfigError(
             f"strategy='single' is for one process, and a launcher has started {world_size}, each "

@@ -72,7 +72,9 @@ class _Switched:
     __slots__ = ("_before", "_during", "_name", "_owners")
 
     def __init__(self, owners: Sequence[Any], name: str, *, during: bool) -> None:
-        self._owners, self._name, self._during = owners, name, during
+        self._owners = owners
+        self._name = name
+        self._during = during
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
@@ -109,7 +111,9 @@ class DDP(Strategy):
     holds = "ddp: each process holds the whole model"
 
     def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
-        self.device, self.options, self.decides_late = str(options.device), options, decides_late
+        self.device = str(options.device)
+        self.options = options
+        self.decides_late = decides_late
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
@@ -172,7 +176,8 @@ class DDP(Strategy):
         """Say whether gradients are averaged, and in an order that DDP follows and their sums
         depend on.
         """
-        options, hook = self.options, self.options.ddp_comm_hook
+        options = self.options
+        hook = self.options.ddp_comm_hook
         averages = hook != "post_local_sgd" or bool(options.local_sgd_start)
         matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
         return averages and matters and not options.find_unused_parameters
@@ -310,7 +315,8 @@ class DDP(Strategy):
         yield
         without = self._zeros.without_loss(self.wrapped)
         reductions = {one: one.gradient_reduction for one in self.wrapped}
-        batch, defers = self._clock.batch, self._defers(closes=closes)
+        batch = self._clock.batch
+        defers = self._defers(closes=closes)
         armed = [one for one, state in reductions.items() if state.batch == batch and state.reduced]
         averaged = [one for one in armed if not (defers and reductions[one].watched)]
         backward_pass = self.backward_pass(self._modules, closes=closes, counts=counts)
@@ -551,7 +557,8 @@ class DDP(Strategy):
         return module if self.options.sync_batchnorm is False else convert_sync_batchnorm(module)
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
-        given, accepted = self.options, inspect.signature(DistributedDataParallel).parameters
+        given = self.options
+        accepted = inspect.signature(DistributedDataParallel).parameters
         buffers = (
             "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
         )

@@ -105,7 +105,8 @@ class FSDP(Strategy):
     )
 
     def __init__(self, options: RunOptions) -> None:
-        self.device, self.options = str(options.device), options
+        self.device = str(options.device)
+        self.options = options
         self.roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._called = set[int]()  # blocks, by their places in that list
@@ -147,11 +148,9 @@ class FSDP(Strategy):
         # Not at the top: it changes the filters of warnings.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        options, blocks, from_meta = (
-            self.options,
-            self._chosen_blocks(name, module),
-            is_on_meta(module),
-        )
+        options = self.options
+        blocks = self._chosen_blocks(name, module)
+        from_meta = is_on_meta(module)
         if has_moving_buffers(module):
             module.register_forward_pre_hook(_send_buffers)
         kind = torch.device(self.device).type
@@ -192,8 +191,11 @@ class FSDP(Strategy):
 
     def _chosen_blocks(self, name: str, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a module that are gathered by themselves, inner ones first."""
-        names, least = set(self.options.fsdp_blocks or ()), self.options.fsdp_min_parameters
-        everywhere, taken, blocks = _owners(module), set[int](), []
+        names = set(self.options.fsdp_blocks or ())
+        least = self.options.fsdp_min_parameters
+        everywhere = _owners(module)
+        taken = set[int]()
+        blocks = []
         # a part comes after all that is in it
         for path, part in reversed(list(module.named_modules())):
             own = {id(one): one.numel() for one in part.parameters() if id(one) not in taken}

@@ -88,7 +88,9 @@ class GradientReduction:
 
     def __init__(self, probe: nn.Parameter) -> None:
         self.reduced = self.armed = self.watched = self.defers = self.held = self.fired = False
-        self.entry, self.probe, self.before = "", probe, -1
+        self.entry = ""
+        self.probe = probe
+        self.before = -1
         self.called = self.came = self.skipped = self.awaited = False
         self.clock = BatchClock()
         self.batch = -1
@@ -105,7 +107,9 @@ class GradientReduction:
     def after_backward(self) -> None:
         """Record the result of a backward pass, which may have reached this module or not."""
         if self.fired:
-            self.reduced, self.armed, self.fired = True, False, False
+            self.reduced = True
+            self.armed = False
+            self.fired = False
         elif self.defers or not self.armed:
             self.skipped = self.armed and not self.came
             self.reduced = self.armed = False
@@ -120,7 +124,8 @@ def average_or_defer(
     """
     state.came = True
     if not (state.defers or state.held):
-        state.fired, state.armed = True, False
+        state.fired = True
+        state.armed = False
         return (state.hook or average_of_all)(bucket)
     return done(bucket.buffer())
 

@@ -75,7 +75,8 @@ class LocalSGD(DDP):
 
     def __init__(self, options: RunOptions) -> None:
         super().__init__(options)
-        self.start, self.period = options["local_sgd_start"] or 0, options["local_sgd_period"]
+        self.start = options["local_sgd_start"] or 0
+        self.period = options["local_sgd_period"]
         self._optimizers: Mapping[str, Any] = {}
         self._progress: Any = None
         self._is_compared = False
@@ -100,7 +101,8 @@ class LocalSGD(DDP):
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Note, as a pass begins, how many steps there have been. The ranks are the same."""
-        self._progress, self.is_apart = progress, False
+        self._progress = progress
+        self.is_apart = False
         self._close_orders()
         self._choose_phase()
         return super().feed(feed, progress, seed)
@@ -152,7 +154,8 @@ class LocalSGD(DDP):
             for name, one in self._optimizers.items():
                 require_equal_groups(CANNOT_AVERAGE, name, one)
             self._is_compared = True
-        parts, progress = list(self._parts()), self._progress
+        parts = list(self._parts())
+        progress = self._progress
         sizes = [[one.numel() for one in part] for part in parts]
         own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
         most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])

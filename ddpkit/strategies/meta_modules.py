@@ -64,7 +64,8 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
         >>> net[0].weight.shape, is_on_meta(net)
         (torch.Size([2, 3]), False)
     """
-    state, seed = torch.get_rng_state(), global_seed()
+    state = torch.get_rng_state()
+    seed = global_seed()
     seed = torch.initial_seed() if seed is None else seed
     for path, part in reversed(list(module.named_modules())):  # as they were built: children first
         own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))

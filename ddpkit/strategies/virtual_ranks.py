@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     # number of shards, count of the loss, moves of buffers, gradients
     Part = list[torch.Tensor | None]
 
-_NOISE, _EVALUATION = 0x5AAD, 0xE7A1  # what random numbers are for
+# what random numbers are for
+_NOISE = 0x5AAD
+_EVALUATION = 0xE7A1
 
 MISUSED = (
     "virtual_ranks={}: fit_batch {}. The gradients of all shards are added up in one order: call "
@@ -78,15 +80,19 @@ class VirtualRanks(Strategy):
     unrepeatable = "whose batches are dealt out to the virtual ranks before a step"
 
     def __init__(self, device: str, number: int, *, is_strict: bool = False) -> None:
-        self.device, self.shards = device, number // get_world_size()
+        self.device = device
+        self.shards = number // get_world_size()
         self.virtual_ranks: int = number
         self._is_strict = is_strict
         self._first = (get_rank() or 0) * self.shards
         self._parameters: list[nn.Parameter] = []
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
-        self._sum, self._like = OrderedSum([], number), list[torch.Tensor]()
+        self._sum = OrderedSum([], number)
+        self._like = list[torch.Tensor]()
         self._window: Window | None = None
-        self._shard, self._adds_at_once, self._dtype = 0, True, widest_float(device)
+        self._shard = 0
+        self._adds_at_once = True
+        self._dtype = widest_float(device)
         self._noted: list[Any] | None = None
         self._may_look = device.startswith("cpu")  # a GPU would be waited for
         if self._may_look:
@@ -146,7 +152,8 @@ class VirtualRanks(Strategy):
     def follow(self, modules: nn.ModuleDict) -> None:
         """Take note of the parameters, also of frozen ones, and of the buffers."""
         self._parameters = list(modules.parameters())
-        owners, saved = dict(modules.named_modules()), modules.state_dict(keep_vars=True)
+        owners = dict(modules.named_modules())
+        saved = modules.state_dict(keep_vars=True)
         names = [name for name, _ in modules.named_buffers() if name in saved]
         self._buffers = {
             name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names
@@ -293,7 +300,9 @@ class VirtualRanks(Strategy):
                     .where(move != 0, before)
                 )
             self._buffer(name).copy_(after)
-        self._tree, self._parts, self._is_added = TreeSum(add_tensors), {}, True
+        self._tree = TreeSum(add_tensors)
+        self._parts = {}
+        self._is_added = True
         seed_streams(*self._place)  # alike on all ranks: an optimizer, or a hook after it, may draw
 
     # ------------------------------------------------------------------ one shard
@@ -330,7 +339,8 @@ class VirtualRanks(Strategy):
             raise ConfigError(
                 MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()")
             )
-        self._noted, gradients = None, [one.grad for one in self._parameters]
+        self._noted = None
+        gradients = [one.grad for one in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         if any(one is not None for one in gradients) and not (
@@ -340,9 +350,11 @@ class VirtualRanks(Strategy):
                 MISUSED.format(self.virtual_ranks, "called loss.backward() past the Brain")
             )
         self._check_dtypes(gradients)
-        count, self._count = self._count, None
+        count = self._count
+        self._count = None
         if window.counted is not None and not window.closes:
-            count, window.counted = wide_number(window.counted, self.device), 0.0
+            count = wide_number(window.counted, self.device)
+            window.counted = 0.0
         contiguous = (None if one is None else one.contiguous() for one in gradients)
         pairs = [(self._buffer(name), before) for name, before in self._before.items()]
         moves = [

@@ -116,7 +116,8 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
             watched: DDP decides when a backward pass comes, not in the forward pass before it,
                 whether it averages.
         """
-        self.gradient_reduction.hook, self.gradient_reduction.watched = hook, watched
+        self.gradient_reduction.hook = hook
+        self.gradient_reduction.watched = watched
         self._register_hook()
 
     def _register_hook(self) -> None:

@@ -75,7 +75,9 @@ class DividedOptimizer:
     """
 
     def __init__(self, name: str, optimizer: Optimizer, loads: list[int]) -> None:
-        self.name, self.optimizer, self._loads = name, optimizer, loads
+        self.name = name
+        self.optimizer = optimizer
+        self._loads = loads
         self._rank = dist.get_rank()
         self._owners: dict[torch.Tensor, int] = {}
         self._is_gathering = False
@@ -206,7 +208,8 @@ class DividedOptimizer:
         require_equal_groups(CANNOT_DIVIDE, self.name, self.optimizer)
         with temporarily(self, _is_gathering=True):
             state = self.optimizer.state_dict()
-        parts, group = state["state"], control_group()
+        parts = state["state"]
+        group = control_group()
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
                 own = map_values(

@@ -58,15 +58,19 @@ class Feed:
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it."""
         length = self.length
-        total, done = 1.0, self.start
-        window.correction, window.count, window.weight = 1.0, 1, 1.0
+        total = 1.0
+        done = self.start
+        window.correction = 1.0
+        window.count = 1
+        window.weight = 1.0
         source = itertools.islice(
             start_loading(self.loader), max(length - self.start, 0) + self.left_out
         )
         for _ in range(self.left_out):
             next(source, None)
         self.ready()
-        counts, by_samples = self.counts, self.weighting == "samples"
+        counts = self.counts
+        by_samples = self.weighting == "samples"
         whole = (
             (counts.total if by_samples else counts.parts)
             if counts is not None

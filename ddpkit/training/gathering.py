@@ -123,7 +123,8 @@ class Seen:
         """Yield, for every batch seen: its number, its samples' indices, and whether it was
         repeated to keep step.
         """
-        plan, last = self._plan, self.last or 0
+        plan = self._plan
+        last = self.last or 0
         plan.skip = self.first
         for number, (place, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
             yield number // plan.shards, indices, plan.keep_step and plan.count(place) == 0
@@ -231,12 +232,11 @@ def _rows_seen(seen: Seen) -> _Rows:
     sizes = [len(indices) for _, indices, _ in batches]
     flat = [index for _, indices, _ in batches for index in indices]
     try:
-        places, has_indices = (
-            np.array([operator.index(index) for index in flat], dtype=np.int64),
-            True,
-        )
+        places = np.array([operator.index(index) for index in flat], dtype=np.int64)
+        has_indices = True
     except (TypeError, OverflowError):  # a dataset that is indexed by names
-        places, has_indices = np.zeros(len(flat), dtype=np.int64), False
+        places = np.zeros(len(flat), dtype=np.int64)
+        has_indices = False
     numbers = np.repeat(np.array([number for number, _, _ in batches], dtype=np.int64), sizes)
     counted = np.repeat(
         np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes
@@ -262,7 +262,8 @@ def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
         for one in columns
     )
     size = sum(seen.sizes) if by_batch else len(columns[0]) if columns else 0
-    places, everything = _stream_places(seen.loader, size), np.ones(size, dtype=np.bool_)
+    places = _stream_places(seen.loader, size)
+    everything = np.ones(size, dtype=np.bool_)
     numbers = np.full(
         size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64
     )
@@ -275,7 +276,8 @@ def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
 def _rows_of_training(seen: Seen, columns: list[Any], samples: int, repeated: int) -> _Rows:
     """Take the samples of a training stream: at its end a rank may have repeated its last batch."""
     size = samples + repeated
-    places, counted = _stream_places(seen.loader, size), np.arange(size) < samples
+    places = _stream_places(seen.loader, size)
+    counted = np.arange(size) < samples
     numbers = np.full(
         size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64
     )

@@ -58,7 +58,9 @@ class LoaderFactory:
     """
 
     def __init__(self, options: RunOptions, hparams: SimpleNamespace, strategy: Strategy) -> None:
-        self._options, self.hparams, self._strategy = options, hparams, strategy
+        self._options = options
+        self.hparams = hparams
+        self._strategy = strategy
         self._divides_evaluation = False
         # what a recipe asked for, and what that came to
         self._accumulation: tuple[int, int] | None = None
@@ -69,17 +71,16 @@ class LoaderFactory:
         Raises:
             ConfigError: sizes that contradict each other.
         """
-        options, shards = self._options, self._strategy.shards
+        options = self._options
+        shards = self._strategy.shards
         if (
             self._accumulation is not None
             and self._accumulation[1] == options.grad_accumulation_factor
         ):
             # `fit` has written the result there
             options.derive("grad_accumulation_factor", self._accumulation[0])
-        asked, found = (
-            options.grad_accumulation_factor,
-            micro_batches(options, get_world_size() * shards) * shards,
-        )
+        asked = options.grad_accumulation_factor
+        found = micro_batches(options, get_world_size() * shards) * shards
         self._accumulation = (asked, found)
         return found
 
@@ -160,7 +161,8 @@ class LoaderFactory:
         """Refuse nominal epochs whose batches are another part of a step on another number of
         processes.
         """
-        size, strategy = self._options.micro_batch_size, self._strategy
+        size = self._options.micro_batch_size
+        strategy = self._strategy
         if strategy.same_bits and (stage is Stage.TRAIN or self._options.shard_evaluation):
             raise ConfigError(
                 "nominal epochs (looped_nominal_epoch, LoopedLoader) do not work with "
@@ -184,12 +186,11 @@ class LoaderFactory:
         return loader_kwargs
 
     def _sharding(self, stage: Stage) -> Sharding:
-        options, virtual_ranks = self._options, self._strategy.virtual_ranks
+        options = self._options
+        virtual_ranks = self._strategy.virtual_ranks
         if stage is Stage.TRAIN:
-            size, factor = (
-                options.global_batch_size,
-                options.grad_accumulation_factor // self._strategy.shards,
-            )
+            size = options.global_batch_size
+            factor = options.grad_accumulation_factor // self._strategy.shards
             micro = 1 if size is None else factor
             return Sharding.of_this_rank(
                 global_batch_size=size, micro_batches=micro, virtual_ranks=virtual_ranks

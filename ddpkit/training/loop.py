@@ -66,8 +66,10 @@ def train_epoch(
 
     Ranks: collective.
     """
-    progress, name = brain.progress, type(brain).__name__
-    window, meter = progress.window, progress.meter
+    progress = brain.progress
+    name = type(brain).__name__
+    window = progress.window
+    meter = progress.meter
     is_single = feed.factor == 1  # to ask in every step costs a call
     sync.start(progress.step)
     if progress.optimizer_step >= stop_at:
@@ -121,7 +123,8 @@ def evaluate_epoch(
 
     Ranks: local.
     """
-    progress, name = brain.progress, type(brain).__name__
+    progress = brain.progress
+    name = type(brain).__name__
     meter = progress.meter
     sync.start(progress.step)
     with torch.no_grad():

@@ -44,7 +44,8 @@ class LossMeter:
     __slots__ = ("_copies", "_host", "_means", "_partial", "_sums", "samples")
 
     def __init__(self, *, copies: bool = False) -> None:
-        self.samples, self._copies = 0, copies
+        self.samples = 0
+        self._copies = copies
         self._means: list[_Entry] = []
         self._sums: list[_Entry] = []
         self._partial: Tensor | None = None
@@ -132,8 +133,11 @@ class LossMeter:
         Ranks: local.
         """
         copied = LossMeter(copies=self._copies)
-        copied.samples, copied._host, copied._partial = self.samples, self._host, self._partial
-        copied._means, copied._sums = list(self._means), list(self._sums)
+        copied.samples = self.samples
+        copied._host = self._host
+        copied._partial = self._partial
+        copied._means = list(self._means)
+        copied._sums = list(self._sums)
         return copied
 
     @reads_device
@@ -165,7 +169,8 @@ class LossMeter:
         self._host = [float(one) for one in state_dict["added"]]
         partial = state_dict.get("added_on_device")
         self._partial = None if partial is None else torch.tensor(partial, dtype=torch.float64)
-        self._means, self._sums = [], []
+        self._means = []
+        self._sums = []
         for name, append in (("means", self.append), ("sums", self.append_sum)):
             for loss, count in state_dict.get(name, []):
                 append(_thawed(loss), _thawed(count))
@@ -231,14 +236,17 @@ class ExactMeter(LossMeter):
 
     def restore(self, loss_sum: Any, count: Any, nonfinite: int = 0, samples: int = 0) -> None:
         """Go on from sums: numbers, fractions, or fractions written out."""
-        self._means, self._sums, self.samples = [], [], samples
+        self._means = []
+        self._sums = []
+        self.samples = samples
         self._exact = Fraction(loss_sum), Fraction(count), nonfinite
 
     def copy(self) -> ExactMeter:
         """Return a meter with the same losses."""
         copied = ExactMeter(copies=self._copies)
         self._flush()
-        copied._exact, copied.samples = self._exact, self.samples
+        copied._exact = self._exact
+        copied.samples = self.samples
         return copied
 
     def state_dict(self) -> dict[str, Any]:

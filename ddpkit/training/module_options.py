@@ -123,7 +123,9 @@ class Recomputed:
     """
 
     def __init__(self, block: nn.Module, classes: list[str]) -> None:
-        self.block, self.classes, self.is_checked = block, classes, False
+        self.block = block
+        self.classes = classes
+        self.is_checked = False
         self.is_recomputing = False
         self.run = self.forward = block.forward
 

@@ -73,7 +73,8 @@ class PassedThrough:
     def __init__(
         self, loader: Iterable[Any], through: Callable[[Iterator[Any]], Iterator[Any]]
     ) -> None:
-        self.loader, self.through = loader, through
+        self.loader = loader
+        self.through = through
 
     def __iter__(self) -> Iterator[Any]:
         return self.through(start_loading(self.loader))

@@ -104,7 +104,8 @@ class Progress(optim.StepCounters):
         """Add losses and logged values up exactly, so that no rounding depends on the number of
         processes.
         """
-        self.new_meter, self.add_totals = ExactMeter, sum_exactly
+        self.new_meter = ExactMeter
+        self.add_totals = sum_exactly
         self.meter = self.new_meter()
         self.logged = LoggedValues(self.new_meter, self.add_totals)
 
@@ -142,11 +143,18 @@ class Progress(optim.StepCounters):
         self.look()
         self.error = None
         self.step, self.window, self.meter = 0, Window(), self.new_meter()
-        self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
+        self.window_end = 0
+        self.train_meter = None
+        self.train_sums = None
+        self.loader = None
         self.phase = EpochPhase.OUTSIDE
         self.is_whole = self.is_validated = False
-        self.result, self.result_of, self.result_at = None, 0, 0
-        self.epochs, self.train_loss, self.valid_loss = 0, None, None
+        self.result = None
+        self.result_of = 0
+        self.result_at = 0
+        self.epochs = 0
+        self.train_loss = None
+        self.valid_loss = None
         self.logged.values.clear()
 
     def end_epoch(self) -> None:

@@ -26,7 +26,8 @@ def require_same_draw(loader: Any) -> None:
 
     Ranks: collective.
     """
-    plan, inner = plan_of(loader), loader.loader if isinstance(loader, LoopedLoader) else loader
+    plan = plan_of(loader)
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     facts = plan.drawn_words() if plan is not None and plan.world_size > 1 else {}
     if isinstance(inner, StreamLoader):
         facts = inner.drawn_words()

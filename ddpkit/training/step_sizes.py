@@ -38,11 +38,9 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
         >>> micro_batches(RunOptions(global_batch_size=100, micro_batch_size=16), world_size=2)
         4
     """
-    given, micro, whole = (
-        options.grad_accumulation_factor,
-        options.micro_batch_size,
-        options.global_batch_size,
-    )
+    given = options.grad_accumulation_factor
+    micro = options.micro_batch_size
+    whole = options.global_batch_size
     if micro is None:
         return given
     if whole is None:
@@ -150,16 +148,13 @@ def batch_sizes(
         '2 processes x batch 2 x accumulation 1 = 4 samples per optimizer step; 3 steps, 10 samples
         per epoch'
     """
-    steps, on = (
-        None if length is None else -(-length // factor),
-        world_size if virtual_ranks else None,
-    )
-    world_size, inner = (
-        virtual_ranks or world_size,
-        loader.loader if isinstance(loader, LoopedLoader) else loader,
-    )
+    steps = None if length is None else -(-length // factor)
+    on = world_size if virtual_ranks else None
+    world_size = virtual_ranks or world_size
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     per_process, per_step = _sizes(inner, factor, world_size)
-    planned, samples = plan_of(inner), None
+    planned = plan_of(inner)
+    samples = None
     is_divided = isinstance(planned, PlannedBatchSampler) or isinstance(
         getattr(inner, "dataset", None), StreamShard
     )
@@ -177,8 +172,10 @@ def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] |
     """Return the smallest and largest full batch of one process, and a full optimizer step of all,
     in samples.
     """
-    planned, batches = plan_of(loader), getattr(loader, "batch_sampler", None)
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    planned = plan_of(loader)
+    batches = getattr(loader, "batch_sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    size = getattr(loader, "batch_size", None)
     if isinstance(planned, PlannedBatchSampler):
         plan = planned.plan
         if batches is None:  # the dataset yields whole batches of unknown size

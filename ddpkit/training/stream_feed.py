@@ -107,7 +107,9 @@ class StreamFeed:
         while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
             ahead.append(next(turns))
         self.ready()
-        place, done, whole = self.start % self.factor, 0.0, 0.0
+        place = self.start % self.factor
+        done = 0.0
+        whole = 0.0
         window.correction = 1.0
         while ahead[0].told().ranks:
             turn = ahead.popleft()
@@ -130,7 +132,9 @@ class StreamFeed:
             window.closes = place == self.factor or not ahead[0].told().ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:
-                place, done, whole = 0, 0.0, 0.0
+                place = 0
+                done = 0.0
+                whole = 0.0
             with (
                 self.uneven(counts=turn.count > 0)
                 if turn.told().ranks < self.world_size
@@ -142,17 +146,24 @@ class StreamFeed:
         """Read the batches, the last one again and again after the end; start telling the other
         ranks of each.
         """
-        last, able, last_size = None, 0.0, 0
+        last = None
+        able = 0.0
+        last_size = 0
         # the last of which may have to be repeated
         for done in itertools.islice(batches, self.left_out):
-            last, able, last_size = done, 1.0, guess_batch_size(done)
+            last = done
+            able = 1.0
+            last_size = guess_batch_size(done)
         while True:
             size = None
             for batch in itertools.islice(batches, 1):
-                last, able, size = batch, 1.0, self.size_of(batch)
+                last = batch
+                able = 1.0
+                size = self.size_of(batch)
                 # None: another rank's
                 last_size = guess_batch_size(batch) if size is None else size
-            present, count = int(size is not None), size or 0
+            present = int(size is not None)
+            count = size or 0
             repeated = 0 if present else last_size
             sums = self.start_sum([float(present), float(count), able])
             yield _Turn(

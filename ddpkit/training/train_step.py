@@ -143,9 +143,14 @@ class TrainStep:
         scaler: torch.amp.GradScaler,
         ema: WeightAverage | None = None,
     ) -> None:
-        self.recipe, self.name, self.device = recipe, recipe.name, str(options.device)
-        self.modules, self.strategy, self.options = modules, strategy, options
-        self.progress, self.ema = progress, ema
+        self.recipe = recipe
+        self.name = recipe.name
+        self.device = str(options.device)
+        self.modules = modules
+        self.strategy = strategy
+        self.options = options
+        self.progress = progress
+        self.ema = ema
         self.scaler = scaler
         self.optimizers: dict[str, torch.optim.Optimizer] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -174,7 +179,8 @@ class TrainStep:
         """Whether the current micro-batch closes its window."""
         window = self.progress.window
         if window.closes:
-            window.is_asked, window.deferred_at = True, -1
+            window.is_asked = True
+            window.deferred_at = -1
         return window.closes
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -199,7 +205,8 @@ class TrainStep:
             not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1)
         ):
             window.defer(self.progress.step)
-        count, scale = None, 0.0
+        count = None
+        scale = 0.0
         if loss.__class__ is tuple:
             loss, count = sum_and_count(loss, self.name)
         elif window.counted is not None:
@@ -269,13 +276,12 @@ class TrainStep:
         Returns:
             What ``fit_batch`` returns, detached; and the mean loss, attached.
         """
-        progress, result = self.progress, loss
+        progress = self.progress
+        result = loss
         if loss.__class__ is tuple:
             loss_sum, count = sum_and_count(loss, self.name)
-            result, loss = (
-                (loss_sum.detach(), count if progress.window.count else 0.0),
-                loss_sum / count,
-            )
+            result = (loss_sum.detach(), count if progress.window.count else 0.0)
+            loss = loss_sum / count
         else:
             result = loss.detach()
         progress.result, progress.result_of = result, progress.step
@@ -413,11 +419,13 @@ class TrainStep:
 
     def _prepare(self, brain: StepHooks) -> _Prepared:
         self.progress.settle()
-        multiplier, optimizers = self.close_window(), self.optimizers_to_step(brain)
+        multiplier = self.close_window()
+        optimizers = self.optimizers_to_step(brain)
         if not optimizers:
             return _Prepared(optimizers, multiplier)
         self.strategy.finish_gradients(optimizers)
-        scaler, updates = self._active_scaler, None
+        scaler = self._active_scaler
+        updates = None
         if isinstance(scaler, StepScaler):  # another's would refuse to unscale again
             updates = self._note_unscaled(optimizers)
             optim.unscale(optimizers, scaler)
@@ -474,17 +482,16 @@ class TrainStep:
         """Step without a wait for the GPU, if that can be; look at it at once where something
         follows each step.
         """
-        progress, norm, alone = (
-            self.progress,
-            self.options["max_grad_norm"],
-            self.strategy.steps_alone,
-        )
+        progress = self.progress
+        norm = self.options["max_grad_norm"]
+        alone = self.strategy.steps_alone
         if alone or (late := optim.take_late_step(optimizers, norm, multiplier)) is None:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
         # the result is looked at in a later batch
-        step, number = progress.step, progress.window.number
+        step = progress.step
+        number = progress.window.number
         progress.leave_open(
             lambda: self._follow(optimizers, multiplier, late.result(), step, number)
         )
@@ -527,7 +534,8 @@ class TrainStep:
         Under :meth:`no_sync` an optimizer that has stepped accumulates for its next step. These
         gradients stay, and nothing is saved before that step.
         """
-        stepped, self._stepped = self._stepped, None
+        stepped = self._stepped
+        self._stepped = None
         if stepped is not None:
             unused = [*(self.optimizers or {}).values()]
             if self.progress.window.pending(self.progress.step):
@@ -571,7 +579,8 @@ class TrainStep:
             ConfigError: no optimizer has had a gradient in any step.
         """
         progress = self.progress
-        first, before = progress.window_end, progress.optimizer_step
+        first = progress.window_end
+        before = progress.optimizer_step
         yield
         has_stepped = progress.optimizer_step > before or progress.nonfinite
         # fp16 may skip all steps of a short epoch.
@@ -617,7 +626,8 @@ class TrainStep:
         self, multiplier: Any, result: optim.StepResult, step: int, number: int
     ) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
-        scaler, window = self._active_scaler, self.progress.window
+        scaler = self._active_scaler
+        window = self.progress.window
         if result.norm < 0:  # by the multiplier's sign
             raise BatchError(
                 f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add "
@@ -644,7 +654,8 @@ class TrainStep:
 
         Several steps in one window count once, as ``total_steps`` counts windows.
         """
-        progress, window = self.progress, self.progress.window
+        progress = self.progress
+        window = self.progress.window
         if result.clipped and window.clipped_in != n:
             window.clipped_in = n
             progress.clipped += 1
@@ -683,7 +694,8 @@ class TrainStep:
         has stepped.
         """
         if self._waiting:
-            stepped, self._waiting = self._waiting, []
+            stepped = self._waiting
+            self._waiting = []
             self._follow_window(stepped)
 
     def _follow_window(self, stepped: list[torch.optim.Optimizer]) -> None:

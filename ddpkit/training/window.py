@@ -102,6 +102,11 @@ class Window:
         multiplier = self.multiplier
         if self.is_weighed and self.counted is None:
             multiplier *= self.correction
-        self.multiplier, self.deferred, self.deferred_at = 1.0, 0, -1
-        self.counted, self.average, self.has_means, self.is_overdue = None, None, False, False
+        self.multiplier = 1.0
+        self.deferred = 0
+        self.deferred_at = -1
+        self.counted = None
+        self.average = None
+        self.has_means = False
+        self.is_overdue = False
         return multiplier

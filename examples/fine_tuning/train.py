@@ -69,12 +69,11 @@ def digits(kinds):
             "The digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     data = load_digits()
-    images, labels = (
-        torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16,
-        torch.tensor(data.target),
-    )
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images, labels = images[order], labels[order]
+    images = images[order]
+    labels = labels[order]
     chosen = torch.isin(labels, torch.tensor(kinds))
     return images[chosen], labels[chosen] - min(kinds)
 
@@ -127,7 +126,8 @@ def main():
         train_loader_kwargs={"shuffle": True},
         valid_loader_kwargs=evaluation,
     )
-    ended, best = hparams["epoch_counter"].current, hparams["epoch_counter"].best_limit
+    ended = hparams["epoch_counter"].current
+    best = hparams["epoch_counter"].best_limit
     brain.evaluate(test, min_key="error", test_loader_kwargs=evaluation)
     if ddpkit.if_main_process():
         print(f"training ended after epoch {ended}; the best was epoch {best}")

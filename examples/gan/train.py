@@ -32,7 +32,8 @@ class Points(Dataset):
     """
 
     def __init__(self, size, noise_size):
-        self.size, self.noise_size = size, noise_size
+        self.size = size
+        self.noise_size = noise_size
 
     def __len__(self):
         return self.size
@@ -58,7 +59,8 @@ class Gan(ddpkit.Brain):
 
     def fit_batch(self, batch):
         noise, real = (part.to(self.device) for part in batch)
-        generator, discriminator = self.modules.generator, self.modules.discriminator
+        generator = self.modules.generator
+        discriminator = self.modules.discriminator
 
         self.turn = "discriminator"
         with self.training_ctx:
@@ -90,7 +92,8 @@ class Gan(ddpkit.Brain):
         return torch.cdist(predictions, CENTRES.to(self.device)).min(dim=1).values.mean()
 
     def on_stage_start(self, stage, epoch=None):
-        self.discriminator_loss, self.made = Mean(), []
+        self.discriminator_loss = Mean()
+        self.made = []
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage is ddpkit.Stage.TRAIN:

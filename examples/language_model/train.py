@@ -50,7 +50,8 @@ class LanguageModel(ddpkit.Brain):
         """Go on with a text, each time with a likely character: on all processes alike."""
         modules = self.raw_modules.eval()  # without DDP
         chance = torch.Generator().manual_seed(seed)
-        codes, memory = torch.tensor([list(text.encode("ascii"))], device=self.device), None
+        codes = torch.tensor([list(text.encode("ascii"))], device=self.device)
+        memory = None
         while len(text) < length and not text.endswith("\n"):
             states, memory = modules.memory(modules.embedding(codes), memory)
             # twice: rather too likely than too wild
@@ -78,7 +79,8 @@ def main():
     hparams = ddpkit.load_hparams(hparams_file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
-    lines, every = lines_of(hparams["text_file"]), hparams["valid_every"]
+    lines = lines_of(hparams["text_file"])
+    every = hparams["valid_every"]
     valid = lines[::every]
     train = [line for number, line in enumerate(lines) if number % every]
 

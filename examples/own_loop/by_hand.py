@@ -16,7 +16,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-EPOCHS, LR, MAX_GRAD_NORM, BATCH_SIZE, EVALUATION_BATCH_SIZE, SEED = 10, 0.01, 5.0, 32, 100, 1234
+EPOCHS = 10
+LR = 0.01
+MAX_GRAD_NORM = 5.0
+BATCH_SIZE = 32
+EVALUATION_BATCH_SIZE = 100
+SEED = 1234
 CHECKPOINT = Path("results/by_hand.pt")
 
 
@@ -62,7 +67,8 @@ def main():
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["epoch"] + 1
 
-    train_set, valid_set = spirals(1000, seed=1), spirals(300, seed=2)
+    train_set = spirals(1000, seed=1)
+    valid_set = spirals(300, seed=2)
     # repeats samples to divide them evenly
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler)

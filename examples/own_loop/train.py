@@ -41,9 +41,11 @@ def train(net, loader, optimizer, hparams, device):
 def evaluate(net, loader, device):
     """Return the mean loss over the samples of all processes, and their accuracy."""
     net.eval()
-    mean, accuracy = Mean(), Accuracy()
+    mean = Mean()
+    accuracy = Accuracy()
     for points, arms in loader:
-        scores, labels = net(points.to(device)), arms.to(device)
+        scores = net(points.to(device))
+        labels = arms.to(device)
         mean.update(cross_entropy(scores, labels), len(labels))
         accuracy.update(scores, labels)
     return {"loss": mean.compute(reduce=True), "accuracy": accuracy.compute(reduce=True)}

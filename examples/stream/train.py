@@ -48,7 +48,9 @@ class Waves(IterableDataset):
     """
 
     def __init__(self, numbers, augments):
-        self.numbers, self.augments, self.done = numbers, augments, 0
+        self.numbers = numbers
+        self.augments = augments
+        self.done = 0
 
     def __iter__(self):
         for number in self.numbers[self.done :]:

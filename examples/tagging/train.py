@@ -29,9 +29,12 @@ def tagged_sequences(size, seed):
     """Return texts such as `a(b(ab))` as dicts of tensors, with the depth of each character as its
     tag.
     """
-    chance, samples = random.Random(seed), []
+    chance = random.Random(seed)
+    samples = []
     for number in range(size):
-        text, tags, depth = "", [], 0
+        text = ""
+        tags = []
+        depth = 0
         for _ in range(chance.randint(4, 60)):
             character = chance.choice("ab" + "(" * 2 * (depth < DEEPEST) + ")" * 2 * (depth > 0))
             depth += {"(": 1, ")": -1}.get(character, 0)

@@ -13,7 +13,8 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.norm, self.looked_up = nn.LayerNorm(width), nn.Linear(width, 3 * width, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.looked_up = nn.Linear(width, 3 * width, bias=False)
         self.joined = nn.Linear(width, width)
         self.inner = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -35,7 +36,8 @@ class Transformer(nn.Module):
 
     def __init__(self, symbols, length, width, depth, heads):
         super().__init__()
-        self.symbols, self.places = nn.Embedding(symbols, width), nn.Embedding(length, width)
+        self.symbols = nn.Embedding(symbols, width)
+        self.places = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.scores = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, symbols))
 

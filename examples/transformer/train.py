@@ -25,7 +25,8 @@ class Sorting(ddpkit.Brain):
 
     def predict_batch(self, batch):
         """Sort without seeing the answer: one digit after the other."""
-        question, answer = batch[0], torch.zeros_like(batch[0])
+        question = batch[0]
+        answer = torch.zeros_like(batch[0])
         for place in range(question.shape[1]):
             scores = self.compute_forward((question, answer), ddpkit.Stage.TEST)
             answer[:, place] = scores[:, place].argmax(-1).cpu()

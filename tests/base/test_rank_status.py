@@ -34,7 +34,8 @@ def test_the_innermost_line_of_the_users_code_is_named():
 
 
 def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
-    event, thread = threading.Event(), None
+    event = threading.Event()
+    thread = None
 
     def wait_here():
         event.wait()
@@ -46,7 +47,8 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
     thread.start()
     try:
         end = time.monotonic() + 60
-        where, waits = "", None
+        where = ""
+        waits = None
         while "in wait_here, which" not in where and time.monotonic() < end:
             time.sleep(0.01)
             where, waits = look_at(sys._current_frames()[thread.ident])
@@ -126,7 +128,8 @@ def test_f1_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
 
 
 def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
-    position, places = Position(), []
+    position = Position()
+    places = []
 
     def note():
         places.append(position.own_status(0, 0.0, look=False).place())

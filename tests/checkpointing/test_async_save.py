@@ -94,7 +94,8 @@ def names(checkpointer):
 
 
 def test_the_thread_lives_while_there_is_work_and_its_error_comes_out_once():
-    background, go = BackgroundSave(), threading.Event()
+    background = BackgroundSave()
+    go = threading.Event()
     background.start(Path("folder/CKPT+a"), lambda: (go.wait(60), 1 / 0))
     assert saver_threads() == ["ddpkit saves CKPT+a"]
     go.set()
@@ -292,7 +293,8 @@ def test_the_files_are_those_of_a_synchronous_save(tmp_path, model):
         checkpointer.asynchronous = asynchronous
         checkpointer.save_checkpoint(meta={"unixtime": 5.0}, name="a")
         checkpointer.wait()
-    one, two = tmp_path / "False" / "CKPT+a", tmp_path / "True" / "CKPT+a"
+    one = tmp_path / "False" / "CKPT+a"
+    two = tmp_path / "True" / "CKPT+a"
     assert {p.name: p.read_bytes() for p in one.iterdir()} == {
         p.name: p.read_bytes() for p in two.iterdir()
     }
@@ -405,7 +407,8 @@ def test_with_warn_a_save_that_cannot_even_begin_returns_none(checkpointer, capl
 def test_with_warn_a_retention_that_fails_does_not_take_the_checkpoint_back(
     checkpointer, monkeypatch, caplog
 ):
-    checkpointer.on_error, checkpointer.asynchronous = "warn", False
+    checkpointer.on_error = "warn"
+    checkpointer.asynchronous = False
     checkpointer.save_checkpoint(name="old", meta={"unixtime": 1})
 
     class Stuck(FileOperations):

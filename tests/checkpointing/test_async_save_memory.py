@@ -45,7 +45,8 @@ def views():
 
 
 def sparse():
-    indices, values = torch.tensor([[0, 1], [1, 2]]), torch.tensor([1.0, 2.0])
+    indices = torch.tensor([[0, 1], [1, 2]])
+    values = torch.tensor([1.0, 2.0])
     coo = torch.sparse_coo_tensor(indices, values, (3, 3), check_invariants=True)
     return {"coo": coo, "csr": coo.to_sparse_csr()}
 
@@ -98,7 +99,8 @@ def test_values_of_all_kinds_come_back_as_they_were():
 
 @pytest.mark.filterwarnings("ignore:.*quantize", "ignore:TypedStorage")
 def test_tensors_of_one_storage_share_its_copy():
-    shared, grown = torch.arange(6.0), torch.zeros(2, requires_grad=True)
+    shared = torch.arange(6.0)
+    grown = torch.zeros(2, requires_grad=True)
     state = {
         "a": shared, "turned": shared.view(2, 3).t(), "tail": shared[4:], "grown": grown,
         "derived": (grown * 2).detach(),
@@ -151,7 +153,8 @@ def test_shared_storages_are_copied_once_whole_and_over_all_states():
     whole = torch.arange(100.0)
     memory = SnapshotMemory()
     taken = memory.take({"a": {"w": whole[:10]}, "b": {"w": whole[50:]}})
-    a, b = taken["a"]["w"], taken["b"]["w"]
+    a = taken["a"]["w"]
+    b = taken["b"]["w"]
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != whole.data_ptr()
     assert torch.equal(a, whole[:10])
     assert torch.equal(b, whole[50:])

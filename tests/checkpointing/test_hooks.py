@@ -270,7 +270,8 @@ def test_anything_with_a_state_dict_is_the_last_resort(tmp_path):
             self.total = state["total"]
             self.seen = state["seen"]
 
-    saved, loaded = Meter(), Meter()
+    saved = Meter()
+    loaded = Meter()
     saved.total = np.float64(2.5)
     path = tmp_path / "meter.ckpt"
     find_save_hook(saved)(saved, path)
@@ -360,7 +361,8 @@ def test_a_grad_scaler_is_saved_and_loaded(tmp_path):
     def make(scale):
         return torch.amp.GradScaler("cpu", init_scale=scale)
 
-    saved, loaded = make(64.0), make(8.0)
+    saved = make(64.0)
+    loaded = make(8.0)
     assert find_save_hook(saved) is torch_save
     torch_save(saved, tmp_path / "s")
     torch_recovery(loaded, tmp_path / "s", False)
@@ -397,7 +399,8 @@ def test_a_module_of_another_size_names_some_parameters_with_both_shapes_and_wha
 
 
 def test_an_optimizer_of_an_older_version_or_with_entries_of_a_recipe_is_loaded(tmp_path):
-    path, weights = tmp_path / "optimizer.ckpt", [nn.Parameter(torch.ones(1))]
+    path = tmp_path / "optimizer.ckpt"
+    weights = [nn.Parameter(torch.ones(1))]
     older = torch.optim.SGD(weights, lr=0.1).state_dict()
     del older["param_groups"][0]["nesterov"]
     torch.save(older, path)
@@ -519,7 +522,8 @@ def test_torch_compile_really_names_its_module_so(tmp_path):
     "load", [torch_parameter_transfer, functools.partial(torch_recovery, end_of_epoch=True)]
 )
 def test_a_path_may_be_a_text(tmp_path, load):
-    saved, loaded = nn.Linear(2, 1), nn.Linear(2, 1)
+    saved = nn.Linear(2, 1)
+    loaded = nn.Linear(2, 1)
     torch_save(saved, tmp_path / "a")
     load(loaded, str(tmp_path / "a"))
     assert torch.equal(loaded.weight, saved.weight)
@@ -559,7 +563,8 @@ def test_k8_loading_runs_no_code_whatever_the_environment_says(
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", variable)
     # else torch's warning, an error in tests, would stop an unsafe load
     warnings.simplefilter("ignore")
-    path, target = tmp_path / "model.ckpt", tmp_path / "touched"
+    path = tmp_path / "model.ckpt"
+    target = tmp_path / "touched"
     torch.save({"weight": Evil(target)}, path, _use_new_zipfile_serialization=as_zip)
     for load in (
         lambda: safe_load(path),
@@ -577,7 +582,8 @@ def test_k8_loading_runs_no_code_whatever_the_environment_says(
 def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
     """Else the test above shows nothing."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    path, target = tmp_path / "model.ckpt", tmp_path / "touched"
+    path = tmp_path / "model.ckpt"
+    target = tmp_path / "touched"
     torch.save({"weight": Evil(target)}, path)
     with pytest.warns(UserWarning, match="forcing weights_only=False"):
         torch.load(path)["weight"].close()
@@ -645,7 +651,8 @@ def stored(path, how, state=None):
     ],
 )
 def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
-    path, module = tmp_path / "a.ckpt", make()
+    path = tmp_path / "a.ckpt"
+    module = make()
     weight = stored(path, how)
     torch_recovery(module, path, end_of_epoch=True)
     with path.open("r+b") as file:
@@ -678,7 +685,8 @@ def loaded_into_an_optimizer(path, state, monkeypatch, how="new", threads=True):
 def test_the_state_of_an_optimizer_depends_on_its_file_no_longer(
     tmp_path, monkeypatch, how, threads
 ):
-    whole, nothing = torch.arange(5000.0), torch.empty(3, 0)
+    whole = torch.arange(5000.0)
+    nothing = torch.empty(3, 0)
     kinds = {
         "double": whole.double(),
         "bf16": whole.bfloat16(),
@@ -800,7 +808,8 @@ def test_a_file_is_not_changed_when_it_is_loaded(tmp_path, monkeypatch, make):
     """torch swaps the bytes of another machine's file in its pages, which a shared mapping writes
     back.
     """
-    path, obj = tmp_path / "a.ckpt", make()
+    path = tmp_path / "a.ckpt"
+    obj = make()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
         if isinstance(obj, nn.Module):
@@ -831,12 +840,14 @@ def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_pa
     class Quantised(nn.Module):
         def __init__(self, scale):
             super().__init__()
-            scales, ones = torch.full((4096,), scale), torch.ones(4096, 1)
+            scales = torch.full((4096,), scale)
+            ones = torch.ones(4096, 1)
             whole = torch.quantize_per_tensor(ones, scale, 0, torch.qint8)
             parts = torch.quantize_per_channel(ones, scales, torch.zeros(4096), 0, torch.qint8)
             self.register_buffer("codes", whole if channels is None else parts)
 
-    path, module = tmp_path / "a.ckpt", Quantised(0.5)
+    path = tmp_path / "a.ckpt"
+    module = Quantised(0.5)
     torch_save(Quantised(0.25), path)
     torch_recovery(module, path, end_of_epoch=True)
     with path.open("r+b") as file:
@@ -851,7 +862,9 @@ def test_a_module_keeps_its_parameters_though_the_file_asks_for_new_ones(tmp_pat
     """torch notes ``assign=True`` in the metadata of the state that a caller gave, and does so
     again after a save.
     """
-    path, source, module = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1)
+    path = tmp_path / "a.ckpt"
+    source = nn.Linear(4, 1)
+    module = nn.Linear(4, 1)
     state = source.state_dict()
     nn.Linear(4, 1).load_state_dict(state, assign=True)
     torch.save(state, path)
@@ -863,7 +876,9 @@ def test_a_module_keeps_its_parameters_though_the_file_asks_for_new_ones(tmp_pat
 
 def test_a_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
     """As on some network file systems."""
-    path, source, module = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1)
+    path = tmp_path / "a.ckpt"
+    source = nn.Linear(4, 1)
+    module = nn.Linear(4, 1)
     torch_save(source, path)
 
     def refuse(*_, **__):
@@ -879,7 +894,8 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
     "load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer]
 )
 def test_a_module_is_loaded_without_a_copy_of_its_state_in_memory(tmp_path, load):
-    path, model = tmp_path / "a.ckpt", nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
+    path = tmp_path / "a.ckpt"
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
     torch_save(model, path)
     with profile(profile_memory=True, acc_events=False) as profiler:
         load(model, path)

@@ -390,7 +390,8 @@ def test_an_unknown_mode_is_an_error(tmp_path):
 
 def test_a_file_that_may_not_be_written_any_more_is_saved(tmp_path, monkeypatch):
     """As `shutil.copy` makes it, of a file of mode 0444; root alone could open it for writing."""
-    source, is_root = tmp_path / "spm.model", os.geteuid() == 0
+    source = tmp_path / "spm.model"
+    is_root = os.geteuid() == 0
     source.write_text("a tokenizer")
     source.chmod(0o444)
     tmp_path.chmod(0o777)

@@ -41,7 +41,8 @@ def pieces_of(*sizes):
     ],
 )
 def test_the_checksum_is_that_of_all_that_was_written(tmp_path, sizes):
-    pieces, path = pieces_of(*sizes), tmp_path / "a"
+    pieces = pieces_of(*sizes)
+    path = tmp_path / "a"
     digest = write_file(path, lambda handle: [handle.write(piece) for piece in pieces])
     assert path.read_bytes() == b"".join(pieces)
     parts = [
@@ -118,13 +119,16 @@ def test_each_piece_of_a_large_file_is_verified_and_what_ddpkit_0_1_has_saved(tm
             ("a.ckpt fails its checksum: its content has changed since it was saved")
         ], place
         content[place] ^= 1
-    first, second, rest = content[: 16 * MIB], content[16 * MIB : 32 * MIB], content[32 * MIB :]
+    first = content[: 16 * MIB]
+    second = content[16 * MIB : 32 * MIB]
+    rest = content[32 * MIB :]
     (final / "a.ckpt").write_bytes(second + first + rest)
     assert len(verify(final)) == 1, "the order of the pieces counts"
 
 
 def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):
-    read, real = [], storage.file_sha256
+    read = []
+    real = storage.file_sha256
 
     def write(folder):
         (folder / "own.ckpt").write_text("by itself")

@@ -59,7 +59,8 @@ def test_it_is_released_when_the_block_raises(tmp_path, lock):
 def test_locks_of_one_folder_share_it_within_a_process(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    first, second = FolderLock(tmp_path / "real"), FolderLock(f"{tmp_path}/link")
+    first = FolderLock(tmp_path / "real")
+    second = FolderLock(f"{tmp_path}/link")
     with first.hold():
         text = (tmp_path / "real" / LOCK_NAME).read_text()
         with second.hold(), second.hold(), first.hold():

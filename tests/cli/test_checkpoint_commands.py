@@ -52,7 +52,8 @@ class Folder:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.25)
         self.net(torch.randn(2, 4)).sum().backward()
         self.optimizer.step()
-        self.counter, self.loop = EpochCounter(9), Loop()
+        self.counter = EpochCounter(9)
+        self.loop = Loop()
         recoverables = {"model": self.net, "optimizer": self.optimizer, "counter": self.counter}
         self.checkpointer = Checkpointer(path, recoverables)
         hooks = {"custom_save_hook": save_loop, "custom_load_hook": lambda *where: None}
@@ -372,7 +373,8 @@ def test_show_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
     from ddpkit.cli import checkpoint_commands as commands
 
     torch.save({"large": torch.zeros(100_000), "small": torch.tensor([3.0])}, tmp_path / "a.ckpt")
-    real, places = commands.safe_load, []
+    real = commands.safe_load
+    places = []
     monkeypatch.setattr(
         commands, "safe_load", lambda path, place: places.append(place) or real(path, place)
     )

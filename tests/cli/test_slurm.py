@@ -318,10 +318,8 @@ def waiting(text, training, counted=0):
     So often Slurm says, after srun has ended, that it counts tasks of the step.
     """
     [requeues] = re.findall(r"^requeues=.", text, re.MULTILINE)
-    traps, rest = (
-        text[text.index("asked_to_stop=0") : text.index("# One task")],
-        text[text.index("training=$!") :],
-    )
+    traps = text[text.index("asked_to_stop=0") : text.index("# One task")]
+    rest = text[text.index("training=$!") :]
     stand_ins = f"""
         scancel() {{ echo "scancel $*"; kill -USR1 "$training"; }}
         scontrol() {{
@@ -373,7 +371,8 @@ def test_the_shell_waits_and_requeues_after_the_signal(write):
 
 def test_the_shell_waits_for_slurm_to_find_out_that_a_node_is_lost(write):
     """Slurm queues the job again, but none that has ended."""
-    text, failure = write(*USUAL), "(exit 7)"
+    text = write(*USUAL)
+    failure = "(exit 7)"
     waits = "a node does not answer; Slurm will queue the job again if it stays so"
     assert waiting(text, failure, counted=4) == (7, ["ended with status 7", waits])
     assert waiting(text, "(exit 0)", counted=4) == (0, ["ended with status 0"])

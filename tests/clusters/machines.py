@@ -92,7 +92,9 @@ class Machine:
     """
 
     def __init__(self, name: str, address: str, files: Path, mark: str) -> None:
-        self.name, self.address, self.mark = name, address, mark
+        self.name = name
+        self.address = address
+        self.mark = mark
         words = ["sh", "-c", SET_UP, "sh", name, str(files / "hosts"), str(files / "nsswitch.conf")]
         self.sleeper = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", *words],

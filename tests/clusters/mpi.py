@@ -14,7 +14,8 @@ from .packages import need
 __all__ = ["have_mpich", "have_openmpi", "mpich", "openmpi", "openmpi_on"]
 
 # Debian lets several MPIs live side by side under these names.
-OPENMPI, MPICH = "mpirun.openmpi", "mpirun.mpich"
+OPENMPI = "mpirun.openmpi"
+MPICH = "mpirun.mpich"
 PROGRAMS = {OPENMPI: "openmpi-bin", MPICH: "mpich"}
 
 

@@ -59,7 +59,8 @@ def _install(packages: list[str], seconds: float) -> str:
     """Try until it works or the time is over: mirrors fail for a moment, and somebody else may be
     installing.
     """
-    end, said = time.monotonic() + seconds, ""
+    end = time.monotonic() + seconds
+    said = ""
     for attempt in range(ATTEMPTS):
         lock = [
             "-o",

@@ -123,7 +123,8 @@ class AptGet:
     """
 
     def __init__(self, monkeypatch, *answers):
-        self.answers, self.called = list(answers), []
+        self.answers = list(answers)
+        self.called = []
         monkeypatch.setattr(packages.os, "geteuid", lambda: 0)
         monkeypatch.setattr(
             packages, "_there", lambda program: program == "apt-get" or not self.answers
@@ -140,7 +141,8 @@ class AptGet:
 
 
 def test_a_mirror_that_fails_once_and_a_lock_that_somebody_has(monkeypatch):
-    no, yes = (100, "E: Unable to locate package; Temporary failure resolving"), (0, "")
+    no = (100, "E: Unable to locate package; Temporary failure resolving")
+    yes = (0, "")
     apt = AptGet(monkeypatch, no, no, (100, "E: Could not get lock"), yes, yes)
     need({"prog": "package"})
     assert apt.called == ["install", "update", "install", "update", "install"]

@@ -140,7 +140,8 @@ def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
         f"#!/bin/bash\nexec srun {sys.executable} {SCRIPT} {HPARAMS} --output_folder=bare/results\n"
     )
     (tmp_path / "bare").mkdir()
-    bare, own = script(tmp_path, text), written("--signal-before=10", time="3:00")
+    bare = script(tmp_path, text)
+    own = written("--signal-before=10", time="3:00")
     gates = [held(folder, after=12) for folder in (tmp_path / "bare", tmp_path)]
     options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
     with slurm.submit(tmp_path, *options, bare) as one, slurm.submit(tmp_path, own) as other:

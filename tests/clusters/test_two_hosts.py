@@ -170,7 +170,8 @@ def test_the_other_host_goes_on_alone_with_the_same_batches(hosts, tmp_path, how
     batches: dict[int, dict[int, set[int]]] = {1: {}, 2: {}}
     for one in read_steps(tmp_path / "results"):
         batches[one.world_size].setdefault(one.step, set()).update(one.samples)
-    alone, together = batches[1], batches[2]
+    alone = batches[1]
+    together = batches[2]
     assert sorted(alone | together) == list(range(1, 21))
     assert {5, 6} <= set(alone) & set(together), (
         "taken again, after the checkpoint of the fourth step"

@@ -50,7 +50,8 @@ class ThreeHosts:
         ]
         with contextlib.ExitStack() as stack:
             for here, there in ((one, other), (other, one)):
-                machine, cable = self.machines[here], cable_to(there)
+                machine = self.machines[here]
+                cable = cable_to(there)
                 machine.run("tc", "qdisc", "replace", "dev", cable, "root", *limit)
                 stack.callback(machine.run, "tc", "qdisc", "delete", "dev", cable, "root")
             yield

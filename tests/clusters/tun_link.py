@@ -22,7 +22,8 @@ import time
 from dataclasses import dataclass, field
 
 TUNSETIFF = 0x400454CA
-IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
+IFF_TUN = 0x0001
+IFF_NO_PI = 0x1000
 CLONE_NEWNET = 0x40000000
 MTU = 1500
 LONGEST_QUEUE_SECONDS = 1.0  # of a limited rate; what comes on top is lost, as in a switch
@@ -93,11 +94,9 @@ class Direction:
 
 def main() -> None:
     sleeper_a, address_a, sleeper_b, address_b, *numbers = sys.argv[1:]
-    delay, loss, rate = (
-        float(numbers[0]) / 1e3,
-        float(numbers[1]) / 100,
-        float(numbers[2]) * 1e6 / 8,
-    )
+    delay = float(numbers[0]) / 1e3
+    loss = float(numbers[1]) / 100
+    rate = float(numbers[2]) * 1e6 / 8
     one = open_tun(sleeper_a, address_a, address_b)
     other = open_tun(sleeper_b, address_b, address_a)
     ways = {

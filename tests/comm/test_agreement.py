@@ -109,7 +109,8 @@ def test_facts_hold_nothing_that_differs_from_process_to_process():
 
 
 def test_optimizer_facts():
-    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    first = nn.Parameter(torch.ones(1))
+    second = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD(
         [{"params": [first]}, {"params": [second], "lr": 0.5, "owner": object()}], lr=0.1
     )

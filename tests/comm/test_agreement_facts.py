@@ -175,7 +175,8 @@ def test_a_fact_that_a_rank_cannot_know_is_no_difference():
 
 
 def test_the_order_is_a_difference():
-    one, other = torch.nn.Linear(1, 1), torch.nn.PReLU()
+    one = torch.nn.Linear(1, 1)
+    other = torch.nn.PReLU()
     facts = [model_facts({"a": one, "b": other}), model_facts({"b": other, "a": one})]
     assert (
         describe_differences(facts, PLACES)

@@ -121,7 +121,8 @@ def test_more_than_the_stores_own_limit():
     """Nine megabytes in one piece would break the connection."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    main, other = Mailbox(FailureReport(client, 0, 2)), Mailbox(FailureReport(server, 1, 2))
+    main = Mailbox(FailureReport(client, 0, 2))
+    other = Mailbox(FailureReport(server, 1, 2))
     value = bytes(9 << 20)
     post(main, Outcome(value))
     assert read(other).value == value
@@ -307,7 +308,8 @@ def test_call_sites():
     """The same path is the same site; another line, or another way to the same line, is another."""
     again = [helper() for _ in range(3)]
     assert len(set(again)) == 1
-    one, other = helper(), helper()
+    one = helper()
+    other = helper()
     assert one == other != again[0]
     elsewhere = helper()
     assert elsewhere not in (*again, one)

@@ -119,7 +119,10 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id,
         f"rendezvous/done/{run_id}": "1",
     }.items():
         earlier[0].set(f"ddpkit/{key}", value)
-    late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
+    late = info(1, port=port, run_id=run_id)
+    found = []
+    calls = []
+    again = threading.Event()
     connect = process_group._connect
 
     def watched(*args):
@@ -171,7 +174,8 @@ def test_the_port_of_the_user_is_taken(stranger):
 def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     """torch alone waits for ever there, whatever its timeout."""
     monkeypatch.setattr(process_group, "CONNECT_SECONDS", 1.0)
-    made, end = threading.Event(), threading.Event()
+    made = threading.Event()
+    end = threading.Event()
     monkeypatch.setattr(process_group.dist, "TCPStore", lambda *_, **__: made.set() or end.wait(60))
     with pytest.raises(LaunchError, match="does not answer as torch's store does"):
         open_store(info(1, port=stranger), LIMIT)

@@ -37,7 +37,9 @@ def test_the_sum_is_that_of_an_all_reduce(ranks, dtype, world_size):
 def exchanged():
     received = exchange_tensor(torch.full((4,), float(dist.get_rank())))()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    small, large, elsewhere = torch.ones(2**17), torch.ones(2**17 + 1), torch.ones(1, device="meta")
+    small = torch.ones(2**17)
+    large = torch.ones(2**17 + 1)
+    elsewhere = torch.ones(1, device="meta")
     asked = ([small], [large], [small, small], [small, elsewhere])
     return (
         received.tolist(),
@@ -58,7 +60,8 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.after, self.norm = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]), nn.BatchNorm1d(4)
+        self.after = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+        self.norm = nn.BatchNorm1d(4)
         # the last ones are in the first buckets
         self.before = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
 

@@ -80,7 +80,8 @@ def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size, whole_by
 
 
 def count_collectives(parts, whole_bytes):
-    names, made = ("all_reduce", "all_to_all_single", "all_gather"), []
+    names = ("all_reduce", "all_to_all_single", "all_gather")
+    made = []
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             call = getattr(dist, name)
@@ -100,7 +101,8 @@ def test_what_is_small_goes_in_one_message(ranks):
 
 
 def add_up_on_gpus(parts):
-    groups, reduce = [], dist.all_reduce
+    groups = []
+    reduce = dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dist,

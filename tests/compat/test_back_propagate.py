@@ -61,7 +61,8 @@ def test_the_graph_is_kept_if_it_is_asked_for(number):
 
 
 def test_hooks_of_the_loss_see_its_weight(number):
-    loss, seen = number.sum(), []
+    loss = number.sum()
+    seen = []
     loss.register_hook(seen.append)
     back_propagate(loss, torch.tensor(0.25))
     assert is_direct()
@@ -72,7 +73,8 @@ def test_hooks_of_the_loss_see_its_weight(number):
     "context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
 )
 def test_the_engine_is_tried_in_any_context(context, number):
-    loss, weight = number.sum(), torch.tensor(0.5)
+    loss = number.sum()
+    weight = torch.tensor(0.5)
     with context():
         assert is_direct()
         back_propagate(loss, weight)
@@ -138,7 +140,9 @@ def test_a_mode_of_torch_functions_sees_the_backward_pass(number):
             seen.append(function.__name__)
             return function(*args, **(kwargs or {}))
 
-    seen, loss, weight = [], number.sum(), torch.tensor(0.5)
+    seen = []
+    loss = number.sum()
+    weight = torch.tensor(0.5)
     with Noting():
         back_propagate(loss, weight)
     assert "backward" in seen

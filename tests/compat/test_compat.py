@@ -73,7 +73,8 @@ def parent_of_a_process():
 
 @pytest.mark.slow
 def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
-    scripts, connect = parent_of_a_process(), forkserver.connect_to_new_process
+    scripts = parent_of_a_process()
+    connect = forkserver.connect_to_new_process
     with own_forkserver():
         assert parent_of_a_process() != scripts
     assert forkserver.connect_to_new_process == connect

@@ -36,7 +36,8 @@ def graphs():
 
 def test_a_compiled_module_is_not_compiled_anew(graphs):
     found, compiler = graphs
-    net, calls = Small(), []
+    net = Small()
+    calls = []
     net.compile(backend=compiler)
     net(torch.ones(3, 2))
     compiled = net._compiled_call_impl
@@ -52,7 +53,8 @@ def test_a_compiled_module_is_not_compiled_anew(graphs):
 
 def test_compiled_parts_of_a_module_are_not_compiled_anew(graphs):
     found, compiler = graphs
-    net, calls = nn.Sequential(Small(), nn.Tanh()), []
+    net = nn.Sequential(Small(), nn.Tanh())
+    calls = []
     net[0].compile(backend=compiler)
     net(torch.ones(3, 2))
     notice = CallNotice(net, lambda: calls.append(1))
@@ -64,7 +66,8 @@ def test_compiled_parts_of_a_module_are_not_compiled_anew(graphs):
 
 
 def test_a_copy_and_a_file_have_nothing_of_it():
-    net, calls = Small(), []
+    net = Small()
+    calls = []
     notice = CallNotice(net, lambda: calls.append(1))
     buffer = io.BytesIO()
     torch.save(net, buffer)
@@ -88,7 +91,8 @@ def test_what_was_put_in_its_place_meanwhile_stays(graphs):
 
 def test_an_engine_without_such_calls_leaves_the_backward_pass_as_it_is(monkeypatch):
     monkeypatch.setattr(arrivals, "_queue", lambda: None)
-    weight, seen = torch.ones(1, requires_grad=True), []
+    weight = torch.ones(1, requires_grad=True)
+    seen = []
     loss = weight.sum()
     assert call_at_arrival(loss, lambda: seen.append(1)) is None
     loss.backward()
@@ -97,7 +101,8 @@ def test_an_engine_without_such_calls_leaves_the_backward_pass_as_it_is(monkeypa
 
 
 def test_the_moment_of_arrival_is_after_the_last_gradient_and_before_what_others_have_queued():
-    weight, seen = torch.ones(1, requires_grad=True), []
+    weight = torch.ones(1, requires_grad=True)
+    seen = []
     queue = torch.autograd.Variable._execution_engine.queue_callback
     loss = (weight * 2).sum()
     handle = call_at_arrival(loss, lambda: seen.append(("arrival", weight.grad.item())))

@@ -44,7 +44,8 @@ def wrap():
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.one = nn.Linear(2, 2)
+        self.other = nn.Linear(2, 2)
 
     def forward(self, inputs, *, use_other=True):
         return self.other(self.one(inputs)) if use_other else self.one(inputs)
@@ -97,7 +98,8 @@ def test_a_ddp_without_the_inside_is_left_to_find_its_own_order(wrap, lacks):
 def test_a_reducer_without_the_inside_likewise(lacks):
     calls = {"prepare_for_backward", "prepare_for_forward", "_delay_all_reduce"} - {lacks}
     module = nn.Linear(1, 1)
-    module.static_graph, module._static_graph_delay_allreduce_enqueued = True, False
+    module.static_graph = True
+    module._static_graph_delay_allreduce_enqueued = False
     module.reducer = SimpleNamespace(**dict.fromkeys(calls))
     assert not show_order(module, [0, 1])
 

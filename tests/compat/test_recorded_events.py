@@ -37,7 +37,8 @@ def test_operations_and_ranges_are_there_and_no_function_of_python():
 def test_the_public_list_gives_the_same():
     profiler = recorded()
     public = SimpleNamespace(events=profiler.events)
-    inside, outside = profile_events(profiler), profile_events(public)
+    inside = profile_events(profiler)
+    outside = profile_events(public)
     assert names(inside) == names(outside)
     for one, other in zip(sorted(inside), sorted(outside), strict=True):
         assert abs((one.end - one.begin) - (other.end - other.begin)) <= 2

@@ -57,7 +57,8 @@ class Loader:
     def __init__(self, dataset):
         self.dataset = dataset
 
-    state_dict, load_state_dict = Stream.state_dict, Stream.load_state_dict
+    state_dict = Stream.state_dict
+    load_state_dict = Stream.load_state_dict
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,8 @@ def test_it_counts_as_if_it_was_given(name, way, tmp_path):
 def test_what_was_read_when_the_brain_was_made_is_refused_by_name(name, way):
     if (name, way) == ("distributed_launch", "run_opts"):
         return  # the launcher says it, whatever is given there
-    brain, value = make(), VALUES[name][0]
+    brain = make()
+    value = VALUES[name][0]
     before = brain.run_opts[name]
     with pytest.raises(ConfigError, match=rf"{name}=.*comes too late: {name}=|{name}"):
         assign(brain, {name: value}, way)
@@ -289,7 +290,8 @@ def test_every_option_is_refused_from_its_moment_on(name):
 
 def test_options_that_do_not_go_together_are_refused_when_fit_begins():
     brain = make()
-    brain.ckpt_interval_minutes, brain.ckpt_interval_steps = 1.0, 1
+    brain.ckpt_interval_minutes = 1.0
+    brain.ckpt_interval_steps = 1
     with pytest.raises(
         ConfigError, match="ckpt_interval_minutes=1.0 and ckpt_interval_steps=1 are both set"
     ):
@@ -347,7 +349,9 @@ def test_a_training_is_profiled_as_assigned(tmp_path):
             found.append((type(self.profiler).__name__, self.tot_prof_steps))
 
     brain = make(Noting, hparams={"output_folder": tmp_path})
-    brain.profile_training, brain.profile_warmup, brain.profile_steps = True, 1, 1
+    brain.profile_training = True
+    brain.profile_warmup = 1
+    brain.profile_steps = 1
     brain.fit([1], points(6), train_loader_kwargs=KWARGS)
     assert found == [("profile", 2)] * 3
 

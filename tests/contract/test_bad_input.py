@@ -40,7 +40,8 @@ from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
 
 LIMIT_SECONDS = 100.0  # where a rank would wait for ever
 DATA = [(torch.tensor([float(x)]), torch.tensor([2.0 * x])) for x in range(8)]
-MAIN_RANK, OTHER_RANK = 0, 1
+MAIN_RANK = 0
+OTHER_RANK = 1
 
 
 class Line(Brain):
@@ -524,7 +525,8 @@ def test_opt_class_that_returns_no_optimizer(opt_class, what):
 
 def test_an_optimizer_of_weights_that_were_on_the_meta_device_trains_them():
     net = nn.Linear(1, 1, device="meta")
-    early, trained = torch.optim.SGD(net.parameters(), lr=0.1), net.weight
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    trained = net.weight
     brain = make(modules={"net": net}, opt_class=lambda parameters: early)
     brain.may_train, before = True, net.weight.detach().clone()
     fit(brain)

@@ -95,7 +95,8 @@ def test_without_a_terminal_the_line_says_the_same(monkeypatch, caplog):
     monkeypatch.setattr("ddpkit.reporting.stage_report.LINE_SECONDS", 0.0)
     caplog.set_level(logging.INFO, logger="ddpkit.reporting.stage_report")
     fit(range(1, 3), opt=sgd(lr=0.03))
-    first, last = caplog.messages[0], caplog.messages[-1]
+    first = caplog.messages[0]
+    last = caplog.messages[-1]
     assert first.startswith("epoch 1 of 2 train: batch ")
     assert re.fullmatch(
         r"epoch 2 of 2 train: batch 4/4, loss \S+, lr 0.03, \S+ samples/s, 00:00 left, run 00:00 "

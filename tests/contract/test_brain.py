@@ -194,7 +194,8 @@ def test_a_recipe_writes_max_grad_norm():
         def on_stage_start(self, stage, epoch=None):
             self.max_grad_norm = 1e-3
 
-    brain, data = make(Late, opt=sgd(lr=1.0)), points(4)
+    brain = make(Late, opt=sgd(lr=1.0))
+    data = points(4)
     before = weights(brain)
     brain.fit([1], data, train_loader_kwargs={"batch_size": 4})
     moved = (
@@ -285,10 +286,8 @@ def test_several_modules_are_one_optimizer_without_more_ado():
         def compute_forward(self, batch, stage):
             return self.modules.net(self.modules.front(batch[0]))
 
-    front, frozen = (
-        nn.Linear(3, 3).double(),
-        nn.Linear(3, 3).double().requires_grad_(requires_grad=False),
-    )
+    front = nn.Linear(3, 3).double()
+    frozen = nn.Linear(3, 3).double().requires_grad_(requires_grad=False)
     brain = Two({"front": front, "net": linear(), "frozen": frozen}, sgd(), run_opts=QUIET)
     before = weights(brain)
     brain.fit([1], points(4))
@@ -452,7 +451,8 @@ def test_the_order_of_a_run():
     """Two epochs of three batches in windows of two, two batches of validation, then two of
     test.
     """
-    brain, data = make(Traced, grad_accumulation_factor=2), points(5)
+    brain = make(Traced, grad_accumulation_factor=2)
+    data = points(5)
     kwargs = {"batch_size": 2}
     brain.fit(
         EpochCounter(2), data, data[:3], train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs
@@ -526,7 +526,8 @@ def test_no_validation_set_no_validation():
 
 def test_d13_fit_twice_continues():
     """The same modules, the same optimizer with its momentum, the checkpoint read once."""
-    data, kwargs = points(8), {"batch_size": 2, "shuffle": True}
+    data = points(8)
+    kwargs = {"batch_size": 2, "shuffle": True}
 
     class Once(Regression):
         def init_optimizers(self):
@@ -537,7 +538,8 @@ def test_d13_fit_twice_continues():
     through.fit([1, 2], data, train_loader_kwargs=kwargs)
     twice = make(Once, opt=sgd(momentum=0.9))
     twice.fit([1], data, train_loader_kwargs=kwargs)
-    net, optimizer = twice.modules.net, twice.optimizer
+    net = twice.modules.net
+    optimizer = twice.optimizer
     twice.fit([2], data, train_loader_kwargs=kwargs)
     assert twice.modules.net is net
     assert twice.optimizer is optimizer
@@ -551,7 +553,8 @@ def test_d13_a_second_fit_does_not_go_back_to_a_checkpoint(tmp_path):
             if epoch == 1:
                 self.checkpointer.save_checkpoint()
 
-    brain, data = make(Saving, folder=tmp_path), points(4)
+    brain = make(Saving, folder=tmp_path)
+    data = points(4)
     brain.fit([1, 2], data)
     before = weights(brain)
     brain.fit([], data)
@@ -566,16 +569,19 @@ def test_fit_again_after_an_interrupt_starts_an_epoch_anew():
             if self.step == self.stop_at:
                 raise KeyboardInterrupt
 
-    brain, data = make(Interrupted), points(5)
+    brain = make(Interrupted)
+    data = points(5)
     with pytest.raises(KeyboardInterrupt):
         brain.fit([1], data)
-    brain.stop_at, brain.trained_on = None, []
+    brain.stop_at = None
+    brain.trained_on = []
     brain.fit([1], data)
     assert seen_in(data, brain.trained_on) == [[0], [1], [2], [3], [4]]
 
 
 def test_o10_the_callers_dicts_stay_as_they_are():
-    brain, options = make(), {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
+    brain = make()
+    options = {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
     evaluation = {"batch_size": 2}
     brain.fit(
         [1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation
@@ -596,7 +602,8 @@ def test_o12_floats_may_be_returned():
         def evaluate_batch(self, batch, stage):
             return float(super().evaluate_batch(batch, stage))
 
-    data, told = points(5), make(Floats)
+    data = points(5)
+    told = make(Floats)
     plain = make()
     for brain in (told, plain):
         brain.fit([1], data, data, train_loader_kwargs={"batch_size": 2})
@@ -624,7 +631,8 @@ def test_test_only_leaves_fit_out():
     ],
 )
 def test_debug_runs_few_batches_and_epochs(given, epochs, batches):
-    brain, data = make(Traced, debug=True, **given), points(5)
+    brain = make(Traced, debug=True, **given)
+    data = points(5)
     brain.fit(EpochCounter(4), data, data)
     brain.evaluate(data)
     steps = [entry[1] for entry in brain.trace if entry[0] == "fit_batch"]
@@ -738,11 +746,13 @@ def test_the_profiler_says_where_its_trace_is_and_when_there_is_none(tmp_path, c
 
 @pytest.mark.slow
 def test_compile_gives_the_same_weights():
-    plain, compiled = make(), make(compile=True)
+    plain = make()
+    compiled = make(compile=True)
     for brain in (plain, compiled):
         brain.fit([1, 2], points(6), points(3), train_loader_kwargs={"batch_size": 3})
     assert compiled.modules.net._compiled_call_impl is not None
-    found, expected = weights(compiled), weights(plain)
+    found = weights(compiled)
+    expected = weights(plain)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
@@ -756,15 +766,18 @@ def order_of(brain, data):
 
 
 def test_without_shuffle_the_order_is_that_of_the_data():
-    brain, data = make(), points(5)
+    brain = make()
+    data = points(5)
     brain.fit([1, 2], data, train_loader_kwargs={"batch_size": 2})
     assert seen_in(data, brain.trained_on) == [[0, 1], [2, 3], [4]] * 2
 
 
 def test_shuffle_gives_every_epoch_its_own_order():
-    brain, data = make(), points(12)
+    brain = make()
+    data = points(12)
     brain.fit([1, 2], data, train_loader_kwargs={"batch_size": 4, "shuffle": True})
-    first, second = order_of(brain, data)[:12], order_of(brain, data)[12:]
+    first = order_of(brain, data)[:12]
+    second = order_of(brain, data)[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
     assert first != list(range(12))
@@ -776,7 +789,8 @@ def test_shuffle_gives_every_epoch_its_own_order():
 )
 def test_hparams_sorting_decides(sorting, given, shuffled):
     kwargs = {"batch_size": 4} if given is None else {"batch_size": 4, "shuffle": given}
-    brain, data = make(hparams={"sorting": sorting}), points(12)
+    brain = make(hparams={"sorting": sorting})
+    data = points(12)
     brain.fit([1], data, train_loader_kwargs=kwargs)
     assert (order_of(brain, data) != list(range(12))) == shuffled
 
@@ -803,14 +817,16 @@ class Backwards(SequentialSampler):
 
 
 def test_a_users_sampler_is_followed_and_told_the_epoch():
-    brain, data = make(), points(4)
+    brain = make()
+    data = points(4)
     kwargs = {"batch_size": 3, "sampler": Backwards(data), "drop_last": True}
     brain.fit([1, 2], data, train_loader_kwargs=kwargs)
     assert seen_in(data, brain.trained_on) == [[2, 1, 0], [1, 0, 3]]
 
 
 def test_a_users_batch_sampler_is_followed_and_told_the_epoch():
-    brain, data = make(), points(4)
+    brain = make()
+    data = points(4)
     brain.fit(
         [1, 2],
         data,
@@ -827,17 +843,22 @@ def test_train_sampler_is_what_decides_the_order():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_o11_a_ready_made_loader_reshuffles_every_epoch(shuffle):
-    brain, data = make(), points(12)
+    brain = make()
+    data = points(12)
     brain.fit([1, 2], DataLoader(data, batch_size=4, shuffle=shuffle))
-    first, second = order_of(brain, data)[:12], order_of(brain, data)[12:]
+    first = order_of(brain, data)[:12]
+    second = order_of(brain, data)[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert (first != second) == shuffle
     assert [len(inputs) for inputs in brain.trained_on] == [4] * 6
 
 
 def test_a_loader_made_by_make_dataloader_is_planned_like_its_dataset():
-    data, kwargs = points(7), {"batch_size": 2, "shuffle": True}
-    direct, ready, own = make(), make(), make()
+    data = points(7)
+    kwargs = {"batch_size": 2, "shuffle": True}
+    direct = make()
+    ready = make()
+    own = make()
     direct.fit([1, 2], data, train_loader_kwargs=kwargs)
     ready.fit([1, 2], make_dataloader(data, **kwargs))
     own.fit([1, 2], own.make_dataloader(data, Stage.TRAIN, **kwargs))
@@ -876,8 +897,10 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("ready_made", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_iterable_dataset_gives_every_item_once(workers, ready_made):
-    brain, data = make(grad_accumulation_factor=2), points(7)
-    stream, kwargs = Stream(data), {"batch_size": 2, "num_workers": workers}
+    brain = make(grad_accumulation_factor=2)
+    data = points(7)
+    stream = Stream(data)
+    kwargs = {"batch_size": 2, "num_workers": workers}
     if ready_made:
         brain.fit([1, 2], DataLoader(stream, **kwargs), stream)
     else:
@@ -905,7 +928,8 @@ class WholeBatches(Dataset):
 
     def __init__(self, sizes):
         rows = points(sum(sizes))
-        inputs, targets = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+        inputs = torch.stack([x for x, _ in rows])
+        targets = torch.stack([y for _, y in rows])
         self.batches = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
 
     def __len__(self):
@@ -917,7 +941,8 @@ class WholeBatches(Dataset):
 
 @pytest.mark.parametrize("ready_made", [False, True])
 def test_a_dataset_of_whole_batches(ready_made):
-    data, kwargs = WholeBatches([3, 1, 2]), {"batch_size": None, "shuffle": True}
+    data = WholeBatches([3, 1, 2])
+    kwargs = {"batch_size": None, "shuffle": True}
     brain = make()
     if ready_made:
         brain.fit([1, 2, 3], DataLoader(data, **kwargs), data)
@@ -931,8 +956,10 @@ def test_a_dataset_of_whole_batches(ready_made):
 
 
 def test_workers_give_the_same_batches():
-    data, kwargs = points(9), {"batch_size": 2, "shuffle": True}
-    alone, helped = make(), make()
+    data = points(9)
+    kwargs = {"batch_size": 2, "shuffle": True}
+    alone = make()
+    helped = make()
     alone.fit([1, 2], data, data, train_loader_kwargs=kwargs)
     helped.fit([1, 2], data, data, train_loader_kwargs={**kwargs, "num_workers": 2})
     assert seen_in(data, helped.trained_on) == seen_in(data, alone.trained_on)
@@ -942,7 +969,8 @@ def test_workers_give_the_same_batches():
 @pytest.mark.parametrize("ready_made", [False, True])
 def test_a_nominal_epoch_is_as_long_as_it_says(ready_made):
     """Every nominal epoch has its four batches, and the data goes round and round."""
-    brain, data = make(), points(6)
+    brain = make()
+    data = points(6)
     if ready_made:
         brain.fit([1, 2, 3], LoopedLoader(make_dataloader(data, batch_size=1), 4))
     else:
@@ -953,13 +981,15 @@ def test_a_nominal_epoch_is_as_long_as_it_says(ready_made):
 
 
 def test_a_nominal_epoch_cut_short_by_debug_starts_again_in_full():
-    brain, data = make(debug=True, debug_batches=3, debug_epochs=3), points(9)
+    brain = make(debug=True, debug_batches=3, debug_epochs=3)
+    data = points(9)
     brain.fit(EpochCounter(5), data, train_loader_kwargs={"looped_nominal_epoch": 4})
     assert len(brain.trained_on) == 9
 
 
 def test_make_dataloader_registers_what_it_makes(tmp_path):
-    brain, data = make(folder=tmp_path), points(4)
+    brain = make(folder=tmp_path)
+    data = points(4)
     assert isinstance(brain.make_dataloader(data, Stage.TRAIN), SaveableDataLoader)
     brain.make_dataloader(data, Stage.VALID, ckpt_prefix=None)
     brain.make_dataloader(data, Stage.TEST, ckpt_prefix="loader-", looped_nominal_epoch=2)
@@ -977,7 +1007,8 @@ def test_an_overridden_make_dataloader_is_used():
         def make_dataloader(self, dataset, stage, **kwargs):
             return DataLoader(dataset, batch_size=4)
 
-    brain, data = make(OwnLoader), points(8)
+    brain = make(OwnLoader)
+    data = points(8)
     brain.fit([1], data)
     assert seen_in(data, brain.trained_on) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

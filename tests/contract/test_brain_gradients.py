@@ -39,8 +39,10 @@ def test_o1_no_norm_no_clipping(max_grad_norm):
     """
     data = [(100 * x, y) for x, y in points(4)]
     brain = make(opt=sgd(lr=1.0), max_grad_norm=max_grad_norm)
-    twin, before = linear(), weights(brain)
-    inputs, targets = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
+    twin = linear()
+    before = weights(brain)
+    inputs = torch.stack([x for x, _ in data])
+    targets = torch.stack([y for _, y in data])
     nn.functional.mse_loss(twin(inputs), targets).backward()
     expected = -torch.cat([p.grad.flatten() for p in twin.parameters()])
     assert expected.norm() > 100
@@ -77,7 +79,8 @@ def test_o2_all_groups_of_all_optimizers_are_clipped_together(case):
 
 
 def test_small_gradients_are_left_alone():
-    free, clipped = make(max_grad_norm=None), make(max_grad_norm=1e6)
+    free = make(max_grad_norm=None)
+    clipped = make(max_grad_norm=1e6)
     for brain in (free, clipped):
         brain.fit([1, 2], points(6))
     assert_same(weights(clipped), weights(free))
@@ -91,8 +94,10 @@ def test_o3_the_short_window_is_stepped_with_the_right_divisor(samples, factor):
     """Windows of ``factor`` batches of two, the last shorter: each is one batch of all its
     samples.
     """
-    data, batch = points(samples), 2
-    accumulated, joined = make(grad_accumulation_factor=factor), make()
+    data = points(samples)
+    batch = 2
+    accumulated = make(grad_accumulation_factor=factor)
+    joined = make()
     accumulated.fit([1, 2], data, train_loader_kwargs={"batch_size": batch})
     joined.fit([1, 2], data, train_loader_kwargs={"batch_size": batch * factor})
     assert (
@@ -124,11 +129,10 @@ class OwnFitBatch(Regression):
 
 @pytest.mark.parametrize(("samples", "factor"), [(4, 1), (8, 2), (10, 4), (6, 9)])
 def test_o3_an_overridden_fit_batch_has_its_short_window_stepped(samples, factor):
-    data, kwargs = points(samples), {"batch_size": 2}
-    own, default = (
-        make(OwnFitBatch, grad_accumulation_factor=factor),
-        make(grad_accumulation_factor=factor),
-    )
+    data = points(samples)
+    kwargs = {"batch_size": 2}
+    own = make(OwnFitBatch, grad_accumulation_factor=factor)
+    default = make(grad_accumulation_factor=factor)
     for brain in (own, default):
         brain.fit([1, 2], data, data, train_loader_kwargs=kwargs)
     assert own.optimizer_step == default.optimizer_step == 2 * math.ceil(samples / 2 / factor)
@@ -150,11 +154,10 @@ class PlainStream(IterableDataset):
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
 @pytest.mark.parametrize("factor", [1, 2, 4, 9])
 def test_o3_a_stream_has_its_short_window_stepped(factor, cls):
-    data, kwargs = points(10), {"batch_size": 2}
-    streamed, mapped = (
-        make(cls, grad_accumulation_factor=factor),
-        make(grad_accumulation_factor=factor),
-    )
+    data = points(10)
+    kwargs = {"batch_size": 2}
+    streamed = make(cls, grad_accumulation_factor=factor)
+    mapped = make(grad_accumulation_factor=factor)
     streamed.fit([1, 2], PlainStream(data), train_loader_kwargs=kwargs)
     mapped.fit([1, 2], data, train_loader_kwargs=kwargs)
     assert streamed.optimizer_step == mapped.optimizer_step == 2 * math.ceil(5 / factor)
@@ -193,10 +196,8 @@ def test_gradients_that_a_recipe_leaves_behind_are_not_stepped_on():
                 self.optimizer.zero_grad()
             return super().fit_batch(batch)
 
-    brain, default = (
-        make(Cleaning, grad_accumulation_factor=2),
-        make(grad_accumulation_factor=2, max_grad_norm=None),
-    )
+    brain = make(Cleaning, grad_accumulation_factor=2)
+    default = make(grad_accumulation_factor=2, max_grad_norm=None)
     for each in (brain, default):
         each.fit([1, 2], points(8), train_loader_kwargs={"batch_size": 2})
     assert brain.optimizer_step == default.optimizer_step == 4
@@ -204,7 +205,8 @@ def test_gradients_that_a_recipe_leaves_behind_are_not_stepped_on():
 
 
 def test_o9_no_sync_is_left_clean_by_an_exception():
-    brain, data = make(grad_accumulation_factor=2), points(4)
+    brain = make(grad_accumulation_factor=2)
+    data = points(4)
     brain.fit([], data)
     with pytest.raises(ZeroDivisionError), brain.no_sync():
         raise ZeroDivisionError
@@ -232,7 +234,8 @@ def test_o4_a_step_that_is_not_finite_is_skipped_and_counted(value, caplog):
         def on_stage_end(self, stage, stage_loss, epoch=None):
             counted.append((self.nonfinite_count, self.optimizer_step, stage_loss))
 
-    brain, without = make(Counting), make(Counting)
+    brain = make(Counting)
+    without = make(Counting)
     with caplog.at_level(logging.WARNING, logger="ddpkit"):
         brain.fit([1, 2], with_nan(6, 1, 4, value=value))
     without.fit([1, 2], [pair for k, pair in enumerate(points(6)) if k not in (1, 4)])
@@ -326,7 +329,8 @@ class Given(Brain):
 
 
 def test_o5_means_are_weighted_by_samples():
-    numbers, kwargs = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0]), {"batch_size": 4}
+    numbers = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0])
+    kwargs = {"batch_size": 4}
     brain = make(Given)
     brain.fit([1], numbers, numbers, train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs)
     assert brain.told == pytest.approx([1.8, 1.8])
@@ -336,7 +340,8 @@ def test_o5_means_are_weighted_by_samples():
 def test_o5_gradients_are_weighted_by_samples():
     """Batches of 4 and 1 in one window count as one batch of 5."""
     data = points(5)
-    brain, joined = make(grad_accumulation_factor=3), make()
+    brain = make(grad_accumulation_factor=3)
+    joined = make()
     brain.fit([1], data, train_loader_kwargs={"batch_size": 4})
     joined.fit([1], data, train_loader_kwargs={"batch_size": 5})
     assert_close(weights(brain), weights(joined))
@@ -381,10 +386,8 @@ class Gan(Brain):
 
     def fit_batch(self, batch):
         fake = self.compute_forward(batch, Stage.TRAIN)
-        real, faked = (
-            self.modules.discriminator(batch[1]),
-            self.modules.discriminator(fake.detach()),
-        )
+        real = self.modules.discriminator(batch[1])
+        faked = self.modules.discriminator(fake.detach())
         loss_d = ((real - 1) ** 2).mean() + (faked**2).mean()
         self.optimizer_d.zero_grad()
         loss_d.backward()

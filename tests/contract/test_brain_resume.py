@@ -50,7 +50,8 @@ class MortalOwn(OwnFitBatch, Mortal):
 
 def run(folder, data, *, cls=Mortal, dies_at=None, seed=7, kwargs=None, wrap=None, **run_opts):
     """Run as a script does: everything made anew, ``seed`` deciding the initial weights."""
-    counter, net = EpochCounter(EPOCHS), linear(seed=seed)
+    counter = EpochCounter(EPOCHS)
+    net = linear(seed=seed)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = cls({"net": net}, sgd(momentum=0.9), None, {**QUIET, **run_opts}, checkpointer)
     brain.dies_at = dies_at
@@ -186,7 +187,8 @@ def ready_made_loader(data):
 )
 def test_loaders_of_all_kinds_are_continued_where_they_were(tmp_path, how):
     data = points(20)
-    kwargs, wrap = {"batch_size": 2, "shuffle": True}, None
+    kwargs = {"batch_size": 2, "shuffle": True}
+    wrap = None
     if how == "workers":
         kwargs["num_workers"] = 2
     elif how == "ready-made":
@@ -273,11 +275,13 @@ def test_k3_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
     """The test loss is that of the recovered weights over the test set alone, and fit goes on from
     its own place.
     """
-    data, test = points(10), points(7, seed=6)
+    data = points(10)
+    test = points(7, seed=6)
     brain = run(tmp_path, data, ckpt_interval_steps=3)
     saved = brain.checkpointer.find_checkpoint()
     state = torch.load(saved.paramfiles["net"], weights_only=True)
-    inputs, targets = torch.stack([x for x, _ in test]), torch.stack([y for _, y in test])
+    inputs = torch.stack([x for x, _ in test])
+    targets = torch.stack([y for _, y in test])
     expected = torch.nn.functional.mse_loss(torch.nn.functional.linear(inputs, **state), targets)
     steps = brain.optimizer_step
     assert brain.evaluate(test, test_loader_kwargs={"batch_size": 2}) == pytest.approx(
@@ -294,7 +298,8 @@ def test_k3_evaluate_in_a_process_of_its_own(tmp_path):
     run(tmp_path, data, dies_at=(2, 5), ckpt_interval_steps=3)
     brain = make(folder=tmp_path, test_only=True)
     loss = brain.evaluate(data, test_loader_kwargs={"batch_size": 10})
-    inputs, targets = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
+    inputs = torch.stack([x for x, _ in data])
+    targets = torch.stack([y for _, y in data])
     assert loss == pytest.approx(
         torch.nn.functional.mse_loss(brain.modules.net(inputs), targets).item()
     )
@@ -309,7 +314,8 @@ def test_k4_a_checkpoint_of_the_end_of_training_continues_with_the_next_epoch(tm
             if stage is Stage.TRAIN:
                 self.checkpointer.save_checkpoint(meta={"loss": stage_loss})
 
-    data, options = points(10), {"cls": WithoutValidation, "grad_accumulation_factor": factor}
+    data = points(10)
+    options = {"cls": WithoutValidation, "grad_accumulation_factor": factor}
     whole = run(tmp_path / "whole", data, **options)
     run(tmp_path / "killed", data, dies_at=(2, 4), **options)
     resumed = run(tmp_path / "killed", data, seed=8, **options)
@@ -394,7 +400,9 @@ class Late(Regression):
 
 
 def train_late(folder, epochs, late_at, fits=1, more=(), **options):
-    counter, net, data = EpochCounter(epochs), linear(), points(4)
+    counter = EpochCounter(epochs)
+    net = linear()
+    data = points(4)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter, **dict(more)})
     brain = Late({"net": net}, sgd(), None, {**QUIET, **options}, checkpointer)
     brain.late_at = late_at
@@ -439,7 +447,10 @@ def test_what_a_later_call_of_fit_takes_up_is_not_named(tmp_path, caplog):
     """A script that makes its second optimizer between two calls, and was stopped in the second."""
 
     def script(epochs, late):
-        first, second, net, data = EpochCounter(1), EpochCounter(epochs), linear(), points(4)
+        first = EpochCounter(1)
+        second = EpochCounter(epochs)
+        net = linear()
+        data = points(4)
         checkpointer = Checkpointer(
             tmp_path, {"net": net, "first": first, "second_counter": second}
         )

@@ -90,10 +90,8 @@ def run(
     **options,
 ):
     torch.manual_seed(3)
-    net, counter = (
-        nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double(),
-        EpochCounter(epochs),
-    )
+    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+    counter = EpochCounter(epochs)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     schedule = (
         (lambda optimizer, _: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
@@ -101,7 +99,8 @@ def run(
         else None
     )
     brain = cls({"net": net}, sgd(momentum=0.9), None, {**QUIET, **options}, checkpointer, schedule)
-    brain.fails_at, brain.fails_in = fails_at, fails_in
+    brain.fails_at = fails_at
+    brain.fails_in = fails_in
     train = {"batch_size": PER_STEP, **({} if kind in STREAMS else {"shuffle": True})}
     train |= {"looped_nominal_epoch": 12} if kind == "looped" else {}
     data = STREAMS[kind]() if kind in STREAMS else DATA
@@ -152,7 +151,8 @@ def test_the_same_limit_again_trains_and_validates_nothing(tmp_path):
 def again_after_a_death_in_the_validation(folder, limit, **options):
     """Run to a limit, die in the validation after it, run to the same limit once more, then on."""
     options = {"cls": Noisy, "ckpt_interval_steps": 1, "ckpt_interval_minutes": 0, **options}
-    whole, limited = run(folder / "whole", **options), {"optimizer_step_limit": limit, **options}
+    whole = run(folder / "whole", **options)
+    limited = {"optimizer_step_limit": limit, **options}
     validated = run(folder / "validated", **limited)
     killed = run(folder / "parts", fails_in="validation", **limited)
     again = run(folder / "parts", **limited)

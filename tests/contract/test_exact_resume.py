@@ -59,7 +59,8 @@ def net(seed):
 
 
 def run(folder, train, *, dies_at=None, seed=11, valid=None, kwargs=None, cls=Noisy, **options):
-    counter, model = EpochCounter(EPOCHS), net(7)
+    counter = EpochCounter(EPOCHS)
+    model = net(7)
     checkpointer = Checkpointer(folder, {"net": model, "counter": counter})
     torch.manual_seed(seed)  # the run's seed: the same command
     brain = cls(
@@ -125,13 +126,15 @@ def test_weights_that_are_moved_as_an_epoch_begins_are_moved_once(tmp_path, dies
 
 
 def test_a_seed_of_torch_or_of_everything_decides(tmp_path, monkeypatch):
-    first, second = run(tmp_path / "a", points(10)), run(tmp_path / "b", points(10))
+    first = run(tmp_path / "a", points(10))
+    second = run(tmp_path / "b", points(10))
     assert_same(weights(first), weights(second))
     assert first.losses == second.losses
     other = run(tmp_path / "c", points(10), seed=12)
     assert other.losses[0] != first.losses[0], "other masks, in the first epoch already"
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "12")
-    everything, again = run(tmp_path / "d", points(10)), run(tmp_path / "e", points(10), seed=13)
+    everything = run(tmp_path / "d", points(10))
+    again = run(tmp_path / "e", points(10), seed=13)
     assert everything.losses == again.losses, "the seed of everything comes before torch's"
     assert everything.losses[0] != first.losses[0]
 
@@ -143,7 +146,10 @@ class Remembering(IterableDataset):
 
     def __init__(self, number=20, wraps=True):
         self.data = points(64)
-        self.number, self.place, self.left, self.wraps = number, 0, number, wraps
+        self.number = number
+        self.place = 0
+        self.left = number
+        self.wraps = wraps
         self.read = 0
 
     def __iter__(self):
@@ -151,7 +157,8 @@ class Remembering(IterableDataset):
             self.left = self.number
         while self.left:
             item = self.data[self.place % len(self.data)]
-            self.place, self.left = self.place + 1, self.left - 1
+            self.place = self.place + 1
+            self.left = self.left - 1
             self.read += 1
             yield item[0] + torch.rand((), dtype=torch.float64), item[1]
 
@@ -159,7 +166,8 @@ class Remembering(IterableDataset):
         return {"place": self.place, "left": self.left}
 
     def load_state_dict(self, state):
-        self.place, self.left = state["place"], state["left"]
+        self.place = state["place"]
+        self.left = state["left"]
 
 
 class Sharded(Remembering):

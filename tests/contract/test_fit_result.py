@@ -18,7 +18,8 @@ from ddpkit.types import Stage
 from .recipes import QUIET, Regression, linear, make, points, sgd
 from .test_brain_resume import Killed
 
-DATA, VALID = points(22), points(5, seed=6)
+DATA = points(22)
+VALID = points(5, seed=6)
 
 
 class Saving(Regression):

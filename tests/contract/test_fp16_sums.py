@@ -64,7 +64,8 @@ class Exact(Half):
 
 
 def train(cls, factor=1, folder=None, killed_at=None, number=96):
-    net, counter = linear(), EpochCounter(2)
+    net = linear()
+    counter = EpochCounter(2)
     checkpointer = (
         None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
     )
@@ -79,7 +80,8 @@ def train(cls, factor=1, folder=None, killed_at=None, number=96):
 @pytest.mark.parametrize("cls", [Half, OwnHalf])
 def test_sums_over_many_tokens_do_not_overflow_the_scaler(cls, factor):
     """Not one step is lost, and the weights are those of full precision, up to that of half."""
-    brain, exact = train(cls, factor), train(Exact, factor)
+    brain = train(cls, factor)
+    exact = train(Exact, factor)
     assert brain.optimizer_step == exact.optimizer_step == 2 * 12 // factor
     for name, value in weights(exact).items():
         torch.testing.assert_close(weights(brain)[name], value, rtol=0, atol=2e-3)

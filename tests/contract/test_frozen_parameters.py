@@ -47,12 +47,14 @@ class Freezing(Regression):
 
 
 def run(folder, plan, dies_at=None, **options):
-    net, counter = linear(), EpochCounter(4)
+    net = linear()
+    counter = EpochCounter(4)
     head = nn.Linear(1, 1).double()
     checkpointer = Checkpointer(folder, {"net": net, "head": head, "counter": counter})
     run_opts = {**QUIET, "ckpt_interval_steps": 2, **options}
     brain = Freezing({"net": net, "head": head}, sgd(momentum=0.9), None, run_opts, checkpointer)
-    brain.plan, brain.dies_at = plan, dies_at
+    brain.plan = plan
+    brain.dies_at = dies_at
     if dies_at is None:
         brain.fit(counter, DATA, train_loader_kwargs=KWARGS)
     else:
@@ -86,7 +88,8 @@ def test_what_was_frozen_in_an_earlier_epoch_is_frozen_after_a_restart(tmp_path,
 def test_what_the_script_freezes_otherwise_from_the_start_counts(tmp_path):
     """Only what has changed since training began is taken from a checkpoint."""
     run(tmp_path, {}, dies_at=(3, 1))
-    net, head = linear(), nn.Linear(1, 1).double()
+    net = linear()
+    head = nn.Linear(1, 1).double()
     net.requires_grad_(False)
     before = net.weight.clone()
     counter = EpochCounter(4)
@@ -112,7 +115,8 @@ class FreezingByOption(Freezing):
 
 
 def test_what_a_recipe_freezes_at_every_start_follows_its_options(tmp_path):
-    net, head = linear(), nn.Linear(1, 1).double()
+    net = linear()
+    head = nn.Linear(1, 1).double()
     for freezes, epochs in ((True, 2), (False, 3)):
         counter = EpochCounter(epochs)
         checkpointer = Checkpointer(tmp_path, {"net": net, "head": head, "counter": counter})
@@ -127,7 +131,8 @@ def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypa
     """An earlier ddpkit has made it; and the script sets a part free between two calls of fit."""
 
     def script(folder, dies_at=None):
-        net, head = linear(), nn.Linear(1, 1).double()
+        net = linear()
+        head = nn.Linear(1, 1).double()
         counters = [EpochCounter(2), EpochCounter(3)]
         recoverables = {"net": net, "head": head, "one": counters[0], "two": counters[1]}
         brain = Freezing(

@@ -18,7 +18,8 @@ class Watched(Regression):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.automatic, self.collected = [], []
+        self.automatic = []
+        self.collected = []
 
     def note(self, phase, info):
         if phase == "start" and info["generation"] == 2:

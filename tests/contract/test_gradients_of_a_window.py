@@ -51,7 +51,8 @@ class Gan(Regression):
             raise Killed
         if self.step == 1:
             self.at_first = [self.gradient_of("judge"), self.gradient_of("maker")]
-        judge, made = self.modules.judge, self.modules.maker(batch[0])
+        judge = self.modules.judge
+        made = self.modules.maker(batch[0])
         self.learn("judge", judge(made.detach()).square().mean() + judge(batch[0]).mean())
         loss = (judge(made) - 1).square().mean()
         self.learn("maker", loss)
@@ -120,7 +121,8 @@ def test_the_step_of_each_turn_is_that_of_its_own_loss(tmp_path):
 
 def test_a_call_begins_without_the_gradients_of_an_interrupted_one(tmp_path):
     brain, counter = make_gan(tmp_path)
-    brain.dies_at, brain.dies_in = (1, 2), "maker"
+    brain.dies_at = (1, 2)
+    brain.dies_in = "maker"
     with pytest.raises(Killed):
         brain.fit(counter, points(5))
     assert brain.gradient_of("judge").any(), "of the maker's loss"
@@ -185,7 +187,8 @@ def halving(optimizer, _):
 
 
 def test_a_call_makes_no_schedule_step_of_the_pass_that_was_interrupted(tmp_path):
-    net, counter = linear(), EpochCounter(1)
+    net = linear()
+    counter = EpochCounter(1)
     checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
     brain = Interrupted({"net": net}, sgd(), None, QUIET, checkpointer, scheduler_class=halving)
     with pytest.raises(Killed):
@@ -220,7 +223,8 @@ class Evaluates(Regression):
 
 
 def test_a_stop_saves_the_training_after_an_evaluation_whose_failure_was_caught(tmp_path):
-    net, counter = linear(), EpochCounter(1)
+    net = linear()
+    counter = EpochCounter(1)
     checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
     brain = Evaluates({"net": net}, sgd(), None, QUIET, checkpointer)
     with handlers_kept(), pytest.raises(RunStopped):

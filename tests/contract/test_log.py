@@ -20,7 +20,8 @@ from tests.host_reads import HostReads
 
 from .recipes import Regression, make, points
 
-DATA, VALID = points(11), points(5, seed=6)
+DATA = points(11)
+VALID = points(5, seed=6)
 
 
 class Logging(Regression):
@@ -43,7 +44,8 @@ class Logging(Regression):
 
 def logging(what, at_end=None, **options):
     brain = make(Logging, **options)
-    brain.what, brain.at_end = what, at_end or brain.at_end
+    brain.what = what
+    brain.at_end = at_end or brain.at_end
     return brain
 
 
@@ -81,7 +83,8 @@ def test_a_mean_is_weighed_as_the_loss_is_and_a_sum_by_its_count():
 
 class Remembering(TrainLogger):
     def __init__(self):
-        self.given, self.steps = [], []
+        self.given = []
+        self.steps = []
 
     def log_stats(
         self, stats_meta, train_stats=None, valid_stats=None, test_stats=None, verbose=False
@@ -110,7 +113,8 @@ def test_it_is_in_the_statistics_of_the_loggers_and_in_the_log_of_the_run(tmp_pa
     )
     assert isinstance(brain.hparams.train_logger, TrainLoggers)
     result = fit(brain, (1, 2))
-    train, valid = {"loss": -1.0, "one": 1.0}, {"loss": 9.0, "one": 2.0, "score": 3.0}
+    train = {"loss": -1.0, "one": 1.0}
+    valid = {"loss": 9.0, "one": 2.0, "score": 3.0}
     assert result.logged == {"train": train, "valid": {**valid, "loss": -1.0}}
     brain.evaluate(VALID)
     test = ({"epoch": None}, None, None, valid)

@@ -25,7 +25,8 @@ class Tracing(Regression):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.rates, self.notes = [], False
+        self.rates = []
+        self.notes = False
 
     def note(self, optimizer, *_):
         self.rates.append([group["lr"] for group in optimizer.param_groups])
@@ -215,7 +216,8 @@ def test_a_stream_with_a_batch_size_is_scaled():
 
 
 def run(folder, *, cls=Scheduled, dies_at=None, batch_size=4, seed=7, run_opts=LINEAR):
-    counter, net = EpochCounter(3), linear(seed=seed)
+    counter = EpochCounter(3)
+    net = linear(seed=seed)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 1, **run_opts}
     brain = cls({"net": net}, sgd(momentum=0.9), None, options, checkpointer)

@@ -95,7 +95,8 @@ class EvaluatesFirst(Holds):
 def test_an_evaluation_inside_of_the_hook_leaves_the_modes_as_they_were():
     brain = make(EvaluatesFirst, net=net())
     fit(brain, 1)
-    test, predicted = ("TEST", False, True), ("TEST", False, False)
+    test = ("TEST", False, True)
+    predicted = ("TEST", False, False)
     assert brain.found == [test, predicted, *[("TRAIN", False, True)] * 2, ("VALID", False, True)]
 
 

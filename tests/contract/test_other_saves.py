@@ -51,10 +51,13 @@ class Recipe(Regression):
 
 
 def recipe(folder, *, fails_at=None, signals_at=None, saves=False, number=20, **options):
-    counter, net = EpochCounter(EPOCHS), linear()
+    counter = EpochCounter(EPOCHS)
+    net = linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Recipe({"net": net}, sgd(momentum=0.9), None, {**QUIET, **options}, checkpointer)
-    brain.fails_at, brain.signals_at, brain.saves = fails_at, signals_at, saves
+    brain.fails_at = fails_at
+    brain.signals_at = signals_at
+    brain.saves = saves
     arguments = {"train_loader_kwargs": {"batch_size": 2, "shuffle": True}}
     return brain, lambda: brain.fit(counter, points(number), points(5), **arguments)
 
@@ -134,7 +137,8 @@ def test_the_folder_is_held_for_the_whole_fit_and_no_longer(tmp_path):
         def on_fit_batch_start(self, batch, should_step):
             seen.append((tmp_path / ".lock").exists())
 
-    counter, net = EpochCounter(1), linear()
+    counter = EpochCounter(1)
+    net = linear()
     brain = Looking({"net": net}, sgd(), None, QUIET, Checkpointer(tmp_path, {"net": net}))
     brain.fit(counter, points(4))
     assert set(seen) == {True}
@@ -163,7 +167,8 @@ def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
         def on_fit_batch_start(self, batch, should_step):
             assert self.modules.net.bias.grad is None
 
-    counter, net = EpochCounter(2), linear()
+    counter = EpochCounter(2)
+    net = linear()
     brain = Freezing({"net": net}, None, None, QUIET, Checkpointer(tmp_path, {"net": net}))
     before = net.bias.item()
     brain.fit(counter, points(20), train_loader_kwargs={"batch_size": 2})
@@ -207,7 +212,8 @@ class InsideOwn(Recipe):
 
 
 def inside(folder, cls, fails_at=None):
-    counter, net = EpochCounter(EPOCHS), linear()
+    counter = EpochCounter(EPOCHS)
+    net = linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = cls({"net": net}, sgd(momentum=0.9), None, QUIET, checkpointer)
     brain.fails_at = fails_at
@@ -258,7 +264,8 @@ class Rating(Recipe):
 
 
 def rated(folder, metric, **options):
-    counter, net = EpochCounter(2), linear()
+    counter = EpochCounter(2)
+    net = linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Rating(
         {"net": net}, sgd(lr=0.1 / (1.0 + metric)), None, {**QUIET, **options}, checkpointer
@@ -343,7 +350,8 @@ def test_the_line_of_a_saved_checkpoint_names_its_epoch(tmp_path, caplog):
 
 def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
     def start(lr, number=2):
-        counter, net = EpochCounter(number), linear()
+        counter = EpochCounter(number)
+        net = linear()
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         brain = Rating({"net": net}, sgd(lr=lr), None, QUIET, checkpointer)
         with caplog.at_level(logging.WARNING):
@@ -365,7 +373,8 @@ def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_o
 ):
     def start(lr, number):
         caplog.clear()
-        counter, net = EpochCounter(number), linear()
+        counter = EpochCounter(number)
+        net = linear()
         brain = Rating(
             {"net": net},
             sgd(lr=lr),
@@ -394,7 +403,8 @@ def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_scri
             del self.checkpointer.recoverables["optimizer"]
 
     def start(lr, number):
-        counter, net = EpochCounter(number), linear()
+        counter = EpochCounter(number)
+        net = linear()
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         brain = Forgetful({"net": net}, sgd(lr=lr), None, QUIET, checkpointer)
         with caplog.at_level(logging.WARNING):
@@ -408,7 +418,8 @@ def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_scri
 
 
 def test_a_module_that_no_checkpoint_holds_is_named(tmp_path, caplog):
-    net, head = linear(), linear()
+    net = linear()
+    head = linear()
     modules = {"net": net, "head": head}
     checkpointer = Checkpointer(tmp_path, {"net": net})
     brain = Recipe(modules, sgd(), None, QUIET, checkpointer)
@@ -442,7 +453,8 @@ class Endless(IterableDataset):
 )
 def test_data_that_no_checkpoint_can_ask_is_told(tmp_path, caplog, persistent, workers):
     def start(epochs):
-        counter, net = EpochCounter(epochs), linear()
+        counter = EpochCounter(epochs)
+        net = linear()
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         brain = Rating({"net": net}, sgd(), None, QUIET, checkpointer)
         kwargs = {"batch_size": 2, "num_workers": workers, "persistent_workers": persistent}

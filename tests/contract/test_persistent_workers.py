@@ -17,10 +17,13 @@ from .recipes import QUIET, sgd
 class Levels(Dataset):
     """Each sample is the level that the dataset has where it is loaded."""
 
-    level, untold = 0, None
+    level = 0
+    untold = None
 
     def __init__(self):
-        self.level, self.rates, self._private = 0, (0.5, 0.25), 0
+        self.level = 0
+        self.rates = (0.5, 0.25)
+        self._private = 0
 
     def __len__(self):
         return 4
@@ -65,7 +68,9 @@ class Rising(Brain):
 
 def levels(data, *, sets, wrap=None, workers=1, persistent=True):
     brain = Rising({"net": nn.Linear(1, 1)}, sgd(), None, QUIET)
-    brain.data, brain.sets, brain.levels = data, sets, []
+    brain.data = data
+    brain.sets = sets
+    brain.levels = []
     kwargs = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
     brain.fit([1, 2, 3], data if wrap is None else wrap(data), train_loader_kwargs=kwargs)
     return brain.levels[::4]

@@ -31,7 +31,8 @@ def handlers_kept():
 class Noting(Regression):
     """Notes where it is in every batch, and may be sent a signal in one."""
 
-    at, number = 0, signal.SIGTERM
+    at = 0
+    number = signal.SIGTERM
 
     def predict_batch(self, batch):
         self.marks = [*getattr(self, "marks", []), POSITION.mark()]
@@ -56,7 +57,8 @@ def test_f11_every_batch_of_predict_counts_as_a_step():
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_f9_a_signal_stops_predict(tmp_path, name, code):
     class Asked(Noting):
-        at, number = 2, getattr(signal, name)
+        at = 2
+        number = getattr(signal, name)
 
     brain = make(Asked, hparams={"output_folder": str(tmp_path)})
     brain.step = 7

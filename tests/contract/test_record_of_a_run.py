@@ -26,7 +26,8 @@ from ddpkit.types import Stage
 from .recipes import Regression, make, points
 from .test_predict import handlers_kept
 
-DATA, VALID = points(8), points(4, seed=6)
+DATA = points(8)
+VALID = points(4, seed=6)
 
 
 class Saving(Regression):

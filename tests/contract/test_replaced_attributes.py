@@ -24,7 +24,8 @@ def fit(brain, **given):
 
 
 def test_other_modules_are_trained_and_evaluated_in_their_mode():
-    brain, modes = make(), []
+    brain = make()
+    modes = []
     brain.modules = nn.ModuleDict({"net": linear(seed=1)})
     brain.modules.net.register_forward_hook(lambda module, *_: modes.append(module.training))
     fit(brain, valid_set=points(4), valid_loader_kwargs=KWARGS)
@@ -46,7 +47,8 @@ def test_a_class_beside_the_brain_may_look_at_what_is_set():
 
 
 def test_other_hparams_decide_about_sorting():
-    brain, data = make(), points(8)
+    brain = make()
+    data = points(8)
     brain.hparams = SimpleNamespace(sorting="random")
     brain.fit(range(1, 2), data, train_loader_kwargs=KWARGS)
     assert seen_in(data, brain.trained_on) != [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -136,7 +138,8 @@ def test_a_placeholder_may_be_set_before_the_brain_is_made_and_nothing_else(name
 
 
 def test_the_checkpoint_hooks_take_a_path_as_text(tmp_path):
-    brain, path = make(folder=tmp_path / "saves"), tmp_path / "brain.ckpt"
+    brain = make(folder=tmp_path / "saves")
+    path = tmp_path / "brain.ckpt"
     brain._save(str(path))
     brain._recover(str(path), True)
     assert "optimizer_step: 0" in path.read_text()

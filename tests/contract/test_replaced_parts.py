@@ -43,7 +43,8 @@ def as_given(**options):
 @pytest.mark.parametrize("form", [nn.ModuleDict, dict])
 def test_other_modules_are_averaged_and_evaluated_as_given_ones(form):
     options = {"ema_decay": 0.5, "evaluate_ema": True}
-    brain, expected = make(**options), as_given(**options)
+    brain = make(**options)
+    expected = as_given(**options)
     brain.modules = form(other())
     fit(brain)
     assert_same(weights(brain), weights(expected))
@@ -61,7 +62,8 @@ def test_an_average_of_other_modules_of_the_recipe_is_left_alone():
 
 
 def test_a_module_dict_stays_the_same_object_and_goes_to_the_device():
-    brain, given = make(), other()
+    brain = make()
+    given = other()
     brain.modules = given
     assert brain.modules is given
     brain.modules = {"net": linear(seed=2)}
@@ -93,7 +95,8 @@ def test_modules_for_validations_alone_may_be_put_in_and_out():
             if stage is Stage.VALID:
                 self.modules = self.trained
 
-    brain, plain = make(Averages, ema_decay=0.5), make(ema_decay=0.5)
+    brain = make(Averages, ema_decay=0.5)
+    plain = make(ema_decay=0.5)
     for one in (brain, plain):
         fit(one, valid_set=points(4), valid_loader_kwargs=KWARGS)
     assert_same(weights(brain), weights(plain))
@@ -149,7 +152,8 @@ class Keeps(TrainLogger):
 @pytest.mark.parametrize("form", [dict, SimpleNamespace, "attribute"])
 @pytest.mark.parametrize("several", [False, True])
 def test_another_logger_is_given_the_values_of_steps(form, several):
-    first, second = Keeps(), Keeps()
+    first = Keeps()
+    second = Keeps()
     brain = make(Logs, hparams={"train_logger": first})
     new = [second, Keeps()] if several else second
     if form == "attribute":
@@ -182,7 +186,8 @@ def test_a_checkpointer_that_is_assigned_saves_the_whole_run(tmp_path):
                 raise ZeroDivisionError
 
     def assembled(folder):
-        net, counter = linear(), EpochCounter(3)
+        net = linear()
+        counter = EpochCounter(3)
         brain = make(Saves, net=net, opt=sgd(momentum=0.9), ema_decay=0.5, ckpt_errors="warn")
         brain.checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
         return brain, counter

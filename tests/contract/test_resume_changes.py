@@ -75,11 +75,14 @@ class Placed(Numbers):
 
 def run(folder, train, *, dies_at=None, saves=False, epochs=1, options=None, **kwargs):
     """Train as a script does; return the numbers that it was trained on."""
-    net, counter = nn.Linear(1, 1), EpochCounter(epochs)
+    net = nn.Linear(1, 1)
+    counter = EpochCounter(epochs)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 4 if dies_at else 0, **(options or {})}
     brain = Counting({"net": net}, sgd(lr=0.01), None, options, checkpointer)
-    brain.dies_at, brain.saves, brain.seen = dies_at, saves, []
+    brain.dies_at = dies_at
+    brain.saves = saves
+    brain.seen = []
     try:
         brain.fit(counter, train, train_loader_kwargs=kwargs)
     except Killed:
@@ -212,11 +215,14 @@ def test_fewer_processes_tell_that_a_batch_norm_has_other_samples(tmp_path, capl
     """As if two processes had saved it."""
 
     def start():
-        net, counter = nn.Sequential(kind(1), nn.Linear(1, 1)), EpochCounter(2)
+        net = nn.Sequential(kind(1), nn.Linear(1, 1))
+        counter = EpochCounter(2)
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         opts = {**QUIET, "ckpt_verify": "off"}
         brain = Counting({"net": net}, sgd(lr=0.01), run_opts=opts, checkpointer=checkpointer)
-        brain.dies_at, brain.saves, brain.seen = None, True, []
+        brain.dies_at = None
+        brain.saves = True
+        brain.seen = []
         brain.fit(counter, numbers(8), train_loader_kwargs={"batch_size": 2})
 
     start()

@@ -15,7 +15,10 @@ from ddpkit.types import Stage
 from .recipes import Regression, make, points
 
 BEGAN = "with which the checkpoint's run began"
-SGD, ADAM, ADAMW, RADAM = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam
+SGD = torch.optim.SGD
+ADAM = torch.optim.Adam
+ADAMW = torch.optim.AdamW
+RADAM = torch.optim.RAdam
 
 
 class Saving(Regression):

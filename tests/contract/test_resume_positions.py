@@ -38,7 +38,8 @@ class Growing(BatchSampler):
 class Learner(Regression):
     """Ends as if killed, or asks for a stop, at a place; may evaluate before an epoch begins."""
 
-    ends_at, evaluates = None, False
+    ends_at = None
+    evaluates = False
 
     def on_evaluate_start(self, max_key=None, min_key=None):
         """Recover nothing."""
@@ -63,11 +64,13 @@ class Learner(Regression):
 
 
 def train(folder, kwargs, ends_at=None, evaluates=False, cls=Learner, epochs=3):
-    counter, net = EpochCounter(epochs), linear()
+    counter = EpochCounter(epochs)
+    net = linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 1}
     brain = cls({"net": net}, sgd(lr=0.05), None, options, checkpointer)
-    brain.ends_at, brain.evaluates = ends_at, evaluates
+    brain.ends_at = ends_at
+    brain.evaluates = evaluates
     try:
         brain.fit(
             counter, DATA, DATA[:4], train_loader_kwargs=kwargs() if callable(kwargs) else kwargs
@@ -131,7 +134,8 @@ class Saves(Regression):
 
 def test_a_checkpoint_of_a_test_after_fit_is_not_where_training_goes_on(tmp_path):
     def start():
-        counter, net = EpochCounter(4), linear()
+        counter = EpochCounter(4)
+        net = linear()
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         brain = Saves({"net": net}, sgd(lr=0.05), None, QUIET, checkpointer)
         brain.fit(counter, DATA, DATA[:4], train_loader_kwargs={"batch_size": 4})

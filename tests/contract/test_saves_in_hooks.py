@@ -20,7 +20,8 @@ from ddpkit.types import Stage
 
 from .recipes import QUIET, Killed, assert_same, points, weights
 
-DATA, VALID = points(11), points(5, seed=6)
+DATA = points(11)
+VALID = points(5, seed=6)
 EVALUATES = ("TEST batch", "on_stage_end TEST", "predict_batch")
 
 
@@ -62,7 +63,9 @@ class Probe(Brain):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.reported, self.calls, self.fits = {}, 0, 0
+        self.reported = {}
+        self.calls = 0
+        self.fits = 0
 
     def here(self, hook):
         if hook != self.saves_in:
@@ -183,8 +186,10 @@ def script(
 ):
     """Run the whole script of a user once; return the Brain, which may have been killed."""
     brain, counters = make_probe(folder, **options)
-    brain.saves_in, brain.at = saves_in, at
-    brain.end_of_epoch, brain.is_alone = end_of_epoch, is_alone
+    brain.saves_in = saves_in
+    brain.at = at
+    brain.end_of_epoch = end_of_epoch
+    brain.is_alone = is_alone
     brain.saves_between = saves_between
     data = Going() if has_state else Stream() if is_stream else DATA
     train = {"batch_size": batch_size}

@@ -29,7 +29,9 @@ from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weight
 from .test_brain_resume import Killed
 
 SLOW = pytest.mark.slow
-DATA, VALID = points(22), points(5, seed=6)  # batches of 4: six, in three steps of two
+# batches of 4: six, in three steps of two
+DATA = points(22)
+VALID = points(5, seed=6)
 
 
 class Stream(IterableDataset):
@@ -83,7 +85,8 @@ def torch_rates(scheduler_class, number, *, every=1):
     every few.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    scheduler, rates = scheduler_class(optimizer), []
+    scheduler = scheduler_class(optimizer)
+    rates = []
     for step in range(1, number + 1):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -336,7 +339,8 @@ def test_reduce_on_plateau_follows_the_valid_loss():
     brain = brain_with(plateau, scheduler_every="epoch", opt=sgd(lr=1e-9))
     fit(brain, range(1, 5), valid=VALID)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-9)
-    scheduler, expected = plateau(optimizer), []
+    scheduler = plateau(optimizer)
+    expected = []
     for _, _, loss in (one for one in brain.losses if one[0] == "VALID"):
         expected += [optimizer.param_groups[0]["lr"]] * 6
         scheduler.step(loss)
@@ -545,7 +549,8 @@ def test_the_total_follows_from_the_steps_that_are_done_and_those_that_are_left(
 @SLOW
 def test_the_total_of_a_later_call_of_fit_does_not_count_the_steps_of_an_earlier_one(tmp_path):
     def script(batch_size, dies_at=None):
-        first, second = EpochCounter(1), EpochCounter(3)
+        first = EpochCounter(1)
+        second = EpochCounter(3)
         brain = brain_with(None, tmp_path, counter=first, ckpt_interval_steps=1)
         brain.checkpointer.add_recoverable("second", second)
         fit(brain, first, valid=VALID, batch_size=batch_size)

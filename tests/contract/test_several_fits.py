@@ -16,7 +16,9 @@ from ddpkit.types import Stage
 
 from .recipes import QUIET, Killed, Regression, assert_same, points, sgd, weights
 
-EASY, HARD, VALID = points(12), points(20, seed=9), points(5, seed=6)
+EASY = points(12)
+HARD = points(20, seed=9)
+VALID = points(5, seed=6)
 
 
 class Curriculum(Regression):
@@ -50,19 +52,23 @@ class Crawler(IterableDataset):
     """Goes on where it was from epoch to epoch, and from call to call."""
 
     def __init__(self):
-        self.data, self.place, self.left = points(64), 0, 12
+        self.data = points(64)
+        self.place = 0
+        self.left = 12
 
     def __iter__(self):
         self.left = self.left or 12
         while self.left:
-            self.place, self.left = self.place + 1, self.left - 1
+            self.place = self.place + 1
+            self.left = self.left - 1
             yield self.data[self.place % 64]
 
     def state_dict(self):
         return {"place": self.place, "left": self.left}
 
     def load_state_dict(self, state):
-        self.place, self.left = state["place"], state["left"]
+        self.place = state["place"]
+        self.left = state["left"]
 
 
 def two(brain, counters, kwargs):
@@ -86,7 +92,8 @@ def anew(brain, counters, kwargs):
     """
     brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs)
     between(brain)
-    counters[0].current, counters[0].limit = 0, 3
+    counters[0].current = 0
+    counters[0].limit = 3
     for group in brain.optimizer.param_groups:
         group["lr"] *= 0.5
     brain.fit(counters[0], HARD, VALID, train_loader_kwargs=kwargs)
@@ -175,7 +182,8 @@ def test_a_script_that_is_done_does_nothing_in_either_call(tmp_path, caplog):
 def test_three_calls_stopped_in_the_last(tmp_path):
     def three(brain, counters, kwargs):
         two(brain, counters, kwargs)
-        brain.call, counters[1].limit = 3, 4
+        brain.call = 3
+        counters[1].limit = 4
         brain.fit(counters[1], EASY, VALID, train_loader_kwargs=kwargs)
 
     whole = start(tmp_path / "whole", three, ckpt_interval_steps=3)
@@ -216,7 +224,8 @@ def test_a_counter_that_is_not_saved_is_told(tmp_path, caplog):
 def test_the_middle_of_an_epoch_of_one_counter_sets_no_other_back(tmp_path):
     def there_and_back(brain, counters, kwargs):
         two(brain, counters, kwargs)
-        brain.call, counters[0].limit = 3, 4
+        brain.call = 3
+        counters[0].limit = 4
         brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs)
 
     whole = start(tmp_path / "whole", there_and_back, ckpt_interval_steps=3)

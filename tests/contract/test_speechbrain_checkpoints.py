@@ -112,7 +112,8 @@ class Normalization(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.count, self.glob_mean = 0, torch.zeros(3)
+        self.count = 0
+        self.glob_mean = torch.zeros(3)
 
     @mark_as_saver
     def _save(self, path):
@@ -123,7 +124,8 @@ class Normalization(nn.Module):
     def _load(self, path, end_of_epoch=False):
         del end_of_epoch
         state = torch.load(path, map_location="cpu")
-        self.count, self.glob_mean = state["count"], state["glob_mean"]
+        self.count = state["count"]
+        self.glob_mean = state["glob_mean"]
 
 
 class Recipe(Regression):
@@ -194,7 +196,8 @@ def write_speechbrain(
 
 def go_on(folder, *, epochs=4, wrap=None, kwargs=None, **run_opts):
     """Start a recipe with the same recoverables on the folder, as somebody does who moves over."""
-    net, counter = linear(seed=9), EpochCounter(epochs)
+    net = linear(seed=9)
+    counter = EpochCounter(epochs)
     recoverables = {
         "model": net if wrap is None else wrap(net),
         "counter": counter,

@@ -41,7 +41,9 @@ def test_a_recipe_with_such_a_module_goes_on_with_its_state(tmp_path):
             return super().compute_forward((self.modules.norm(batch[0]), batch[1]), stage)
 
     def run(epochs):
-        norm, scheduler, counter = Normalization(), Scheduler(), EpochCounter(epochs)
+        norm = Normalization()
+        scheduler = Scheduler()
+        counter = EpochCounter(epochs)
         recoverables = {"norm": norm, "scheduler": scheduler, "counter": counter}
         brain = make(Normalized, folder=tmp_path, recoverables=recoverables)
         brain.modules["norm"] = norm

@@ -30,7 +30,8 @@ def said(caplog):
 
 def fit(epochs=(1,), number=8, **options):
     kwargs = options.pop("kwargs", {"batch_size": 2})
-    scheduler, valid = options.pop("scheduler", None), options.pop("valid", None)
+    scheduler = options.pop("scheduler", None)
+    valid = options.pop("valid", None)
     brain = make(options.pop("cls", Regression), **options)
     brain.scheduler_class = scheduler
     brain.fit(epochs, points(number), valid, train_loader_kwargs=kwargs)

@@ -67,7 +67,9 @@ def test_a_run_that_was_stopped_early_goes_on_with_more_patience(tmp_path, caplo
 
 def test_a_stop_by_the_recipe_itself_stays_a_stop(tmp_path):
     counter = stopper(5)
-    counter.current, counter.best_limit, counter.should_stop = 3, 2, True
+    counter.current = 3
+    counter.best_limit = 2
+    counter.should_stop = True
     counter._save(tmp_path / "counter")
     same = stopper(5)
     same._recover(tmp_path / "counter", end_of_epoch=True)
@@ -101,7 +103,8 @@ def logging_run(folder, resume, monkeypatch):
     parse_arguments()
     create_experiment_directory(folder, save_env_desc=False)
     try:
-        net, counter = linear(), EpochCounter(1)
+        net = linear()
+        counter = EpochCounter(1)
         train_logger = FileTrainLogger(folder / "train_log.txt")
         checkpointer = Checkpointer(folder / "save", {"net": net, "counter": counter})
         hparams = {"train_logger": train_logger}

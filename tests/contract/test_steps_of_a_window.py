@@ -39,7 +39,9 @@ class Gan(SHOWN["Gan"]):
 
     def init_optimizers(self):
         super().init_optimizers()
-        self.numbers, self.after, self.told = {"generator": 0, "discriminator": 0}, [], []
+        self.numbers = {"generator": 0, "discriminator": 0}
+        self.after = []
+        self.told = []
 
     def optimizers_step(self):
         super().optimizers_step()

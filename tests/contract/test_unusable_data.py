@@ -113,7 +113,8 @@ def test_what_can_be_used_is_not_refused():
 
 @pytest.mark.parametrize("call", ["fit", "evaluate"])
 def test_an_argument_that_no_loader_takes_is_named_with_a_close_one(call):
-    brain, data = make(), ROWS
+    brain = make()
+    data = ROWS
     give = {
         "fit": lambda: brain.fit([1], data, train_loader_kwargs={"batch_size": 2, "shuffel": True}),
         "evaluate": lambda: brain.evaluate(data, test_loader_kwargs={"batchsize": 2}),

@@ -200,7 +200,8 @@ def test_a_test_is_written_with_the_epoch_and_the_steps_of_its_weights(events, t
         brain.evaluate(data, **keys)
         return last_test()
 
-    counter, data = EpochCounter(3), points(8)
+    counter = EpochCounter(3)
+    data = points(8)
     brain = make(Saving, folder=tmp_path / "save", recoverables={"counter": counter})
     assert evaluated(brain) == (None, 0)
     brain.fit(counter, data, train_loader_kwargs={"batch_size": 4})
@@ -216,7 +217,8 @@ def test_the_share_of_clipped_steps_is_that_of_torch_by_hand(events):
     """Plain linear regression by hand, with torch's own clipping: the same number of steps is
     clipped.
     """
-    data, clipped = [(3 * x, y) for x, y in points(40)], 0
+    data = [(3 * x, y) for x, y in points(40)]
+    clipped = 0
     brain = make(opt=sgd(lr=0.01), max_grad_norm=7.0)
     twin = torch.nn.Linear(3, 1).double()
     twin.load_state_dict(brain.raw_modules["net"].state_dict())

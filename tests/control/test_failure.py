@@ -240,7 +240,8 @@ def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
 
 def test_an_exception_is_logged_once_though_another_hook_stands_between(report, words, monkeypatch):
     """As torch's, which comes with the process group."""
-    seen, logged = [], []
+    seen = []
+    logged = []
     monkeypatch.setattr(failure.PROCESS, "log", logged.append)
     monkeypatch.setattr(sys, "excepthook", lambda *arguments: seen.append(arguments))
     failure.watch_uncaught()

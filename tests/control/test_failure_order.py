@@ -63,7 +63,8 @@ def test_one_rank_is_first_however_many_come_at_the_same_moment(store):
 
 
 def test_the_rank_that_failed_first_in_fit_is_let_pass(store):
-    early, late = order(store, 0), order(store, 1)
+    early = order(store, 0)
+    late = order(store, 1)
     thread = threading.Thread(target=late.take_turn, args=(0,))
     thread.start()
     early.take_turn(None)
@@ -88,17 +89,16 @@ def test_a_rank_that_has_caught_its_failure_is_not_waited_for_long(store, monkey
     ],
 )
 def test_how_a_failure_is_like_the_first(store, theirs, own, likeness):
-    first, other = order(store, 0, raised(theirs)), order(store, 1, raised(own))
+    first = order(store, 0, raised(theirs))
+    other = order(store, 1, raised(own))
     first.take_turn(None)
     other.take_turn(None)
     assert other.likeness() == likeness
 
 
 def test_another_way_through_the_code_is_another_failure(store):
-    first, other = (
-        order(store, 0, raised(ValueError("boom"))),
-        order(store, 1, raised(ValueError("boom"), 2)),
-    )
+    first = order(store, 0, raised(ValueError("boom")))
+    other = order(store, 1, raised(ValueError("boom"), 2))
     first.take_turn(None)
     other.take_turn(None)
     assert other.likeness() == "other"
@@ -145,7 +145,8 @@ def test_who_writes_elsewhere_tells_it_there(store, outputs):
 
 def test_who_comes_too_late_tells_it_itself(store, monkeypatch):
     monkeypatch.setattr(failure_order, "OTHERS_SECONDS", 0.0)
-    first, other = order(store, 0), order(store, 1)
+    first = order(store, 0)
+    other = order(store, 1)
     first.take_turn(None)
     first.note_shown(first.await_others())
     other.take_turn(None)

@@ -34,7 +34,8 @@ def stopped(signals):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
-    number, signals = signal_named(name), SignalListener()
+    number = signal_named(name)
+    signals = SignalListener()
     before = signal.getsignal(number)
     with stopped(signals):
         signal.raise_signal(number)
@@ -119,7 +120,8 @@ def test_outside_of_the_main_thread_nothing_is_heard():
 
 
 def test_contexts_may_be_nested():
-    outer, inner = SignalListener(), SignalListener()
+    outer = SignalListener()
+    inner = SignalListener()
     with stopped(outer):
         with inner.listening():
             signal.raise_signal(signal.SIGTERM)
@@ -133,7 +135,9 @@ def test_contexts_may_be_nested():
 def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error, monkeypatch):
     """Such as the evaluation of another Brain inside of fit, which has no beat any more."""
     monkeypatch.setattr("ddpkit.control.signals.REPEAT_SECONDS", 600.0)
-    outer, inner, third = SignalListener(), SignalListener(), SignalListener(["SIGUSR1"], [])
+    outer = SignalListener()
+    inner = SignalListener()
+    third = SignalListener(["SIGUSR1"], [])
     with stopped(outer):
         with contextlib.suppress(ValueError), third.listening(), inner.listening():
             signal.raise_signal(signal.SIGUSR2)
@@ -148,17 +152,16 @@ def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error, mon
 
 
 def test_a_signal_means_what_it_means_to_the_one_who_gets_it():
-    outer, inner = SignalListener(["SIGTERM"], ["SIGUSR1"]), SignalListener(["SIGUSR1"], [])
+    outer = SignalListener(["SIGTERM"], ["SIGUSR1"])
+    inner = SignalListener(["SIGUSR1"], [])
     with outer.listening(), inner.listening():
         signal.raise_signal(signal.SIGUSR1)
     assert (outer.stop_signal, outer.save_wanted, inner.stop_signal) == (0, True, 0)
 
 
 def test_of_two_signals_that_save_the_one_is_handed_on_that_came():
-    outer, inner = (
-        SignalListener(stopping=["SIGUSR1"], saving=["SIGUSR2"]),
-        SignalListener([], saving=["SIGUSR1", "SIGUSR2"]),
-    )
+    outer = SignalListener(stopping=["SIGUSR1"], saving=["SIGUSR2"])
+    inner = SignalListener([], saving=["SIGUSR1", "SIGUSR2"])
     with outer.listening():
         with inner.listening():
             signal.raise_signal(signal.SIGUSR2)

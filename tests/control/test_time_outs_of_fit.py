@@ -26,7 +26,8 @@ TOLD = "time-out/told"
 
 def beat_until_told(rank):
     """Tell where this rank is, as its watchdog does."""
-    store, beats = get_runtime().store, 0
+    store = get_runtime().store
+    beats = 0
     names = [f"{TOLD}/{one}" for one in range(dist.get_world_size()) if one != rank]
     while not store.check(names[-1:]):
         beats += 1

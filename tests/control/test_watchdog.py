@@ -55,7 +55,9 @@ class Asked:
     """Passes on to a store, and counts what it is asked; fails on what it is told to."""
 
     def __init__(self, store):
-        self.store, self.counts, self.fails = store, Counter(), {}
+        self.store = store
+        self.counts = Counter()
+        self.fails = {}
 
     def __getattr__(self, name):
         def ask(*arguments):
@@ -91,7 +93,8 @@ def store():
 
 def position(*, inside=True, session=1):
     progress = Progress()
-    progress.epoch, progress.seen = 1, SimpleNamespace(stage=Stage.TRAIN)
+    progress.epoch = 1
+    progress.seen = SimpleNamespace(stage=Stage.TRAIN)
     return Here(progress=progress if inside else None, session=session if inside else 0)
 
 
@@ -103,7 +106,8 @@ class Watched(Watchdog):
         where = position() if where is None else where
         super().__init__(FailureReport(store, rank, world_size), near, position=where, **options)
         self.ended = []
-        self.hang_warning, self.hang_timeout = 30.0, 1800.0
+        self.hang_warning = 30.0
+        self.hang_timeout = 1800.0
 
     def _end(self, text):
         self.ended.append(text)
@@ -151,7 +155,8 @@ def warnings_in(caplog, words):
 
 
 def test_a_rank_is_silent_after_four_seconds_without_a_new_pulse(clock, store):
-    one, other = Watched(store, 0), Watched(store, 1)
+    one = Watched(store, 0)
+    other = Watched(store, 1)
     one.is_in_trouble = lambda: True
     other.beat()
     one.beat()
@@ -205,7 +210,8 @@ def elsewhere(*ranks):
 
 @pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "far"])
 def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, near):
-    one, other = Watched(store, 0, near=near), Watched(store, 1)
+    one = Watched(store, 0, near=near)
+    other = Watched(store, 1)
     elsewhere(other)
     other.beat()
     began = clock.now
@@ -266,7 +272,8 @@ def test_only_the_first_rank_that_has_lost_a_connection_looks_for_others(clock, 
 
 
 def test_nobody_is_accused_who_still_tells(clock, store):
-    one, other = Watched(store, 0), Watched(store, 1)
+    one = Watched(store, 0)
+    other = Watched(store, 1)
     search(clock, 2 * SEARCH_SECONDS, one, near=[other])
     assert one.report.first_failure() is None
 
@@ -313,7 +320,8 @@ def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s
     clock, store, caplog, error
 ):
     """Nor for the death of this rank, by the others."""
-    one, other = Watched(store, 0), Watched(store, 1)
+    one = Watched(store, 0)
+    other = Watched(store, 1)
 
     def fail(*_arguments, **_options):
         error.args = (f"boom at {clock.now}",)
@@ -387,7 +395,9 @@ def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monke
     """
     monkeypatch.setattr("ddpkit.control.watchdog.QUIET_SECONDS", 30.0)
     monkeypatch.setattr(PROCESS, "failed", None)
-    begun, answer, told = threading.Event(), threading.Event(), []
+    begun = threading.Event()
+    answer = threading.Event()
+    told = []
     one = Watched(store)
 
     def beat(_):
@@ -410,7 +420,8 @@ def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monke
 
 
 def test_a_store_that_was_closed_because_all_is_over_is_not_lost(clock, store):
-    one, over = Watched(store), threading.Event()
+    one = Watched(store)
+    over = threading.Event()
 
     def clone():
         over.set()
@@ -436,7 +447,8 @@ def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock
 
 def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(clock, store):
     one = Watched(store)
-    one.position.unlimited_calls, one.hang_timeout = 1, 20.0
+    one.position.unlimited_calls = 1
+    one.hang_timeout = 20.0
     pass_time(clock, 19, one)
     assert one.ended == []
     pass_time(clock, 2, one)
@@ -448,7 +460,8 @@ def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(cl
 )
 def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
     one = Watched(store)
-    one.hang_warning, one.hang_timeout = float(warning), float(timeout)
+    one.hang_warning = float(warning)
+    one.hang_timeout = float(timeout)
     clock.now += seconds - 0.5
     assert not one.is_in_trouble()
     clock.now += 0.5
@@ -521,8 +534,11 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(
 
 def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
     """Wait for rank 1, which tells in those seconds; return when it was told as gone, or None."""
-    one, other, began = Watched(store, near=range(1 + met)), Watched(store, 1), clock.now
-    one.hang_timeout, one.report.awaited = limit, 1
+    one = Watched(store, near=range(1 + met))
+    other = Watched(store, 1)
+    began = clock.now
+    one.hang_timeout = limit
+    one.report.awaited = 1
     if met:  # it is known to be on this machine
         other.beat()
     else:
@@ -604,7 +620,8 @@ def test_neighbours_are_met_when_they_come(clock, store):
 
 
 def test_a_standstill_is_told_once_and_after_twice_that_time_and_so_on(clock, store, caplog):
-    one, other = Watched(store, 0), Watched(store, 1)
+    one = Watched(store, 0)
+    other = Watched(store, 1)
     told = []
     for _ in range(130):
         pass_time(clock, 1, one, other, beating=[one, other])
@@ -648,9 +665,11 @@ def test_a_silent_rank_is_shown_as_such_and_another_one_tells(clock, store, capl
 
 @pytest.mark.parametrize("warning", [0.0, 30.0])
 def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning, capfd):
-    one, never = Watched(store), Watched(HashStore())
+    one = Watched(store)
+    never = Watched(HashStore())
     for two in (one, never):
-        two.hang_warning, two.hang_timeout = warning, 45.0 if two is one else 0.0
+        two.hang_warning = warning
+        two.hang_timeout = 45.0 if two is one else 0.0
     pass_time(clock, 44, one, never, beating=[one, never])
     assert one.ended == []
     pass_time(clock, 2, one, beating=[one])
@@ -685,7 +704,8 @@ def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(
     clock, store, caplog, how
 ):
     one = Watched(store, where=position(inside=how != "outside"))
-    one.position.unlimited_calls, one.position.waiting = int(how == "unlimited_calls"), False
+    one.position.unlimited_calls = int(how == "unlimited_calls")
+    one.position.waiting = False
     pass_time(clock, 2000, one, beating=[one])
     assert one.ended == []
     assert not warnings_in(caplog, "No step")
@@ -758,7 +778,8 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", trace="T", session=1))
     pass_time(clock, 2, one, beating=[one])
     assert one.heartbeat.failure is not None
-    one.position.session, one.position.waiting = 2, True
+    one.position.session = 2
+    one.position.waiting = True
     monkeypatch.setattr("ddpkit.base.failure_report.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
     assert one.heartbeat.failure is None

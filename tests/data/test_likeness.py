@@ -19,7 +19,9 @@ def read(items):
     return [summarize(item) for item in items]
 
 
-SAME, DIFFERENT, OPEN = "the same", "different", "nobody can tell"
+SAME = "the same"
+DIFFERENT = "different"
+OPEN = "nobody can tell"
 
 
 def verdict(*ranks):

@@ -85,7 +85,8 @@ def test_large_worlds_are_covered_exactly_once_and_balanced(world_size, samples,
 
 
 def test_large_worlds_see_every_index_once():
-    samples, world_size = 30_011, 64
+    samples = 30_011
+    world_size = 64
     ranks = [
         PlannedBatchSampler(samples, 7, rank, world_size, shuffle=True, seed=3)
         for rank in range(world_size)
@@ -644,10 +645,12 @@ def test_shards_of_a_rank_are_the_batches_of_as_many_ranks_one_after_another(wor
         return DealtBatchSampler(inner, rank, world_size, shards=shards)
 
     for make in (planned, dealt):
-        apart, shards = [make(rank, 6, 1) for rank in range(6)], 6 // world_size
+        apart = [make(rank, 6, 1) for rank in range(6)]
+        shards = 6 // world_size
         batches = [list(one) for one in apart]
         for rank in range(world_size):
-            own, mine = make(rank, world_size, shards), range(rank * shards, (rank + 1) * shards)
+            own = make(rank, world_size, shards)
+            mine = range(rank * shards, (rank + 1) * shards)
             numbers = [(number, shard) for number in range(len(apart[0])) for shard in mine]
             assert list(own) == [batches[shard][number] for number, shard in numbers]
             assert len(own) == len(numbers)

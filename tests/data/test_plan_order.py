@@ -78,7 +78,8 @@ def test_values_and_positions_of_a_large_order_are_uniform():
     """Sixteen by sixteen cells of position and value, and of position and how far the next value
     is.
     """
-    size, cells = 50_000, 16
+    size = 50_000
+    cells = 16
     order = np.array(whole(size, 5, 4))
     for values in (order, (np.roll(order, -1) - order) % size, order % cells * (size // cells)):
         table, _, _ = np.histogram2d(
@@ -90,7 +91,8 @@ def test_values_and_positions_of_a_large_order_are_uniform():
 @pytest.mark.parametrize("size", [SMALL + 5, pytest.param(3 * SMALL, marks=pytest.mark.slow)])
 def test_every_position_takes_every_value_over_the_epochs(size):
     """Where the first sample stands, and what stands first, over many epochs of a Feistel order."""
-    epochs, cells = 2000, 16
+    epochs = 2000
+    cells = 16
     first = np.array([Order(size, 9, epoch).indices(0, 1)[0] for epoch in range(epochs)])
     last = np.array([Order(size, 9, epoch).indices(size - 1, size)[0] for epoch in range(epochs)])
     for values in (first, last):

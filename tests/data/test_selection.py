@@ -72,8 +72,10 @@ def test_what_is_no_selection_is_left_alone(source):
 
 
 def test_datasets_that_hold_each_other_end():
-    one, other = Wrapper(indices=[1, 2, 3]), Wrapper()
-    one.inner, other.inner = other, one
+    one = Wrapper(indices=[1, 2, 3])
+    other = Wrapper()
+    one.inner = other
+    other.inner = one
     assert len(words(one)) == len(words(other)) == 1
 
 

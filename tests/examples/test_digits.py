@@ -132,7 +132,8 @@ def test_one_process_with_a_break_and_two_without_follow_the_same_trajectory(tmp
     )
     assert double.count("float64") == 2
     script.write_text(double)
-    one, two = ("--seed=7", "--output_folder=one"), ("--seed=7", "--output_folder=two")
+    one = ("--seed=7", "--output_folder=one")
+    two = ("--seed=7", "--output_folder=two")
     closing_line(Run(python(*COMMAND, *one, "--number_of_epochs=1"), tmp_path, warm=True).wait())
     further = Run(python(*COMMAND, *one, "--number_of_epochs=2"), tmp_path, warm=True).wait()
     closing_line(further)

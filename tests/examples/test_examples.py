@@ -80,7 +80,8 @@ def test_an_example_does_what_its_readme_shows_and_the_same_on_two_processes(nam
         run(words, shown, folder, name=f"run{number}", warm=True)
     launchers = [words[0] for words, _ in commands]
     assert {"python", "torchrun"} <= set(launchers), launchers
-    one, two = folder / "results" / "1234", folder / "results" / "two"
+    one = folder / "results" / "1234"
+    two = folder / "results" / "two"
     assert stats(one)
     assert stats(one) == pytest.approx(stats(two), rel=1e-3, abs=1e-6)
     epochs = [[stage for stage in stages(results) if stage[0] != "TEST"] for results in (one, two)]
@@ -149,13 +150,15 @@ def test_bf16_trains_the_language_model(tmp_path):
         ended = Run(python(*COMMAND, *words), folder, name=precision, warm=True).wait()
         assert ended.code == 0, ended.tail()
         assert f"precision  {precision}" in ended.err
-    full, half = stats(folder / "fp32"), stats(folder / "bf16")
+    full = stats(folder / "fp32")
+    half = stats(folder / "bf16")
     assert half != full
     assert half == pytest.approx(full, rel=0.05)
 
 
 def test_the_language_model_writes_the_same_where_its_weights_are_divided(tmp_path):
-    folder, written = copy_of("language_model", tmp_path), {}
+    folder = copy_of("language_model", tmp_path)
+    written = {}
     for strategy in ("fsdp", "zero1"):
         words = (
             *COMMAND,

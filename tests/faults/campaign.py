@@ -137,7 +137,8 @@ class Campaign:
     def reference(self, usual: Setting) -> tuple[Reference, float]:
         """Return the uninterrupted run, and the seconds that it took; made once, and checked."""
         if usual not in self.references:
-            name, folder = f"{usual.variant} on {usual.world_size} rank(s)", self._new_folder()
+            name = f"{usual.variant} on {usual.world_size} rank(s)"
+            folder = self._new_folder()
             attempt = run_attempt(usual, folder, 0)
             if attempt.error:
                 raise RuntimeError(f"{name} fails without a kill:\n{attempt.error}")
@@ -151,7 +152,9 @@ class Campaign:
 
     def run(self, trial: Trial) -> Verdict:
         """Start, kill, start again until the run has come to its end, and compare."""
-        setting, folder, attempts = trial.setting, self._new_folder(), []
+        setting = trial.setting
+        folder = self._new_folder()
+        attempts = []
         reference, _ = self.reference(self.usual(setting.variant, setting.world_size))
         started = time.monotonic()
         for number in range(MOST_ATTEMPTS):
@@ -341,10 +344,8 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     problems = rows.pop("problems")
     different = sum(row["different runs"] for row in rows.values())
-    done, again = (
-        sum(row["kills"] for row in rows.values()),
-        sum(row["resumes"] for row in rows.values()),
-    )
+    done = sum(row["kills"] for row in rows.values())
+    again = sum(row["resumes"] for row in rows.values())
     print(
         f"{done} kills, {again} resumes, {different} runs that differ, {len(problems)} other "
         "problems."

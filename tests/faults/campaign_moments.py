@@ -80,7 +80,10 @@ class Trigger:
     """Watches where a rank is, and fires once when it is where the kill is planned."""
 
     def __init__(self, folder: Path, rank: int, diary: Diary, kill: Kill | None) -> None:
-        self.folder, self.rank, self.diary, self.kill = folder, rank, diary, kill
+        self.folder = folder
+        self.rank = rank
+        self.diary = diary
+        self.kill = kill
         self.here: tuple[int, int, int, int] = (0, 0, 0, 0)
         self.began = False
         self.operations = 0

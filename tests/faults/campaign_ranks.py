@@ -52,10 +52,14 @@ class Ranks:
     """The processes of one attempt: a process group of their own, one rank each."""
 
     def __init__(self, setting: Setting, folder: Path, number: int, kill: Kill | None) -> None:
-        self.setting, self.folder, self.number, self.kill = setting, folder, number, kill
+        self.setting = setting
+        self.folder = folder
+        self.number = number
+        self.kill = kill
         self.started = time.monotonic()
         self.statuses: dict[int, int] = {}
-        port, group = free_port(), 0
+        port = free_port()
+        group = 0
         self.pids: list[int] = []
         for rank in range(setting.world_size):
             pid = os.fork()

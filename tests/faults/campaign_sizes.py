@@ -39,7 +39,8 @@ def change_of_size(
         Setting(variant, size, batch_size=4, interval=2, options=options)
         for size in (before, after)
     ]
-    whole, halves = folder / f"{variant} on {before}", folder / "halves"
+    whole = folder / f"{variant} on {before}"
+    halves = folder / "halves"
     shutil.rmtree(halves, ignore_errors=True)
     if whole.exists():
         reference = Attempt(diaries=[Diary.read(whole, rank, 0) for rank in range(before)])
@@ -68,12 +69,14 @@ def steps_of(attempt: Attempt) -> Steps:
     """
     ranks: list[Steps] = []
     for diary in attempt.diaries:
-        steps, pending = {}, []
+        steps = {}
+        pending = []
         for entry in diary:
             if entry[0] == "TRAIN":
                 pending += entry[3]
             elif entry[0] == "step":
-                steps[entry[2], entry[1]], pending = pending, []
+                steps[entry[2], entry[1]] = pending
+                pending = []
         ranks.append(steps)
     common = set.intersection(*map(set, ranks))
     return {place: sorted(number for steps in ranks for number in steps[place]) for place in common}

@@ -45,7 +45,8 @@ class Reference:
         """Check the run in itself: every sample exactly once per epoch, all ranks with the same
         end.
         """
-        size, found = setting.recipe.size, []
+        size = setting.recipe.size
+        found = []
         seen: dict[int, Counter[int]] = {}
         for events in self.events:
             for key, payload in events:

@@ -54,7 +54,8 @@ def virtual_trials(folder: Path, kills: int, seed: int) -> Iterator[VirtualTrial
         kills: how many.
         seed: of the dice.
     """
-    dice, done = random.Random(f"{seed}/virtual ranks"), 0
+    dice = random.Random(f"{seed}/virtual ranks")
+    done = 0
     references = {}
     for variant in itertools.cycle(VIRTUAL):
         if variant not in references:
@@ -124,9 +125,7 @@ def print_virtual(folder: Path, kills: int, seed: int) -> dict[str, int]:
     for trial in virtual_trials(folder, kills, seed):
         trials.append(trial)
         print(trial, flush=True)
-    done, different = (
-        sum(trial.kills for trial in trials),
-        sum(bool(trial.differences) for trial in trials),
-    )
+    done = sum(trial.kills for trial in trials)
+    different = sum(bool(trial.differences) for trial in trials)
     print(f"another number of processes: {done} kills, {different} runs that differ.")
     return {"trials": len(trials), "kills": done, "different runs": different}

@@ -30,8 +30,10 @@ ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else ["."]
 WORDS = dict(word.split("=", 1) for word in ARGUMENTS[1:] if not word.startswith("-"))
 FOLDER = Path(ARGUMENTS[0])
 FAULT, _, WHERE = WORDS.get("fault", "@").partition("@")
-RANK, STEP = int(WORDS.get("rank", 0)), int(WORDS.get("step", 5))
-SIZE, PAUSE = int(WORDS.get("size", 400)), float(WORDS.get("pause", 0.02))
+RANK = int(WORDS.get("rank", 0))
+STEP = int(WORDS.get("step", 5))
+SIZE = int(WORDS.get("size", 400))
+PAUSE = float(WORDS.get("pause", 0.02))
 WORKERS = int(WORDS.get("workers", 0))
 CONTEXT = {"multiprocessing_context": WORDS["context"]} if "context" in WORDS else {}
 

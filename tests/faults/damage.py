@@ -58,7 +58,8 @@ def forbid(draw, path, other):
 def swap_within(draw, path, other):
     """Exchange two files of the same checkpoint."""
     second = draw.choice([one for one in files_of(path.parent) if one != path] or [path])
-    mine, its = path.read_bytes(), second.read_bytes()
+    mine = path.read_bytes()
+    its = second.read_bytes()
     path.write_bytes(its)
     second.write_bytes(mine)
     return [path, second]

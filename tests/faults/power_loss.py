@@ -162,7 +162,8 @@ class Disk:
     def synced_directory(self, path):
         self.look()
         node = self.node(path)
-        node.sure, node.pending = dict(node.now), []
+        node.sure = dict(node.now)
+        node.pending = []
 
     def renamed(self, source, target):
         parent = self.node(source.parent)

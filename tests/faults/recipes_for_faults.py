@@ -178,7 +178,8 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         if not self.goes_on:
-            self.position, self.buffer = 0, []
+            self.position = 0
+            self.buffer = []
             self.numbers.seed(self.epoch)
         self.goes_on = False
         while self.position < len(self.points) or self.buffer:
@@ -199,11 +200,9 @@ class Stream(IterableDataset):
     def load_state_dict(self, state):
         version, words, gauss = state["numbers"]
         self.numbers.setstate((version, tuple(words), gauss))
-        self.position, self.buffer, self.epoch = (
-            state["position"],
-            list(state["buffer"]),
-            state["epoch"],
-        )
+        self.position = state["position"]
+        self.buffer = list(state["buffer"])
+        self.epoch = state["epoch"]
         self.goes_on = True
 
 
@@ -218,7 +217,8 @@ class StatefulLoader:
     is_sharded = True
 
     def __init__(self, size: int, seed: int, batch_size: int) -> None:
-        self.points, self.batch_size = Points(size, seed), batch_size
+        self.points = Points(size, seed)
+        self.batch_size = batch_size
         self.epoch = self.position = 0
         self.goes_on = self.is_over = False
 
@@ -242,11 +242,9 @@ class StatefulLoader:
         return {"epoch": self.epoch, "position": self.position, "is_over": self.is_over}
 
     def load_state_dict(self, state):
-        self.epoch, self.position, self.is_over = (
-            state["epoch"],
-            state["position"],
-            state["is_over"],
-        )
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.is_over = state["is_over"]
         self.goes_on = True
 
 
@@ -360,9 +358,11 @@ def make_recipe(setting: Setting, folder: Path) -> Recipe:
         layers.insert(1, nn.BatchNorm1d(12))
     if variant.dropout:
         layers.append(nn.Dropout(variant.dropout))
-    encoder, head = nn.Sequential(*layers), nn.Linear(12, 1)
+    encoder = nn.Sequential(*layers)
+    head = nn.Linear(12, 1)
     if variant.double:
-        encoder, head = encoder.double(), head.double()
+        encoder = encoder.double()
+        head = head.double()
     counter: Any = EpochCounter(EPOCHS)
     if variant.stopper:
         counter = EpochCounterWithStopper(6, limit_to_stop=1, limit_warmup=1, direction="min")
@@ -378,13 +378,16 @@ def make_recipe(setting: Setting, folder: Path) -> Recipe:
         },
         Checkpointer(folder / "save", {**parts, "counter": counter}),
     )  # fmt: skip
-    recipe.setting, recipe.variant, recipe.counter = setting, variant, counter
+    recipe.setting = setting
+    recipe.variant = variant
+    recipe.counter = counter
     return recipe
 
 
 def training_data(setting: Setting) -> tuple[Any, dict[str, Any]]:
     """Return what to train on, and the arguments of its loader."""
-    variant, batch_size = setting.recipe, setting.batch_size or BATCH_SIZES[setting.world_size]
+    variant = setting.recipe
+    batch_size = setting.batch_size or BATCH_SIZES[setting.world_size]
     if variant.stream == "loader":
         return StatefulLoader(variant.size, 5, batch_size), {}
     arguments = {"batch_size": batch_size, "num_workers": variant.workers}
@@ -402,7 +405,8 @@ def train(setting: Setting, folder: Path, attempt: int, kill: Kill | None) -> No
     diary.note("begin")
     recipe = make_recipe(setting, folder)
     diary.note("joined")
-    recipe.diary, recipe.trigger = diary, trigger
+    recipe.diary = diary
+    recipe.trigger = trigger
     data, arguments = training_data(setting)
     recipe.fit(
         recipe.counter,

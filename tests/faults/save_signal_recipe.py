@@ -19,7 +19,10 @@ import ddpkit as sb
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 
-FACTOR, SAMPLES, EPOCHS = 3, 122, 3  # 61 micro-batches, or 31: the last window is short
+# 61 micro-batches, or 31: the last window is short
+FACTOR = 3
+SAMPLES = 122
+EPOCHS = 3
 
 
 class Own(sb.Brain):
@@ -82,7 +85,8 @@ def main():
     checkpointer = Checkpointer(sys.argv[1], {"net": net, "counter": counter})
     options = {"device": "cpu", "noprogressbar": True, "grad_accumulation_factor": FACTOR}
     brain = Own({"net": net}, lambda p: torch.optim.Adam(p, lr=0.01), None, options, checkpointer)
-    brain.way, brain.asks = sys.argv[2], "signal" in sys.argv
+    brain.way = sys.argv[2]
+    brain.asks = "signal" in sys.argv
     brain.fit(counter, data, train_loader_kwargs={"batch_size": 2, "shuffle": True})
     if brain.rank == 0:
         weights = torch.cat(

@@ -103,7 +103,8 @@ class Run:
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
-        self.text, self.folder = Text(), Folder()
+        self.text = Text()
+        self.folder = Folder()
         self.stamp(-1)
 
     def tensors(self):
@@ -313,7 +314,8 @@ def reach(point):
 @contextlib.contextmanager
 def watched(plan, files):
     """Put a plan in force and stand these file operations in for the library's."""
-    before, storage.FILES = storage.FILES, files
+    before = storage.FILES
+    storage.FILES = files
     _active.append(plan)
     try:
         yield plan

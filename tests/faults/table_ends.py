@@ -59,7 +59,8 @@ def segments() -> dict[str, float]:
     """Return the names in shared memory and when they were made, without those of processes that
     live.
     """
-    found, in_use = {}, mapped()
+    found = {}
+    in_use = mapped()
     for path in SHARED.iterdir():
         owner = OWNER.match(path.name)
         if owner and Path(f"/proc/{owner[1]}").exists():

@@ -75,7 +75,9 @@ class Data(torch.utils.data.Dataset):
     """Numbers."""
 
     def __init__(self, size, places=()):
-        self.size, self.places, self.read = size, places, 0
+        self.size = size
+        self.places = places
+        self.read = 0
 
     def __len__(self):
         return self.size

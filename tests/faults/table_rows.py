@@ -25,7 +25,9 @@ GONE_SECONDS = 5.0
 RAISED_SECONDS = 1.0
 STOP_SECONDS = 2.0 + 0.3 + 0.02  # and a save, and a step
 TWICE_SECONDS = 2.0
-HANG_SECONDS, TOLD_SECONDS, TORCHRUN_SECONDS = 5.0, 2.0, 35.0
+HANG_SECONDS = 5.0
+TOLD_SECONDS = 2.0
+TORCHRUN_SECONDS = 35.0
 MOST_LINES = 15
 PATIENCE = 3  # the option nonfinite_patience
 
@@ -75,7 +77,8 @@ class Judge:
     """
 
     def __init__(self, folder: Path, slack: float = 0.0) -> None:
-        self.folder, self.slack = folder, slack
+        self.folder = folder
+        self.slack = slack
         self._weights: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
@@ -241,10 +244,12 @@ def judge_raise(
     outcome: Outcome, judge: Judge, error: str = "ValueError: boom from the fault"
 ) -> None:
     """All gone, and the last thing one reads is which rank has failed, where and why."""
-    trial, text = outcome.trial, outcome.text
+    trial = outcome.trial
+    text = outcome.text
     judge.in_time(outcome, outcome.seconds, GONE_SECONDS)
     require_failure(outcome)
-    where, (*_, epoch, step) = trial.where, outcome.faults()[0]
+    where = trial.where
+    (*_, epoch, step) = outcome.faults()[0]
     place = rf" in {'VALID' if where == 'valid' else 'TRAIN'} of epoch {epoch} at step "
     anywhere = r" in TRAIN of epoch \d+ at step \d+"
     place = {"before": "", "start": r".*", "dataset": anywhere, "worker": anywhere}.get(
@@ -297,7 +302,8 @@ def _raised(outcome: Outcome, judge: Judge, times: int) -> None:
                 kind == expected and "boom from the fault" in words,
                 f"rank {rank} raises {kind}: {words}",
             )
-    outcome.other["gone"], outcome.seconds = outcome.seconds, longest
+    outcome.other["gone"] = outcome.seconds
+    outcome.seconds = longest
     judge.in_time(outcome, longest, RAISED_SECONDS, "every rank has raised")
 
 
@@ -320,7 +326,8 @@ def judge_kill(outcome: Outcome, judge: Judge) -> None:
     trial = outcome.trial
     judge.in_time(outcome, outcome.seconds, GONE_SECONDS)
     require_failure(outcome)
-    where, (*_, epoch, step) = trial.where, outcome.faults()[0]
+    where = trial.where
+    (*_, epoch, step) = outcome.faults()[0]
     stage = "VALID" if where == "valid" else "TRAIN"
     place = rf"{stage} of epoch {epoch} at step ({step}|{step - 1}|{step + 1})\b"
     if where == "dataset":
@@ -335,7 +342,8 @@ def judge_stop(outcome: Outcome, judge: Judge) -> None:
     """One checkpoint, at the same step on all ranks; word of it; and the run goes on from there to
     the same end.
     """
-    trial, number = outcome.trial, signal.Signals[outcome.trial.kind]
+    trial = outcome.trial
+    number = signal.Signals[outcome.trial.kind]
     judge.in_time(outcome, outcome.seconds, STOP_SECONDS)
     require_failure(outcome)
     if trial.launcher == "plain":
@@ -346,7 +354,8 @@ def judge_stop(outcome: Outcome, judge: Judge) -> None:
     marker = json.loads(path.read_text())
     told = (marker["reason"], marker["exit_code"])
     outcome.require(told == (trial.kind, 128 + number), f"stopped.json says {told}")
-    places, saves = set(), []
+    places = set()
+    saves = []
     for rank in outcome.ranks:
         steps = outcome.notes(rank, "TRAIN", "VALID")
         places.add(tuple(steps[-1][2:]))

@@ -17,7 +17,8 @@ from xml.etree import ElementTree as ET
 from .table_trials import say
 
 ROOT = Path(__file__).resolve().parents[2]
-STORAGE, CONTRACT = "tests/checkpointing/test_storage_faults.py", "tests/contract/test_bad_input.py"
+STORAGE = "tests/checkpointing/test_storage_faults.py"
+CONTRACT = "tests/contract/test_bad_input.py"
 
 # Rows that are kills, with words for tests.faults.campaign.
 CAMPAIGNS = {"F4": (), "F20": ("--virtual",)}

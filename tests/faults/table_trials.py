@@ -214,7 +214,8 @@ def send(outcome: Outcome) -> float:
 
 def _send_to(outcome: Outcome, number: signal.Signals) -> int:
     """Send a signal to the processes that are meant; say to how many."""
-    trial, runs = outcome.trial, outcome.runs
+    trial = outcome.trial
+    runs = outcome.runs
     if trial.target == "launcher":
         pids = [run.process.pid for run in runs if run.process.poll() is None]
     elif trial.target == "rank":

@@ -230,7 +230,8 @@ def choose_often(folder, times):
     warned of.
     """
     draw = random.Random(11)
-    victim, older = folder / "save" / "CKPT+3", folder / "save" / "CKPT+1"
+    victim = folder / "save" / "CKPT+3"
+    older = folder / "save" / "CKPT+1"
     outcomes = []
     for _ in range(times):
         kind = damage(draw, victim, older)[0] if if_main_process() else None

@@ -64,7 +64,8 @@ def test_f19_many_steps_leave_nothing_behind(tmp_path):
     )
     brain.fit(range(1, 10**9), [torch.ones(1, 1)] * 1000)
     assert brain.optimizer_step == STEPS
-    (before, held, began), (after, holding, ended) = brain.first, brain.last
+    (before, held, began) = brain.first
+    (after, holding, ended) = brain.last
     print(
         f"{STEPS} steps: {after - before:+.2f} MB, {(ended - began) / (0.9 * STEPS) * 1e6:.0f} us "
         "each"

@@ -125,11 +125,13 @@ def test_a_clean_stop_leaves_the_last_word_to_where_the_run_goes_on(tmp_path, la
     """torchrun that is signalled itself ends with a traceback of its own, whatever its processes
     do.
     """
-    words, asked = [RECIPE, str(tmp_path / "out"), "epochs=1000"], signal.SIGTERM
+    words = [RECIPE, str(tmp_path / "out"), "epochs=1000"]
+    asked = signal.SIGTERM
     if launcher == "plain":
         runs = start_by_hand(python(*words), tmp_path, 2, warm=True)
     elif launcher == "nproc":
-        runs, asked = [Run(python(*words, "--nproc=2"), tmp_path)], signal.SIGINT
+        runs = [Run(python(*words, "--nproc=2"), tmp_path)]
+        asked = signal.SIGINT
     else:
         runs = [Run(torchrun(2, *words), tmp_path, warm=True)]
     steps = tmp_path / "out" / "steps-1.jsonl"

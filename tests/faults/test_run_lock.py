@@ -295,7 +295,8 @@ def take_from_the_living(state):
         wait_for(signs / "held")
         if state == "stopped":
             owner.signal(signal.SIGSTOP)
-        start, said = time.monotonic(), ""
+        start = time.monotonic()
+        said = ""
         try:
             FolderLock(folder).acquire()
         except CheckpointError as error:
@@ -358,7 +359,9 @@ class Stops:
     """
 
     def __init__(self, folder, at, events):
-        self.folder, self.at, self.events = str(folder), at, events
+        self.folder = str(folder)
+        self.at = at
+        self.events = events
         self.points = []
         sys.addaudithook(self)
 
@@ -457,7 +460,8 @@ def late_at_every_point():
     def cannot_lock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    flock, fcntl.flock = fcntl.flock, cannot_lock
+    flock = fcntl.flock
+    fcntl.flock = cannot_lock
     try:
         for stops_at in range(1, 500):
             try:

@@ -309,7 +309,9 @@ def whole_steps(folder):
 def kill_at_random(folder, mode, kills):
     """Return how many kills fell into a save, and the steps that were recovered."""
     draw = random.Random(f"{mode}{kills}")
-    sure, unfinished, recovered_steps = 0, 0, []
+    sure = 0
+    unfinished = 0
+    recovered_steps = []
     longest = max(0.05, 3 * forked(seconds_of_a_save, folder / "measure"))
     folder /= "run"
     folder.mkdir()

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-SAMPLES, FEATURES = 41, 6
+SAMPLES = 41
+FEATURES = 6
 SPOILT = 7  # the row that is not finite in a spoilt table
 
 
@@ -54,7 +55,8 @@ class DividedStream(Stream):
 
     def __init__(self, dtype, first=0, step=1):
         super().__init__(dtype)
-        self.first, self.step = first, step
+        self.first = first
+        self.step = step
 
     def shard(self, num_shards, index):
         return DividedStream(self.table.inputs.dtype, index, num_shards)

@@ -112,7 +112,8 @@ class Adversaries(Golden):
 
     def fit_batch(self, batch):
         noise, real = batch
-        generator, discriminator = self.modules.generator, self.modules.discriminator
+        generator = self.modules.generator
+        discriminator = self.modules.discriminator
         self.turn = "discriminator"
         with self.training_ctx:
             fake = generator(noise)

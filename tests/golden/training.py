@@ -68,8 +68,10 @@ def train(name, folder=None, kill_at=None):
 
 def make_brain(case, folder):
     """Make the Brain of a case; with a folder, one that saves."""
-    modules, counter = case.make_modules(), EpochCounter(case.epochs)
-    options, checkpointer = OPTIONS | case.options, None
+    modules = case.make_modules()
+    counter = EpochCounter(case.epochs)
+    options = OPTIONS | case.options
+    checkpointer = None
     if folder is not None:
         options |= {"ckpt_interval_steps": 3}
         checkpointer = Checkpointer(folder, modules | {"counter": counter})
@@ -79,7 +81,8 @@ def make_brain(case, folder):
 
 def use(brain, result, case):
     """Evaluate and predict with what was trained: with the best checkpoint, where there are any."""
-    data, loader = Subset(Table(case.dtype), range(5, 30)), {"batch_size": 4}
+    data = Subset(Table(case.dtype), range(5, 30))
+    loader = {"batch_size": 4}
     test_loss = brain.evaluate(data, min_key="loss", test_loader_kwargs=loader)
     outputs = brain.predict(data, min_key="loss", loader_kwargs=loader)
     return facts_of_result(result, test_loss, outputs)

@@ -111,7 +111,8 @@ class Noting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.seen = nn.Linear(6, 3), []
+        self.layer = nn.Linear(6, 3)
+        self.seen = []
 
     def forward(self, x):
         output = self.layer(x)
@@ -302,7 +303,8 @@ def test_steps_that_are_looked_at_later_have_the_bits_of_those_that_are_read_fir
 
 def test_opt_class_is_fused_and_goes_on_from_a_checkpoint_that_was_not(tmp_path):
     def fit(epochs, **options):
-        net, counter = make_net(), EpochCounter(epochs)
+        net = make_net()
+        counter = EpochCounter(epochs)
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         options = {"noprogressbar": True, "ckpt_interval_steps": 1, **options}
         brain = Classifier(
@@ -495,7 +497,8 @@ def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
             [1, 2, 3], data, data, train_loader_kwargs=loader, valid_loader_kwargs=loader
         )
 
-    usual, compiled = fit(), fit(compile=True, **compiles)
+    usual = fit()
+    compiled = fit(compile=True, **compiles)
     assert compiled.train_loss == pytest.approx(usual.train_loss, rel=1e-4)
     assert compiled.valid_loss == pytest.approx(usual.valid_loss, rel=1e-4)
     assert compiled.logged["train"]["loss again"] == pytest.approx(usual.train_loss, rel=1e-4)

@@ -175,7 +175,8 @@ def test_random_numbers_go_on_where_a_rank_sees_its_gpu_by_another_number(
     and the other way.
     """
     needs(2)
-    all_of_them, alone = ({}, "1"), ({"CUDA_VISIBLE_DEVICES": "1"}, "0")
+    all_of_them = ({}, "1")
+    alone = ({"CUDA_VISIBLE_DEVICES": "1"}, "0")
     order = (alone, all_of_them) if sees_its_own_first else (all_of_them, alone)
     drawn = []
     for how, (environment, number) in zip(("save", "restore"), order, strict=True):

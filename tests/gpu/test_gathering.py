@@ -25,7 +25,8 @@ def results(**options):
     brain = Collect({"net": make_net(torch.float64)}, run_opts={"noprogressbar": True, **options})
     data = make_data(10, torch.float64)
     brain.evaluate(data, test_loader_kwargs={"batch_size": 4, "shuffle": True})
-    gathered, mean = brain.gather(torch.cat(brain.scores)), brain.mean.compute()
+    gathered = brain.gather(torch.cat(brain.scores))
+    mean = brain.mean.compute()
     outputs = brain.predict(data, loader_kwargs={"batch_size": 4})
     assert {one.device.type for one in [gathered, *outputs]} == {"cpu"}
     return gathered, torch.stack(outputs), torch.tensor(mean, dtype=torch.float64)

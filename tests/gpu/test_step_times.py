@@ -60,7 +60,8 @@ class InBackward(torch.autograd.Function):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 1)
+        self.first = nn.Linear(8, 32)
+        self.last = nn.Linear(32, 1)
 
     def forward(self, x):
         Sleeps.sleep("forward")

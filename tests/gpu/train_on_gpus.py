@@ -131,7 +131,8 @@ def train(
         "faulty": Counting if asked.count_syncs else Faulty,
     }
     settings = {"SGD": {"momentum": 0.9, "lr": 0.1}, "AdamW": {"lr": 0.01}}[optimizer]
-    fused, scale = options.pop("fused", None), options.pop("scale", None)
+    fused = options.pop("fused", None)
+    scale = options.pop("scale", None)
     brain = classes[kind](
         {"net": net},
         lambda parameters: getattr(torch.optim, optimizer)(parameters, fused=fused, **settings),

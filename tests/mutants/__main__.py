@@ -80,7 +80,8 @@ def run_trials(
     try:
         while waiting or running:
             while waiting and copies:
-                fault, copy = waiting.pop(), copies.pop()
+                fault = waiting.pop()
+                copy = copies.pop()
                 wanted = {"every_test": arguments.all, "limit_seconds": arguments.limit}
                 running.append(Trial(copy, shlex.split(fault.tests), fault, **wanted))
             time.sleep(POLL_SECONDS)

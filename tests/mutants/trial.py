@@ -29,7 +29,10 @@ COPIED = ("ddpkit", "tests", "docs", "examples", "benchmarks", "pyproject.toml",
 IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 MARKS = "not slow and not faults and not launch and not gpu"
 
-CAUGHT, SURVIVED, HUNG, BROKEN = "caught", "survived", "hung", "cannot run"
+CAUGHT = "caught"
+SURVIVED = "survived"
+HUNG = "hung"
+BROKEN = "cannot run"
 TESTS_FAILED = 1  # what pytest ends with; 0 where all have passed
 
 
@@ -83,7 +86,9 @@ class Trial:
         every_test: bool = False,
         limit_seconds: float,
     ):
-        self.copy, self.tests, self.fault = copy, list(tests), fault
+        self.copy = copy
+        self.tests = list(tests)
+        self.fault = fault
         self._every_test = every_test
         self.began = time.monotonic()
         self._deadline = self.began + limit_seconds

@@ -65,9 +65,11 @@ class RunningMean(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mean, self.count = torch.zeros(4, dtype=torch.float64), 0
+        self.mean = torch.zeros(4, dtype=torch.float64)
+        self.count = 0
         # written: no, compared: no
-        self.expanded, self.edges = torch.ones(1).expand(4), torch.eye(4).to_sparse()
+        self.expanded = torch.ones(1).expand(4)
+        self.edges = torch.eye(4).to_sparse()
 
     def forward(self, rows):
         if self.training:
@@ -320,10 +322,13 @@ class Accumulating(Regression):
     counting.
     """
 
-    weigh, closes, back = "as it is", "by name", False
+    weigh = "as it is"
+    closes = "by name"
+    back = False
 
     def fit_batch(self, batch):
-        factor, window = self.grad_accumulation_factor, self.progress.window
+        factor = self.grad_accumulation_factor
+        window = self.progress.window
         closes = self.should_step if self.closes == "by name" else self.step % factor == 0
         with self.no_sync(not closes):
             loss = self.compute_objectives(
@@ -373,7 +378,8 @@ def recipe(cls, kind, options):
 
 
 def training_set(kind, samples, batch_size):
-    data, kwargs = points(samples), {"batch_size": batch_size, "shuffle": True}
+    data = points(samples)
+    kwargs = {"batch_size": batch_size, "shuffle": True}
     if kind == "augmented":
         data = Noisy(data)
     elif kind == "own order":
@@ -419,7 +425,8 @@ def check(ranks):
         batch_size=4,
         **options,
     ):
-        brain, data = recipe(cls, kind, options), (data, samples, batch_size)
+        brain = recipe(cls, kind, options)
+        data = (data, samples, batch_size)
         side = Side(brain, run_of(brain), *training_set(*data))
         records = ranks.run(
             on_rank, cls, kind, data, options, try_step(side), world_size=world_size
@@ -496,7 +503,8 @@ def test_tolerances_follow_what_the_model_computes_in(check):
 
 
 def test_float32_on_a_gpu_is_rough():
-    context, gradients = SimpleNamespace(enabled=False), {"weight": torch.zeros(1)}
+    context = SimpleNamespace(enabled=False)
+    gradients = {"weight": torch.zeros(1)}
     on_cpu, on_gpu = (
         SimpleNamespace(device=device, training_ctx=context) for device in ("cpu", "cuda:0")
     )

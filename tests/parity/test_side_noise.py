@@ -81,12 +81,14 @@ def test_attention(positional):
 
 def test_layers_that_are_computed_again_in_the_backward_pass():
     """No function is looked at there: the layers themselves are switched off."""
-    rows, drop = torch.ones(4, 5, requires_grad=True), nn.Dropout(0.5)
+    rows = torch.ones(4, 5, requires_grad=True)
+    drop = nn.Dropout(0.5)
     with without_noise(drop):
         checkpoint(
             lambda rows: drop(rows).sin().square(), rows, use_reentrant=False
         ).sum().backward()
-    found, rows.grad = rows.grad, None
+    found = rows.grad
+    rows.grad = None
     rows.sin().square().sum().backward()
     assert torch.equal(found, rows.grad)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from ddpkit.porting import TABLE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/porting.md"
-BEGIN, END = "<!-- names: python -m tests.porting.naming_table -->\n", "<!-- end of names -->\n"
+BEGIN = "<!-- names: python -m tests.porting.naming_table -->\n"
+END = "<!-- end of names -->\n"
 
 
 def table():

@@ -36,7 +36,9 @@ def names_of(path):
             token.value for token in yaml.scan(path.read_text()) if isinstance(token, yaml.TagToken)
         ]
         return [word.rpartition(":")[2] for _, word in tokens]
-    tree, found, bound = ast.parse(path.read_text()), [], {}
+    tree = ast.parse(path.read_text())
+    found = []
+    bound = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]

@@ -20,7 +20,8 @@ RECIPES = Path(__file__).parent / "recipes"
 CLEAN = (
     "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
 )
-OLD, NEW = "import speechbrain as sb\nsb.Stage.TRAIN\n", "import ddpkit\nddpkit.Stage.TRAIN\n"
+OLD = "import speechbrain as sb\nsb.Stage.TRAIN\n"
+NEW = "import ddpkit\nddpkit.Stage.TRAIN\n"
 
 
 @pytest.fixture
@@ -89,7 +90,8 @@ def test_the_diff_is_what_is_written(recipe, tmp_path, capsys):
         b"import speechbrain as sb\r\nsb.Stage\r\n'no end of line'; sb.core.Stage"
     )
     assert main(["port", str(recipe)]) == 0
-    patch, patched = tmp_path / "patch", tmp_path / "patched"
+    patch = tmp_path / "patch"
+    patched = tmp_path / "patched"
     patch.write_bytes(capsys.readouterr().out.encode())
     shutil.copytree(recipe, patched)
     subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=patched, check=True)

@@ -7,7 +7,8 @@ import yaml
 
 from ddpkit.porting import port_yaml
 
-NEW, OLD = "ddpkit.epoch_loop.EpochCounter", "speechbrain.utils.epoch_loop.EpochCounter"
+NEW = "ddpkit.epoch_loop.EpochCounter"
+OLD = "speechbrain.utils.epoch_loop.EpochCounter"
 
 
 @pytest.mark.parametrize(

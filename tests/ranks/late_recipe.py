@@ -114,7 +114,8 @@ def train(
 ):
     """Train, and return the weights; only one rank is late."""
     rank = get_rank() or 0
-    Plan.phase, Plan.seconds = (phase if rank == late else ""), seconds
+    Plan.phase = phase if rank == late else ""
+    Plan.seconds = seconds
     torch.manual_seed(5)
     brain = cls(
         {"net": Net(hidden=hidden)},

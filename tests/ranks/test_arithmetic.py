@@ -24,7 +24,8 @@ from ddpkit.training import Feed
 from ddpkit.types import Stage
 
 EPOCHS = 2
-LEARNING_RATE, MAX_NORM = 0.1, 0.5
+LEARNING_RATE = 0.1
+MAX_NORM = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ def train(case):
             "micro_batch_size": case.micro,
         },
     )
-    brain.objective, brain.met, brain.told = case.objective, [], []
+    brain.objective = case.objective
+    brain.met = []
+    brain.told = []
     options = {"batch_size": case.batch_size, "shuffle": case.shuffle, "drop_last": case.drop_last}
     if case.batch_size is None:
         del options["batch_size"]
@@ -300,7 +303,8 @@ def test_global_batches_divided_unevenly(ranks, world_size, number):
 def bare(case, world_size):
     """Train with a few lines of torch: windows of samples, the mean over each, clip, step."""
     modules = make_modules(case)
-    net, data = modules["net"], make_data(case.samples)
+    net = modules["net"]
+    data = make_data(case.samples)
     optimizer = sgd(net.parameters())
     window = case.batch_size * world_size * case.factor
     for epoch in range(1, EPOCHS + 1):
@@ -309,10 +313,8 @@ def bare(case, world_size):
         )
         for start in range(0, case.samples, window):
             batch = [data[index] for index in order[start : start + window]]
-            inputs, targets = (
-                torch.stack([one[1] for one in batch]),
-                torch.stack([one[2] for one in batch]),
-            )
+            inputs = torch.stack([one[1] for one in batch])
+            targets = torch.stack([one[2] for one in batch])
             (net(inputs) - targets).square().mean().backward()
             nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
             optimizer.step()
@@ -391,7 +393,8 @@ def train_to_the_middle(folder, epochs):
         },
         checkpointer=Checkpointer(folder, {"net": net}),
     )
-    brain.met, brain.told = [], []
+    brain.met = []
+    brain.told = []
     brain.fit(EpochCounterOnce(epochs or 1), make_data(20), train_loader_kwargs={"shuffle": True})
     return torch.cat(
         [value.flatten() for value in brain.raw_modules.state_dict().values()]

@@ -82,10 +82,12 @@ def test_an_asynchronous_save_is_one_hand_over_and_every_rank_gets_the_checkpoin
 
 def fail_in_the_background(folder, on_error):
     checkpointer = Checkpointer(folder, {"model": stamped(1)})
-    checkpointer.asynchronous, checkpointer.on_error = True, on_error
+    checkpointer.asynchronous = True
+    checkpointer.on_error = on_error
     checkpointer.save_checkpoint(name="good")
     checkpointer.wait()
-    real, storage.FILES = storage.FILES, FullDisk()
+    real = storage.FILES
+    storage.FILES = FullDisk()
     try:
         checkpointer.save_checkpoint(name="bad")
         told = []
@@ -112,7 +114,8 @@ def test_f8_with_warn_no_rank_raises(ranks, tmp_path):
 def list_with_a_failure_pending(folder):
     checkpointer = Checkpointer(folder, {"model": stamped(1)})
     checkpointer.asynchronous = True
-    real, storage.FILES = storage.FILES, FullDisk()
+    real = storage.FILES
+    storage.FILES = FullDisk()
     try:
         checkpointer.save_checkpoint()
         try:
@@ -212,7 +215,8 @@ def load_from_one(folder, mode):
         lambda obj, path, end: obj.update(n=path.read_text()),
         lambda obj, path: path.write_text("5"),
     )
-    checkpointer.load_mode, checkpointer.verify_mode = mode, "size"
+    checkpointer.load_mode = mode
+    checkpointer.verify_mode = "size"
     checkpointer.save_checkpoint()
     dist.broadcast_object_list(expected, src=0)
     nn.init.zeros_(model.weight)
@@ -264,7 +268,8 @@ def load_with_a_fault(folder, fault):
     if not on_one:
         damage(found.paramfiles["model"], fault)
     dist.barrier()
-    checkpointer.verify_mode, checkpointer.load_mode = "off", "broadcast"
+    checkpointer.verify_mode = "off"
+    checkpointer.load_mode = "broadcast"
     real = tempfile.mkdtemp
     if fault == "receiver" and on_one:
         tempfile.mkdtemp = no_room
@@ -319,7 +324,8 @@ def a_malicious_file(folder):
     if if_main_process():
         torch.save({"weight": Evil()}, saved.paramfiles["model"])
     dist.barrier()
-    checkpointer.verify_mode, checkpointer.load_mode = "off", "broadcast"
+    checkpointer.verify_mode = "off"
+    checkpointer.load_mode = "broadcast"
     try:
         checkpointer.load_checkpoint(saved)
     except CheckpointError as error:
@@ -381,7 +387,8 @@ def peak_of_a_load(folder, mode, number):
     model = nn.ModuleList([nn.Linear(2048, 16384 // number, bias=False) for _ in range(number)])
     checkpointer = Checkpointer(folder, {"model": model})
     saved = checkpointer.save_checkpoint()
-    checkpointer.load_mode, checkpointer.verify_mode = mode, "size"
+    checkpointer.load_mode = mode
+    checkpointer.verify_mode = "size"
     checkpointer.load_checkpoint(saved)  # whatever is allocated once
     gc.collect()
     # what was freed goes back to the system, or the next load would not be seen
@@ -406,7 +413,9 @@ def peak_of_a_load(folder, mode, number):
 def test_no_rank_holds_more_than_the_state_and_its_largest_tensor_or_the_file_it_was_sent(
     ranks, tmp_path, mode, number
 ):
-    state, slack = 128, 32  # pages may be taken away meanwhile; one copy more would be 128
+    # pages may be taken away meanwhile; one copy more would be 128
+    state = 128
+    slack = 32
     more = 128 // number if mode == "all" else 128 + 128 // number + 16  # and a block
     for peak in ranks.run(peak_of_a_load, tmp_path, mode, number):
         assert 0.5 * state < peak <= state + more + slack

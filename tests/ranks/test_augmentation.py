@@ -22,14 +22,16 @@ from ddpkit.dataloader import Sharding, plan_of, shard
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.seed import seed_epoch_streams
 
-SIZE, GLOBAL_BATCH = 26, 8
+SIZE = 26
+GLOBAL_BATCH = 8
 
 
 class Augmented(Dataset):
     """A vector per sample, and noise from the streams that ``kind`` names."""
 
     def __init__(self, kind, size=SIZE):
-        self.kind, self.size = kind, size
+        self.kind = kind
+        self.size = size
 
     def __len__(self):
         return self.size
@@ -64,13 +66,15 @@ def batches_here(kind, num_workers, size):
     rank's own.
     """
     seed_epoch_streams(torch.initial_seed(), 1, 0)
-    rank, world_size = get_rank() or 0, get_world_size()
+    rank = get_rank() or 0
+    world_size = get_world_size()
     options = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "shuffle": True}
     sharding = Sharding(rank, world_size, seed=7)
     loader = shard(
         Augmented(kind, size), sharding, batch_size=GLOBAL_BATCH // world_size, **options
     )
-    plan, found = plan_of(loader), []
+    plan = plan_of(loader)
+    found = []
     for epoch in (1, 2, 3):
         loader.set_epoch(epoch)
         found.append(

@@ -36,13 +36,11 @@ class Small(nn.Module):
         ).double()
         # DDP sends it, as it may move
         self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
-        self.most, self.on_rank, self.backward, self.after, self.steps = (
-            most,
-            on_rank,
-            backward,
-            after,
-            0,
-        )
+        self.most = most
+        self.on_rank = on_rank
+        self.backward = backward
+        self.after = after
+        self.steps = 0
 
     def forward(self, x):
         out = self.net(x) * self.scale
@@ -69,7 +67,8 @@ def fail(gradient):
 class Regression(Brain):
     """Says all that must not depend on the attempts."""
 
-    counts, dies_at = False, None
+    counts = False
+    dies_at = None
 
     def compute_forward(self, batch, stage):
         return self.modules.model(batch[0])
@@ -90,7 +89,8 @@ class Counting(Regression):
     counts = True
 
 
-SAMPLES, GLOBAL = 50, 12
+SAMPLES = 50
+GLOBAL = 12
 
 
 def make(kind=Regression, folder=None, most=100, model=None, **options):
@@ -289,7 +289,8 @@ def test_a_size_that_fits_once_and_then_no_longer_is_halved(ranks):
 
 
 def test_a_larger_size_must_leave_room_for_what_an_optimizer_keeps(monkeypatch):
-    rooms, empty = [], torch.empty
+    rooms = []
+    empty = torch.empty
 
     def short(*given, **named):
         if named.get("dtype") is torch.uint8:
@@ -343,13 +344,11 @@ class Lacks(nn.Module):
 
     def __init__(self, most, on_ranks, backward, after):
         super().__init__()
-        self.most, self.on_ranks, self.backward, self.after, self.passes = (
-            most,
-            on_ranks,
-            backward,
-            after,
-            0,
-        )
+        self.most = most
+        self.on_ranks = on_ranks
+        self.backward = backward
+        self.after = after
+        self.passes = 0
 
     def forward(self, x):
         self.passes += self.training

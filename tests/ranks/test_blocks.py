@@ -38,10 +38,8 @@ class Block(nn.Module):
 
     def __init__(self, norm=True):
         super().__init__()
-        self.inner, self.norm = (
-            Counted(WIDTH, WIDTH),
-            nn.BatchNorm1d(WIDTH) if norm else nn.LayerNorm(WIDTH),
-        )
+        self.inner = Counted(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.LayerNorm(WIDTH)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x, *, factor=1.0):
@@ -51,7 +49,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, norm=True):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block(norm) for _ in range(2)), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
         for block in self.blocks:
@@ -189,7 +188,8 @@ def test_a_buffer_that_moves_is_refused():
 
 def train_compiled(norm, **options):
     """Train with and without compiled blocks; return both, and how many graphs were made."""
-    graphs, compiled = [], torch.compile
+    graphs = []
+    compiled = torch.compile
 
     def count(graph, inputs):
         graphs.append(len(inputs))
@@ -239,7 +239,8 @@ def test_a_copy_of_a_compiled_block_that_is_checkpointed_computes_with_its_own_w
     options = RunOptions(activation_checkpointing=["Block"], compile_blocks=["Block"])
     checkpoint_blocks(modules, options)
     compile_modules(modules, options)
-    x, twin = torch.randn(2, WIDTH), copy.deepcopy(modules)
+    x = torch.randn(2, WIDTH)
+    twin = copy.deepcopy(modules)
     with torch.no_grad():
         twin.net.blocks[0].inner.weight.zero_()
     for number, block in enumerate(modules.net.blocks):

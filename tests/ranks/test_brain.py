@@ -160,7 +160,8 @@ class Branching(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.left, self.right = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+        self.left = nn.Linear(3, 1).double()
+        self.right = nn.Linear(3, 1).double()
 
     def forward(self, inputs):
         return (self.left if inputs[0, 0] > 0 else self.right)(inputs)
@@ -190,7 +191,8 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(5)
-        self.inner, self.outer = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+        self.inner = nn.Linear(3, 4).double()
+        self.outer = nn.Linear(4, 1).double()
         self.dim = 4
         self.strength = 1.0
 
@@ -342,7 +344,8 @@ class Thawing(Regression):
 
 def train_thawing():
     torch.manual_seed(6)
-    front, net = nn.Linear(3, 3).double().requires_grad_(requires_grad=False), Encoder()
+    front = nn.Linear(3, 3).double().requires_grad_(requires_grad=False)
+    net = Encoder()
     net.inner.requires_grad_(requires_grad=False)
     brain = Thawing(
         {"front": front, "net": net}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}
@@ -441,7 +444,8 @@ def test_d12_batchnorm_is_synchronised_and_saved_through_the_recipes_own_referen
 def fit_twice():
     brain = make(opt=sgd(momentum=0.9))
     brain.fit([1], points(12), train_loader_kwargs={"batch_size": 2})
-    wrapper, optimizer = brain.modules.net, brain.optimizer
+    wrapper = brain.modules.net
+    optimizer = brain.optimizer
     brain.fit([2], points(12), train_loader_kwargs={"batch_size": 2})
     assert brain.modules.net is wrapper
     assert not isinstance(wrapper.module, DistributedDataParallel)
@@ -500,9 +504,11 @@ def count_collectives(factor, cls_name):
     cls = {"default": Regression, "own": OwnFitBatch, "past": PastForward}[cls_name]
     # Measured steps send more with a sync of the ranks, and one step is looked at more closely.
     brain = make(cls, net=Encoder(), grad_accumulation_factor=factor, measure_steps="off")
-    data, kwargs = points(120), {"batch_size": 2}
+    data = points(120)
+    kwargs = {"batch_size": 2}
     brain.fit([1], data, train_loader_kwargs=kwargs)
-    before, started = brain.optimizer_step, time.monotonic()
+    before = brain.optimizer_step
+    started = time.monotonic()
     dist.all_to_all_single = counted
     try:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -567,7 +573,8 @@ def count_host_reads(factor):
 def bare_host_reads(factor):
     """The same work in a bare loop."""
     net = linear()
-    optimizer, reads = torch.optim.Adam(net.parameters()), []
+    optimizer = torch.optim.Adam(net.parameters())
+    reads = []
     for step, (inputs, targets) in enumerate(DataLoader(points(12), batch_size=2), 1):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             (nn.functional.mse_loss(net(inputs), targets) / factor).backward()
@@ -828,7 +835,8 @@ def test_d5_every_sample_on_one_rank(ranks, kind, number):
 
 def train_on_stream(kind, number, factor, cls_name="default"):
     cls = {"Stream": Stream, "ShardableStream": ShardableStream}[kind.partition(",")[0]]
-    kwargs, data = {"batch_size": 1}, points(30)
+    kwargs = {"batch_size": 1}
+    data = points(30)
     brain = make(
         {"default": Regression, "own": OwnFitBatch}[cls_name], grad_accumulation_factor=factor
     )
@@ -1061,7 +1069,8 @@ def test_o8_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batche
 
 
 def saved_at(folder, run_opts):
-    brain, saved = make(Mortal, folder=folder, **run_opts), []
+    brain = make(Mortal, folder=folder, **run_opts)
+    saved = []
     save = run_of(brain).policy.save_inside_epoch
 
     def watched():

@@ -66,7 +66,8 @@ class Part:
 
 
 def save_what_is_divided(folder):
-    part, whole = Part(dist.get_rank() + 10), Value(3)
+    part = Part(dist.get_rank() + 10)
+    whole = Value(3)
     checkpointer = Checkpointer(folder, {"part": part, "whole": whole})
     asked = []
 
@@ -239,7 +240,8 @@ def fail_per_rank(folder):
     try:
         checkpointer.save_checkpoint()
     except CheckpointError as error:
-        message, kind = str(error), type(error)
+        message = str(error)
+        kind = type(error)
     dist.barrier()
     left = names(folder)
     dist.barrier()
@@ -294,7 +296,8 @@ def test_a_model_in_ddp_is_stored_unwrapped_and_loads_anywhere(ranks, tmp_path):
 
 def save_as_speechbrain(folder, rank_variable):
     library = speechbrain_marks.main_only_module()
-    mark, main_process_only = speechbrain_marks.mark, library.main_process_only
+    mark = speechbrain_marks.mark
+    main_process_only = library.main_process_only
 
     class Outside(speechbrain_marks.Scheduler):
         @mark("saver")
@@ -379,7 +382,8 @@ class OnOwnDisk(Checkpointer):
 
 
 def resume_on_own_disks(folder, converts):
-    model, text = torch.nn.Linear(2, 1), Text()
+    model = torch.nn.Linear(2, 1)
+    text = Text()
     torch.nn.init.constant_(model.weight, dist.get_rank() + 1.0)
     text.text = f"of rank {dist.get_rank()}"
     checkpointer = OnOwnDisk(folder, {"model": model, "text": text})
@@ -440,7 +444,8 @@ class Stopping(Regression):
 
 def train_on_own_disks(folder, stops):
     checkpoints.convert_torch_save_hooks_to_once_per_node()
-    net, counter = linear(), EpochCounter(1)
+    net = linear()
+    counter = EpochCounter(1)
     checkpointer = OnOwnDisk(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 2}
     brain = Stopping({"net": net}, sgd(momentum=0.9), None, options, checkpointer)

@@ -27,7 +27,9 @@ class Net(nn.Module):
     def __init__(self, *, uses_extra=True):
         super().__init__()
         torch.manual_seed(2)
-        self.first, self.extra, self.last = nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 1)
+        self.first = nn.Linear(3, 40)
+        self.extra = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 1)
         self.uses_extra = uses_extra
         self.register_buffer("offset", torch.full((3,), 0.1))
         self.double()
@@ -48,11 +50,9 @@ def train(cls, factor, options):
     return weights(brain), brain.optimizer_step, brain.losses
 
 
-STATIC, VIEWS, SMALL = (
-    {"static_graph": True},
-    {"gradient_as_bucket_view": True},
-    {"bucket_cap_mb": 0.001},
-)
+STATIC = {"static_graph": True}
+VIEWS = {"gradient_as_bucket_view": True}
+SMALL = {"bucket_cap_mb": 0.001}
 LEVERS = {
     "static graph": STATIC,
     "views": VIEWS,
@@ -94,7 +94,8 @@ def test_the_options_change_no_number(ranks, name, cls, factor):
 
 def sent_dtypes(cls, factor, options):
     """Train; return the weights, and the dtypes in which DDP has sent gradients."""
-    sent, real = [], dist.all_reduce
+    sent = []
+    real = dist.all_reduce
 
     def noted(tensor, *args, **kwargs):
         sent.append(tensor.dtype)
@@ -136,7 +137,8 @@ def power_factor(cls, options):
     """Return the numbers sent per step, the loss of each epoch, and whether the ranks' weights are
     the same bits.
     """
-    sent, real = [], dist.all_reduce
+    sent = []
+    real = dist.all_reduce
 
     def noted(tensor, *args, **kwargs):
         sent.append(tensor.numel())
@@ -158,7 +160,8 @@ def power_factor(cls, options):
 
 @pytest.mark.parametrize("cls", [Regression, pytest.param(OwnFitBatch, marks=pytest.mark.slow)])
 def test_powersgd_sends_thin_matrices_and_learns_what_it_has_left_out(ranks, cls):
-    steps, gradients = 10 * 4, sum(one.numel() for one in Net().parameters())
+    steps = 10 * 4
+    gradients = sum(one.numel() for one in Net().parameters())
     exact = ranks.run(power_factor, cls, {"max_grad_norm": 0})[0][1]
     for sent, losses, alike in ranks.run(power_factor, cls, POWER, world_size=2):
         assert alike

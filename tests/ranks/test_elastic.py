@@ -167,7 +167,8 @@ def test_a_run_that_loses_nodes_has_the_same_bits_with_virtual_ranks(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
     alone = Run([sys.executable, "train.py", "alone"], tmp_path, {})
     assert alone.wait(120).code == 0, alone.err
-    steps, port = tmp_path / "steps", free_port()
+    steps = tmp_path / "steps"
+    port = free_port()
     steps.unlink()
 
     def trained(size: int) -> list[int]:

@@ -50,7 +50,8 @@ def train(folder, *, epochs=2, dies_at=None, seed=7):
     }
     checkpointer = Checkpointer(folder, {"net": net, "frozen": frozen, "counter": counter})
     brain = Recipe({"net": net, "frozen": frozen}, sgd(momentum=0.9), None, options, checkpointer)
-    brain.losses, brain.dies_at = [], dies_at
+    brain.losses = []
+    brain.dies_at = dies_at
     kwargs = {"batch_size": 12 // world_size(), "shuffle": True}
     try:
         brain.fit(counter, points(60), points(6, seed=8), train_loader_kwargs=kwargs)

@@ -23,7 +23,8 @@ def plain_epochs():
 
 
 def test_d8_main_s_metric_decides_on_every_rank(ranks):
-    main, other = [3, 2, 2, 2, 1, 0], [6, 5, 4, 3, 2, 1]
+    main = [3, 2, 2, 2, 1, 0]
+    other = [6, 5, 4, 3, 2, 1]
     assert ranks.run(epochs, [main, other]) == [([1, 2, 3, 4], 2.0, 2, True)] * 2
     assert (
         ranks.run(epochs, [other + [9] * 4, main + [0] * 4])

@@ -130,7 +130,8 @@ def test_a_fault_of_all_ranks_is_said_once(folder, start):
 class TwicePerPass(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.shared = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.first = nn.Linear(1, 1)
+        self.shared = nn.Linear(1, 1)
 
     def forward(self, rows):
         rows = self.first(rows)

@@ -73,7 +73,9 @@ class Stream(IterableDataset):
     """Its state is its place, which it keeps from epoch to epoch."""
 
     def __init__(self, number):
-        self.data, self.place, self.left = numbered(64), 0, number
+        self.data = numbered(64)
+        self.place = 0
+        self.left = number
         self.number = number
 
     def __iter__(self):
@@ -87,7 +89,8 @@ class Stream(IterableDataset):
         return {"place": self.place, "left": self.left}
 
     def load_state_dict(self, state):
-        self.place, self.left = state["place"], state["left"]
+        self.place = state["place"]
+        self.left = state["left"]
 
 
 class EndingStream(Stream):
@@ -96,7 +99,8 @@ class EndingStream(Stream):
     goes_on = False
 
     def __iter__(self):
-        self.left, self.goes_on = self.left if self.goes_on else self.number, False
+        self.left = self.left if self.goes_on else self.number
+        self.goes_on = False
         if self.left:
             yield from super().__iter__()
 
@@ -130,13 +134,18 @@ def train(folder, kind, dies_at, noisy, options=None):
     counter = EpochCounter(options.pop("epochs", 2))
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.02)
-    one_sided, inside = options.pop("one_sided", False), options.pop("inside", "")
+    one_sided = options.pop("one_sided", False)
+    inside = options.pop("inside", "")
     brain = Learner(
         {"net": net}, optimizer, None, {**QUIET, "ckpt_interval_steps": 2, **options}, checkpointer
     )
-    brain.dies_at, brain.seen, brain.losses = dies_at, [], []
+    brain.dies_at = dies_at
+    brain.seen = []
+    brain.losses = []
     brain.waited = []
-    brain.noisy, brain.one_sided, brain.inside = noisy, one_sided, inside
+    brain.noisy = noisy
+    brain.one_sided = one_sided
+    brain.inside = inside
     train_set, kwargs = data(kind)
     try:
         brain.fit(
@@ -241,7 +250,8 @@ def test_k13_another_number_of_ranks_takes_the_same_steps(
     found = ranks.run(train, tmp_path / "other", kind, None, False, options, world_size=after)[0]
     for name, value in whole[0].items():
         torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-12)
-    again, through = steps_of(found[3]), steps_of(whole[3])
+    again = steps_of(found[3])
+    through = steps_of(whole[3])
     assert again == {key: through[key] for key in again}
     assert max(through) in again
     losses = [loss for *_, loss in found[2]]
@@ -340,7 +350,8 @@ def test_k13_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, res
     ranks.run(with_environment, folder, (2, 4), "auto", 0)
     asked = "never" if resume == "never" else str(next((tmp_path / "whole").glob("CKPT*")))
     found = ranks.run(with_environment, folder, None, asked, 1, world_size=1)[0]
-    again, through = steps_of(found[3]), steps_of(whole[3])
+    again = steps_of(found[3])
+    through = steps_of(whole[3])
     assert again == {key: through[key] for key in again}
     assert len(again) < len(through)
     for name, value in whole[0].items():

@@ -38,7 +38,8 @@ from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, assert_same
 
-FEATURES, CLASSES = 6, 3
+FEATURES = 6
+CLASSES = 3
 
 
 def data(number=37):
@@ -126,7 +127,8 @@ class Classifier(Brain):
 
 
 def make(kind=Classifier, folder=None, net=None, **options):
-    net, counter = net or make_net(), EpochCounter(2)
+    net = net or make_net()
+    counter = EpochCounter(2)
     given = {
         **QUIET,
         "max_grad_norm": 0.4,
@@ -163,7 +165,9 @@ def whole(brain):
 
 def train(*arguments, samples=25, valid=7, dies_at=None, poisoned_at=None, counts=False, **options):
     brain, counter = make(*arguments, **options)
-    brain.dies_at, brain.poisoned_at, brain.counts = dies_at, poisoned_at, counts
+    brain.dies_at = dies_at
+    brain.poisoned_at = poisoned_at
+    brain.counts = counts
     try:
         brain.fit(counter, data(samples), data(valid), train_loader_kwargs={"shuffle": True})
     except Killed:
@@ -416,10 +420,8 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Block(FEATURES, norm=False), Block(FEATURES, norm=False))
-        self.head, self.last = (
-            nn.Linear(FEATURES, FEATURES, bias=False),
-            nn.Linear(FEATURES, CLASSES),
-        )
+        self.head = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.last = nn.Linear(FEATURES, CLASSES)
         self.head.weight = self.blocks[0].layer.weight
 
     def forward(self, inputs):
@@ -478,7 +480,8 @@ def fit_moving(strategy):
 
 @pytest.mark.slow
 def test_buffers_that_move_are_those_of_rank_0_as_with_ddp(ranks):
-    found, expected = ranks.run(fit_moving, "fsdp"), ranks.run(fit_moving, "ddp")
+    found = ranks.run(fit_moving, "fsdp")
+    expected = ranks.run(fit_moving, "ddp")
     close(found[0], expected[0])
 
 
@@ -615,9 +618,11 @@ class Drops(nn.Module):
     def __init__(self, after):
         super().__init__()
         torch.manual_seed(5)
-        self.first, self.second = Block(FEATURES, norm=False), Block(FEATURES, norm=False)
+        self.first = Block(FEATURES, norm=False)
+        self.second = Block(FEATURES, norm=False)
         self.last = nn.Linear(FEATURES, CLASSES)
-        self.after, self.number = after, 0
+        self.after = after
+        self.number = 0
         self.double()
 
     def forward(self, inputs):
@@ -639,10 +644,8 @@ class Chooses(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second = (
-            nn.Linear(FEATURES, CLASSES).double(),
-            nn.Linear(FEATURES, CLASSES).double(),
-        )
+        self.first = nn.Linear(FEATURES, CLASSES).double()
+        self.second = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, inputs):
         return (self.second if self.training and not if_main_process() else self.first)(inputs)
@@ -710,12 +713,15 @@ def saves_alone(folder):
     handler.emit = lambda record: told.append(record.getMessage())
     log = logging.getLogger(arrival.__name__)
     log.addHandler(handler)
-    seconds, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, 0.2
-    tells, arrival.TELL_SECONDS = arrival.TELL_SECONDS, 0.1
+    seconds = checkpoint_policy.WAIT_SECONDS
+    checkpoint_policy.WAIT_SECONDS = 0.2
+    tells = arrival.TELL_SECONDS
+    arrival.TELL_SECONDS = 0.1
     try:
         return message_of(SavesAlone, (CheckpointError, RankFailedError), folder), told
     finally:
-        checkpoint_policy.WAIT_SECONDS, arrival.TELL_SECONDS = seconds, tells
+        checkpoint_policy.WAIT_SECONDS = seconds
+        arrival.TELL_SECONDS = tells
         log.removeHandler(handler)
 
 
@@ -798,7 +804,8 @@ def evaluate_sharded(folder=None, *, predicts=False, **options):
     """Evaluate a model that the recipe has sharded, or predict; return the loss, or what refuses
     it.
     """
-    net, checkpointer = make_net(), None if folder is None else Checkpointer(folder)
+    net = make_net()
+    checkpointer = None if folder is None else Checkpointer(folder)
     if torch.distributed.is_initialized():
         for part in (*net[1:3], net):
             fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
@@ -885,7 +892,8 @@ def train_from_meta(folder=None, **options):
 
 def held_at_most():
     """Train, and note how many values a rank has in memory when a block is divided."""
-    held, divide = [], torch.distributed.fsdp.fully_shard
+    held = []
+    divide = torch.distributed.fsdp.fully_shard
 
     def divided(block, **policy):
         tensors = [one for one in net.parameters() if not one.is_meta]

@@ -52,7 +52,10 @@ class Collect(Brain):
         return torch.nn.functional.mse_loss(predictions, batch[1])
 
     def on_stage_start(self, stage, epoch=None):
-        self.ids, self.ragged, self.facts, self.rows = [], [], [], []
+        self.ids = []
+        self.ragged = []
+        self.facts = []
+        self.rows = []
 
     def collected(self):
         rows = torch.cat(self.rows) if self.rows else []
@@ -388,7 +391,8 @@ class Numbers(IterableDataset):
     def __init__(self, size, divides):
         self.data = numbered(size)
         if divides:
-            self.shard, self.num_shards = self._shard, 100
+            self.shard = self._shard
+            self.num_shards = 100
 
     def _shard(self, number, index):
         return iter(self.data[index::number])
@@ -431,7 +435,8 @@ def evaluate_stream_by_batch(size, divides, workers):
     brain.evaluate(
         Numbers(size, divides), test_loader_kwargs={"batch_size": 3, "num_workers": workers}
     )
-    alone, both = brain.gather(brain.rows), brain.gather({"ids": brain.ids, "rows": brain.rows})
+    alone = brain.gather(brain.rows)
+    both = brain.gather({"ids": brain.ids, "rows": brain.rows})
     indices, other = ([int(row.reshape(-1)[0]) for row in rows] for rows in (alone, both["rows"]))
     return indices == other, both["ids"] == [f"id{index}" for index in indices], indices
 
@@ -493,10 +498,8 @@ def calls_of_an_undivided_evaluation():
                 real(*args, **kwargs),
             )[1],
         )
-    real_exchange, module = (
-        distributed.exchange,
-        __import__("ddpkit.training.gathering", fromlist=["exchange"]),
-    )
+    real_exchange = distributed.exchange
+    module = __import__("ddpkit.training.gathering", fromlist=["exchange"])
     module.exchange = lambda value: (calls.append("exchange"), real_exchange(value))[1]
     brain = make(Collect)
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: None

@@ -43,14 +43,17 @@ class Branches(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.left, self.right, self.never = nn.Linear(2, 1), nn.Linear(2, 3), nn.Linear(2, 4)
+        self.left = nn.Linear(2, 1)
+        self.right = nn.Linear(2, 3)
+        self.never = nn.Linear(2, 4)
 
     def forward(self, x, left):
         return (self.left if left else self.right)(x).sum()
 
 
 def other_branches_than_the_other_rank(lefts):
-    modules, strategy = nn.ModuleDict({"net": Branches()}), DDP(RunOptions(device="cpu"))
+    modules = nn.ModuleDict({"net": Branches()})
+    strategy = DDP(RunOptions(device="cpu"))
     strategy.wrap(modules)
     with strategy.no_sync():
         modules.net.module(torch.tensor([[1.0, 2.0]]), lefts[dist.get_rank()]).backward()

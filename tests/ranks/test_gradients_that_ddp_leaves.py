@@ -21,7 +21,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+        self.first = nn.Linear(3, 1).double()
+        self.second = nn.Linear(3, 1).double()
 
     def forward(self, inputs, both=True):
         return self.first(inputs) + self.second(inputs) if both else self.first(inputs)
@@ -189,7 +190,8 @@ class TakesTurns(Regression):
         return {self.turn: optimizers[self.turn]}
 
     def fit_batch(self, batch):
-        judge, made = self.modules.judge, self.modules.maker(batch[0])
+        judge = self.modules.judge
+        made = self.modules.maker(batch[0])
         self.learn("judge", judge(torch.cat([made.detach(), batch[0]])).square().mean())
         return self.learn("maker", (judge(made) - 1).square().mean())
 

@@ -26,7 +26,8 @@ AT_ONCE = {"zero1", "powersgd", "local sgd"}
 
 def case(name):
     """Train with and without; say whether all is the same, and whether any step was left open."""
-    found, samples = [], data((1, 5)) + data((2,))
+    found = []
+    samples = data((1, 5)) + data((2,))
     for kinds in ((), ("cpu",)):
         with pytest.MonkeyPatch.context() as patch:
             for module in (optim, making):

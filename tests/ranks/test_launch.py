@@ -143,7 +143,8 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
 def late_for_a_barrier():
     dist.all_reduce(torch.ones(1))
     shorten_timeout(1.5)
-    began, store = time.monotonic(), dist.distributed_c10d._get_default_store()
+    began = time.monotonic()
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["over"])
         return None
@@ -246,7 +247,8 @@ def test_ranks_that_share_a_gpu_are_told_what_to_do(ranks):
 
 def leave_groups_of_nccl():
     """Say which groups are destroyed after a failure if the default one were of NCCL."""
-    control, destroyed = control_group(), []
+    control = control_group()
+    destroyed = []
     fake = SimpleNamespace(
         get_backend=lambda group=None: "gloo" if group is control else "nccl",
         destroy_process_group=lambda group=None: destroyed.append(

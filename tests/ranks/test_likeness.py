@@ -22,7 +22,8 @@ from ddpkit.errors import RankMismatchError
 from tests.contract.recipes import make, world_size
 
 SIZE = 24
-DIVIDES, RANDOM = "is_sharded = True", "If it is random, seed it"
+DIVIDES = "is_sharded = True"
+RANDOM = "If it is random, seed it"
 
 
 def rank():
@@ -127,10 +128,8 @@ def train_on(kind, num_workers, stage):
     logger.addHandler(handler)
     try:
         brain = make(Seen, net=torch.nn.Linear(1, 1).double(), shard_evaluation=True)
-        data, kwargs = (
-            kind() if callable(kind) else kind,
-            {"batch_size": 2, "num_workers": num_workers},
-        )
+        data = kind() if callable(kind) else kind
+        kwargs = {"batch_size": 2, "num_workers": num_workers}
         if stage == "fit":
             brain.fit([1, 2], data, train_loader_kwargs=kwargs)
         elif stage == "predict":
@@ -188,7 +187,8 @@ def test_a_stream_that_is_random_or_short_is_told_too(ranks, kind, world):
 )
 def test_a_stream_that_is_the_same_but_for_noise_is_dealt_out(ranks, kind, num_workers, stage):
     results = ranks.run(train_on, kind, num_workers, stage, world_size=2)
-    epochs, size = 2 if stage == "fit" else 1, 1 if kind is Short else SIZE
+    epochs = 2 if stage == "fit" else 1
+    size = 1 if kind is Short else SIZE
     assert not any(isinstance(found, str) for found, _ in results), results[0][0]
     assert Counter(itertools.chain.from_iterable(found for found, _ in results)) == dict.fromkeys(
         range(size), epochs
@@ -241,7 +241,8 @@ class OwnFiles(Dataset):
     """Every rank has loaded files of its own; loading a sample draws noise."""
 
     def __init__(self, *, own, noise=None):
-        self.first, self.noise = (100 * rank() if own else 0), noise
+        self.first = 100 * rank() if own else 0
+        self.noise = noise
         self.asked = []
 
     def __len__(self):

@@ -144,7 +144,9 @@ class Simulated:
             optimizer.zero_grad()
 
     def train(self, number, epochs, *, start, period):
-        data, steps, everybody = points(number), 0, range(len(self.nets))
+        data = points(number)
+        steps = 0
+        everybody = range(len(self.nets))
         for _ in range(epochs):
             for first in range(0, number, 2 * len(self.nets)):
                 self.backward(data[first : first + 2 * len(self.nets)])

@@ -17,7 +17,8 @@ from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Killed, Regression, linear, make, points, sgd
 
-DATA, VALID = points(13), points(7, seed=6)
+DATA = points(13)
+VALID = points(7, seed=6)
 
 
 class Logging(Regression):
@@ -50,13 +51,12 @@ class Logging(Regression):
 
 def fit(options=None):
     options = {**QUIET, "batch_size": 2, **(options or {})}
-    dies_at, folder, epochs = (
-        options.pop("dies_at", None),
-        options.pop("folder", None),
-        options.pop("epochs", 2),
-    )
+    dies_at = options.pop("dies_at", None)
+    folder = options.pop("folder", None)
+    epochs = options.pop("epochs", 2)
     kwargs = {"batch_size": options.pop("batch_size"), "shuffle": True}
-    net, counter = linear(), EpochCounter(epochs)
+    net = linear()
+    counter = EpochCounter(epochs)
     checkpointer = (
         None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
     )

@@ -37,7 +37,8 @@ class Chain(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+        self.first = nn.Linear(3, 4).double()
+        self.second = nn.Linear(4, 3).double()
 
     def forward(self, inputs, both=True):
         hidden = self.first(inputs)

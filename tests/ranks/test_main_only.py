@@ -438,7 +438,8 @@ def test_once_per_node(ranks):
 
 
 def collectives():
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     ddp.ddp_barrier()
     assert ddp.ddp_broadcast({"from": rank}, src=1) == {"from": 1}
     tensor = torch.full((2,), rank + 1.0)

@@ -34,7 +34,9 @@ def uneven():
     values = torch.arange(7.0) ** 2
     begin_stage(divided=False)
     mine = values.split([2, 5, 0])[dist.get_rank()]
-    mean, total, accuracy = Mean(), Sum(), Accuracy()
+    mean = Mean()
+    total = Sum()
+    accuracy = Accuracy()
     mean.update(mine)
     total.update(mine)
     accuracy.update(mine.long() % 2, torch.zeros(len(mine), dtype=torch.int64))
@@ -59,7 +61,8 @@ def one_reduction_each():
         real(*args, **kwargs),
     )[1]
     try:
-        accuracy, meter = Accuracy(), LossMeter()
+        accuracy = Accuracy()
+        meter = LossMeter()
         for _ in range(200):
             accuracy.update(torch.tensor([1]), torch.tensor([1]))
             meter.append(torch.tensor(1.0), 1)
@@ -99,12 +102,15 @@ class TorchMetric(torch.nn.Module):
         self.with_list = with_list
         self.dist_sync_fn = None
         self.distributed_available_fn = dist.is_initialized
-        self._is_synced, self._cache = False, None
+        self._is_synced = False
+        self._cache = None
         self.reset()
 
     def reset(self):
         self._computed = None
-        self.total, self.values, self.pieces = torch.tensor(0.0), [], []
+        self.total = torch.tensor(0.0)
+        self.values = []
+        self.pieces = []
 
     def update(self, values):
         self._computed = None
@@ -137,7 +143,8 @@ class TorchMetric(torch.nn.Module):
             raise RuntimeError("The Metric has already been un-synced.")
         for name in ("total", "values", "pieces"):
             setattr(self, name, self._cache[name])
-        self._is_synced, self._cache = False, None
+        self._is_synced = False
+        self._cache = None
 
     def compute(self):
         if self._computed is None:
@@ -202,7 +209,8 @@ def measured(size, shard):
     brain = make(Measured, shard_evaluation=shard)
     valid = {"batch_size": 2, "shuffle": True}
     brain.fit([1], data, data, train_loader_kwargs={"batch_size": 1}, valid_loader_kwargs=valid)
-    validated, trained = brain.found, brain.trained
+    validated = brain.found
+    trained = brain.trained
     brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
     return (
         trained,
@@ -217,7 +225,8 @@ def measured(size, shard):
 @pytest.mark.parametrize("world", [2, 1, 3])
 def test_d7_d8_metrics_reduce_themselves_where_the_data_is_divided(ranks, world, shard):
     for size in sorted({1, world, world + 1, 17}):
-        total, numbers = size * (size + 1) / 2, list(range(1, size + 1))
+        total = size * (size + 1) / 2
+        numbers = list(range(1, size + 1))
         for trained, validated, tested, again in ranks.run(measured, size, shard, world_size=world):
             assert trained == total
             assert again
@@ -419,7 +428,8 @@ def count_while_training(size, shard, resets=True):
             "shard_evaluation": shard,
         },
     )
-    brain.resets, brain.told = resets, []
+    brain.resets = resets
+    brain.told = []
     brain.begin()
     data = torch.arange(size, dtype=torch.float64).reshape(-1, 1) / size
     brain.fit([1, 2], data, data[: size // 2 + 1])

@@ -42,7 +42,8 @@ class Counting(Brain):
 
     def on_fit_start(self):
         super().on_fit_start()
-        self.seen, self.told = Sum(), []
+        self.seen = Sum()
+        self.told = []
 
     def on_fit_batch_start(self, batch, should_step):
         if self.optimizer_step == self.dies_at:
@@ -56,7 +57,8 @@ class Counting(Brain):
 
 def train(folder, dies_at=None):
     torch.manual_seed(3)
-    net, counter = torch.nn.Linear(3, 1).double(), EpochCounter(2)
+    net = torch.nn.Linear(3, 1).double()
+    counter = EpochCounter(2)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     hparams = {"mean": Mean()}
     brain = Counting(

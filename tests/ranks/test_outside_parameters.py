@@ -28,7 +28,8 @@ class Tempered(Regression):
         self.optimizers_dict = {"all": self.optimizer}
 
     def compute_objectives(self, predictions, batch, stage):
-        rank, factor = get_rank() or 0, self.factor
+        rank = get_rank() or 0
+        factor = self.factor
         if rank == self.unused_on:
             factor = factor.detach()
         if rank == self.infinite_on and self.step == 2:
@@ -66,7 +67,8 @@ class OwnBatch(Tempered):
 
 def train(options):
     options = {"global_batch_size": 8, **options}
-    kind, samples = options.pop("kind", Tempered), options.pop("samples", 53)
+    kind = options.pop("kind", Tempered)
+    samples = options.pop("samples", 53)
     attributes = {
         name: options.pop(name) for name in ("unused_on", "infinite_on", "most") if name in options
     }

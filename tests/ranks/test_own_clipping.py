@@ -108,7 +108,8 @@ def by_hand(cls):
     brain = type("Plain", (Regression,), {"compute_objectives": cls.compute_objectives})(
         {"net": net}, None, None, {**QUIET, "global_batch_size": 12}
     )
-    optimizer, norms = sgd(lr=0.1)(net.parameters()), []
+    optimizer = sgd(lr=0.1)(net.parameters())
+    norms = []
     data = points(44)
     loader = brain.make_dataloader(data, Stage.TRAIN, shuffle=True)
     for epoch in (1, 2):
@@ -181,7 +182,8 @@ def test_a_recipe_may_unscale_by_itself():
 
 
 def test_two_classes_that_have_one_do_not_divide_twice():
-    found, plain = train(ClipsTwice, {}), train(ClipsSums, {})
+    found = train(ClipsTwice, {})
+    plain = train(ClipsSums, {})
     assert found[0] == pytest.approx(plain[0] / 2)
 
 

@@ -149,7 +149,8 @@ class Surgery(Regression):
     """Keeps the gradients of a first loss while a second one is back-propagated."""
 
     def fit_batch(self, batch):
-        parameters, kept = list(self.modules.parameters()), []
+        parameters = list(self.modules.parameters())
+        kept = []
         for sign in (1, -1):
             self.zero_grad(set_to_none=True)
             loss = (self.modules.net(batch[0]) - sign * batch[1]).square().mean()
@@ -167,7 +168,8 @@ class Momentum(Regression):
     kept = None
 
     def check_gradients(self):
-        kept, parameters = self.kept, list(self.modules.parameters())
+        kept = self.kept
+        parameters = list(self.modules.parameters())
         self.kept = [one.grad for one in parameters]
         for one, before in zip(parameters, kept or (), strict=bool(kept)):
             one.grad = one.grad + before / 2
@@ -237,7 +239,8 @@ def count_all_reduces(name, factor):
     brain = RECIPES[name](
         modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "measure_steps": "off"}
     )
-    data, kwargs = points(48), {"batch_size": 2}
+    data = points(48)
+    kwargs = {"batch_size": 2}
     brain.fit([1], data, train_loader_kwargs=kwargs)
     before = brain.optimizer_step
     dist.all_to_all_single = counted
@@ -377,7 +380,8 @@ class ThroughDDP(Direct):
 
 def warned_of(cls):
     """Train two epochs; return what was warned of."""
-    net, records = linear(), []
+    net = linear()
+    records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append
     logging.getLogger("ddpkit").addHandler(handler)

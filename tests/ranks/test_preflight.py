@@ -207,9 +207,11 @@ class DividedByHand(Regression):
 
 
 def divided_by_hand():
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     brain = make(DividedByHand, shard_evaluation=True)
-    data, valid = points(9)[rank::world], points(7)[rank::world]
+    data = points(9)[rank::world]
+    valid = points(7)[rank::world]
     brain.fit([1], data[:4], valid, train_loader_kwargs={"batch_size": 2})
     return brain.optimizer_step, len(valid), brain.evaluate(valid)
 
@@ -234,13 +236,15 @@ def counted():
     agreement.exchange = count
     # Ranks of the pool may have imported other files, which is looked at in detail and no
     # difference.
-    code_facts, agreement.code_facts = agreement.code_facts, dict
+    code_facts = agreement.code_facts
+    agreement.code_facts = dict
     try:
         brain = make()
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
     finally:
-        agreement.exchange, agreement.code_facts = real, code_facts
+        agreement.exchange = real
+        agreement.code_facts = code_facts
     return (
         calls.count(preflight.AT_START),
         sum(site is not None and "detail" in site for site in calls),
@@ -436,7 +440,8 @@ def test_one_process_says_that_it_is_one():
 
 
 def train_as_advised():
-    brain, alone = make(), 2
+    brain = make()
+    alone = 2
     brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
     advice = (
         ""
@@ -494,7 +499,8 @@ def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
         caplog.clear()
         return [block.splitlines() for block in blocks]
 
-    brain, data = make(), points(8)
+    brain = make()
+    data = points(8)
     for batch_size in (2, 2, 4):
         brain.fit([1], data, train_loader_kwargs={"batch_size": batch_size})
     first, second = said()
@@ -591,7 +597,8 @@ def test_f14_two_versions_of_torch(tmp_path):
     """Of numpy, too, and of Python: as if one machine had another environment."""
     lie = "import torch, numpy; torch.__version__ = '1.13.1'; numpy.__version__ = '1.20'\n"
     other = {"script": RECIPE}
-    first, second = write(tmp_path / "one"), write(tmp_path / "two", **other)
+    first = write(tmp_path / "one")
+    second = write(tmp_path / "two", **other)
     (second / "nets.py").write_text(lie + textwrap.dedent(NET))
     for run in start_two(first, second):
         assert run.code == 1
@@ -614,7 +621,8 @@ def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
         "file, run_opts,",
         'BACKEND = ["gloo", "cpu:gloo"]; rank = int(os.environ["RANK"]); file, run_opts,',
     )
-    first, second = write(tmp_path / "one", script=script), write(tmp_path / "two", script=script)
+    first = write(tmp_path / "one", script=script)
+    second = write(tmp_path / "two", script=script)
     for run in start_two(first, second):
         assert run.code == 1
         assert "  number of processes: 2 on rank 0; 3 on rank 1" in run.tail(8)

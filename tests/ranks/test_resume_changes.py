@@ -46,13 +46,18 @@ class Kept(logging.Handler):
 def train(folder, kind, dies_at, factor):
     """Run as a script does; return what the ranks were warned of, and the samples of each."""
     torch.manual_seed(3)
-    net, counter, kept = nn.Linear(3, 1).double(), EpochCounter(1), Kept()
+    net = nn.Linear(3, 1).double()
+    counter = EpochCounter(1)
+    kept = Kept()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 1, "grad_accumulation_factor": factor}
     brain = Learner(
         {"net": net}, lambda each: torch.optim.SGD(each, lr=0.01), None, options, checkpointer
     )
-    brain.dies_at, brain.seen, brain.losses, brain.noisy = dies_at, [], [], False
+    brain.dies_at = dies_at
+    brain.seen = []
+    brain.losses = []
+    brain.noisy = False
     train_set, kwargs = data(kind)
     logging.getLogger("ddpkit").addHandler(kept)
     try:

@@ -197,7 +197,8 @@ def test_every_sample_is_reported_once(ranks, shard):
 
 
 def reported(shard):
-    events, before = [], stage_runner.run_event
+    events = []
+    before = stage_runner.run_event
     stage_runner.run_event = lambda _, **fields: events.append((fields["stage"], fields["samples"]))
     try:
         train(6, 1, batch_norm=False, shard=shard)

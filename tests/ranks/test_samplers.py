@@ -243,7 +243,8 @@ def test_sorting_decides_where_there_is_no_sampler(ranks, world):
 
 
 def run(folder, kind, dies_at=None, seed=7):
-    counter, net = EpochCounter(3), linear(seed=seed)
+    counter = EpochCounter(3)
+    net = linear(seed=seed)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Noting(
         {"net": net}, sgd(momentum=0.9), None, {**QUIET, "ckpt_interval_steps": 1}, checkpointer
@@ -334,7 +335,8 @@ def share_through_arguments(kind):
     assert found[0] == found[1]
     if kind == "whole batches":  # which the data of these tests are not
         return found[0], None, None
-    brain, ready = make(Noting), make(Noting)
+    brain = make(Noting)
+    ready = make(Noting)
     brain.fit([1], numbered(), train_loader_kwargs=divided)
     ready.fit([1], make_dataloader(numbered(), **divided))
     return found[0], brain.noted[1], ready.noted[1]

@@ -69,7 +69,8 @@ KINDS |= {"concatenated": concatenated}
 def train(kind, seeded, stage="fit", num_workers=0):
     torch.manual_seed(2)
     chosen, held_out = fold(seeded=seeded)
-    brain, kwargs = make(), {**KWARGS, "num_workers": num_workers}
+    brain = make()
+    kwargs = {**KWARGS, "num_workers": num_workers}
     try:
         if stage == "fit":
             brain.fit([1], KINDS[kind](chosen), train_loader_kwargs=kwargs)

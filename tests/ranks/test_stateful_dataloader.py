@@ -36,7 +36,10 @@ class Part(IterableDataset):
     """Every ``number``-th row; knows where it is."""
 
     def __init__(self, first=0, number=1):
-        self.data, self.first, self.number, self.place = rows(), first, number, None
+        self.data = rows()
+        self.first = first
+        self.number = number
+        self.place = None
 
     def __iter__(self):
         self.place = self.first if self.place is None else self.place
@@ -80,7 +83,8 @@ def divided(by_sampler):
     """One that its maker has divided, which keeps its own way of going on."""
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if by_sampler:
         return of_a_set(sampler=StatefulDistributedSampler(rows(), world, rank, shuffle=True))
     loader = stateful(Part(rank, world))

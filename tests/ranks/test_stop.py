@@ -79,7 +79,8 @@ def each_its_own():
 
 
 def test_f11_the_limits_of_the_brain_that_works_count_not_of_the_one_made_last(ranks):
-    none, teachers = (0.0, 0.0), (20.0, 40.0)
+    none = (0.0, 0.0)
+    teachers = (20.0, 40.0)
     assert ranks.run(each_its_own, world_size=1, init=False) == [
         (none, [none] * 3, none, [teachers] * 2, none)
     ]
@@ -123,7 +124,9 @@ def waiting_seconds():
         options = {"distributed_timeout_minutes": 5}
         outer, inner = (make(Nested, hang_timeout=limit, **options) for limit in (100.0, 10.0))
         patient = make(Nested, hang_timeout=0.0, **options)
-        outer.other, inner.other, patient.other = inner, None, None
+        outer.other = inner
+        inner.other = None
+        patient.other = None
         for brain in (outer, patient):
             brain.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
     finally:
@@ -135,6 +138,8 @@ def test_f3_collectives_wait_as_long_as_the_brain_that_works_wants(ranks):
     """A short while in a Brain's steps, the whole time when another starts, and until its next
     step.
     """
-    outer, inner, patient = [300.0, 130.0, "TRAIN"], [300.0, 40.0, "TRAIN"], [300.0, "TRAIN", 300.0]
+    outer = [300.0, 130.0, "TRAIN"]
+    inner = [300.0, 40.0, "TRAIN"]
+    patient = [300.0, "TRAIN", 300.0]
     assert ranks.run(waiting_seconds, world_size=2) == [[*outer, *inner, *patient]] * 2
     assert not dist.is_initialized()

@@ -394,11 +394,13 @@ class Batches:
         self.data = data
 
     def __iter__(self):
-        start, size = 0, 1
+        start = 0
+        size = 1
         while start < len(self.data):
             rows = self.data[start : start + size]
             yield tuple(torch.stack(part) for part in zip(*rows, strict=True))
-            start, size = start + size, size % 3 + 1
+            start = start + size
+            size = size % 3 + 1
 
 
 def train_on_batches(number, windows, weighting):
@@ -521,7 +523,9 @@ class Asked(Host):
 
     def __init__(self, who, after):
         super().__init__()
-        self.is_asked, self.after, self.sums = rank() == who, after, 0
+        self.is_asked = rank() == who
+        self.after = after
+        self.sums = 0
 
     def evaluate_batch(self, batch, stage):
         time.sleep(0.005)
@@ -537,8 +541,10 @@ class Asked(Host):
 
 def stop_an_evaluation(sizes, who, after=40):
     data = points(sum(sizes))
-    host, began = Asked(who, min(after, sizes[who])), time.monotonic()
-    evaluation_stops.sum_over_ranks, moves = host.counted, POSITION.moves_seen
+    host = Asked(who, min(after, sizes[who]))
+    began = time.monotonic()
+    evaluation_stops.sum_over_ranks = host.counted
+    moves = POSITION.moves_seen
     try:
         loader = DataLoader(
             Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes)

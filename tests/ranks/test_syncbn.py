@@ -62,7 +62,8 @@ def against_joined(rows, rest, options):
         worst = max(worst, float((mine - reference).abs().max()) if mine.numel() else 0.0)
 
     for x, w, xs, ws in parts_of(rows, rest):
-        whole, mine = x.clone().requires_grad_(), xs[rank].clone().requires_grad_()
+        whole = x.clone().requires_grad_()
+        mine = xs[rank].clone().requires_grad_()
         reference, output = joined(whole), ours(mine)
         (reference.square() * w).sum().backward()
         (output.square() * ws[rank]).sum().backward()
@@ -150,8 +151,10 @@ def without_rows(dtype, on_cuda, repeats):
     with as_on_cuda() if on_cuda else contextlib.nullcontext(), messages() as sent:
         torch.manual_seed(5)
         rows = torch.randn(4, 3, 2).to(dtype)
-        joined, layer = nn.BatchNorm1d(3), convert_sync_batchnorm(nn.BatchNorm1d(3))
-        whole, has_none = rows.to(torch.float32, copy=True).requires_grad_(), dist.get_rank() == 1
+        joined = nn.BatchNorm1d(3)
+        layer = convert_sync_batchnorm(nn.BatchNorm1d(3))
+        whole = rows.to(torch.float32, copy=True).requires_grad_()
+        has_none = dist.get_rank() == 1
         mine = (
             (rows if not has_none else rows[:2] if repeats else rows[:0]).clone().requires_grad_()
         )
@@ -292,7 +295,8 @@ def small_net():
 
 
 def train_under_ddp(bucket_mb):
-    rank, rows = dist.get_rank(), (5, 3)
+    rank = dist.get_rank()
+    rows = (5, 3)
     torch.manual_seed(2)
     joined = small_net()
     net = DDP(convert_sync_batchnorm(copy.deepcopy(joined)), bucket_cap_mb=bucket_mb)
@@ -330,9 +334,13 @@ class TwoPaths(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm1 = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.middle, self.norm2 = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.left, self.right, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        self.first = nn.Linear(6, 6)
+        self.norm1 = nn.BatchNorm1d(6)
+        self.middle = nn.Linear(6, 6)
+        self.norm2 = nn.BatchNorm1d(6)
+        self.left = nn.Linear(6, 6)
+        self.right = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 1)
 
     def forward(self, parts, lefts):
         chosen = [self.left if left else self.right for left in lefts]

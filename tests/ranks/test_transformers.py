@@ -96,7 +96,9 @@ def fine_tune(folder, dies_at, kind):
     adam = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
     options = {**QUIET, "ckpt_interval_steps": 1, "global_batch_size": 4}
     brain = LanguageModel({"model": model}, adam, None, options, checkpointer)
-    brain.kind, brain.dies_at, brain.losses = kind, dies_at, []
+    brain.kind = kind
+    brain.dies_at = dies_at
+    brain.losses = []
     kwargs = {"collate_fn": collate}
     try:
         brain.fit(

@@ -21,7 +21,8 @@ from ddpkit.training.step_sizes import BatchSizes
 from ddpkit.types import Stage
 from tests.host_reads import HostReads
 
-FEATURES, CLASSES = 12, 4
+FEATURES = 12
+CLASSES = 4
 
 
 def points(number=53):
@@ -105,7 +106,8 @@ class Masked(nn.Linear):
     def __init__(self):
         super().__init__(CLASSES, CLASSES)
         self.register_buffer("mask", torch.full((CLASSES, CLASSES), float("-inf")).triu(1))
-        self.norm, self.steps = nn.BatchNorm1d(CLASSES), 0
+        self.norm = nn.BatchNorm1d(CLASSES)
+        self.steps = 0
 
     def forward(self, inputs):
         inputs = inputs @ self.mask.softmax(-1)
@@ -500,7 +502,8 @@ class Reads(HostReads):
     """Counts lists that are made of tensors, too."""
 
     def __enter__(self):
-        self.patch, to_list = pytest.MonkeyPatch(), torch.Tensor.tolist
+        self.patch = pytest.MonkeyPatch()
+        to_list = torch.Tensor.tolist
 
         def counted(tensor):
             self.count += 1

@@ -36,7 +36,8 @@ def watching():
 
 def stand_until_told():
     """Stand still until some rank has told what the test expects."""
-    store, end = get_runtime().store, time.monotonic() + 100
+    store = get_runtime().store
+    end = time.monotonic() + 100
     while not store.check(["told"]) and time.monotonic() < end:
         time.sleep(0.05)
 
@@ -171,7 +172,9 @@ def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_o
 def busy_watch():
     """Have the watchdog do in a blink what takes it seconds."""
     before = watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
-    watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
+    watchdog.BEAT_SECONDS = 0.01
+    watchdog.LOOK_SECONDS = 0.003
+    watchdog.GRACE_SECONDS = 0.3
     try:
         yield
     finally:
@@ -194,7 +197,8 @@ class Poisoned(Regression):
 def end(how):
     """Train until something that all ranks agree on ends it; return where this rank was then."""
     with busy_watch():
-        epochs, message = EpochCounter(20), ""
+        epochs = EpochCounter(20)
+        message = ""
         if how == "early":
             epochs = EpochCounterWithStopper(20, limit_to_stop=1, limit_warmup=0, direction="min")
 
@@ -299,7 +303,8 @@ def test_f1_what_failed_in_one_group_does_not_end_the_next(ranks):
 
 def catch_in_a_nested_call():
     with busy_watch():
-        judge, caught = make(Failing), []
+        judge = make(Failing)
+        caught = []
 
         class Outer(Late):
             epoch = 2
@@ -335,7 +340,8 @@ if get_rank() == WHO:
     WHAT
 print(exchange("here"))
 """
-KILL, STOP = "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGSTOP)"
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):

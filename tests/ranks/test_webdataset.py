@@ -22,7 +22,8 @@ wds = pytest.importorskip(
     "webdataset", reason="webdataset is in the dev extra: pip install -e '.[dev]'"
 )
 
-SHARDS, EACH = 4, 6
+SHARDS = 4
+EACH = 6
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,8 @@ class TwoOptimizers(Recipe):
     """
 
     def init_optimizers(self):
-        net, head = self.modules.net, self.modules.head
+        net = self.modules.net
+        head = self.modules.head
         self.first = torch.optim.AdamW(
             [{"params": [net[0].weight]}, {"params": [head.bias], "lr": 0.1}], lr=0.02
         )
@@ -309,7 +310,9 @@ KINDS["Saves"] = Saves
 
 
 def saves_alone(folder, how):
-    waits, Saves.how, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, how, 0.2
+    waits = checkpoint_policy.WAIT_SECONDS
+    Saves.how = how
+    checkpoint_policy.WAIT_SECONDS = 0.2
     try:
         with pytest.raises((ConfigError, CheckpointError, RankFailedError)) as caught:
             train_with("zero1", "Saves", folder, {})
@@ -431,7 +434,8 @@ def half_precision(strategy):
 
 @pytest.mark.slow
 def test_fp16_skips_the_same_steps(ranks):
-    expected, found = ranks.run(half_precision, "ddp"), ranks.run(half_precision, "zero1")
+    expected = ranks.run(half_precision, "ddp")
+    found = ranks.run(half_precision, "zero1")
     for mine, same in zip(found, expected, strict=True):
         assert_same(mine[0], same[0])
         assert mine[1:] == same[1:]

@@ -30,7 +30,8 @@ class Scored(Brain):
 
 
 def train(folder, who, scores, resume):
-    counter, model = EpochCounter(len(scores)), nn.Linear(2, 1)
+    counter = EpochCounter(len(scores))
+    model = nn.Linear(2, 1)
     brain = Scored(
         modules={"model": model},
         opt_class=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -74,7 +75,8 @@ class Averaged(Scored):
 
 
 def process(folder, kind, scores, *, test_only=False, **given):
-    counter, model = EpochCounter(len(scores)), nn.Linear(2, 1)
+    counter = EpochCounter(len(scores))
+    model = nn.Linear(2, 1)
     brain = kind(
         modules={"model": model},
         opt_class=lambda parameters: torch.optim.Adam(parameters, lr=0.1),

@@ -70,11 +70,9 @@ def test_a_restarted_launch_goes_on_with_its_own_newest_and_at_its_pace(
 
 def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     """What the run does not go on from is moved out of the way: all, or what is newer."""
-    old, path, newer = (
-        save(tmp_path, {}),
-        save(tmp_path, {"asked": FOUR}).path,
-        save(tmp_path, {"asked": TWO}),
-    )
+    old = save(tmp_path, {})
+    path = save(tmp_path, {"asked": FOUR}).path
+    newer = save(tmp_path, {"asked": TWO})
     checkpointer = Checkpointer(tmp_path)
     named = choose_start(checkpointer, str(path))
     assert (named.resume.path, named.step_plan.per_step) == (path, 64)
@@ -192,7 +190,9 @@ def test_modules_in_no_recoverable():
         def __init__(self, parts):
             self.parts = parts
 
-    one, two, three = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    one = nn.Linear(1, 1)
+    two = nn.Linear(1, 1)
+    three = nn.Linear(1, 1)
     frozen = nn.Linear(1, 1).requires_grad_(False)
     modules = nn.ModuleDict({"one": one, "two": two, "three": three, "frozen": frozen})
     optimizer = torch.optim.SGD(modules.parameters(), lr=1.0)
@@ -226,11 +226,9 @@ def test_settings_of_every_group_are_plain_values():
 
 
 def test_a_file_is_read_once_unless_another_checkpoint_has_taken_its_name(tmp_path):
-    known, first, then = (
-        {},
-        Checkpoint(tmp_path, {"unixtime": 1.0}, {}),
-        Checkpoint(tmp_path, {"unixtime": 2.0}, {}),
-    )
+    known = {}
+    first = Checkpoint(tmp_path, {"unixtime": 1.0}, {})
+    then = Checkpoint(tmp_path, {"unixtime": 2.0}, {})
     (tmp_path / BRAIN_FILE).write_text("step: 1")
     assert _states_of([first], known) == {tmp_path: {"step": 1}}
     (tmp_path / BRAIN_FILE).write_text("step: 2")

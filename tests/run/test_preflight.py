@@ -150,10 +150,8 @@ def test_a_context_of_a_recipes_own_may_not_tell_its_format():
     ],
 )
 def test_where_nothing_is_cast_the_format_is_that_of_the_weights(dtypes, words):
-    context, scaler = (
-        TorchAutocast("cuda", torch.float32),
-        SimpleNamespace(is_enabled=lambda: False),
-    )
+    context = TorchAutocast("cuda", torch.float32)
+    scaler = SimpleNamespace(is_enabled=lambda: False)
     net = torch.nn.ModuleList(torch.nn.Linear(1, 1, dtype=dtype) for dtype in dtypes)
     assert precision_row(context, context, scaler, net, trains=True) == words
 
@@ -181,7 +179,8 @@ def test_what_training_starts_from():
 def test_learning_rates_are_shortened():
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(6)]
     groups = [{"params": [weight], "lr": 0.1 / 2**n} for n, weight in enumerate(weights)]
-    sgd, adam = torch.optim.SGD(groups), torch.optim.Adam(weights[:1], lr=torch.tensor(1e-4))
+    sgd = torch.optim.SGD(groups)
+    adam = torch.optim.Adam(weights[:1], lr=torch.tensor(1e-4))
     assert optimizers_row({"one": sgd}, {}) == "SGD, lr 0.1, 0.05, 0.025, 0.0125, and 2 more"
     two = {"generator": adam, "critic": adam}
     assert optimizers_row(two, {}) == "generator: Adam, lr 0.0001; critic: Adam, lr 0.0001"

@@ -38,12 +38,10 @@ class Brain(ddpkit.Brain):
 
 
 def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
-    brain.step, brain.optimizer_step, brain.avg_train_loss, brain.progress.clipped = (
-        step,
-        optimizer_step,
-        2.25,
-        4,
-    )
+    brain.step = step
+    brain.optimizer_step = optimizer_step
+    brain.avg_train_loss = 2.25
+    brain.progress.clipped = 4
     for loss, count in losses:
         brain.progress.meter.append(loss, count)
         brain.progress.meter.samples += 10
@@ -109,8 +107,11 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     """A recipe that saves in on_stage_end(TEST) has no place in the training of its own."""
     trained = in_epoch(Brain())
     trained.state.start, calls = Start("auto"), trained.state.calls
-    calls.number, calls.finished, trained.state.rank_state.base_seed = 2, {1: 7}, 5
-    trained.state.step_plan, trained.state._settings = StepPlan(4, 2, 64, 8), {"sgd": [{"lr": 0.5}]}
+    calls.number = 2
+    calls.finished = {1: 7}
+    trained.state.rank_state.base_seed = 5
+    trained.state.step_plan = StepPlan(4, 2, 64, 8)
+    trained.state._settings = {"sgd": [{"lr": 0.5}]}
     trained._save(tmp_path / "brain.ckpt")
     brain = Brain(precision="bf16")
     brain.progress.is_fitting = False

@@ -35,7 +35,8 @@ def brain(checkpointer, model, kind=Small, **opts):
 
 def make(folder):
     torch.manual_seed(1)
-    model, counter = nn.Linear(2, 1), EpochCounter(2)
+    model = nn.Linear(2, 1)
+    counter = EpochCounter(2)
     return model, counter, Checkpointer(folder, {"model": model, "counter": counter})
 
 
@@ -133,7 +134,8 @@ def fp16_on_a_cpu(*_):
 
 
 def test_the_gradient_scaler_is_saved_and_does_not_take_the_place_of_a_recipe_s_scaler(tmp_path):
-    normaliser, model = nn.Linear(2, 2), nn.Linear(2, 1)
+    normaliser = nn.Linear(2, 2)
+    model = nn.Linear(2, 1)
     checkpointer = Checkpointer(tmp_path, {"scaler": normaliser})
     with pytest.raises(
         ConfigError, match="'scaler' is reserved for the gradient scaler of precision="

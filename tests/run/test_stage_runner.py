@@ -57,12 +57,16 @@ class Host:
 
     def __init__(self, **given):
         self.options = options(**given)
-        self.progress, self.modules = Progress(), nn.ModuleDict()
+        self.progress = Progress()
+        self.modules = nn.ModuleDict()
         self.rank_state = self.run_state = self.recipe = self
         self.profiler = None
-        self.batches, self.asked, self.flushed = [], [], 0
+        self.batches = []
+        self.asked = []
+        self.flushed = 0
         self.due = lambda seconds, steps: False
-        self.signals, self.saved_at = SignalListener(), []
+        self.signals = SignalListener()
+        self.saved_at = []
         self.strategy = Strategy()
         self.stopped_by = []
 
@@ -143,7 +147,8 @@ def test_batches_that_are_read_again_are_no_steps_of_the_profiler(loader):
     """
     counted = {}
     for done in (0, 2):
-        host, steps = Host(), []
+        host = Host()
+        steps = []
         host.profiler = SimpleNamespace(step=lambda steps=steps: steps.append(1))
         host.progress.step = done
         train(host, loader)
@@ -243,10 +248,12 @@ RESUMABLE = {
 @pytest.mark.parametrize("start", [2, 4, 6])
 def test_an_epoch_goes_on_where_it_was(kind, start):
     """Law 2 for every kind of loader, whether it can skip by itself or not."""
-    whole, rest = Host(grad_accumulation_factor=2), Host(grad_accumulation_factor=2)
+    whole = Host(grad_accumulation_factor=2)
+    rest = Host(grad_accumulation_factor=2)
     train(whole, RESUMABLE[kind](), epoch=2)
     assert len(whole.batches) == 6
-    rest.progress.step, rest.progress.optimizer_step = start, start // 2
+    rest.progress.step = start
+    rest.progress.optimizer_step = start // 2
     train(rest, RESUMABLE[kind](), epoch=2)
     assert rest.batches == whole.batches[start:]
     assert (rest.progress.step, rest.progress.optimizer_step) == (6, 3)
@@ -256,20 +263,23 @@ def test_a_looped_loader_goes_on_by_itself(tmp_path):
     def make():
         return make_dataloader(range(10), looped_nominal_epoch=4, batch_size=2, shuffle=True)
 
-    whole, loader = Host(), make()
+    whole = Host()
+    loader = make()
     for epoch in (1, 2, 3):
         whole.progress.step = 0
         train(whole, loader, epoch)
     assert [len(host.batches) for host in [whole]] == [12]
     for stop in (2, 6, 8, 11):
-        first, loader = Host(), make()
+        first = Host()
+        loader = make()
         for epoch in range(1, 1 + -(-stop // 4)):
             first.progress.step = 0
             left = min(4, stop - 4 * (epoch - 1))
             first.options = options(optimizer_step_limit=first.progress.optimizer_step + left)
             train(first, loader, epoch)
         loader.save(tmp_path / "looped.ckpt")
-        second, again = Host(), make()
+        second = Host()
+        again = make()
         again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
         second.progress.step = first.progress.step
         for epoch in range(-(-stop // 4), 4):

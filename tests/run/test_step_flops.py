@@ -140,7 +140,8 @@ def test_a_profiler_of_the_recipe_around_the_step_sees_what_torch_runs(log):
 
 def test_after_the_count_the_batches_come_straight_from_the_feed(log):
     brain = make()
-    flops, feed = run_of(brain).stages.flops, SimpleNamespace()
+    flops = run_of(brain).stages.flops
+    feed = SimpleNamespace()
     assert flops.feed(feed) is not feed
     brain.fit([1], points(36), **FOUR)
     assert flops.feed(feed) is feed

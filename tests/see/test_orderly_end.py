@@ -120,7 +120,8 @@ HANGS = """
 @pytest.mark.parametrize("words", [(), ("--nproc=2",)], ids=["alone", "two ranks"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_doctor_leaves_nothing_after_a_signal_while_a_recipe_hangs(tmp_path, words, number, code):
-    folder, temporary = tmp_path / "recipe", tmp_path / "tmp"
+    folder = tmp_path / "recipe"
+    temporary = tmp_path / "tmp"
     folder.mkdir()
     temporary.mkdir()
     (folder / "train.py").write_text("\n".join(line.strip() for line in HANGS.splitlines()))

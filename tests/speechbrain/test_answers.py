@@ -208,7 +208,8 @@ sys.exit(3)
     folder = tmp_path / "recipe"
     folder.mkdir()
     (folder / "beside.py").write_text("")
-    file, paths = "recipe/train.py", f"{ROOT}{os.pathsep}{tmp_path}"
+    file = "recipe/train.py"
+    paths = f"{ROOT}{os.pathsep}{tmp_path}"
     words = ("-m", "ddpkit.speechbrain", file, "a.yaml", "--lr=1")
     run = start(script, *words, name=file, code=3, PYTHONPATH=paths)
     assert run.out.strip() == repr(

@@ -60,7 +60,9 @@ class Recipe:
     """Copies of one recipe, each in a folder of its own, that run side by side."""
 
     def __init__(self, name, parent, path):
-        self.name, self.parent, self.path = name, parent, path
+        self.name = name
+        self.parent = parent
+        self.path = path
 
     def start(self, folder, *options, answered=True, processes=1):
         place = self.parent / folder
@@ -143,7 +145,8 @@ def test_a_step_past_ddp_is_told_and_through_the_modules_two_processes_equal_one
 
 @pytest.mark.parametrize("recipe", ["lm", "enhance_gan"], indirect=True)
 def test_a_ported_recipe_trains_as_it_does_under_ddpkit_speechbrain(recipe):
-    one, place = recipe.start("one"), recipe.parent / "ported"
+    one = recipe.start("one")
+    place = recipe.parent / "ported"
     shutil.copytree(RECIPES, place)
     write_recipe(port_recipe(place))
     words = (f"{SCRIPTS[recipe.name]}.py", f"{recipe.name}.yaml", "--device=cpu", "--noprogressbar")

@@ -32,7 +32,9 @@ class Recipe:
     """Copies of one recipe, each in a folder of its own with what it has trained."""
 
     def __init__(self, name, parent, path):
-        self.name, self.parent, self.path = name, parent, path
+        self.name = name
+        self.parent = parent
+        self.path = path
 
     def run(self, folder, command, *, answered, again=False):
         place = self.parent / folder

@@ -27,7 +27,8 @@ class Gpu:
 
 class Mark:
     def __init__(self, gpu, at):
-        self.gpu, self.at = gpu, at
+        self.gpu = gpu
+        self.at = at
 
     def query(self):
         return self.gpu.reached >= self.at
@@ -122,7 +123,8 @@ class Feed:
         self.number = number
 
     def batches(self, window):
-        window.closes, window.count = True, 1
+        window.closes = True
+        window.count = 1
         yield from range(self.number)
 
 
@@ -133,7 +135,8 @@ class Position:
 
 
 def test_the_newest_step_is_told_of_at_the_next_sync(monkeypatch):
-    gpu, taken = Gpu(), []
+    gpu = Gpu()
+    taken = []
     place = Position()
     timer = StepTimer(place, list)
     monkeypatch.setattr(timer, "_new_watch", lambda: DeviceStopwatch(gpu.record))

@@ -59,7 +59,10 @@ class Loop:
 def chosen_steps(factor, *, every=False, start=0):
     """Return the batches that are measured by the rule alone, batch by batch."""
     chosen = SampledWindows(every=every)
-    found, is_measured, apart, sync_due = [], False, 1, start + 1
+    found = []
+    is_measured = False
+    apart = 1
+    sync_due = start + 1
     for step in range(start, LENGTH):
         if is_measured:
             found.append(step)
@@ -125,7 +128,8 @@ def test_a_feed_that_ends_is_not_asked_for_ever():
 
 
 def test_a_feed_is_left_when_its_pass_is_left():
-    loop, ended = Loop(), []
+    loop = Loop()
+    ended = []
 
     def batches(window):
         try:
@@ -139,7 +143,8 @@ def test_a_feed_is_left_when_its_pass_is_left():
 
 
 def test_between_measured_steps_a_batch_costs_no_call_of_the_timer_but_one():
-    loop, calls = Loop(), Counter()
+    loop = Loop()
+    calls = Counter()
 
     def count(frame, event, _):
         if event == "call" and "ddpkit/step_times" in frame.f_code.co_filename:

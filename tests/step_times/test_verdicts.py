@@ -123,7 +123,8 @@ def test_a_slow_loader_of_all_ranks_is_no_late_rank():
     assert found[0].share == pytest.approx(0.112 / 0.216, rel=0.05)
     assert "with num_workers=2" in found[0].how_much
     assert "more than num_workers=2" in found[0].advice
-    delivered, possible = 16 / 0.216, 16 / 0.104
+    delivered = 16 / 0.216
+    possible = 16 / 0.104
     assert f"delivers {delivered:.3g}"[:-1] in found[0].how_much
     assert f"could take {possible:.0f}"[:-1] in found[0].how_much
 
@@ -359,7 +360,9 @@ def test_a_second_of_256_ranks_takes_little_time_to_look_at():
 
 @pytest.mark.parametrize(("world_size", "most"), MOST_CALLS.items())
 def test_a_second_without_a_fault_takes_few_calls_to_look_at(world_size, most):
-    finder, seconds, calls = VerdictFinder(), Run(world_size).seconds(60), []
+    finder = VerdictFinder()
+    seconds = Run(world_size).seconds(60)
+    calls = []
     verdicts_of(seconds[:40], finder)
     sys.setprofile(lambda frame, event, _: calls.append(event) if "call" in event else None)
     try:

@@ -26,7 +26,8 @@ class OldFitBatch(Regression):
 class Looking(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.out = nn.Embedding(5, 3, sparse=True).double(), nn.Linear(3, 1).double()
+        self.table = nn.Embedding(5, 3, sparse=True).double()
+        self.out = nn.Linear(3, 1).double()
 
     def forward(self, inputs):
         return self.out(self.table((inputs.abs().sum(1) * 2).long() % 5))

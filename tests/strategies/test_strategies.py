@@ -129,7 +129,8 @@ def test_post_local_sgd_is_for_several_processes():
 
 def test_one_device_does_nothing():
     modules = nn.ModuleDict({"net": Net()})
-    net, strategy = modules.net, Strategy()
+    net = modules.net
+    strategy = Strategy()
     strategy.wrap(modules)
     assert modules.net is net
     with strategy.no_sync():
@@ -176,7 +177,8 @@ class Table(nn.Module):
 
     def __init__(self, sets=OWN):
         super().__init__()
-        self.sets, self.layer = sets, nn.Linear(3, 2)
+        self.sets = sets
+        self.layer = nn.Linear(3, 2)
         self.weight = nn.Parameter(torch.empty(2, 2), requires_grad=False)
         self.register_buffer("scale", torch.empty(2), persistent=False)
         self.register_buffer("count", torch.tensor(0))
@@ -190,7 +192,8 @@ class Table(nn.Module):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.out = nn.Embedding(4, 3), nn.Linear(3, 4)
+        self.table = nn.Embedding(4, 3)
+        self.out = nn.Linear(3, 4)
         self.out.weight = self.table.weight
         self.attention = nn.MultiheadAttention(4, 2)
         self.norm = nn.BatchNorm1d(3)
@@ -217,7 +220,8 @@ def test_modules_on_the_meta_device_get_values(monkeypatch):
     assert net.norm.num_batches_tracked == 0
     # set by the attention after the layer inside of it
     assert not net.attention.out_proj.bias.any()
-    again, named = made_on_meta(Tied), made_on_meta(Tied, name="x")
+    again = made_on_meta(Tied)
+    named = made_on_meta(Tied, name="x")
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "6")
     other = made_on_meta(Tied)
     for name, value in net.named_parameters():
@@ -274,7 +278,8 @@ def test_tensors_that_get_values_stay_the_same_objects():
 
 def test_entries_on_the_meta_device_share_what_they_have_shared():
     with torch.device("meta"):
-        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        first = nn.Linear(2, 2)
+        second = nn.Linear(2, 2)
     second.weight = first.weight
     modules = modules_on_device({"a": first, "b": second}, "cpu")
     assert second.weight is first.weight
@@ -453,7 +458,8 @@ def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered
     """
     net = Multiplied()
     wrapped = WrappedDataParallel(net)
-    wrapped.src_device_obj, wrapped.device_ids = torch.device("cpu"), [0, 0]
+    wrapped.src_device_obj = torch.device("cpu")
+    wrapped.device_ids = [0, 0]
     x = torch.ones(2, 2)
 
     def run():
@@ -471,7 +477,8 @@ def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered
 
 
 def wrap(**modules):
-    made, strategy = nn.ModuleDict(modules), DDP(RunOptions(device="cpu"))
+    made = nn.ModuleDict(modules)
+    strategy = DDP(RunOptions(device="cpu"))
     strategy.wrap(made)
     return made, strategy
 
@@ -500,7 +507,9 @@ def test_ddp_follows_what_is_frozen_and_unfrozen(group):
     modules, strategy = wrap(
         net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fixed=frozen(Net()), same=Net()
     )
-    net, first, same = modules.net.module, modules.net, modules.same
+    net = modules.net.module
+    first = modules.net
+    same = modules.same
     strategy.follow(modules)
     assert modules.net is first, "nothing has changed"
     net[0].requires_grad_(requires_grad=False)

@@ -28,7 +28,8 @@ def drain(feed):
 
 def windows_of(steps):
     """Cut steps into windows; each ends where ``closes`` is true."""
-    found, current = [], []
+    found = []
+    current = []
     for step in steps:
         current.append(step)
         if step.closes:

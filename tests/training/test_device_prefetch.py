@@ -18,7 +18,8 @@ from ddpkit.training import device_prefetch as module, move_ahead
 from ddpkit.training.device_prefetch import moved_ahead
 from ddpkit.types import Stage
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
 class Pair(NamedTuple):

@@ -37,7 +37,8 @@ def test_a_loss_that_is_no_tensor_is_left_to_the_backward_pass():
 
 def test_a_step_that_is_watched_is_left_alone_afterwards():
     weight = nn.Parameter(torch.ones(1))
-    optimizer, calls = torch.optim.SGD([weight], lr=0.1), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    calls = []
     first = FirstGradients("Line")
     first.watch({"sgd": optimizer, "own": object()}, lambda *_: calls.append(1))
     optimizer.step()

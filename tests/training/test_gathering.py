@@ -33,7 +33,8 @@ def test_which_loaders_are_divided():
     data = list(range(5))
     ready = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
     alone = DataLoader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
-    part, whole = Sharding(1, 2), Sharding()
+    part = Sharding(1, 2)
+    whole = Sharding()
     divided = [
         shard(data, part),
         shard(Stream(), part),

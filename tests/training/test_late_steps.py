@@ -31,7 +31,9 @@ from ddpkit.run import stage_runner
 from tests.host_reads import HostReads
 
 BATCHES = 8
-ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+ADAM = torch.optim.Adam
+ADAMW = torch.optim.AdamW
+SGD = torch.optim.SGD
 KINDS = {
     "Adam": functools.partial(ADAM, lr=0.05, amsgrad=True),
     "AdamW": functools.partial(ADAMW, lr=0.05, weight_decay=0.1),
@@ -64,7 +66,10 @@ class Recipe(Brain):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.open, self.seen, self.ends, self.rates = [], [], [], []
+        self.open = []
+        self.seen = []
+        self.ends = []
+        self.rates = []
 
     def compute_forward(self, batch, stage):
         return self.modules.net(batch[0].to(self.device))
@@ -328,7 +333,8 @@ def test_the_next_fit_begins_without_the_error_of_one_that_was_interrupted(late)
 @pytest.mark.parametrize("kind", ["AdamW", "momentum"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(late, tmp_path, kind, dies_at):
     def run(folder, dies_at=None):
-        brain, counter = make(KINDS[kind], folder=folder, ckpt_interval_steps=1), EpochCounter(2)
+        brain = make(KINDS[kind], folder=folder, ckpt_interval_steps=1)
+        counter = EpochCounter(2)
         brain.checkpointer.add_recoverable("counter", counter)
         brain.dies_at = dies_at
         brain.fit(counter, data((1, 5)), train_loader_kwargs={"batch_size": 4})
@@ -354,7 +360,8 @@ def test_a_run_goes_on_with_its_own_kernel(late, tmp_path, caplog):
 
     def run(epochs):
         torch.manual_seed(0)
-        modules, counter = {"net": nn.Linear(3, 2)}, EpochCounter(epochs)
+        modules = {"net": nn.Linear(3, 2)}
+        counter = EpochCounter(epochs)
         checkpointer = Checkpointer(tmp_path, {**modules, "counter": counter})
         options = {"device": "cpu", "noprogressbar": True, "ckpt_interval_steps": 1}
         brain = Recipe(modules, ADAMW, run_opts=options, checkpointer=checkpointer)
@@ -394,7 +401,8 @@ def test_a_step_is_that_of_take_step_bit_for_bit(dtype, multiplier, max_norm):
         multiplier
     )
     limit = None if max_norm is None else max_norm * size
-    now, later = parameters(dtype), parameters(dtype)
+    now = parameters(dtype)
+    later = parameters(dtype)
     expected = take_step([SGD(now, lr=0.1, fused=True)], limit, None, multiplier)
     with HostReads() as reads:
         step = take_late_step([SGD(later, lr=0.1, fused=True)], limit, multiplier)
@@ -525,7 +533,9 @@ def test_opt_class_gets_what_steps_late(late):
 
 
 def test_who_looks_from_another_thread_and_who_makes_the_next_step_count_once():
-    counters, has_begun, may_end = StepCounters(), threading.Event(), threading.Event()
+    counters = StepCounters()
+    has_begun = threading.Event()
+    may_end = threading.Event()
 
     def follow():
         has_begun.set()
@@ -556,7 +566,8 @@ class Writing(Recipe):
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         super().on_fit_batch_end(batch, outputs, loss, should_step)
         if self.step == 4:
-            self.optimizer_step, self.nonfinite_count = 100, 0
+            self.optimizer_step = 100
+            self.nonfinite_count = 0
 
 
 def test_what_a_recipe_writes_into_a_counter_stays(late):

@@ -71,7 +71,8 @@ def test_a_looped_loader_that_goes_on_weighs_its_batches_by_their_own_samples(tm
     def looped():
         return LoopedLoader(shard(range(10), Sharding(), batch_size=4), 4)
 
-    first, saved = looped(), tmp_path / "looped.ckpt"
+    first = looped()
+    saved = tmp_path / "looped.ckpt"
     for _ in zip(range(2), first, strict=False):
         pass
     first.save(saved)
@@ -195,7 +196,8 @@ class Host:
         self.seen = []
 
     def fit_batch(self, batch):
-        progress, window = self.progress, self.progress.window
+        progress = self.progress
+        window = self.progress.window
         self.seen.append((batch, progress.step, window.closes))
         progress.optimizer_step += window.closes
         return torch.tensor(float(batch))
@@ -238,7 +240,8 @@ def run(host, feed, stop_at=math.inf, sync=None, **options):
 
 
 def test_an_epoch():
-    host, windows = Host(), []
+    host = Host()
+    windows = []
     sync, reports = run(
         host,
         Feed(range(10), 10, factor=2),
@@ -361,7 +364,8 @@ class Bar:
 
 
 def test_evaluation():
-    host, bar = Host(), Bar()
+    host = Host()
+    bar = Bar()
     evaluate_epoch(host, range(8), Stage.VALID, bar, count=one, sync=Syncs(apart=5))
     assert [(batch, step) for batch, step, _ in host.seen] == [
         (number, number + 1) for number in range(8)

@@ -138,7 +138,9 @@ def test_a_window_of_batches():
     brain = line()
     window = brain.progress.window
     for step, (closes, scale) in enumerate([(False, 0.25), (False, 0.25), (True, 0.5)], 1):
-        brain.step, window.closes, window.loss_scale = step, closes, scale
+        brain.step = step
+        window.closes = closes
+        window.loss_scale = scale
         brain.fit_batch(ONE)
     assert brain.optimizer_step == 1
     assert brain.weight == pytest.approx(1.8), "the weights of the window add up to one"
@@ -148,7 +150,8 @@ def test_a_window_of_batches():
 def test_the_correction_of_a_stream_is_for_losses_that_were_weighed():
     brain = line()
     window = brain.progress.window
-    window.loss_scale, window.correction = 0.5, 2.0
+    window.loss_scale = 0.5
+    window.correction = 2.0
     brain.fit_batch(ONE)
     assert brain.weight == pytest.approx(1.8)
     own = line()
@@ -185,7 +188,9 @@ def test_a_window_of_sums_is_divided_by_what_it_counts(kind):
     window = brain.progress.window
     results = []
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes, window.loss_scale = step, closes, 99.0
+        brain.step = step
+        window.closes = closes
+        window.loss_scale = 99.0
         results.append(brain.fit_batch(ONE))
     assert brain.weight == pytest.approx(1.8), "the gradient of the mean"
     assert [float(loss) for loss, _ in results] == [6.0, 10.0]
@@ -200,7 +205,8 @@ def test_sums_with_a_loss_scale_are_unscaled_before_they_are_divided():
     brain = sums(torch.tensor(3), 5, scaler=scaler)
     window = brain.progress.window
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes = step, closes
+        brain.step = step
+        window.closes = closes
         brain.fit_batch(ONE)
     assert brain.weight == pytest.approx(1.8)
     assert (brain.optimizer_step, brain.nonfinite_count) == (1, 0)
@@ -228,7 +234,8 @@ def test_means_and_sums_do_not_mix_in_a_window(first):
     window = brain.progress.window
     right = brain.compute_objectives
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes = step, closes
+        brain.step = step
+        window.closes = closes
         mean = (step == 1) == first
         brain.compute_objectives = (
             (lambda predictions, batch, stage: predictions.mean()) if mean else right
@@ -246,8 +253,10 @@ def test_means_and_sums_do_not_mix_in_a_window(first):
 
 def test_a_mean_between_two_sums():
     brain = sums(2, 2)
-    right, window = brain.compute_objectives, brain.progress.window
-    brain.step, window.closes = 1, False
+    right = brain.compute_objectives
+    window = brain.progress.window
+    brain.step = 1
+    window.closes = False
     brain.fit_batch(ONE)
     brain.step = 2
     brain.compute_objectives = lambda predictions, batch, stage: predictions.mean()
@@ -262,7 +271,8 @@ def test_counts_are_added_up_in_the_widest_float(dtype):
     brain = sums(one, one)
     window = brain.progress.window
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes = step, closes
+        brain.step = step
+        window.closes = closes
         brain.fit_batch(ONE)
     assert brain.weight == pytest.approx(1.8)
 
@@ -478,7 +488,8 @@ class Classic(Line):
 def test_an_epochs_short_last_window_is_stepped(batches, updates):
     brain = Classic(grad_accumulation_factor=2)
     brain.init_optimizers()
-    expected, weight = [], 2.0
+    expected = []
+    weight = 2.0
     for step in range(1, batches + 1):
         brain.step = step
         brain.fit_batch(ONE)
@@ -517,7 +528,8 @@ def test_update_average():
 
 def test_check_loss_isfinite_says_where(caplog):
     brain = line()
-    brain.step, brain.rank = 7, 3
+    brain.step = 7
+    brain.rank = 3
     with caplog.at_level(logging.WARNING):
         brain.check_loss_isfinite(torch.tensor(1.0))
         assert caplog.messages == []
@@ -527,7 +539,9 @@ def test_check_loss_isfinite_says_where(caplog):
 
 def test_counters_are_the_progress():
     brain = line()
-    brain.step, brain.optimizer_step, brain.nonfinite_count = 3, 4, 5
+    brain.step = 3
+    brain.optimizer_step = 4
+    brain.nonfinite_count = 5
     assert (brain.progress.step, brain.progress.optimizer_step, brain.progress.nonfinite) == (
         3,
         4,
@@ -613,7 +627,9 @@ def test_gradients_wait_until_the_recipe_is_told_that_the_window_closes():
     window = brain.progress.window
     window.begin()
     for step, closes in enumerate([False, True], 1):
-        brain.step, window.closes, window.loss_scale = step, closes, 0.5
+        brain.step = step
+        window.closes = closes
+        window.loss_scale = 0.5
         rows = brain.modules.net(ONE)
         brain.backward(mean(rows))
         assert window.pending(step) == step

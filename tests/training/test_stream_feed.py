@@ -157,7 +157,8 @@ def test_equal_batches_need_no_correction(world_size, size, factor, weighting):
 def test_gradients_are_those_of_the_mean_over_all_samples(sizes, factor):
     streams = batches_of(sizes)
     data = torch.linspace(-1, 2, sum(map(sum, sizes)), dtype=torch.float64)
-    gradients, order = [], {}
+    gradients = []
+    order = {}
     for steps in Ranks(len(sizes)).run(streams, factor):
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         mine = []
@@ -238,7 +239,8 @@ def test_other_ways_to_count():
 @pytest.mark.parametrize(("factor", "ahead"), [(1, 1), (2, 2), (5, 2)])
 def test_sums_are_started_before_a_batch_is_worked_on_and_awaited_after_it(factor, ahead):
     """And no more is read ahead than that takes."""
-    events, numbers = [], itertools.count()
+    events = []
+    numbers = itertools.count()
 
     def start_sum(values):
         number = next(numbers)

@@ -71,8 +71,11 @@ class Noisy(Dataset):
     """A sample is its index and what it drew."""
 
     def __init__(self, kind, size=SIZE, first=0):
-        self.kind, self.size, self.first = kind, size, first
-        self.loaded, self.epoch = [], 1
+        self.kind = kind
+        self.size = size
+        self.first = first
+        self.loaded = []
+        self.epoch = 1
 
     def __len__(self):
         return self.size
@@ -326,7 +329,8 @@ def test_without_randomness_nothing_is_loaded_twice():
 
 
 def test_without_randomness_no_stream_is_seeded_after_the_first_sample(monkeypatch):
-    seeded, seed = [], np.random.seed
+    seeded = []
+    seed = np.random.seed
     monkeypatch.setattr(np.random, "seed", lambda key: (seeded.append(key), seed(key)))
     list(shard(Noisy("nothing"), Sharding(), batch_size=4))
     assert len(seeded) == 1
@@ -335,7 +339,8 @@ def test_without_randomness_no_stream_is_seeded_after_the_first_sample(monkeypat
 
 
 def test_the_loader_keeps_the_users_objects():
-    dataset, collate = Noisy("all"), list
+    dataset = Noisy("all")
+    collate = list
     loader = shard(dataset, Sharding(), batch_size=4, collate_fn=collate)
     next(iter(loader))
     assert loader.dataset is dataset
@@ -559,9 +564,11 @@ def test_a_repeated_sample_is_augmented_anew(make, num_workers):
     """And alike on any number of ranks: every draw of an index is one of the same set."""
     found = {}
     for world_size in (1,) if make == "no plan" or num_workers else (1, 2, 3):
-        size, parts = 6 // world_size, []
+        size = 6 // world_size
+        parts = []
         for rank in range(world_size):
-            sharding, options = Sharding(rank, world_size, seed=SEED), {"num_workers": num_workers}
+            sharding = Sharding(rank, world_size, seed=SEED)
+            options = {"num_workers": num_workers}
             if make == "sampler":
                 loader = shard(
                     Noisy("all"), sharding, sampler=weighted(), batch_size=size, **options

@@ -676,7 +676,9 @@ def test_a_looped_stream_goes_on_where_it_was(tmp_path, drawn, state):
             found += [batch.tolist() for batch in itertools.islice(loader, number - len(found))]
         return found
 
-    whole, stopped, again = looped(), looped(), looped()
+    whole = looped()
+    stopped = looped()
+    again = looped()
     expected = draw(whole, 20)
     draw(stopped, drawn)
     stopped.save(tmp_path / "looped.ckpt")
@@ -698,10 +700,12 @@ def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(
         batches = [[2 * index, 2 * index + 1] for index in range(12)]
         return LoopedLoader(shard(range(24), Sharding(rank, world_size), batch_sampler=batches), 20)
 
-    place, expected = drawn * before, plain(looped(0, 1))
+    place = drawn * before
+    expected = plain(looped(0, 1))
     found = []
     for rank in range(now):
-        whole, again = looped(0, before), looped(rank, now)
+        whole = looped(0, before)
+        again = looped(rank, now)
         list(itertools.islice(whole, drawn))
         whole.save(tmp_path / "looped.ckpt")
         again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
@@ -762,7 +766,8 @@ def test_how_many_samples_a_batch_has(batch, size):
 @pytest.mark.parametrize("begin", [iter, lambda looped: looped], ids=["iterator", "loader"])
 def test_next_after_the_end_of_a_nominal_epoch_begins_the_next(begin):
     looped = make_dataloader(range(5), looped_nominal_epoch=3, batch_size=1)
-    batches, found = begin(looped), []
+    batches = begin(looped)
+    found = []
     for _ in range(3):
         found.append(flat([next(batches) for _ in range(3)]))
         assert next(batches, "the end") == "the end"

@@ -210,10 +210,12 @@ def test_quantized_weights_that_are_frozen_stay_as_they_are():
 
 
 def test_frozen_layers_cost_nothing_and_one_that_is_trained_later_is_averaged_as_if_it_always_had_been():  # noqa: E501
-    modules, always = nn.ModuleDict({"net": Net()}), nn.ModuleDict({"net": Net()})
+    modules = nn.ModuleDict({"net": Net()})
+    always = nn.ModuleDict({"net": Net()})
     for parameter in always.parameters():
         parameter.requires_grad_()
-    average, reference = WeightAverage(modules, DECAY), WeightAverage(always, DECAY)
+    average = WeightAverage(modules, DECAY)
+    reference = WeightAverage(always, DECAY)
     for step in range(6):
         if step == 3:
             for part in (average, reference):
@@ -344,7 +346,8 @@ def test_names_are_those_without_wrappers(how):
 def test_applied_writes_in_place_and_back_also_after_an_exception():
     modules = nn.ModuleDict({"net": Net()})
     average = averaged(modules)
-    before, held = tensors(modules), modules.net.first.weight
+    before = tensors(modules)
+    held = modules.net.first.weight
     place = held.data_ptr()
     state = {name: value.clone() for name, value in average.state_dict().items()}
 
@@ -417,7 +420,8 @@ class Watched(Regression):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.seen, self.after_steps = {}, []
+        self.seen = {}
+        self.after_steps = []
 
     def note(self, stage, when):
         self.seen.setdefault((stage.name, when), []).append(

@@ -97,7 +97,8 @@ def mistakes_in(text):
 _LOADED, _, _SEEN = (
     (Path(__file__).parent / "hparams_mistakes.txt").read_text().partition("\n=== STATIC\n")
 )
-MISTAKES, STATIC = mistakes_in(_LOADED), mistakes_in(_SEEN)
+MISTAKES = mistakes_in(_LOADED)
+STATIC = mistakes_in(_SEEN)
 WITH_OVERRIDES = {
     "a key that is not there": (
         {"size": 1, "lrr": 2},

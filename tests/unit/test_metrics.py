@@ -39,7 +39,8 @@ def test_sum_adds_in_float64():
 
 
 def test_numbers_that_are_no_tensors():
-    mean, total = Mean(), Sum()
+    mean = Mean()
+    total = Sum()
     for metric in (mean, total):
         metric.update(np.array([1.0, 2.0]))
         metric.update(np.float32(6.0))
@@ -78,7 +79,9 @@ def test_state(kind):
         else:
             metric.update(torch.tensor([1.5, 2.5], requires_grad=True))
 
-    whole, first, second = kind(), kind(), kind()
+    whole = kind()
+    first = kind()
+    second = kind()
     for metric in (whole, whole, first):
         feed(metric)
     second.load_state_dict(first.state_dict())
@@ -88,8 +91,12 @@ def test_state(kind):
 
 
 def test_updates_read_nothing_back():
-    mean, total, accuracy, meter = Mean(), Sum(), Accuracy(), LossMeter()
-    loss, labels = torch.tensor(1.5), torch.tensor([1])
+    mean = Mean()
+    total = Sum()
+    accuracy = Accuracy()
+    meter = LossMeter()
+    loss = torch.tensor(1.5)
+    labels = torch.tensor([1])
     with HostReads() as reads:
         for _ in range(3 * FLUSH_AFTER):
             mean.update(loss, 4)
@@ -127,7 +134,8 @@ def test_loss_meter_takes_every_form_of_a_number():
 @pytest.mark.parametrize("steps", [1, FLUSH_AFTER - 1, FLUSH_AFTER, FLUSH_AFTER + 1, 1000])
 def test_loss_meter_equals_the_plain_sum_over_any_number_of_flushes(steps):
     torch.manual_seed(0)
-    losses, counts = torch.rand(steps, dtype=torch.float64), torch.randint(1, 9, (steps,))
+    losses = torch.rand(steps, dtype=torch.float64)
+    counts = torch.randint(1, 9, (steps,))
     meter = LossMeter()
     for loss, count in zip(losses, counts.tolist(), strict=True):
         meter.append(loss, count)
@@ -195,7 +203,8 @@ def test_samples_are_counted_apart():
 
 
 def test_losses_that_are_overwritten_count_as_they_were_where_they_are_copied():
-    meter, loss = LossMeter(copies=True), torch.tensor(2.0)
+    meter = LossMeter(copies=True)
+    loss = torch.tensor(2.0)
     meter.append(loss, 1.0)
     meter.append_sum(loss, 1.0)
     loss.fill_(100.0)

@@ -80,10 +80,8 @@ def test_clipping_is_that_of_torch_bit_for_bit(seed, max_norm, size, dtype, grou
     """Over all groups of all optimizers together; not only over the first group, as others do
     it.
     """
-    mine, theirs = (
-        parameters(seed, dtype=dtype, size=size),
-        parameters(seed, dtype=dtype, size=size),
-    )
+    mine = parameters(seed, dtype=dtype, size=size)
+    theirs = parameters(seed, dtype=dtype, size=size)
     expected_norm = nn.utils.clip_grad_norm_(theirs, max_norm)
     recorders = (
         [Recorder([{"params": mine[:1]}, {"params": mine[1:3]}])]
@@ -160,7 +158,8 @@ def test_the_multiplier_comes_before_clipping():
 @pytest.mark.parametrize("max_norm", [None, 0.01, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_tensor_multiplies_like_a_number_and_the_host_reads_once(max_norm, dtype):
-    by_number, by_tensor = Recorder(parameters(3)), Recorder(parameters(3))
+    by_number = Recorder(parameters(3))
+    by_tensor = Recorder(parameters(3))
     norm = take_step([by_number], max_norm, multiplier=0.125).norm
     with HostReads() as reads:
         assert take_step(
@@ -223,7 +222,8 @@ def fresh(count=2):
 
 
 def test_the_scaler_steps_and_grows():
-    mine, grad_scaler = fresh(), scaler()
+    mine = fresh()
+    grad_scaler = scaler()
     optimizers = [sgd(mine[:1]), sgd(mine[1:])]
     for expected in (1024.0, 2048.0):
         backward(mine, grad_scaler)
@@ -235,7 +235,8 @@ def test_the_scaler_steps_and_grows():
 
 
 def test_the_scaler_clips_unscaled_gradients_and_takes_the_multiplier():
-    mine, grad_scaler = fresh(1), scaler()
+    mine = fresh(1)
+    grad_scaler = scaler()
     backward(mine, grad_scaler)
     take_step([sgd(mine)], 1.0, grad_scaler, multiplier=3.0)
     assert mine[0].detach().norm().item() == pytest.approx(1.0, abs=1e-5)
@@ -246,7 +247,8 @@ def test_the_scaler_skips_all_optimizers_and_backs_off(bad):
     """One overflow skips every optimizer: what is reported as skipped has been skipped, on all
     ranks alike.
     """
-    mine, grad_scaler = fresh(), scaler()
+    mine = fresh()
+    grad_scaler = scaler()
     optimizers = [Recorder(mine[:1]), Recorder(mine[1:])]
     backward(mine, grad_scaler)
     mine[0].grad[0] = bad
@@ -261,7 +263,8 @@ def test_the_scaler_skips_all_optimizers_and_backs_off(bad):
 
 
 def test_the_scaler_and_optimizers_without_gradients():
-    mine, grad_scaler = fresh(), scaler()
+    mine = fresh()
+    grad_scaler = scaler()
     idle = sgd(fresh(1))
     backward(mine, grad_scaler)
     assert take_step([idle, sgd(mine)], None, grad_scaler).stepped
@@ -330,7 +333,8 @@ def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
     ],
 )
 def test_torchs_own_optimizers_are_fused_on_a_gpu(monkeypatch, kind, given, fused):
-    net, opt_class = nn.Linear(2, 2), functools.partial(kind, **given) if given else kind
+    net = nn.Linear(2, 2)
+    opt_class = functools.partial(kind, **given) if given else kind
     assert not make_optimizer(opt_class, net).defaults.get("fused"), "on a CPU nothing changes"
     monkeypatch.setattr(making, "GPUS", ("cpu",))
     made = make_optimizer(opt_class, net, split_vectors=True)
@@ -373,7 +377,8 @@ def test_vectors_first_then_the_rest():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scalar, self.vector = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(2))
+            self.scalar = nn.Parameter(torch.ones(()))
+            self.vector = nn.Parameter(torch.ones(2))
             self.matrix = nn.Parameter(torch.ones(2, 2))
 
     odd = Odd()

@@ -149,7 +149,8 @@ def test_the_factor_and_its_reason(rule, factor):
 
 
 def test_the_reason_names_virtual_ranks():
-    scaling, loader = LrScaling(), shard(range(50), Sharding(0, 2, virtual_ranks=4), batch_size=2)
+    scaling = LrScaling()
+    loader = shard(range(50), Sharding(0, 2, virtual_ranks=4), batch_size=2)
     scaling.choose(options(), batch_sizes(loader, None, 1, 2, virtual_ranks=4))
     assert "8 samples per step (4 virtual ranks on 2 process(es), accumulation 1)" in scaling.reason
 
@@ -192,7 +193,8 @@ def steps_of(optimizer):
 
 def test_steps_are_scaled_and_rates_stay(caplog):
     caplog.set_level("INFO", logger="ddpkit")
-    optimizer, scaling = sgd(0.1, 0.01), scaling_of(batch_size=16)
+    optimizer = sgd(0.1, 0.01)
+    scaling = scaling_of(batch_size=16)
     for _ in range(2):  # the second time changes nothing
         scaling.follow({"sgd": optimizer})
     assert steps_of(optimizer) == pytest.approx([0.2, 0.02])

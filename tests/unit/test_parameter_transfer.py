@@ -38,7 +38,8 @@ def value_of(model):
 
 
 def test_modules_come_from_their_files(tmp_path):
-    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    first = nn.Linear(2, 1)
+    second = nn.Linear(2, 1)
     pretrainer = Pretrainer(
         tmp_path / "none", {"first": first}, {"first": saved(tmp_path / "best.pt", 3)}
     )

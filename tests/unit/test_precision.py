@@ -122,7 +122,9 @@ class Module(torch.nn.Module):
 
 
 def test_fwd_default_precision():
-    module, x, n = Module(), torch.ones(2, dtype=BF16), torch.ones(2, dtype=torch.int64)
+    module = Module()
+    x = torch.ones(2, dtype=BF16)
+    n = torch.ones(2, dtype=torch.int64)
     assert module(x) == (BF16, None)
     with torch.autocast("cpu", dtype=BF16):
         more = {"list": [x, n, x.double()]}
@@ -143,7 +145,9 @@ def test_fwd_default_precision():
 
 
 def test_autocast_is_asked_of_the_device_of_the_arguments(monkeypatch):
-    asked, layer, meta = [], nn.Linear(1, 1, device="meta"), torch.ones(1, device="meta")
+    asked = []
+    layer = nn.Linear(1, 1, device="meta")
+    meta = torch.ones(1, device="meta")
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: asked.append(kind) or False)
     forward = fwd_default_precision(lambda *values: None)
     for values in [(1, None), (layer,), (layer, torch.ones(1)), ("a", {"x": [1, meta]})]:

@@ -70,7 +70,8 @@ class Items:
 
     @contextlib.contextmanager
     def output_keys_as(self, keys):
-        before, self.keys = self.keys, keys
+        before = self.keys
+        self.keys = keys
         try:
             yield
         finally:
@@ -81,7 +82,8 @@ class Growing:
     """As many indices as the epoch's number plus three, and no length of its own before that."""
 
     def __init__(self):
-        self.epoch, self.told = 1, []
+        self.epoch = 1
+        self.told = []
 
     def set_epoch(self, epoch):
         self.epoch = epoch

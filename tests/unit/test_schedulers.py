@@ -39,7 +39,8 @@ def optimizer(lr=1.0, groups=1):
 @pytest.mark.parametrize("kind", OF_STEPS)
 def test_a_schedule_of_steps_sets_all_groups_and_says_from_what_to_what(kind):
     make_one, expected = OF_STEPS[kind]
-    schedule, sgd = make_one(), optimizer(groups=2)
+    schedule = make_one()
+    sgd = optimizer(groups=2)
     before = 1.0
     for rate in expected:
         assert schedule(sgd) == pytest.approx((before, rate))
@@ -57,7 +58,8 @@ def test_a_schedule_of_steps_sets_all_groups_and_says_from_what_to_what(kind):
     ],
 )
 def test_a_cycle_goes_up_and_down(mode, expected):
-    schedule, sgd = CyclicLRScheduler(0.0, 1.0, 2, mode, gamma=0.5), optimizer()
+    schedule = CyclicLRScheduler(0.0, 1.0, 2, mode, gamma=0.5)
+    sgd = optimizer()
     assert schedule(1) == (0.0, expected[0])
     for rate in expected:
         schedule.on_batch_end(sgd)
@@ -79,10 +81,8 @@ def test_new_bob_compares_with_the_metric_before_and_not_with_the_best():
 
 
 def test_the_plateau_is_counted_from_the_best_loss():
-    schedule, adam = (
-        ReduceLROnPlateau(lr_min=0.3, factor=0.5, patience=1, dont_halve_until_epoch=2),
-        optimizer(),
-    )
+    schedule = ReduceLROnPlateau(lr_min=0.3, factor=0.5, patience=1, dont_halve_until_epoch=2)
+    adam = optimizer()
     rates = []
     for epoch, loss in enumerate((5.0, 9.0, 8.0, 8.5, 8.2, 9.0, 9.0, 7.0), 1):
         old, new = schedule([adam], epoch, loss)
@@ -144,7 +144,8 @@ SAVED = {
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_schedule_goes_on_from_its_checkpoint(tmp_path, kind):
     make_one, call = SAVED[kind]
-    schedule, again = make_one(), make_one()
+    schedule = make_one()
+    again = make_one()
     for _ in range(2):
         call(schedule)
     Checkpointer(tmp_path, {"schedule": schedule}).save_checkpoint()
@@ -221,7 +222,9 @@ class Annealed(Regression):
 
 
 def anneal(folder, dies_at=None):
-    net, counter, noam = linear(), EpochCounter(2), NoamScheduler(0.1, 3)
+    net = linear()
+    counter = EpochCounter(2)
+    noam = NoamScheduler(0.1, 3)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter, "noam": noam})
     options = {**QUIET, "ckpt_interval_steps": 1}
     brain = Annealed(

@@ -134,7 +134,8 @@ def _between(place: Place, other: int, times: int) -> tuple[int, float]:
     first = _exchanged(place, other, size, FEWEST_TIMES)
     whole = first * PAIR_BYTES / size
     # The two must decide alike; each tells the other what it has seen.
-    own, theirs = torch.tensor([whole], device=place.device), torch.zeros(1, device=place.device)
+    own = torch.tensor([whole], device=place.device)
+    theirs = torch.zeros(1, device=place.device)
     _swap(place, other, own, theirs)
     if max(float(own), float(theirs)) > MOST_SECONDS:
         return size, first

@@ -71,7 +71,8 @@ def examine(site: Site, checks: Sequence[Check]) -> list[Placed]:
     Ranks: collective.
     """
     found: list[Placed] = []
-    host, rank = site.machine.name(), site.ranks.rank
+    host = site.machine.name()
+    rank = site.ranks.rank
     for check in checks:
         if check.who != EACH_HOST or site.ranks.is_first_on_host:
             is_of_host = check.who != EACH_RANK

@@ -49,10 +49,12 @@ def measure_load(left_out: set[int]) -> Load:
     """
     import psutil
 
-    began, times = time.monotonic(), psutil.cpu_times()
+    began = time.monotonic()
+    times = psutil.cpu_times()
     before = _seconds_by_process()
     time.sleep(SECONDS)
-    after, now = _seconds_by_process(), psutil.cpu_times()
+    after = _seconds_by_process()
+    now = psutil.cpu_times()
     seconds = time.monotonic() - began
     used = {
         pid: (name, taken - before.get(pid, (name, 0.0))[1]) for pid, (name, taken) in after.items()

@@ -17,8 +17,13 @@ from ddpkit.see.report import words
 from ddpkit.see.report.columns import Numbers, means, thin
 from ddpkit.see.report.panels import BYTES, SECONDS, SHARE, Line, Panel
 
-WIDTH, HEIGHT = 400, 220  # of a panel, in CSS pixels
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
+# of a panel, in CSS pixels
+WIDTH = 400
+HEIGHT = 220
+LEFT = 52
+RIGHT = 10
+TOP = 10
+BOTTOM = 24
 DPI = 72  # so that a point is a pixel
 NUM_COLOURS = 8
 LOG_FROM = 100.0  # times the smallest value
@@ -27,13 +32,16 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 CALM_ALPHA = 0.85
 
 # Colours that stand for variables of the page's style sheet.
-MUTED, GRID = "#0100f0", "#0100f1"
+MUTED = "#0100f0"
+GRID = "#0100f1"
 _VARIABLES = {"f0": "muted", "f1": "grid"}
 _STANDS_FOR = re.compile(r"#0100([0-9a-f]{2})")  # not black, which SVG leaves out
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}")
 
 LIGHT = ("#2f6fd0", "#d9730d", "#2b8a5e", "#b3409b", "#8a6d1f", "#5b5bd6", "#c2403a", "#3b8ea5")
-PICTURE_MUTED, PICTURE_GRID, PICTURE_INK = "#6b7280", "#e5e7eb", "#1f2933"
+PICTURE_MUTED = "#6b7280"
+PICTURE_GRID = "#e5e7eb"
+PICTURE_INK = "#1f2933"
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,8 @@ def draw_frame(panel: Panel, name: str, num_runs: int, points: int) -> Frame:
     with _settings():
         figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
         FigureCanvasSVG(figure)
-        wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+        wide = WIDTH - LEFT - RIGHT
+        high = HEIGHT - TOP - BOTTOM
         axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, wide / WIDTH, high / HEIGHT))
         is_log = draw_panel(axes, panel, page_palette(), num_runs, points, name)
         file = io.StringIO()

@@ -239,7 +239,8 @@ def _restarts(
 ) -> tuple[Restart, ...]:
     found = []
     for number in range(1, len(attempts)):
-        before, now = attempts[number - 1], attempts[number]
+        before = attempts[number - 1]
+        now = attempts[number]
         told = now.start.get("reason")
         restart = Restart(
             number=number + 1,

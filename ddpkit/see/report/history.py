@@ -72,7 +72,8 @@ def _median_of_others(spread: Mapping[str, float], world_size: float) -> float |
     The other one of two ranks is the fastest, and two others of three are the fastest and the
     median. Of more ranks the median of all is close to it.
     """
-    least, median = spread.get("min"), spread.get("median")
+    least = spread.get("min")
+    median = spread.get("median")
     if median is None or least is None:
         return median
     of_few_ranks = {2: least, 3: (least + median) / 2}

@@ -113,7 +113,8 @@ def write_picture(runs: Sequence[RunReport]) -> bytes:
     """
     title = " against ".join(run.label for run in runs)
     if len(runs) == 1:
-        state, goodput = runs[0].state, words.share(runs[0].goodput.share)
+        state = runs[0].state
+        goodput = words.share(runs[0].goodput.share)
         steps = words.count(runs[0].optimizer_steps)
         title = f"{title}: {state}, {steps} optimizer steps, goodput {goodput}"
     labels = [run.label for run in runs]

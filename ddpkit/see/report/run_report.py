@@ -134,7 +134,8 @@ def read_run(files: RunFiles) -> RunReport:
     Ranks: local.
     """
     is_running = files.is_running()
-    history, unread = RunHistory(), Unread()
+    history = RunHistory()
+    unread = Unread()
     for record in read_records(files.metrics, unread):
         history.add(record)
     goodput = goodput_of(history)

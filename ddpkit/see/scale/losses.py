@@ -74,7 +74,8 @@ def losses_of(row: Row) -> Losses:
 
     Ranks: local.
     """
-    early, base = earliest_rank(row.slice), earliest_rank(row.base)
+    early = earliest_rank(row.slice)
+    base = earliest_rank(row.base)
 
     def beyond(*phases: str) -> float:
         now = sum(row.slice.phases[early][phase] for phase in phases)

@@ -13,7 +13,9 @@ from ddpkit.see.scale.cells import Cell
 from ddpkit.step_times import PHASES
 
 #: Efficiencies from which on a word is right; below the last one more processes hardly pay.
-GOOD, FAIR, POOR = 0.9, 0.75, 0.5
+GOOD = 0.9
+FAIR = 0.75
+POOR = 0.5
 #: More than so many processes can give: then the smallest size was slower than it is.
 TOO_GOOD = 1.2
 

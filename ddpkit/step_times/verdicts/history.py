@@ -112,8 +112,11 @@ def above_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
     ordered = values[order]
     places = np.empty(count, dtype=np.int64)
     places[order] = np.arange(count)
-    lower, upper = (count - 2) // 2, (count - 1) // 2  # in the middle of the others
-    below, above = ordered[lower + (places <= lower)], ordered[upper + (places <= upper)]
+    # in the middle of the others
+    lower = (count - 2) // 2
+    upper = (count - 1) // 2
+    below = ordered[lower + (places <= lower)]
+    above = ordered[upper + (places <= upper)]
     return np.asarray(values - (below + above) / 2.0)
 
 

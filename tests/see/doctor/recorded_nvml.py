@@ -143,7 +143,9 @@ class RecordedLoad:
     def __init__(
         self, copied: float = 50e9, computed: float = 7e14, slow: Mapping[int, float] | None = None
     ) -> None:
-        self.copied, self.computed, self.slow = copied, computed, slow or {}
+        self.copied = copied
+        self.computed = computed
+        self.slow = slow or {}
         self.done: dict[int, Busy] = {}
 
     def __call__(self, devices: list[int]) -> RecordedLoad:

@@ -20,7 +20,8 @@ from ddpkit.see.doctor.ranks import open_ranks
 
 from .sites import machine_with, site_of
 
-KILOBYTE, MEGABYTE = 2**10, 2**20
+KILOBYTE = 2**10
+MEGABYTE = 2**20
 THREE = {0: "gpu01", 1: "gpu02", 2: "gpu03"}
 
 

@@ -399,7 +399,8 @@ def test_what_torch_cannot_do_with_the_gpus_is_found(fault):
 
 
 def test_gpus_without_nvlink_that_do_not_reach_each_other_are_worth_a_look():
-    rest, work = machine_of(2), machine_of(2, "h200_at_work")
+    rest = machine_of(2)
+    work = machine_of(2, "h200_at_work")
     seen = found(
         site_of(rest, work, seen=torch_of(driver_of(rest), peers=((0, 1, False), (1, 0, False))))
     )

@@ -153,7 +153,9 @@ class Others:
     """Ranks of two hosts; the other one says where it listens."""
 
     def __init__(self, other):
-        self.rank, self.is_first_on_host, self.other = 0, True, other
+        self.rank = 0
+        self.is_first_on_host = True
+        self.other = other
 
     def exchange(self, name, value):
         return [value, self.other]

@@ -101,7 +101,10 @@ class Hosts:
     """Two hosts; this is the second, and the first has written a file of this name."""
 
     def __init__(self, name):
-        self.rank, self.is_main, self.is_first_on_host, self.name = 1, False, True, name
+        self.rank = 1
+        self.is_main = False
+        self.is_first_on_host = True
+        self.name = name
 
     def exchange(self, name, value):
         return [self.name, value]

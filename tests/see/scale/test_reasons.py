@@ -130,10 +130,8 @@ def test_cores_that_one_process_has_used_before_are_no_gain():
 
 
 def test_cores_that_other_programs_have_taken_before_are_not_blamed_on_the_processes():
-    base, found = (
-        result(1, core_waits=[0.5]),
-        result(2, ranks=[{"backward": 24.0}] * 2, core_waits=[0.5] * 2),
-    )
+    base = result(1, core_waits=[0.5])
+    found = result(2, ranks=[{"backward": 24.0}] * 2, core_waits=[0.5] * 2)
     assert "for a core" not in reason_of(last_row(base, found))
 
 

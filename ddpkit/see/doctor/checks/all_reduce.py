@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 GROUP_SECONDS = 30.0  # that a single collective may take
-FEW_TIMES, MANY_TIMES = 4, 12  # that a pair sends
+# that a pair sends
+FEW_TIMES = 4
+MANY_TIMES = 12
 MOST_MEMBERS = 16  # whose pairs are measured
 SLOW_PAIR = 0.5  # of the median of all pairs
 VERY_SLOW = 0.2  # of what is expected
@@ -101,7 +103,8 @@ def look(site: Site) -> Iterator[Finding]:
 
 def _member(site: Site) -> Member:
     host = site.machine.name()
-    device, problem = "cpu", ""
+    device = "cpu"
+    problem = ""
     try:
         device = site.machine.gpus.device_of(site.run.device, site.run.launch)
     except (ConfigError, LaunchError) as error:

@@ -61,8 +61,10 @@ def pcie(gpus: Sequence[Gpu], *, is_loaded: bool) -> Finding | None:
 
 
 def _pcie_row(gpu: Gpu, *, is_loaded: bool) -> Row:
-    width, most = gpu.pcie_width or 0, gpu.pcie_max_width or 0
-    now, best = gpu.pcie_generation or 0, gpu.pcie_max_generation or 0
+    width = gpu.pcie_width or 0
+    most = gpu.pcie_max_width or 0
+    now = gpu.pcie_generation or 0
+    best = gpu.pcie_max_generation or 0
     may_rest = not is_loaded or gpu.performance_state not in FULL_STATES
     generation = best if may_rest else now  # of a link that rests nothing can be said
     share = _speed(generation, width) / _speed(best, most)

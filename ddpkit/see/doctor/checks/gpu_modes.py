@@ -9,7 +9,9 @@ from ddpkit.see.doctor.gpus.driver import Gpu
 from ddpkit.see.doctor.gpus.told import Row, Rule, told
 
 # Source: nvml.h, nvmlComputeMode_t.
-SHARED, PROHIBITED, EXCLUSIVE = 0, 2, (1, 3)
+SHARED = 0
+PROHIBITED = 2
+EXCLUSIVE = (1, 3)
 
 PERSISTENCE = Rule(
     "persistence mode",

@@ -92,7 +92,8 @@ def seen_by_torch(seen: ByTorch, visible: Visible, *, is_wanted: bool) -> Findin
 
     Ranks: local.
     """
-    expected, found = len(visible.gpus), len(seen.gpus)
+    expected = len(visible.gpus)
+    found = len(seen.gpus)
     words = f"{found} of {expected}"
     if seen.problem and expected:
         words += f": {seen.problem}"

@@ -57,7 +57,9 @@ def look(site: Site) -> Iterator[Finding]:
 
     Ranks: collective.
     """
-    ranks, host, here = site.ranks, site.machine.name(), _Look(site)
+    ranks = site.ranks
+    host = site.machine.name()
+    here = _Look(site)
     _attempt(here, "driver of the GPUs", _at_rest)
     processes = ranks.exchange("processes", {"host": host, "pid": os.getpid()})
     _attempt(here, "GPUs of torch", _by_torch)
@@ -113,7 +115,8 @@ def _by_torch(here: _Look) -> None:
 
 def _seat(site: Site, seen: ByTorch) -> Seat:
     """Find the GPU that ddpkit would give this rank."""
-    rank, host = site.ranks.rank, site.machine.name()
+    rank = site.ranks.rank
+    host = site.machine.name()
     try:
         device = site.machine.gpus.device_of(site.run.device, site.run.launch)
     except (ConfigError, LaunchError) as error:
@@ -187,7 +190,9 @@ def _of_run(here: _Look, seats: Sequence[Seat], speeds: dict[str, float]) -> Non
 
 def _of_host(here: _Look, seats: Sequence[Seat], ours: Sequence[int]) -> None:
     """Look at the driver and the GPUs of this host that the run would take."""
-    driver, seen, run = here.driver, here.seen, here.site.run
+    driver = here.driver
+    seen = here.seen
+    run = here.site.run
     if driver is None:  # said already
         return
     if driver.version is None:

@@ -27,10 +27,12 @@ from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 
 ROOM = 10 * GB  # a few checkpoints of 300 million parameters with Adam's state are 3.6 GB each
 LITTLE_ROOM = 500 * MB
-FILES, FEW_FILES = 10_000, 200
+FILES = 10_000
+FEW_FILES = 200
 TRIES = 5
 BLOCK = b"x" * 4096
-SLOW_SECONDS, VERY_SLOW_SECONDS = 0.1, 1.0
+SLOW_SECONDS = 0.1
+VERY_SLOW_SECONDS = 1.0
 
 
 def look(site: Site) -> Iterator[Finding]:
@@ -111,7 +113,8 @@ def _seconds_to_write(folder: Path) -> float:
 
 def _room(site: Site, folder: Path) -> Iterator[Finding]:
     disk = site.machine.disk(folder)
-    free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    free = disk.f_bavail * disk.f_frsize
+    total = disk.f_blocks * disk.f_frsize
     yield Finding(
         "disk space",
         OK if free >= ROOM else LOOK if free >= LITTLE_ROOM else PROBLEM,

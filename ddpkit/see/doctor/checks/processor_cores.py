@@ -104,7 +104,8 @@ def _threads(site: Site, share: Share) -> Finding:
     each = max(1, int(share.usable) // share.processes)
     shown = " + ".join(map(str, share.threads[:4])) + (" + ..." if share.processes > 4 else "")  # noqa: PLR2004
     given = site.machine.environ.get(THREADS)
-    verdict, cost = OK, ""
+    verdict = OK
+    cost = ""
     if total > max(share.usable, share.processes):
         verdict = PROBLEM if site.run.device == "cpu" and share.processes > 1 else LOOK
         cost = (

@@ -178,7 +178,8 @@ def speed_of(result: SliceResult) -> LoaderSpeed | None:
     rates = {int(number): sum(each) for number, each in result.loader_rates.items()}
     if result.loader_workers not in rates:
         return None
-    step, data = result.step, result.phase(DATA)
+    step = result.step
+    data = result.phase(DATA)
     needed = result.samples_of_step / max(step - data, 1e-9)
     is_whole = len(rates) > 1
     return LoaderSpeed(rates, result.loader_workers, needed, data / step, is_whole)
@@ -228,7 +229,8 @@ def _advice(speed: LoaderSpeed, numbers: Sequence[int]) -> str:
             "The loader alone is fast enough, and is not while the recipe trains. Are the cores or "
             "the disk busy with something else, or do copies to the device take long (pin_memory)?"
         )
-    enough, best = speed.enough, speed.best
+    enough = speed.enough
+    best = speed.best
     if enough is not None and enough != speed.own:
         return f"num_workers: {enough} would do, in the loader's arguments of the YAML file."
     if best == speed.own:

@@ -25,7 +25,8 @@ def look(site: Site) -> Iterator[Finding]:
     """
     workers = site.run.workers
     if workers is None:
-        wanted, source = USUAL, "enough for most loaders; --workers N says how many there will be"
+        wanted = USUAL
+        source = "enough for most loaders; --workers N says how many there will be"
     else:
         batches = site.run.processes_here * workers * (PREFETCH + 1)
         wanted = batches * BATCH
@@ -34,7 +35,8 @@ def look(site: Site) -> Iterator[Finding]:
         wanted = max(wanted, USUAL)
         source += "; NCCL takes some, too (docs.nvidia.com/deeplearning/nccl, Shared Memory)"
     disk = site.machine.disk(FOLDER)
-    free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    free = disk.f_bavail * disk.f_frsize
+    total = disk.f_blocks * disk.f_frsize
     verdict = OK if free >= wanted else LOOK
     if wanted and min(free, total) < min(DOCKERS, wanted):
         verdict = PROBLEM

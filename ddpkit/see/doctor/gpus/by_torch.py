@@ -56,7 +56,8 @@ def ask_torch() -> ByTorch:
         >>> ask_torch().version == torch.__version__
         True
     """
-    cuda, hip = torch.version.cuda, torch.version.hip
+    cuda = torch.version.cuda
+    hip = torch.version.hip
     if not torch.cuda.is_available():
         return ByTorch(cuda=cuda, hip=hip, problem=_why_none())
     count = torch.cuda.device_count()

@@ -97,7 +97,8 @@ class _Questions:
     """Asks about one GPU, and keeps why something was not answered."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        self.nvml, self.handle = nvml, handle
+        self.nvml = nvml
+        self.handle = handle
         self.unanswered: dict[str, str] = {}
 
     def ask(self, name: str, function: str, *arguments: Any) -> Any:
@@ -244,7 +245,8 @@ class _Questions:
             reasons = "nvmlDeviceGetCurrentClocksThrottleReasons"
         busy = self.ask("utilization", "nvmlDeviceGetUtilizationRates")
         slowed = self.ask("thermal_seconds", "nvmlDeviceGetViolationStatus", THERMAL)
-        degrees, limit = nvml.NVML_TEMPERATURE_GPU, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        degrees = nvml.NVML_TEMPERATURE_GPU
+        limit = nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         sm = nvml.NVML_CLOCK_SM
         return {
             "throttle_reasons": self.ask("throttle_reasons", reasons),

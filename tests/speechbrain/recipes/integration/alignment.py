@@ -23,7 +23,8 @@ class Aligner(samples.Recorded):
     def compute_objectives(self, predictions, batch, stage):
         probabilities, lens = predictions
         phones, phone_lens = batch.phn_encoded
-        aligner, words = self.hparams.aligner, (phones, phone_lens)
+        aligner = self.hparams.aligner
+        words = (phones, phone_lens)
         if self.hparams.algorithm == "forward":
             return -aligner(probabilities, lens, *words, "forward").mean()
         before = aligner.get_prev_alignments(batch.id, probabilities, lens, *words)

@@ -32,7 +32,9 @@ class Verification(SpeakerId):
 
     def on_stage_start(self, stage, epoch=None):
         super().on_stage_start(stage, epoch)
-        self.names, self.speakers, self.seen = [], [], []
+        self.names = []
+        self.speakers = []
+        self.seen = []
 
     def more_stats(self, stage):
         if stage != Stage.TEST:

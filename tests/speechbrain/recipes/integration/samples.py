@@ -18,7 +18,9 @@ from speechbrain.dataio.dataset import DynamicItemDataset
 from speechbrain.utils.data_pipeline import provides, takes
 from speechbrain.utils.distributed import if_main_process, run_on_main
 
-RATE, SOUND = 8000, 400  # samples in a second and in one sound
+# samples in a second and in one sound
+RATE = 8000
+SOUND = 400
 PITCH = {"a": 300, "b": 600, "c": 1100, "d": 1700}
 SIZES = {"train": 12, "valid": 4}
 

@@ -22,10 +22,12 @@ def transducer_loss(log_probabilities, labels, frames, lengths):
     emit = log_probabilities[:, :, :-1].gather(3, index)[..., 0]
     losses = []
     for one in range(len(labels)):
-        last_frame, last_label = int(frames[one]), int(lengths[one])
+        last_frame = int(frames[one])
+        last_label = int(lengths[one])
         row = torch.cat([blank.new_zeros(1), emit[one, 0, :last_label].cumsum(0)])
         for frame in range(1, last_frame):
-            above, cells = row + blank[one, frame - 1, : last_label + 1], []
+            above = row + blank[one, frame - 1, : last_label + 1]
+            cells = []
             for place in range(last_label + 1):
                 left = [cells[-1] + emit[one, frame, place - 1]] if cells else []
                 cells.append(torch.stack([above[place], *left]).logsumexp(0))

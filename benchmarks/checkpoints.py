@@ -181,7 +181,10 @@ def resume(megabytes: int, folder: Path, title: str, way: str) -> tuple[float, f
 
 
 def measure_resuming(
-    megabytes: int, folder: Path, turns: int, cpu_time: bool
+    megabytes: int,
+    folder: Path,
+    turns: int,
+    cpu_time: bool,
 ) -> dict[str, dict[str, list[float]]]:
     """Take turns, each time in a new process, as a run that goes on does; the files are in the page
     cache.
@@ -221,20 +224,30 @@ def report(times: dict[str, list[float]], title: str = "") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[100, 1000], help="of the state, MB"
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[100, 1000],
+        help="of the state, MB",
     )
     parser.add_argument("--turns", type=int, default=6, help="how often everything is done")
     parser.add_argument(
-        "--only_verified", action="store_true", help="measure the verified load alone"
+        "--only_verified",
+        action="store_true",
+        help="measure the verified load alone",
     )
     parser.add_argument(
-        "--cpu_time", action="store_true", help="measure that in processor time, of all threads"
+        "--cpu_time",
+        action="store_true",
+        help="measure that in processor time, of all threads",
     )
     parser.add_argument(
-        "--folder", help="where checkpoints are written; default: the folder for temporary files"
+        "--folder",
+        help="where checkpoints are written; default: the folder for temporary files",
     )
     arguments = parser.parse_args()
     for megabytes in arguments.sizes:
@@ -243,7 +256,10 @@ def main() -> None:
             if not arguments.only_verified:
                 report(measure_saving(megabytes, Path(folder), arguments.turns))
             for title, times in measure_resuming(
-                megabytes, Path(folder), arguments.turns, arguments.cpu_time
+                megabytes,
+                Path(folder),
+                arguments.turns,
+                arguments.cpu_time,
             ).items():
                 report(times, f"{title}, ")
             print(f"  load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

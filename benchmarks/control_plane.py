@@ -161,7 +161,10 @@ class Trained:
     def _loader(self, rows: int, steps: int) -> Any:
         number = steps * 2 * get_world_size()
         return self.brain.make_dataloader(
-            range(number), Stage.TRAIN, batch_size=2, collate_fn=OneBatch(rows)
+            range(number),
+            Stage.TRAIN,
+            batch_size=2,
+            collate_fn=OneBatch(rows),
         )
 
     def seconds_per_step(self, *, attended: bool = True) -> float:
@@ -346,7 +349,8 @@ def measure(turns: int, steps: int, milliseconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=20, help="how often each kind runs")

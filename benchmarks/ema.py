@@ -44,7 +44,9 @@ def make_brain(width: int, layers: int, device: str, **options: object) -> Regre
     )
     options = {"device": device, "noprogressbar": True, **options}
     brain = Regression(
-        {"net": net}, lambda those: torch.optim.AdamW(those, lr=1e-4), run_opts=options
+        {"net": net},
+        lambda those: torch.optim.AdamW(those, lr=1e-4),
+        run_opts=options,
     )
     brain.fit([1], [torch.zeros(width)] * BATCH, train_loader_kwargs={"batch_size": BATCH})
     brain.modules.train()
@@ -94,7 +96,8 @@ def measure(width: int, layers: int, steps: int, device: str) -> tuple[int, dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device

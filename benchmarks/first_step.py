@@ -27,7 +27,8 @@ def make():
 
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(
-        torch.randn(SAMPLES, WIDTH), torch.randint(0, CLASSES, (SAMPLES,))
+        torch.randn(SAMPLES, WIDTH),
+        torch.randint(0, CLASSES, (SAMPLES,)),
     )
     return data, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
 
@@ -100,10 +101,15 @@ def main():
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument(
-        "--turns", type=int, default=15, help="of both, after one that is not counted"
+        "--turns",
+        type=int,
+        default=15,
+        help="of both, after one that is not counted",
     )
     parser.add_argument(
-        "--cpu_time", action="store_true", help="processor time instead, for a busy machine"
+        "--cpu_time",
+        action="store_true",
+        help="processor time instead, for a busy machine",
     )
     options = parser.parse_args()
     names = ("by_hand", "with_ddpkit")
@@ -113,7 +119,8 @@ def main():
     hand, mine = (statistics.median(one) for one in zip(*pairs, strict=True))
     ratios = sorted(mine / hand for hand, mine in pairs)
     print(
-        f"by hand {hand:.3f} s, ddpkit {mine:.3f} s, ratio {statistics.median(ratios):.3f}", end=" "
+        f"by hand {hand:.3f} s, ddpkit {mine:.3f} s, ratio {statistics.median(ratios):.3f}",
+        end=" ",
     )
     print(f"({ratios[len(ratios) // 4]:.3f} to {ratios[len(ratios) * 3 // 4]:.3f})")
 

@@ -97,7 +97,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.words, sizes.model)
         layer = nn.TransformerEncoderLayer(
-            sizes.model, 8, 4 * sizes.model, 0.0, batch_first=True, norm_first=True
+            sizes.model,
+            8,
+            4 * sizes.model,
+            0.0,
+            batch_first=True,
+            norm_first=True,
         )
         self.layers = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False)
         self.head = nn.Linear(sizes.model, sizes.words)
@@ -189,7 +194,9 @@ class Hand:
         if get_world_size() > 1:
             own = None if self.device.type == "cpu" else [self.device.index]
             self.net = DistributedDataParallel(
-                self.net, device_ids=own, gradient_as_bucket_view=True
+                self.net,
+                device_ids=own,
+                gradient_as_bucket_view=True,
             )
         self.optimizer: Any = adamw(self.net.parameters())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=row.precision == "fp16")
@@ -270,7 +277,10 @@ class Passes:
 
     def of_brain(self, steps: int) -> Any:
         return self.brain.make_dataloader(
-            range(steps * get_world_size()), Stage.TRAIN, None, **self.given
+            range(steps * get_world_size()),
+            Stage.TRAIN,
+            None,
+            **self.given,
         )
 
     def run(self, who: str, steps: int) -> Callable[[], object]:
@@ -282,7 +292,9 @@ class Passes:
 
     def are_the_same(self) -> bool:
         pairs = zip(
-            self.brain.raw_modules.net.parameters(), self.hand.plain.parameters(), strict=True
+            self.brain.raw_modules.net.parameters(),
+            self.hand.plain.parameters(),
+            strict=True,
         )
         return all(torch.equal(one, other) for one, other in pairs)
 
@@ -412,7 +424,8 @@ def report(rows: list[Row], sizes: Sizes, device: str, *, checkpoint: bool) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=1, help="a GPU each")

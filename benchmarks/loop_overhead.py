@@ -142,7 +142,10 @@ def terminal() -> Iterator[None]:
 
 
 def in_turns(
-    turns: int, steps: int, clock: Callable[[], float], **runs: Callable[[], object]
+    turns: int,
+    steps: int,
+    clock: Callable[[], float],
+    **runs: Callable[[], object],
 ) -> dict[str, list[float]]:
     """Return the microseconds per step of each run, in every turn.
 
@@ -268,7 +271,8 @@ def report(times: dict[str, dict[str, list[float]]], calls: dict[str, tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--turns", type=int, default=21, help="how often each loop runs")
@@ -276,7 +280,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="loader workers")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
     parser.add_argument(
-        "--cpu_time", action="store_true", help="measure processor time instead of time"
+        "--cpu_time",
+        action="store_true",
+        help="measure processor time instead of time",
     )
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=1, help="hidden ones")

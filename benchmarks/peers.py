@@ -153,7 +153,9 @@ def ddpkit(samples: Samples) -> Turn:
     from ddpkit import Brain
 
     return _brain(
-        Brain, samples, {"device": "cpu", "noprogressbar": True, "max_grad_norm": MAX_NORM}
+        Brain,
+        samples,
+        {"device": "cpu", "noprogressbar": True, "max_grad_norm": MAX_NORM},
     )
 
 
@@ -209,7 +211,9 @@ def accelerate(samples: Samples) -> Turn:
     accelerator = Accelerator(cpu=True)
     net = make_net()
     model, optimizer, loader = accelerator.prepare(
-        net, make_sgd(net.parameters()), make_loader(samples, divided=False)
+        net,
+        make_sgd(net.parameters()),
+        make_loader(samples, divided=False),
     )
 
     def turn(clock: Clock) -> nn.Module:
@@ -234,7 +238,9 @@ def fabric(samples: Samples) -> Turn:
     from lightning.fabric import Fabric
 
     kind = Fabric(
-        accelerator="cpu", devices=world_size(), strategy="ddp" if world_size() > 1 else "auto"
+        accelerator="cpu",
+        devices=world_size(),
+        strategy="ddp" if world_size() > 1 else "auto",
     )
     kind.launch()
     net = make_net()
@@ -249,7 +255,10 @@ def fabric(samples: Samples) -> Turn:
             loss = nn.functional.cross_entropy(model(inputs), targets)
             kind.backward(loss)
             norm = kind.clip_gradients(
-                model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False
+                model,
+                optimizer,
+                max_norm=MAX_NORM,
+                error_if_nonfinite=False,
             )
             if torch.isfinite(norm).item():
                 optimizer.step()
@@ -434,7 +443,8 @@ def run_peer(peer: str, processes: int, turns: int, steps: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])

@@ -125,16 +125,23 @@ def show(title: str, cases: Sequence[Case], verdicts_of: Callable[[Case], Verdic
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--short", action="store_true", help="a few of each")
     parser.add_argument("--which", choices=["both", "faults", "clean"], default="both")
     parser.add_argument("--only", default="", help="those whose name has this in it")
     parser.add_argument(
-        "--load", type=int, default=os.cpu_count(), help="busy processes beside the clean runs"
+        "--load",
+        type=int,
+        default=os.cpu_count(),
+        help="busy processes beside the clean runs",
     )
     parser.add_argument(
-        "--fault_load", type=int, default=0, help="busy processes beside the planted faults"
+        "--fault_load",
+        type=int,
+        default=0,
+        help="busy processes beside the planted faults",
     )
     parser.add_argument("--keep", type=Path, help="leave what was measured here")
     parser.add_argument("--replay", type=Path, help="look again at what was left there")

@@ -53,7 +53,10 @@ def make(setting: Setting) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Te
     torch.manual_seed(1)
     middle = [nn.BatchNorm1d(16)] if setting.batch_norm else []
     net = nn.Sequential(
-        nn.Linear(8, 16, bias=not setting.batch_norm), *middle, nn.Tanh(), nn.Linear(16, 4)
+        nn.Linear(8, 16, bias=not setting.batch_norm),
+        *middle,
+        nn.Tanh(),
+        nn.Linear(16, 4),
     )
     inputs = torch.randn(setting.samples, 8)
     targets = torch.randint(0, 4, (setting.samples,))
@@ -78,7 +81,9 @@ def flat(net: nn.Module) -> torch.Tensor:
 
 
 def with_ddpkit(
-    setting: Setting, world_size: int, epochs: int
+    setting: Setting,
+    world_size: int,
+    epochs: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     net, data = make(setting)
     options = {
@@ -88,14 +93,18 @@ def with_ddpkit(
         "grad_accumulation_factor": setting.factor,
     }
     brain = Classifier(
-        {"net": net}, lambda those: torch.optim.SGD(those, lr=RATE, momentum=0.9), run_opts=options
+        {"net": net},
+        lambda those: torch.optim.SGD(those, lr=RATE, momentum=0.9),
+        run_opts=options,
     )
     brain.fit(range(1, epochs + 1), data, train_loader_kwargs={"batch_size": JOINED // world_size})
     return flat(brain.raw_modules), torch.tensor(brain.told, dtype=torch.float64)
 
 
 def with_the_usual_loop(
-    setting: Setting, world_size: int, epochs: int
+    setting: Setting,
+    world_size: int,
+    epochs: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     net, data = make(setting)
     rank = torch.distributed.get_rank() if world_size > 1 else 0
@@ -120,7 +129,8 @@ def with_the_usual_loop(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=10)
     epochs = parser.parse_args().epochs

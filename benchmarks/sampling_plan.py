@@ -37,7 +37,9 @@ def torch_sampler(samples: int, ranks: int) -> Iterator[int]:
 
 
 def measure(
-    make: Callable[[int, int], Iterator[int]], samples: int, ranks: int
+    make: Callable[[int, int], Iterator[int]],
+    samples: int,
+    ranks: int,
 ) -> tuple[float, float, float]:
     """Return milliseconds to the first index, nanoseconds per index, and megabytes."""
     start = time.perf_counter()
@@ -56,7 +58,8 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--largest", type=float, default=1e9)
     largest = parser.parse_args().largest

@@ -64,7 +64,11 @@ class Collectives(TorchDispatchMode):
         self.sent = 0.0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if function.namespace == "c10d":
             name = function._schema.name.partition("::")[2].strip("_")
@@ -145,10 +149,16 @@ class Step:
             module.register_comm_hook(None, all_reduce_bucket)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         self.train_step = TrainStep(
-            Recipe("Step"), self.modules, self.strategy, options, self.progress, scaler
+            Recipe("Step"),
+            self.modules,
+            self.strategy,
+            options,
+            self.progress,
+            scaler,
         )
         optimizer = self.train_step.optimizer = torch.optim.AdamW(
-            self.modules.parameters(), lr=1e-4
+            self.modules.parameters(),
+            lr=1e-4,
         )
         self.strategy.prepare_optimizers({"optimizer": optimizer})
         for divided in getattr(self.strategy, "optimizers", ()):
@@ -332,7 +342,8 @@ def plan(ranks: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     ranks = parser.parse_args().ranks

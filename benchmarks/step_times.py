@@ -56,7 +56,9 @@ def measure(arguments: argparse.Namespace) -> None:
     options = {"batch_size": batch, "collate_fn": LOOPS["OneBatch"]()}
     brain.fit([1], range(8 * batch * world_size), train_loader_kwargs=options)
     loader = brain.make_dataloader(
-        range(arguments.steps * batch * world_size), Stage.TRAIN, **options
+        range(arguments.steps * batch * world_size),
+        Stage.TRAIN,
+        **options,
     )
     clock = time.process_time if arguments.cpu_time else time.perf_counter
 
@@ -86,7 +88,8 @@ def report(found: dict[str, list[float]], steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--turns", type=int, default=18, help="how often each mode runs")
@@ -94,7 +97,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=LOOPS["WIDTH"])
     parser.add_argument("--layers", type=int, default=1, help="hidden ones")
     parser.add_argument(
-        "--cpu_time", action="store_true", help="measure processor time instead of time"
+        "--cpu_time",
+        action="store_true",
+        help="measure processor time instead of time",
     )
     arguments = parser.parse_args()
     if arguments.processes > 1 and "RANK" not in os.environ:

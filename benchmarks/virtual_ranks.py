@@ -57,7 +57,9 @@ def make(width: int, virtual_ranks: int | None, world_size: int, shards: int) ->
     else:
         options["virtual_ranks"] = virtual_ranks
     return Regression(
-        {"net": net}, lambda those: torch.optim.AdamW(those, lr=1e-3), run_opts=options
+        {"net": net},
+        lambda those: torch.optim.AdamW(those, lr=1e-3),
+        run_opts=options,
     )
 
 
@@ -92,7 +94,8 @@ def gradients_held(shards: int, world_size: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
@@ -105,7 +108,8 @@ def main() -> None:
                 for world_size in sorted({1, given.processes}):
                     found = pool.run(turns, width, shards, given.steps, world_size=world_size)[0]
                     low, ratio, high = statistics.quantiles(
-                        [virtual / usual for usual, virtual in found], n=4
+                        [virtual / usual for usual, virtual in found],
+                        n=4,
                     )
                     usual, virtual = (
                         1000 * statistics.median(one) for one in zip(*found, strict=True)

@@ -191,18 +191,29 @@ def keyed_loader(
         name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)
     } | options
     dataset: Any = KeyedDataset(
-        loader.dataset, given.pop("collate_fn"), batched=batched, epoch=epoch
+        loader.dataset,
+        given.pop("collate_fn"),
+        batched=batched,
+        epoch=epoch,
     )
     given |= {
         "collate_fn": as_it_is,
         "worker_init_fn": functools.partial(_start_worker, given["worker_init_fn"]),
     }
     # one item is a batch
-    return DataLoader(dataset, batch_size=None, sampler=cast("Any", batches), **given)
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=cast("Any", batches),
+        **given,
+    )
 
 
 def load_keyed(
-    loader: DataLoader[Any], indices: Sequence[Any], collate_fn: Callable[[Any], Any], seed: int
+    loader: DataLoader[Any],
+    indices: Sequence[Any],
+    collate_fn: Callable[[Any], Any],
+    seed: int,
 ) -> list[Any]:
     """Load some samples of a loader's dataset as the loader does: keyed, and in a worker if it has
     any.
@@ -231,7 +242,11 @@ def load_keyed(
         "persistent_workers": False,
     }
     own = keyed_loader(
-        loader, batches, collate_fn=collate_fn, generator=torch.Generator(), **options
+        loader,
+        batches,
+        collate_fn=collate_fn,
+        generator=torch.Generator(),
+        **options,
     )
     return list(start_loading(own))
 
@@ -276,7 +291,12 @@ class KeyedSampler:
             if indices.__class__ is not list and not hasattr(indices, "__getitem__"):
                 indices = list(indices)
             repeats = count_repeats(indices, seen) if repeats_of is None else repeats_of(number)
-            yield KeyedBatch(base, epoch, indices, repeats if repeats and any(repeats) else None)
+            yield KeyedBatch(
+                base,
+                epoch,
+                indices,
+                repeats if repeats and any(repeats) else None,
+            )
 
 
 class KeyedDataset:

@@ -42,7 +42,9 @@ class PaddedData(NamedTuple):
 
 
 def batch_pad_right(
-    tensors: Sequence[Tensor], mode: str = "constant", value: float = 0
+    tensors: Sequence[Tensor],
+    mode: str = "constant",
+    value: float = 0,
 ) -> tuple[Tensor, Tensor]:
     """Stack tensors whose first dimensions differ, padded at the end.
 
@@ -78,7 +80,12 @@ def batch_pad_right(
     padded = [
         one
         if length == longest
-        else torch.nn.functional.pad(one, [*behind, 0, longest - length], mode, value)
+        else torch.nn.functional.pad(
+            one,
+            [*behind, 0, longest - length],
+            mode,
+            value,
+        )
         for one, length in zip(tensors, lengths, strict=True)
     ]
     return torch.stack(padded), torch.tensor(
@@ -211,10 +218,21 @@ class PaddedBatch:
         """
         return self.__each("pin_memory")
 
-    def __each(self, method: str, *args: Any, **kwargs: Any) -> PaddedBatch:
+    def __each(
+        self,
+        method: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> PaddedBatch:
         for key in self.__moved:
             setattr(
-                self, key, _each(getattr(self, key), method, methodcaller(method, *args, **kwargs))
+                self,
+                key,
+                _each(
+                    getattr(self, key),
+                    method,
+                    methodcaller(method, *args, **kwargs),
+                ),
             )
         return self
 
@@ -248,7 +266,10 @@ def _is_chosen(key: str, keys: Sequence[str] | None, values: Any) -> bool:
 
 
 def _padded(
-    key: str, values: Any, padding_func: Callable[..., Any], options: Mapping[str, Any]
+    key: str,
+    values: Any,
+    padding_func: Callable[..., Any],
+    options: Mapping[str, Any],
 ) -> Any:
     try:
         return padding_func(values, **options)

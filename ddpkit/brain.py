@@ -337,7 +337,13 @@ class Brain(_Typed):
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
             step = TrainStep(
-                recipe, self.modules, strategy, options, self.progress, precision.scaler, ema
+                recipe,
+                self.modules,
+                strategy,
+                options,
+                self.progress,
+                precision.scaler,
+                ema,
             )
             self.__run = Run(step, self.hparams, checkpointer)
         self.training_ctx = precision.training_ctx
@@ -362,7 +368,8 @@ class Brain(_Typed):
     optimizer_step: int = _part("progress.optimizer_step", "Optimizer updates since the run began.")
     nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
     avg_train_loss: float = _part(
-        "progress.avg_train_loss", "Mean training loss of the epoch so far."
+        "progress.avg_train_loss",
+        "Mean training loss of the epoch so far.",
     )
     checkpointer: Any = _part(f"{_RUN}.policy.checkpointer", "The checkpointer, or None.")
     scaler: torch.amp.GradScaler = _part(
@@ -370,13 +377,16 @@ class Brain(_Typed):
         "The scaler of fp16 gradients; disabled with another precision.",
     )
     ema: WeightAverage | None = _part(
-        f"{_RUN}.train_step.ema", "The average of the weights, or None without ``ema_decay``."
+        f"{_RUN}.train_step.ema",
+        "The average of the weights, or None without ``ema_decay``.",
     )
     optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
-        f"{_RUN}.train_step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
+        f"{_RUN}.train_step.optimizers",
+        "Name -> optimizer, once :meth:`init_optimizers` has run.",
     )
     profiler: Any = _part(
-        f"{_RUN}.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None."
+        f"{_RUN}.stages.profiler",
+        "Of this call of ``fit``, with ``profile_training``; else None.",
     )
 
     @property
@@ -417,7 +427,12 @@ class Brain(_Typed):
             f"{type(self).__name__} must define compute_forward(self, batch, stage)"
         )
 
-    def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> Any:
+    def compute_objectives(
+        self,
+        predictions: Any,
+        batch: Any,
+        stage: Stage,
+    ) -> Any:
         """Compute the loss. Must be overridden.
 
         Args:
@@ -447,21 +462,31 @@ class Brain(_Typed):
         to another mode here, such as ``self.modules.backbone.eval()``, keeps it for the stage.
         """
 
-    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+    def on_stage_end(
+        self,
+        stage: Stage,
+        stage_loss: float,
+        epoch: int | None = None,
+    ) -> None:
         """Called after a stage, on all ranks, with the mean loss over all ranks' samples."""
 
     def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
         """Called before the forward pass of every training batch."""
 
     def on_fit_batch_end(
-        self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool
+        self,
+        batch: Any,
+        outputs: Any,
+        loss: torch.Tensor,
+        should_step: bool,
     ) -> None:
         """Called after every training batch, and after the step where there is one; ``loss`` is
         still attached.
         """
 
     def freeze_optimizers(
-        self, optimizers: dict[str, torch.optim.Optimizer]
+        self,
+        optimizers: dict[str, torch.optim.Optimizer],
     ) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers that step now; default: all."""
         return optimizers
@@ -536,7 +561,9 @@ class Brain(_Typed):
         train_step = self.__run.train_step
         split_vectors = self.run_opts.remove_vector_weight_decay
         self.optimizer = optim.make_optimizer(
-            self.opt_class, self.modules, split_vectors=split_vectors
+            self.opt_class,
+            self.modules,
+            split_vectors=split_vectors,
         )
         self.optimizers_dict = {"opt_class": self.optimizer}
         self.__run.policy.add("optimizer", self.optimizer)
@@ -546,7 +573,10 @@ class Brain(_Typed):
             steps = length.total_steps if every == "step" else length.epochs
             before = train_step.schedule
             train_step.schedule = optim.make_schedule(
-                self.scheduler_class, self.optimizer, every, steps
+                self.scheduler_class,
+                self.optimizer,
+                every,
+                steps,
             )
             self.__run.policy.add_schedule(train_step.schedule, before)
 
@@ -616,7 +646,12 @@ class Brain(_Typed):
         "optimizers step. The same on every rank, also in a short last window.",
     )
 
-    def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Any,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Back-propagate a loss of the current micro-batch. For a ``fit_batch`` of your own.
 
         The loss is weighed against the other micro-batches of its window, on all ranks, and scaled
@@ -668,7 +703,8 @@ class Brain(_Typed):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""
         optim.zero_gradients(
-            self.__run.train_step.optimizers_to_step(self), set_to_none=set_to_none
+            self.__run.train_step.optimizers_to_step(self),
+            set_to_none=set_to_none,
         )
 
     def check_loss_isfinite(self, loss: torch.Tensor) -> None:
@@ -693,7 +729,9 @@ class Brain(_Typed):
         """
         for name in optim.drop_nonfinite(self.modules):
             logger.warning(
-                "The gradient of %s is not finite and is left out of step %d.", name, self.step
+                "The gradient of %s is not finite and is left out of step %d.",
+                name,
+                self.step,
             )
 
     def update_average(self, loss: torch.Tensor | float, avg_loss: float) -> float:
@@ -712,7 +750,14 @@ class Brain(_Typed):
             avg_loss + (value - avg_loss) / max(self.step, 1) if math.isfinite(value) else avg_loss
         )
 
-    def log(self, name: str, value: Any, count: Any = None, *, per_step: bool = False) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        count: Any = None,
+        *,
+        per_step: bool = False,
+    ) -> None:
         """Log a value in any hook of a stage: the epoch's mean over all batches and ranks is
         reported.
 
@@ -756,7 +801,12 @@ class Brain(_Typed):
         # nothing of a batch that is repeated to keep step
         weight = window.weight if window.count else 0.0
         self.progress.logged.add(
-            name, value, count, weight, per_step=per_step, step=self.progress.step
+            name,
+            value,
+            count,
+            weight,
+            per_step=per_step,
+            step=self.progress.step,
         )
 
     # ------------------------------------------------------------------ whole runs
@@ -882,7 +932,8 @@ class Brain(_Typed):
         """
         run = self.__run
         self.__require_no_training(
-            "evaluate", recovers=type(self).on_evaluate_start is Brain.on_evaluate_start
+            "evaluate",
+            recovers=type(self).on_evaluate_start is Brain.on_evaluate_start,
         )
         _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", type(self))
@@ -894,7 +945,11 @@ class Brain(_Typed):
             contexts = self.training_ctx, self.evaluation_ctx
             run.preflight.report_evaluation(loader, contexts)
             return run.stages.evaluate(
-                self, loader, Stage.TEST, None, enable_bar=self.__bar_enabled(progressbar)
+                self,
+                loader,
+                Stage.TEST,
+                None,
+                enable_bar=self.__bar_enabled(progressbar),
             )
 
     def predict(
@@ -1016,7 +1071,11 @@ class Brain(_Typed):
         return run.preflight.on_all_ranks(
             lambda: (
                 self.__loader(train_set, Stage.TRAIN, train_kwargs),
-                self.__loader(valid_set, Stage.VALID, {"ckpt_prefix": None, **valid_kwargs}),
+                self.__loader(
+                    valid_set,
+                    Stage.VALID,
+                    {"ckpt_prefix": None, **valid_kwargs},
+                ),
             )
         )
 
@@ -1024,16 +1083,27 @@ class Brain(_Typed):
         kwargs = {"ckpt_prefix": None, **(loader_kwargs or {})}
         return self.__run.preflight.on_all_ranks(self.__loader, data, Stage.TEST, kwargs)
 
-    def __loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
+    def __loader(
+        self,
+        data: Any,
+        stage: Stage,
+        loader_kwargs: Mapping[str, Any],
+    ) -> Any:
         loaders = self.__run.loaders
         with loaders.named(stage):
             if (data is None and stage is Stage.VALID) or isinstance(
-                data, (DataLoader, LoopedLoader)
+                data,
+                (DataLoader, LoopedLoader),
             ):
                 return None if data is None else loaders.adapt(data, stage)
             return self.make_dataloader(data, stage=stage, **loader_kwargs)
 
-    def __plan_steps(self, train: Any, valid: Any, epoch_counter: Any) -> BatchSizes:
+    def __plan_steps(
+        self,
+        train: Any,
+        valid: Any,
+        epoch_counter: Any,
+    ) -> BatchSizes:
         """Compare the data of the ranks; from its length follow batches, steps and learning-rate
         scale.
         """
@@ -1047,7 +1117,13 @@ class Brain(_Typed):
         check_train_data(train, length)
         length = length and length // shards
         factor = options.grad_accumulation_factor // shards
-        sizes = batch_sizes(train, length, factor, get_world_size(), run.strategy.virtual_ranks)
+        sizes = batch_sizes(
+            train,
+            length,
+            factor,
+            get_world_size(),
+            run.strategy.virtual_ranks,
+        )
         state = run.policy.run_state
         state.step_plan = StepPlan.of(sizes, train)
         ahead = note_epoch(state, length, factor, epoch_counter)
@@ -1056,7 +1132,8 @@ class Brain(_Typed):
         self.total_steps = found.total_steps
         run.lr_scaling.choose(options, sizes)
         run.stages.time_left = TimeLeft(
-            last_epoch(epoch_counter, found), validates=valid is not None
+            last_epoch(epoch_counter, found),
+            validates=valid is not None,
         )
         return sizes
 
@@ -1102,7 +1179,11 @@ class Brain(_Typed):
             self.__run.train_step.watch_first_step(self)
 
     def __run_epochs(
-        self, epoch_counter: Iterable[int], train: Any, valid: Any, progressbar: bool | None
+        self,
+        epoch_counter: Iterable[int],
+        train: Any,
+        valid: Any,
+        progressbar: bool | None,
     ) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
         enable = self.__bar_enabled(progressbar)
@@ -1130,10 +1211,20 @@ class Brain(_Typed):
         limit = self.run_opts.optimizer_step_limit
         return limit is not None and self.optimizer_step >= limit
 
-    def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
+    def _fit_train(
+        self,
+        train_set: Any,
+        epoch: int,
+        enable: bool,
+    ) -> None:
         self.__run.stages.train_or_measure(self, train_set, epoch, enable_bar=enable)
 
-    def _fit_valid(self, valid_set: Any, epoch: int, enable: bool) -> None:
+    def _fit_valid(
+        self,
+        valid_set: Any,
+        epoch: int,
+        enable: bool,
+    ) -> None:
         if valid_set is not None:
             self.__run.stages.evaluate(self, valid_set, Stage.VALID, epoch, enable_bar=enable)
 
@@ -1147,7 +1238,14 @@ class Brain(_Typed):
             )
             or {}
         )
-        return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, newest, logged)
+        return FitResult(
+            reason,
+            progress.epochs,
+            progress.optimizer_step,
+            *losses,
+            newest,
+            logged,
+        )
 
     def __require_no_training(self, call: str, *, recovers: bool) -> None:
         """Refuse what recovers a checkpoint over the weights of a training, or would end a pass of

@@ -398,11 +398,17 @@ class Checkpointer:
         Ranks: as :meth:`save_checkpoint`; one hand-over for all of it.
         """
         retention = Retention(
-            num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent
+            num_to_keep,
+            importance_keys,
+            max_keys,
+            min_keys,
+            ckpt_predicate,
+            keep_recent,
         )
         for key in sorted({*(max_keys or ()), *(min_keys or ())} - {*(meta or ())}):
             logger.warning_once(
-                "No %r in the meta: by this key the checkpoint is not one of the best to keep.", key
+                "No %r in the meta: by this key the checkpoint is not one of the best to keep.",
+                key,
             )
         self._save(meta, end_of_epoch, name, verbosity, retention)
 
@@ -434,7 +440,11 @@ class Checkpointer:
         Ranks: all, or the main process alone; the main process searches, all get its result.
         """
         found = self.find_checkpoints(
-            importance_key, max_key, min_key, ckpt_predicate, max_num_checkpoints=1
+            importance_key,
+            max_key,
+            min_key,
+            ckpt_predicate,
+            max_num_checkpoints=1,
         )
         return found[0] if found else None
 
@@ -599,7 +609,12 @@ class Checkpointer:
         Ranks: all, or the main process alone; the main process chooses and deletes.
         """
         retention = Retention(
-            num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent
+            num_to_keep,
+            importance_keys,
+            max_keys,
+            min_keys,
+            ckpt_predicate,
+            keep_recent,
         )
         self._on_main(self._delete, retention, verbosity)
 
@@ -753,14 +768,24 @@ class Checkpointer:
             return self._on_main(folder.attempt, folder.save, save)
 
     def _save_on_every_rank(
-        self, folder: CheckpointFolder, save: SaveRequest, hooks: Mapping[str, SaveHook]
+        self,
+        folder: CheckpointFolder,
+        save: SaveRequest,
+        hooks: Mapping[str, SaveHook],
     ) -> Checkpoint | None:
         begun = self._on_main(folder.attempt, folder.begin, save)
         if begun is None:
             return None
         staging, final = begun
         _, failures = failures_of(lambda: run_savers(hooks, self.recoverables, staging))
-        return self._on_main(folder.attempt, folder.finish, save, staging, final, failures)
+        return self._on_main(
+            folder.attempt,
+            folder.finish,
+            save,
+            staging,
+            final,
+            failures,
+        )
 
     # ------------------------------------------------------------------- what the main process does
 
@@ -829,7 +854,9 @@ class Checkpointer:
                 ended and getattr(obj, "is_of_inside_an_epoch", False)
             ):
                 _accept_missing(
-                    name, checkpoint, optional=self.optional_recoverables.get(name, False)
+                    name,
+                    checkpoint,
+                    optional=self.optional_recoverables.get(name, False),
                 )
         load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
         left = checkpoint.paramfiles.keys() - hooks.keys()
@@ -839,7 +866,12 @@ class Checkpointer:
         self.not_taken = tuple(sorted(left))
 
 
-def _accept_missing(name: str, checkpoint: Checkpoint, *, optional: bool) -> None:
+def _accept_missing(
+    name: str,
+    checkpoint: Checkpoint,
+    *,
+    optional: bool,
+) -> None:
     if optional or "dataloader" in name:
         logger.warning("%s has no file for %r: it keeps its present state.", checkpoint.path, name)
         return

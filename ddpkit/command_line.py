@@ -308,7 +308,9 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
 
 
 def _check_overrides(
-    overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str
+    overrides: Mapping[str, str | None],
+    nodes: Mapping[str, Node],
+    param_file: str,
 ) -> None:
     """Refuse overrides that match nothing, with the names that come close."""
     options = [one.name for one in OPTIONS if one.group]

@@ -156,7 +156,10 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     if batch_sampler is not None:
         options.pop("batch_size", None)
         planned: Any = DealtBatchSampler(
-            batch_sampler, sharding.rank, sharding.world_size, **common
+            batch_sampler,
+            sharding.rank,
+            sharding.world_size,
+            **common,
         )
         return SaveableDataLoader(dataset, batch_sampler=planned, **options)
     size = _length(dataset) if sampler is None or hasattr(dataset, "__len__") else 0
@@ -173,7 +176,10 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     )
     if batch_size is None:  # the dataset gives whole batches: one index, one batch
         return SaveableDataLoader(
-            dataset, sampler=SingleIndices(planned), batch_size=None, **options
+            dataset,
+            sampler=SingleIndices(planned),
+            batch_size=None,
+            **options,
         )
     return SaveableDataLoader(dataset, batch_sampler=planned, **options)
 
@@ -328,7 +334,10 @@ def spread_samples(loader: Any, number: int, readings: int = 1) -> FirstItems | 
         return tuple(indices), load_keyed(loader, indices * readings, summarize, plan.seed)
     except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
         logger.debug(
-            "%d samples of %s cannot be loaded.", number, type(dataset).__name__, exc_info=True
+            "%d samples of %s cannot be loaded.",
+            number,
+            type(dataset).__name__,
+            exc_info=True,
         )
         return None
 
@@ -410,7 +419,9 @@ def _length(dataset: Any) -> int:
 
 
 def make_dataloader(
-    dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any
+    dataset: Any,
+    looped_nominal_epoch: int | None = None,
+    **loader_kwargs: Any,
 ) -> Any:
     """Make a loader over the whole dataset, for this process alone.
 
@@ -441,7 +452,10 @@ def make_dataloader(
 
 
 def distributed_loader_specifics(
-    distributed_launch: bool, rank: int | None, dataset: Any, loader_kwargs: dict[str, Any]
+    distributed_launch: bool,
+    rank: int | None,
+    dataset: Any,
+    loader_kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """Return loader arguments that give one rank its share, for a loader that a recipe makes
     itself.
@@ -465,11 +479,14 @@ def distributed_loader_specifics(
         return loader_kwargs
     if isinstance(dataset, IterableDataset):
         logger.warning(
-            "%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__
+            "%s is a stream: give it to Brain.fit, which divides it.",
+            type(dataset).__name__,
         )
         return loader_kwargs
     sharding = Sharding(
-        (get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed()
+        (get_rank() or 0) if rank is None else rank,
+        get_world_size(),
+        seed=default_seed(),
     )
     loader = shard(dataset, sharding, **loader_kwargs)
     others = {name: value for name, value in loader_kwargs.items() if name not in DECIDED}

@@ -258,7 +258,13 @@ def physical_device(device: str) -> str:
     properties = getattr(module, "get_device_properties", None)
     if kind == "cpu" or not callable(properties):
         return ""
-    number = str(getattr(properties(torch.device(device)), "uuid", ""))
+    number = str(
+        getattr(
+            properties(torch.device(device)),
+            "uuid",
+            "",
+        )
+    )
     part = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is divided (MIG)
     return f"{number} {part}" if number and part.startswith("MIG-") else number
 

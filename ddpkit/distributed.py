@@ -261,7 +261,12 @@ def alone() -> Iterator[None]:
 
 
 def _on_one_rank(
-    call: Callable[[], T], poster: int, readers: int, *, mine: bool, site: str
+    call: Callable[[], T],
+    poster: int,
+    readers: int,
+    *,
+    mine: bool,
+    site: str,
 ) -> T | None:
     """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks
     that ask.
@@ -279,7 +284,12 @@ def _on_one_rank(
         with alone(), POSITION.no_limit():
             value = call()
     except BaseException as error:
-        mailbox.post(site, count, Outcome(reason=Reason.of(poster, error, is_final=False)), readers)
+        mailbox.post(
+            site,
+            count,
+            Outcome(reason=Reason.of(poster, error, is_final=False)),
+            readers,
+        )
         raise
     mailbox.post(site, count, Outcome(value), readers)
     return value
@@ -287,13 +297,23 @@ def _on_one_rank(
 
 def _main_call(call: Callable[[], T], site: str) -> T | None:
     world = dist.get_world_size()
-    return _on_one_rank(call, 0, world - 1, mine=dist.get_rank() == 0, site=site)
+    return _on_one_rank(
+        call,
+        0,
+        world - 1,
+        mine=dist.get_rank() == 0,
+        site=site,
+    )
 
 
 def _node_call(call: Callable[[], T], site: str) -> T | None:
     number, (first, *others) = _machine()
     return _on_one_rank(
-        call, first, len(others), mine=dist.get_rank() == first, site=f"node{number} {site}"
+        call,
+        first,
+        len(others),
+        mine=dist.get_rank() == first,
+        site=f"node{number} {site}",
     )
 
 
@@ -305,7 +325,8 @@ def _machine() -> tuple[int, tuple[int, ...]]:
     runtime = get_runtime()
     if info.is_distributed and info.world_size == dist.get_world_size():
         near = info.node_ranks or range(
-            info.first_on_node, info.first_on_node + info.local_world_size
+            info.first_on_node,
+            info.first_on_node + info.local_world_size,
         )
         return info.node_rank, tuple(near)
     if runtime.machine is None:
@@ -354,7 +375,11 @@ def run_on_main(
         >>> run_on_main(sorted, args=[[3, 1, 2]])
         [1, 2, 3]
     """
-    work = functools.partial(func, *(args or ()), **(kwargs or {}))
+    work = functools.partial(
+        func,
+        *(args or ()),
+        **(kwargs or {}),
+    )
     main = if_main_process()
     value = work() if ddp_prevent_block() else _main_call(work, call_site(outside_frame()))
     if post_func is not None and (run_post_on_main or not main):
@@ -368,12 +393,16 @@ def main_process_only(function: Callable[..., T]) -> Callable[..., T]: ...
 
 @overload
 def main_process_only(
-    function: None = None, *, hand_over: bool = True
+    function: None = None,
+    *,
+    hand_over: bool = True,
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 
 
 def main_process_only(
-    function: Callable[..., T] | None = None, *, hand_over: bool = True
+    function: Callable[..., T] | None = None,
+    *,
+    hand_over: bool = True,
 ) -> Callable[..., Any]:
     """Make a function run on the main process only; all callers get its value, or raise.
 
@@ -475,7 +504,11 @@ def run_once_per_node(
         >>> run_once_per_node(len, args=["four"])
         4
     """
-    work = functools.partial(func, *(args or ()), **(kwargs or {}))
+    work = functools.partial(
+        func,
+        *(args or ()),
+        **(kwargs or {}),
+    )
     value = work() if ddp_prevent_block() else _node_call(work, call_site(outside_frame()))
     if post_func is not None and (run_post_on_all or not is_local_rank_zero()):
         return post_func(*(post_args or ()), **(post_kwargs or {}))
@@ -514,13 +547,23 @@ def exchange(value: T, site: str | None = None) -> list[T]:
         for other in range(1, world):
             own_site = f"from rank {other} {site}"
             values.append(
-                mailbox.read(own_site, mailbox.next_count(own_site), poster=other, readers=1).value
+                mailbox.read(
+                    own_site,
+                    mailbox.next_count(own_site),
+                    poster=other,
+                    readers=1,
+                ).value
             )
         return values
 
     if rank != 0:
         own_site = f"from rank {rank} {site}"
-        mailbox.post(own_site, mailbox.next_count(own_site), Outcome(value), readers=1)
+        mailbox.post(
+            own_site,
+            mailbox.next_count(own_site),
+            Outcome(value),
+            readers=1,
+        )
     return _main_call(gather, f"all {site}") or []
 
 
@@ -575,7 +618,8 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
 
 
 def ddp_all_reduce(
-    communication_object: torch.Tensor, reduce_op: Any = ReduceOp.SUM
+    communication_object: torch.Tensor,
+    reduce_op: Any = ReduceOp.SUM,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks, in place.
 
@@ -608,7 +652,12 @@ def ddp_all_reduce(
         return communication_object
     from ddpkit.comm import await_late  # nobody else in this module needs it
 
-    work = dist.all_reduce(communication_object, op=reduce_op, group=control_group(), async_op=True)
+    work = dist.all_reduce(
+        communication_object,
+        op=reduce_op,
+        group=control_group(),
+        async_op=True,
+    )
     await_late(work, "ddp_all_reduce")
     return communication_object
 
@@ -668,7 +717,11 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
 
 
 @waits_for_ranks
-def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
+def _gather_bytes(
+    data: bytes,
+    *,
+    failed: bool,
+) -> tuple[list[Any], list[bool]]:
     """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank
     broadcasts its own.
     """
@@ -764,7 +817,10 @@ def sum_exactly(values: list[Any]) -> list[Any]:
 
 @waits_for_ranks
 def start_sum_over_ranks(
-    values: list[float], call: str = "start_sum_over_ranks", *, is_patient: bool = False
+    values: list[float],
+    call: str = "start_sum_over_ranks",
+    *,
+    is_patient: bool = False,
 ) -> Callable[[], list[float]]:
     """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait
     for the sums.
@@ -797,7 +853,12 @@ def start_sum_over_ranks(
     # whose squares are added up exactly
     mark = zlib.crc32(call.encode()) % 2**20
     world_size = dist.get_world_size()
-    numbers = [float(mark), float(mark**2), *values, *[0.0] * (MARKED_NUMBERS - len(values))]
+    numbers = [
+        float(mark),
+        float(mark**2),
+        *values,
+        *[0.0] * (MARKED_NUMBERS - len(values)),
+    ]
     tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
     wait = _start_patient_sum(tensor, call) if is_patient else start_sum(tensor, control_group())
 
@@ -820,4 +881,9 @@ def _start_patient_sum(total: torch.Tensor, call: str) -> Callable[[], object]:
     from ddpkit.comm import start_patient_sum  # not for those who ask for a rank alone
 
     group = control_group()
-    return start_patient_sum(total, call, group, exchanges=is_exchanged([total], group))
+    return start_patient_sum(
+        total,
+        call,
+        group,
+        exchanges=is_exchanged([total], group),
+    )

@@ -157,7 +157,13 @@ class EpochCounterWithStopper(EpochCounter):
 
     min_delta = 1e-6
 
-    def __init__(self, limit: int, limit_to_stop: int, limit_warmup: int, direction: str) -> None:
+    def __init__(
+        self,
+        limit: int,
+        limit_to_stop: int,
+        limit_warmup: int,
+        direction: str,
+    ) -> None:
         super().__init__(limit)
         self.limit_to_stop = _count(limit_to_stop, "limit_to_stop")
         self.limit_warmup = _count(limit_warmup, "limit_warmup")
@@ -290,7 +296,11 @@ class EpochCounterWithStopper(EpochCounter):
         self._go_on_from(epoch, end_of_epoch=end_of_epoch)
 
 
-def _read(path: str | os.PathLike[str], parse: Callable[[str], Any], expected: str) -> Any:
+def _read(
+    path: str | os.PathLike[str],
+    parse: Callable[[str], Any],
+    expected: str,
+) -> Any:
     text = Path(path).read_text(encoding="utf-8")
     try:
         return parse(text)

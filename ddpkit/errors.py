@@ -100,7 +100,12 @@ class BatchError(DdpkitError, TypeError):
             shown; empty where the traceback leads to the line.
     """
 
-    def __init__(self, message: str = "", *, hook: str = "") -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        hook: str = "",
+    ) -> None:
         super().__init__(message)
         self.hook = hook
 

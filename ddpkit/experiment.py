@@ -317,7 +317,9 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
 
 
 def _modules_beside(
-    script: Path, path: Path, overrides: Mapping[str, Any] | str | None
+    script: Path,
+    path: Path,
+    overrides: Mapping[str, Any] | str | None,
 ) -> dict[str, Path]:
     """Return the files of the modules beside a script that a YAML file names, by their paths in its
     folder.
@@ -341,7 +343,10 @@ def _mistake(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
 
 
 def _write_files(
-    folder: Path, files: Mapping[str, bytes | Path], log_file: Path, options: RunOptions
+    folder: Path,
+    files: Mapping[str, bytes | Path],
+    log_file: Path,
+    options: RunOptions,
 ) -> None:
     """Write the files into a folder that is this run's; with ``test_only`` only missing ones, into
     anybody's.
@@ -370,7 +375,10 @@ def _write_files(
 
 
 def _record_start(
-    log: Path, options: RunOptions, hyperparams: str | os.PathLike[str] | None, script: Path | None
+    log: Path,
+    options: RunOptions,
+    hyperparams: str | os.PathLike[str] | None,
+    script: Path | None,
 ) -> None:
     """Write the event ``start``; the main process alone looks at what it is about."""
     if not if_main_process():
@@ -405,9 +413,20 @@ def _log_uncaught(error: BaseException) -> None:
     # is last.
     kind = type(error).__name__
     level = logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR
-    logger.log(level, "Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
+    logger.log(
+        level,
+        "Uncaught %s:",
+        kind,
+        exc_info=error,
+        extra={"traceback_follows": True},
+    )
     with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
-        run_event("exception", type=kind, message=str(error), **vars(error).get(COUNTERS, {}))
+        run_event(
+            "exception",
+            type=kind,
+            message=str(error),
+            **vars(error).get(COUNTERS, {}),
+        )
 
 
 def _note_end(text: str) -> None:

@@ -40,12 +40,26 @@ CONSOLE_FORMAT = "%(message)s"
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 # SI prefixes and English words by power of ten.
-_PREFIXES = dict(zip(range(-24, 25, 3), (*"yzafpnum", "", *"kMGTPEZY"), strict=True))
+_PREFIXES = dict(
+    zip(
+        range(-24, 25, 3),
+        (*"yzafpnum", "", *"kMGTPEZY"),
+        strict=True,
+    )
+)
 _WORDS = dict(
-    zip((-12, -9, -6, -3), ("trillionths", "billionths", "millionths", "thousandths"), strict=True)
+    zip(
+        (-12, -9, -6, -3),
+        ("trillionths", "billionths", "millionths", "thousandths"),
+        strict=True,
+    )
 )
 _WORDS |= dict(
-    zip((0, 3, 6, 9, 12), ("", "thousand", "million", "billion", "trillion"), strict=True)
+    zip(
+        (0, 3, 6, 9, 12),
+        ("", "thousand", "million", "billion", "trillion"),
+        strict=True,
+    )
 )
 
 
@@ -73,7 +87,9 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
         self._said: set[str] = set()
 
     def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
+        self,
+        msg: Any,
+        kwargs: MutableMapping[str, Any],
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """Put the rank before the message on all ranks but the main one.
 
@@ -90,7 +106,13 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
         kwargs["extra"] = {**(kwargs.get("extra") or {}), "ddpkit_rank": rank}
         return (f"[rank: {rank}] {msg}" if rank > 0 else msg), kwargs
 
-    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+    def log(
+        self,
+        level: int,
+        msg: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Log a message; ``info``, ``warning`` and so on end here and take the same arguments.
 
         Args:
@@ -128,7 +150,12 @@ class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg
             with _without_bars(sys.stderr):
                 sys.stderr.write(f"{str(msg) % args if args else msg}\n")
 
-    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+    def warning_once(
+        self,
+        msg: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Log a warning the first time that this logger is given it, and never again in this
         process.
 
@@ -333,7 +360,9 @@ def setup_logging(
     close_logging()
     if config_path is not None:
         _apply_config(
-            Path(config_path), overrides or {}, None if log_file is None else Path(log_file)
+            Path(config_path),
+            overrides or {},
+            None if log_file is None else Path(log_file),
         )
         return
     console_level = _console_level(default_level if level is None else level)
@@ -353,7 +382,11 @@ def setup_logging(
         _UNDO.callback(handler.close)
         _UNDO.callback(logging.getLogger().removeHandler, handler)
     own_level = console_level if log_file is None else min(console_level, logging.DEBUG)
-    levels = {"": min(console_level, logging.INFO), "ddpkit": own_level, "__main__": own_level}
+    levels = {
+        "": min(console_level, logging.INFO),
+        "ddpkit": own_level,
+        "__main__": own_level,
+    }
     for name, wanted in levels.items():
         _UNDO.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
         logging.getLogger(name).setLevel(wanted)
@@ -400,7 +433,12 @@ def _file_handlers(path: Path) -> list[logging.Handler]:
         return []  # the folder is on another machine's disk; the console still gets everything
     own = _own_file(path)
     try:
-        handler = _LogFile(own, mode="a", encoding="utf-8", delay=rank > 0)
+        handler = _LogFile(
+            own,
+            mode="a",
+            encoding="utf-8",
+            delay=rank > 0,
+        )
     except OSError as error:
         from ddpkit.base import cannot_write
 
@@ -441,7 +479,8 @@ def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | Non
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         if log_file is not None and "file_handler" in config.get("handlers", {}):
             config = _merged(
-                config, {"handlers": {"file_handler": {"filename": str(_own_file(log_file))}}}
+                config,
+                {"handlers": {"file_handler": {"filename": str(_own_file(log_file))}}},
             )
         logging.config.dictConfig(_merged(config, overrides))
     except FileNotFoundError as error:

@@ -53,7 +53,10 @@ class MetricStats(Reducing):
     """
 
     def __init__(
-        self, metric: Callable[..., Any], n_jobs: int = 1, batch_eval: bool = True
+        self,
+        metric: Callable[..., Any],
+        n_jobs: int = 1,
+        batch_eval: bool = True,
     ) -> None:
         super().__init__()
         self.metric = metric
@@ -74,7 +77,12 @@ class MetricStats(Reducing):
         batches = (batch.tolist() if isinstance(batch, Tensor) else batch for batch in self._scores)
         return [float(score) for batch in batches for score in batch]
 
-    def append(self, ids: Any, *args: Any, **kwargs: Any) -> None:
+    def append(
+        self,
+        ids: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Take in the samples of a batch.
 
         Args:
@@ -103,7 +111,13 @@ class MetricStats(Reducing):
         self._scores.append(scores)
         self.summary = {}
 
-    def _one_by_one(self, *, predict: Any, target: Any, lengths: Any = None) -> list[float]:
+    def _one_by_one(
+        self,
+        *,
+        predict: Any,
+        target: Any,
+        lengths: Any = None,
+    ) -> list[float]:
         pairs: Iterable[Any] = zip(predict, target, strict=True)
         if lengths is not None:
             ends = (lengths * predict.shape[1]).round().int().tolist()

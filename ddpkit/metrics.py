@@ -361,7 +361,12 @@ class Accuracy(_Metric):
         (0.75, 0.25)
     """
 
-    def update(self, predictions: Tensor, labels: Tensor, dim: int = -1) -> None:
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        dim: int = -1,
+    ) -> None:
         """Compare predictions with labels. Does not wait for the device.
 
         Args:

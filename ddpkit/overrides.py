@@ -73,7 +73,11 @@ SYNONYMS = (
 )
 
 
-def close_names(name: str, keys: Iterable[str], options: Iterable[str]) -> list[str]:
+def close_names(
+    name: str,
+    keys: Iterable[str],
+    options: Iterable[str],
+) -> list[str]:
     """Find what a name that is neither a key nor an option may have meant, the likeliest first.
 
     Args:
@@ -113,7 +117,11 @@ def _plain(name: str) -> str:
     return name.replace("-", "_").lower()
 
 
-def nested_override(name: str, value: str | None, nodes: Mapping[str, Node]) -> str | None:
+def nested_override(
+    name: str,
+    value: str | None,
+    nodes: Mapping[str, Node],
+) -> str | None:
     """Say how a key inside of another is overridden, where ``--outer.inner=value`` was given; else
     return None.
 
@@ -137,7 +145,12 @@ def nested_override(name: str, value: str | None, nodes: Mapping[str, Node]) -> 
     return f"--{outer}='{text}'"
 
 
-def require_same_kind(key: str, value: str, node: Node, param_file: str) -> None:
+def require_same_kind(
+    key: str,
+    value: str,
+    node: Node,
+    param_file: str,
+) -> None:
     """Refuse text in the place of a number, a switch, a list or a mapping, and nothing in the place
     of anything.
 

@@ -115,7 +115,14 @@ class Pretrainer:
         Ranks: local; call it on every rank.
         """
         names = [name for name in self.loadables if self.is_loadable(name)]
-        work = [(self._hook(name), self.loadables[name], self._find(name)) for name in names]
+        work = [
+            (
+                self._hook(name),
+                self.loadables[name],
+                self._find(name),
+            )
+            for name in names
+        ]
         logger.info(
             "Pretrained: %s",
             ", ".join(f"{name} from {path}" for name, (*_, path) in zip(names, work, strict=True)),
@@ -125,7 +132,13 @@ class Pretrainer:
 
     def _source(self, name: str) -> str:
         if name in self.paths:
-            return str(getattr(self.paths[name], "path", self.paths[name]))  # of a FetchSource
+            return str(
+                getattr(
+                    self.paths[name],
+                    "path",
+                    self.paths[name],
+                )
+            )  # of a FetchSource
         folder = self._default_source
         if folder is None:
             raise ConfigError(

@@ -22,7 +22,11 @@ __all__ = ["AMPConfig", "Precision", "TorchAutocast", "drop_casts", "fwd_default
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,12 @@ class Precision:
         (torch.bfloat16, False, False)
     """
 
-    def __init__(self, precision: str | None, eval_precision: str | None, device: str) -> None:
+    def __init__(
+        self,
+        precision: str | None,
+        eval_precision: str | None,
+        device: str,
+    ) -> None:
         device_type = str(device).partition(":")[0]
         dtype = AMPConfig.from_name(precision).dtype
         eval_dtype = AMPConfig.from_name(eval_precision).dtype
@@ -225,7 +234,8 @@ def drop_casts(*_: Any) -> None:
 def fwd_default_precision(fwd: F, cast_inputs: torch.dtype | None = ...) -> F: ...
 @overload
 def fwd_default_precision(
-    fwd: None = ..., cast_inputs: torch.dtype | None = ...
+    fwd: None = ...,
+    cast_inputs: torch.dtype | None = ...,
 ) -> Callable[[F], F]: ...
 def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = torch.float32) -> Any:
     """Make a ``forward`` compute in a fixed dtype even inside autocast, for what half precision

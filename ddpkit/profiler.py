@@ -23,7 +23,9 @@ OF_ALL = "Each of the %d processes has written a file beside it; the figures her
 
 
 def prepare_profiler(
-    profile_warmup: int = 5, profile_steps: int = 5, logdir: str | Path = "tensorboard_logs"
+    profile_warmup: int = 5,
+    profile_steps: int = 5,
+    logdir: str | Path = "tensorboard_logs",
 ) -> profile:
     """Make a profiler that warms up, records some steps once, and writes a trace.
 
@@ -57,7 +59,12 @@ def prepare_profiler(
         ['WARMUP', 'RECORD', 'RECORD_AND_SAVE', 'NONE']
     """
     return profile(  # of all that torch can record here: the CPU, and CUDA or another accelerator
-        schedule=schedule(wait=0, warmup=profile_warmup, active=profile_steps, repeat=1),
+        schedule=schedule(
+            wait=0,
+            warmup=profile_warmup,
+            active=profile_steps,
+            repeat=1,
+        ),
         on_trace_ready=_trace_writer(Path(logdir) / "profiler_logs"),
         record_shapes=True,
         with_stack=True,

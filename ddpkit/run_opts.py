@@ -175,7 +175,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
 
     @classmethod
     def from_command_line_args(
-        cls, arg_list: Sequence[str] | None = None
+        cls,
+        arg_list: Sequence[str] | None = None,
     ) -> tuple[str, RunOptions, str]:
         """Read a command line: the same as :func:`parse_arguments`.
 
@@ -407,7 +408,9 @@ def _warn_of_misspelt(names: Iterable[str]) -> None:
         plain = key.replace("_", "").replace("-", "").lower()
         for meant in difflib.get_close_matches(plain, flags, n=1, cutoff=0.94):
             logger.warning_once(
-                "The key %r is not a run option, and sets none; did you mean %r?", key, flags[meant]
+                "The key %r is not a run option, and sets none; did you mean %r?",
+                key,
+                flags[meant],
             )
 
 

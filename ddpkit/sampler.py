@@ -107,7 +107,11 @@ class ReproducibleRandomSampler(_OfEpoch, RandomSampler):
         left = self.num_samples
         # more samples than the dataset has: the whole set again, in another order
         for number in itertools.count():
-            order = Order(size, mix_key(self.seed, number) if number else self.seed, self.epoch)
+            order = Order(
+                size,
+                mix_key(self.seed, number) if number else self.seed,
+                self.epoch,
+            )
             for start in range(0, min(size, left), CHUNK):
                 yield from order.indices(start, min(start + CHUNK, size, left))
             left -= size
@@ -176,7 +180,12 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
         [[0, 3, 4], [1, 5, 6], [2, 7, 8]]
     """
 
-    def __init__(self, samplers: Sequence[Any], batch_sizes: Sequence[int], epoch: int = 0) -> None:
+    def __init__(
+        self,
+        samplers: Sequence[Any],
+        batch_sizes: Sequence[int],
+        epoch: int = 0,
+    ) -> None:
         are_lists = isinstance(samplers, (list, tuple)) and isinstance(batch_sizes, (list, tuple))
         if not are_lists or not 0 < len(samplers) == len(batch_sizes):
             raise ConfigError(
@@ -207,7 +216,10 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
         while True:
             batch: list[int] = []
             for offset, size, iterator in zip(
-                self.offsets, self.batch_sizes, iterators, strict=True
+                self.offsets,
+                self.batch_sizes,
+                iterators,
+                strict=True,
             ):
                 drawn = [offset + index for index in itertools.islice(iterator, size)]
                 if len(drawn) < size:
@@ -304,7 +316,9 @@ class DynamicBatchSampler(Sampler[list[int]]):
             require_positive("max_batch_ex", max_batch_ex, "it limits the samples of a batch")
         self._lengths = _sample_lengths(dataset, length_func, lengths_list)
         self._bucket_boundaries = _upper_boundaries(
-            max_batch_length, num_buckets, bucket_boundaries
+            max_batch_length,
+            num_buckets,
+            bucket_boundaries,
         )
         limit = math.inf if max_batch_ex is None else max_batch_ex
         fitting = [
@@ -346,9 +360,12 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _make(self) -> list[list[int]]:
         """Put the batches of this epoch together."""
         number = len(self._lengths)
-        samples = Order(number, self.seed, self.epoch, shuffle=self._shuffle_ex).at(
-            np.arange(number)
-        )
+        samples = Order(
+            number,
+            self.seed,
+            self.epoch,
+            shuffle=self._shuffle_ex,
+        ).at(np.arange(number))
         batches: list[list[int]] = []
         for bucket, size in enumerate(self._bucket_lens.tolist()):
             members = samples[self._bucket_of[samples] == bucket].tolist()
@@ -360,11 +377,14 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _order(self, longest: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return which batch comes when, from the longest length of each."""
         if self._batch_ordering == "random":
-            return Order(len(longest), mix_key(self.seed, 1), self.epoch).at(
-                np.arange(len(longest))
-            )
+            return Order(
+                len(longest),
+                mix_key(self.seed, 1),
+                self.epoch,
+            ).at(np.arange(len(longest)))
         return np.argsort(
-            longest if self._batch_ordering == "ascending" else -longest, kind="stable"
+            longest if self._batch_ordering == "ascending" else -longest,
+            kind="stable",
         )
 
     def _report(self) -> None:
@@ -372,7 +392,11 @@ class DynamicBatchSampler(Sampler[list[int]]):
         highs = [*self._bucket_boundaries.tolist(), math.inf]
         for high, size, held in zip(highs, self._bucket_lens, self._in_bucket, strict=True):
             logger.info(
-                "Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size
+                "Lengths from %.2f to %.2f: %d samples, %d in a batch.",
+                low,
+                high,
+                held,
+                size,
             )
             low = high
 
@@ -435,7 +459,12 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         ):
             drawn = list(self.sampler)
         self._divide(len(drawn))
-        order = Order(len(drawn), self.seed, self.epoch, shuffle=self.shuffle)
+        order = Order(
+            len(drawn),
+            self.seed,
+            self.epoch,
+            shuffle=self.shuffle,
+        )
         positions = np.arange(self.rank, self.total_size, self.num_replicas) % max(len(drawn), 1)
         return iter([drawn[index] for index in order.at(positions).tolist()])
 
@@ -491,7 +520,13 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
             classes = [dataset[index][key] for index in range(len(dataset))]
         counts = Counter(classes)
         weights = [1.0 / counts[one] for one in classes]
-        super().__init__(weights, num_samples or len(classes), replacement, seed, epoch)
+        super().__init__(
+            weights,
+            num_samples or len(classes),
+            replacement,
+            seed,
+            epoch,
+        )
 
 
 def _seed_or(default: int, seed: int | None) -> int:
@@ -504,7 +539,9 @@ def _seed_or(default: int, seed: int | None) -> int:
 
 
 def _sample_lengths(
-    dataset: Any, length_func: Callable[[Any], float] | None, lengths_list: Sequence[float] | None
+    dataset: Any,
+    length_func: Callable[[Any], float] | None,
+    lengths_list: Sequence[float] | None,
 ) -> NDArray[np.float64]:
     """Return the length of every sample of a dataset, without loading any."""
     if lengths_list is None:
@@ -531,7 +568,9 @@ def _sample_lengths(
 
 
 def _upper_boundaries(
-    max_batch_length: float, num_buckets: int | None, bucket_boundaries: Sequence[float]
+    max_batch_length: float,
+    num_buckets: int | None,
+    bucket_boundaries: Sequence[float],
 ) -> NDArray[np.float64]:
     """Return the upper boundaries of the buckets, ascending: those given, or quantiles that end at
     the maximum.

@@ -45,7 +45,9 @@ logger = get_logger(__name__)
 
 
 def update_learning_rate(
-    optimizer: Optimizer, new_lr: float, param_group: Iterable[int] | None = None
+    optimizer: Optimizer,
+    new_lr: float,
+    param_group: Iterable[int] | None = None,
 ) -> None:
     """Set the learning rate of an optimizer.
 
@@ -189,7 +191,10 @@ class ReduceLROnPlateau(_Saved):
         self.patience_counter = 0
 
     def __call__(
-        self, optim_list: Sequence[Optimizer], current_epoch: int, current_loss: float
+        self,
+        optim_list: Sequence[Optimizer],
+        current_epoch: int,
+        current_loss: float,
     ) -> tuple[float, float]:
         """Return the old rate and the new rate, without setting it.
 
@@ -231,7 +236,12 @@ class LinearScheduler:
         ((1.0, 0.5), (0.5, 0.0), (0.0, 0.0))
     """
 
-    def __init__(self, initial_value: float, final_value: float, epoch_count: int) -> None:
+    def __init__(
+        self,
+        initial_value: float,
+        final_value: float,
+        epoch_count: int,
+    ) -> None:
         parts = [epoch / max(epoch_count - 1, 1) for epoch in range(epoch_count)]
         self.value_at_epoch = [
             initial_value + (final_value - initial_value) * part for part in parts
@@ -357,7 +367,10 @@ class NoamScheduler(_OfSteps):
     """
 
     def __init__(
-        self, lr_initial: float, n_warmup_steps: int, model_size: int | None = None
+        self,
+        lr_initial: float,
+        n_warmup_steps: int,
+        model_size: int | None = None,
     ) -> None:
         super().__init__(lr_initial)
         self.lr_initial = lr_initial

@@ -149,7 +149,12 @@ def global_seed() -> int | None:
     return None
 
 
-def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | None = None) -> int:
+def seed_epoch_streams(
+    base: int,
+    epoch: int,
+    optimizer_step: int,
+    rank: int | None = None,
+) -> int:
     """Begin an epoch of training: give this rank the random streams of that epoch.
 
     Args:
@@ -171,7 +176,12 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
         >>> first == (seed_epoch_streams(7, 1, 0), torch.rand(1).item())
         True
     """
-    stream = seed_streams(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
+    stream = seed_streams(
+        base,
+        (get_rank() or 0) if rank is None else rank,
+        epoch,
+        optimizer_step,
+    )
     # also those that are not in use yet, and such as have one state for all (mps)
     if torch.accelerator.is_available():
         torch.manual_seed(stream)
@@ -295,7 +305,10 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         np.random.set_state(  # noqa: NPY002 -- the global state is what users draw from
             {
                 **numpy,
-                "state": {"key": numpy["key"].cpu().numpy().astype(np.uint32), "pos": numpy["pos"]},
+                "state": {
+                    "key": numpy["key"].cpu().numpy().astype(np.uint32),
+                    "pos": numpy["pos"],
+                },
             }
         )
         torch.set_rng_state(state["torch_cpu"].cpu())

@@ -161,7 +161,11 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is not None:
             _move(self.running_mean, joined.mean, momentum)
         if self.running_var is not None:
-            _move(self.running_var, joined.var * (joined.total / (joined.total - 1)), momentum)
+            _move(
+                self.running_var,
+                joined.var * (joined.total / (joined.total - 1)),
+                momentum,
+            )
 
 
 class _Joined(NamedTuple):
@@ -208,7 +212,11 @@ def _over(x: Tensor) -> tuple[list[int], list[int]]:
     x.
     """
     spans = [0, *range(2, x.dim())]
-    return spans, [1, -1, *([1] * (x.dim() - 2))]
+    return spans, [
+        1,
+        -1,
+        *([1] * (x.dim() - 2)),
+    ]
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -225,7 +233,12 @@ def _local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     wide = widest_float(x.device)
     channels = x.shape[1]
     count = x.numel() // channels if channels and not is_repeating() else 0
-    counted = torch.full((1,), count, dtype=wide, device=x.device)
+    counted = torch.full(
+        (1,),
+        count,
+        dtype=wide,
+        device=x.device,
+    )
     if count == 0:
         nothing = torch.zeros(channels, dtype=wide, device=x.device)
         return nothing, nothing, counted
@@ -255,7 +268,11 @@ def _join(x: Tensor, eps: float, group: Any) -> _Joined | None:
     if SyncBatchNorm.before_sending is not None:
         SyncBatchNorm.before_sending()
     _gather(gathered, local, group)
-    means, squares, counts = torch.split(gathered, [x.shape[1], x.shape[1], 1], dim=1)
+    means, squares, counts = torch.split(
+        gathered,
+        [x.shape[1], x.shape[1], 1],
+        dim=1,
+    )
     total = counts.sum()
     if is_repeating() or x.numel() <= x.shape[1]:
         # Only then can the joined batch be too small; so a rank with two values per channel never
@@ -284,7 +301,11 @@ def _gather(gathered: Tensor, local: Tensor, group: Any) -> None:
         gathered[rank], gathered[1 - rank] = local, exchange_tensor(local, group)()
     else:
         with waiting():
-            dist.all_gather(list(gathered.unbind(0)), local, group=group)
+            dist.all_gather(
+                list(gathered.unbind(0)),
+                local,
+                group=group,
+            )
 
 
 class _Normalise(torch.autograd.Function):
@@ -292,7 +313,12 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, joined: _Joined, eps: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        joined: _Joined,
+        eps: float,
     ) -> Tensor:
         dtype = _statistics_dtype(x)
         mean = joined.mean.to(dtype)
@@ -308,7 +334,15 @@ class _Normalise(torch.autograd.Function):
             None if bias is None else bias.dtype,
         )
         if not _has_kernels(x):
-            return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
+            return F.batch_norm(
+                x,
+                mean,
+                var,
+                scale,
+                shift,
+                training=False,
+                eps=eps,
+            )
         return (
             torch.batch_norm_elemt(x, scale, shift, mean, inverse_std, eps)
             if x.numel()
@@ -332,7 +366,13 @@ class _Normalise(torch.autograd.Function):
                 grad_input = grad.to(mean.dtype) * factor.view(_over(x)[1])
             else:
                 grad_input = _through_statistics(
-                    values, grad, scale, mean, inverse_std, sums, counts
+                    values,
+                    grad,
+                    scale,
+                    mean,
+                    inverse_std,
+                    sums,
+                    counts,
                 )
             grad_input = grad_input.to(x.dtype)
         weight_dtype, bias_dtype = ctx.dtypes
@@ -344,7 +384,10 @@ class _Normalise(torch.autograd.Function):
 
 
 def _local_sums(
-    x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor
+    x: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    inverse_std: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return two sums over this rank's rows, and the values that :func:`_through_statistics` is to
     be given.
@@ -356,7 +399,12 @@ def _local_sums(
         # the two sums; the gradients of weight and bias follow from them
         wanted = (True, False, False)
         sum_grad, sum_product, _, _ = torch.batch_norm_backward_reduce(
-            grad, x, mean, inverse_std, None, *wanted
+            grad,
+            x,
+            mean,
+            inverse_std,
+            None,
+            *wanted,
         )
         return sum_grad, sum_product, x
     spans, shape = _over(x)
@@ -381,7 +429,14 @@ def _through_statistics(
         sum_grad, sum_product = sums.to(mean.dtype).chunk(2)
         whole = counts.to(torch.int32)
         return torch.batch_norm_backward_elemt(
-            grad, values, mean, inverse_std, scale, sum_grad, sum_product, whole
+            grad,
+            values,
+            mean,
+            inverse_std,
+            scale,
+            sum_grad,
+            sum_product,
+            whole,
         )
     shape = _over(values)[1]
     mean_grad, mean_product = (sums / counts.sum()).to(mean.dtype).chunk(2)

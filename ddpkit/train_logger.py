@@ -112,11 +112,20 @@ class TrainLogger:
             own = logged.get(name, {})
             if stats is not None or (own and reported.get(name) is not own):
                 # what is given comes first
-                stages[name] = {**(stats or {}), **own, **(stats or {})}
+                stages[name] = {
+                    **(stats or {}),
+                    **own,
+                    **(stats or {}),
+                }
                 reported[name] = own
         self._report(stats_meta, stages, verbose)
 
-    def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _report(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
 
     def begin_anew(self) -> None:
@@ -195,10 +204,19 @@ class TrainLoggers(TrainLogger):
             if callable(getattr(one, "require_writable", None)):
                 one.require_writable()
 
-    def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _report(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
         for one in self.loggers:
-            one.log_stats(meta, **stats, **({} if verbose is None else {"verbose": verbose}))
+            one.log_stats(
+                meta,
+                **stats,
+                **({} if verbose is None else {"verbose": verbose}),
+            )
 
     def begin_anew(self) -> None:
         """Call this method of every logger that has it.
@@ -282,13 +300,23 @@ class _MainTrainLogger(TrainLogger):
     run_log_beside: Path | None = None  # where no run log is set
 
     @main_process_only(hand_over=False)
-    def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _report(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         self._log(meta, stages, verbose)
         log = Current.log or (self.run_log_beside and RunLog(self.run_log_beside))
         if log:
             log.write_stats(plain({"meta": meta, **stages}))
 
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _log(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         raise NotImplementedError
 
 
@@ -347,7 +375,12 @@ class FileTrainLogger(_MainTrainLogger):
         """
         require_writable(f"save_file={self.save_file!r}", self.save_file)
 
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _log(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         self._has_written = True
         parts = [
             self._line(meta),
@@ -448,7 +481,12 @@ class TensorboardLogger(_MainTrainLogger):
         """
         require_writable(f"save_dir={self.save_dir!r}", self.save_dir)
 
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _log(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         self.global_step["meta"] += 1
         for name, value in meta.items():
             self._write(name, plain(value), self.global_step["meta"])
@@ -471,7 +509,12 @@ class TensorboardLogger(_MainTrainLogger):
             self._write(f"{name}/train_step", value, step)
 
     @main_process_only(hand_over=False)
-    def log_audio(self, name: str, value: torch.Tensor, sample_rate: int) -> None:
+    def log_audio(
+        self,
+        name: str,
+        value: torch.Tensor,
+        sample_rate: int,
+    ) -> None:
         """Write a sound.
 
         Args:
@@ -481,7 +524,13 @@ class TensorboardLogger(_MainTrainLogger):
 
         Ranks: all, or the main process alone; only it writes.
         """
-        self._add("audio", name, value, self.global_step["meta"], sample_rate=sample_rate)
+        self._add(
+            "audio",
+            name,
+            value,
+            self.global_step["meta"],
+            sample_rate=sample_rate,
+        )
 
     @main_process_only(hand_over=False)
     def log_figure(self, name: str, value: Any) -> None:
@@ -496,7 +545,13 @@ class TensorboardLogger(_MainTrainLogger):
         """
         step = self.global_step["meta"]
         if isinstance(value, torch.Tensor):
-            self._add("image", name, value.detach(), step, dataformats="HW")
+            self._add(
+                "image",
+                name,
+                value.detach(),
+                step,
+                dataformats="HW",
+            )
         else:
             self._add("figure", name, value, step)
 
@@ -509,13 +564,25 @@ class TensorboardLogger(_MainTrainLogger):
         if writer is not None:
             writer.close()
 
-    def _write(self, tag: str, value: Any, step: int) -> None:
+    def _write(
+        self,
+        tag: str,
+        value: Any,
+        step: int,
+    ) -> None:
         if isinstance(value, bool | int | float):
             self._add("scalar", tag, value, step)
         else:
             self._add("text", tag, str(value), step)
 
-    def _add(self, kind: str, tag: str, value: Any, step: int, **options: Any) -> None:
+    def _add(
+        self,
+        kind: str,
+        tag: str,
+        value: Any,
+        step: int,
+        **options: Any,
+    ) -> None:
         getattr(self.writer, f"add_{kind}")(tag, value, global_step=step, **options)
 
     @mark_as_saver
@@ -560,7 +627,12 @@ class WandBLogger(_MainTrainLogger):
         1 {'train': {'loss': 0.5}, 'epoch': 1}
     """
 
-    def __init__(self, initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        initializer: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self.run: Any = None
 
         def start() -> None:
@@ -576,6 +648,11 @@ class WandBLogger(_MainTrainLogger):
 
         run_on_main(start)
 
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+    def _log(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
         stats = plain_numbers({**stages, **meta})
         self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))

@@ -48,7 +48,9 @@ def epochs_of(name: str) -> list[dict[str, dict[str, float]]]:
     """Train an example and return what it has logged for each epoch."""
     with tempfile.TemporaryDirectory() as folder:
         place = shutil.copytree(
-            ROOT / "examples" / name, Path(folder, name), ignore=shutil.ignore_patterns("results")
+            ROOT / "examples" / name,
+            Path(folder, name),
+            ignore=shutil.ignore_patterns("results"),
         )
         words = ["train.py", "hparams.yaml", "--output_folder=run", *WORDS.get(name, [])]
         subprocess.run([sys.executable, *words], cwd=place, check=True, capture_output=True)
@@ -59,7 +61,8 @@ def epochs_of(name: str) -> list[dict[str, dict[str, float]]]:
 
 
 def drawing(
-    epochs: list[dict[str, dict[str, float]]], curves: list[tuple[str, str, str, str]]
+    epochs: list[dict[str, dict[str, float]]],
+    curves: list[tuple[str, str, str, str]],
 ) -> str:
     """Return the curves as SVG: epochs to the right, values from 0 upwards."""
     values = [[epoch[part][key] for epoch in epochs] for part, key, _, _ in curves]
@@ -105,7 +108,8 @@ def main() -> None:
     (ROOT / "docs" / "examples").mkdir(exist_ok=True)
     for name in sys.argv[1:] or CURVES:
         (ROOT / "docs" / "examples" / f"{name}.svg").write_text(
-            drawing(epochs_of(name), CURVES[name]), encoding="utf-8"
+            drawing(epochs_of(name), CURVES[name]),
+            encoding="utf-8",
         )
 
 

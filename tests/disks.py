@@ -20,7 +20,10 @@ def mounted(folder: Path, *words: str) -> Iterator[Path]:
     """Return a context in which a file system is mounted at a folder that is made for it."""
     folder.mkdir()
     done = subprocess.run(
-        ["mount", *words, str(folder)], capture_output=True, text=True, check=False
+        ["mount", *words, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"this test mounts a file system, and cannot here: {done.stderr.strip()}")

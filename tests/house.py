@@ -124,7 +124,11 @@ def pulled_in(module: str) -> int:
         "sys.modules) - 1)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
     return int(found.stdout)
 
@@ -162,7 +166,8 @@ def longest_chain() -> list[str]:
             ]
             nexts = {
                 places.get(
-                    pair, f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0]
+                    pair,
+                    f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0],
                 )
                 for pair in names
             }

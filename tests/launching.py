@@ -181,7 +181,12 @@ class Run:
 
 
 def start_by_hand(
-    command: Sequence[str], folder: Path, processes: int, *, warm: bool = False, **environment: str
+    command: Sequence[str],
+    folder: Path,
+    processes: int,
+    *,
+    warm: bool = False,
+    **environment: str,
 ) -> list[Run]:
     """Start ranks with the plain variables and no launcher."""
     port = str(free_port())

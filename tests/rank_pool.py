@@ -125,7 +125,11 @@ class RankPool:
         self.close()
 
     def run(
-        self, function: Callable[..., T], *args: Any, world_size: int = 2, **options: Any
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        world_size: int = 2,
+        **options: Any,
     ) -> list[T]:
         """Run a module-level function on every rank and return what each returned.
 
@@ -188,7 +192,10 @@ class RankPool:
                     found[rank] = _died(self._workers[rank][0])
         for rank in waiting.values():
             found[rank] = RankOutcome(
-                ok=False, error_type="Hang", error="did not return in time", is_spent=True
+                ok=False,
+                error_type="Hang",
+                error="did not return in time",
+                is_spent=True,
             )
         if any(outcome.is_spent for outcome in found.values()):
             self._dump_stacks(waiting.values())
@@ -280,7 +287,10 @@ def _died(process: BaseProcess, what: str = "") -> RankOutcome:
 
 
 def _serve(
-    connection: Connection, path: list[str], environment: dict[str, str], start_method: str
+    connection: Connection,
+    path: list[str],
+    environment: dict[str, str],
+    start_method: str,
 ) -> None:
     """Run functions until the pool closes the connection."""
     sys.path[:] = path
@@ -316,7 +326,11 @@ def _serve(
 
 
 def _outcome(
-    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], *, init: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    *,
+    init: bool,
 ) -> RankOutcome:
     has_begun = False
     try:
@@ -385,7 +399,11 @@ def _init_group() -> None:
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=30)
+        "gloo",
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=timedelta(seconds=30),
     )
     # A rank that is done at once must not close its connections while another still makes its own.
     store.set(f"connected{rank}", "")

@@ -53,7 +53,12 @@ def test_planted_faults_are_named_and_a_clean_run_on_a_busy_machine_is_left_alon
     command = [sys.executable, "-m", "benchmarks.planted_delays", "--short"]
     root = BENCHMARKS[0].parents[1]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=560, check=False, cwd=root
+        command,
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+        cwd=root,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 faults named; 0 of 1 clean runs had a verdict" in done.stdout

@@ -58,7 +58,12 @@ def ci_run(folder):
     environment["DDPKIT_REQUIRE_CLUSTERS"] = "0"
     command = [str(folder / ".ci" / "run")]
     run = subprocess.run(
-        command, cwd="/", env=environment, capture_output=True, text=True, check=False
+        command,
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode != 0, "the status of the suite is kept"
     lines = run.stdout.splitlines()

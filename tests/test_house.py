@@ -124,7 +124,8 @@ def test_nothing_reaches_into_something_private_outside_of_compat():
 
 def test_imports_go_downward_only():
     checked = run_tool(
-        "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

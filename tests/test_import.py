@@ -27,7 +27,8 @@ def test_a_module_of_the_face_says_which_of_its_names_are_for_users(module):
     imported = importlib.import_module(f"ddpkit.{module}")
     # constants, classes, functions: as ruff sorts them
     assert imported.__all__ == sorted(
-        set(imported.__all__), key=lambda name: (not name.isupper(), name)
+        set(imported.__all__),
+        key=lambda name: (not name.isupper(), name),
     )
     assert [name for name in imported.__all__ if not hasattr(imported, name)] == []
 
@@ -63,7 +64,8 @@ def test_the_version_is_the_installed_one():
 
 
 @pytest.mark.parametrize(
-    "path", ["core.Stage", "core.Brain", "utils.distributed.run_on_main", "dataio.dataloader"]
+    "path",
+    ["core.Stage", "core.Brain", "utils.distributed.run_on_main", "dataio.dataloader"],
 )
 def test_names_of_ported_recipes_lead_here(path):
     found = ddpkit

@@ -132,7 +132,10 @@ class Classifier(Brain):
         return self.modules.network(batch[0])
 
     def compute_objectives(
-        self, predictions: torch.Tensor, batch: Any, stage: Stage
+        self,
+        predictions: torch.Tensor,
+        batch: Any,
+        stage: Stage,
     ) -> torch.Tensor:
         return nn.functional.cross_entropy(predictions, batch[1])
 

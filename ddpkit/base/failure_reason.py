@@ -72,7 +72,13 @@ class Reason:
     words: str = ""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
+    def of(
+        cls,
+        rank: int,
+        error: BaseException,
+        *,
+        is_final: bool,
+    ) -> Reason:
         """Describe an exception of this process."""
         here = POSITION.own_status(rank, 0.0, look=False)
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]

@@ -54,7 +54,12 @@ class FailureReport:
         Reason(rank=1, text='ValueError: boom', ...)
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
@@ -113,7 +118,8 @@ class FailureReport:
         """Return the text that a rank has kept under a name, or None where there is none yet."""
         key = f"ddpkit/note/{name}"
         return self._asked(
-            lambda store: store.get(key).decode() if store.check([key]) else None, otherwise=None
+            lambda store: store.get(key).decode() if store.check([key]) else None,
+            otherwise=None,
         )
 
     def has_notes(self, names: Sequence[str]) -> bool:
@@ -140,7 +146,8 @@ class FailureReport:
         """Return the other ranks from which nothing more will come."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return self._asked(
-            lambda _: [rank for rank in others if self.has_departed(rank)], otherwise=[]
+            lambda _: [rank for rank in others if self.has_departed(rank)],
+            otherwise=[],
         )
 
     def await_departures(self, seconds: float) -> None:
@@ -148,11 +155,17 @@ class FailureReport:
         end = time.monotonic() + seconds
         keys = [_departed_key(rank) for rank in range(self.world_size)]
         while time.monotonic() < end and not self._asked(
-            lambda store: store.check(keys), otherwise=True
+            lambda store: store.check(keys),
+            otherwise=True,
         ):
             time.sleep(NAP_SECONDS)
 
-    def _asked(self, ask: Callable[[Store], T], *, otherwise: T) -> T:
+    def _asked(
+        self,
+        ask: Callable[[Store], T],
+        *,
+        otherwise: T,
+    ) -> T:
         if not self.store_is_lost:
             try:
                 return ask(self.store)

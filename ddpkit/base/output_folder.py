@@ -140,7 +140,11 @@ def _require_writable(path: Path) -> None:
         number = errno.ENOTDIR
     elif disk.f_flag & os.ST_RDONLY:
         number = errno.EROFS
-    elif not os.access(found, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+    elif not os.access(
+        found,
+        os.W_OK,
+        effective_ids=os.access in os.supports_effective_ids,
+    ):
         number = errno.EACCES
     elif disk.f_blocks and not disk.f_bavail:
         number = errno.ENOSPC

@@ -73,7 +73,14 @@ class Position:
             return calls
         # not there while a step is open: only the main thread looks at it
         made = vars(progress).get("optimizer_step")
-        return (*calls, id(progress), stage_of(progress), progress.epoch, progress.step, made)
+        return (
+            *calls,
+            id(progress),
+            stage_of(progress),
+            progress.epoch,
+            progress.step,
+            made,
+        )
 
     def has_no_limit(self) -> bool:
         """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where
@@ -90,7 +97,12 @@ class Position:
         self.sessions += 1
         here = threading.get_ident()
         return temporarily(
-            self, progress=progress, session=self.sessions, main_thread=here, call=call, part=""
+            self,
+            progress=progress,
+            session=self.sessions,
+            main_thread=here,
+            call=call,
+            part="",
         )
 
     def stage_begins(self) -> None:
@@ -140,7 +152,13 @@ class Position:
         is_reading = self.waits_for_device and frame is not None and reads_number(frame)
         return where, waits or is_reading
 
-    def own_status(self, rank: int, seconds: float, *, look: bool) -> RankStatus:
+    def own_status(
+        self,
+        rank: int,
+        seconds: float,
+        *,
+        look: bool,
+    ) -> RankStatus:
         """Describe where this process is.
 
         Args:
@@ -151,7 +169,13 @@ class Position:
         progress = self.progress
         pid = os.getpid()
         session = self.session
-        found = RankStatus(rank, host_name(), pid, seconds=round(seconds, 1), session=session)
+        found = RankStatus(
+            rank,
+            host_name(),
+            pid,
+            seconds=round(seconds, 1),
+            session=session,
+        )
         if progress is not None:
             found.inside = True
             if self.call:

@@ -134,7 +134,10 @@ def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
     names = [one.rank for one in MPI_LAUNCHERS.values() if size(environ, one.world_size) > 1]
     if in_slurm_step(environ):
         names.append("SLURM_PROCID")
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
+    return next(
+        (int(environ[name]) for name in names if environ.get(name, "").isdecimal()),
+        None,
+    )
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:

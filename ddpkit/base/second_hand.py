@@ -77,7 +77,8 @@ def explained(error: BaseException, lost: int | None = None) -> BaseException:
 
 
 def failure_behind(
-    report: FailureReport, find: Callable[[], Reason | None]
+    report: FailureReport,
+    find: Callable[[], Reason | None],
 ) -> RankFailedError | None:
     """Return the failure of another rank, or that it has come to its end; None where no rank is
     known to be the cause.

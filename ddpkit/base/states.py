@@ -39,7 +39,16 @@ HOOKS_OF_ROLE: dict[str, dict[type, Any]] = {
     "loader": DEFAULT_LOAD_HOOKS,
     "transfer": DEFAULT_TRANSFER_HOOKS,
 }
-_FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
+_FIXED = frozenset(
+    {
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        type(None),
+    }
+)  # values that never change
 
 
 def mark_as_saver(method: FunctionT) -> FunctionT:
@@ -150,7 +159,8 @@ def register_checkpoint_hooks(cls: ClassT, save_on_main_only: bool = True) -> Cl
 
 @overload
 def register_checkpoint_hooks(
-    cls: None = None, save_on_main_only: bool = True
+    cls: None = None,
+    save_on_main_only: bool = True,
 ) -> Callable[[ClassT], ClassT]: ...
 
 
@@ -327,7 +337,12 @@ def sharded_like(value: Any, own: Any) -> Any:
     start = min(mesh.get_local_rank() * size, own.shape[0])
     rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
     return DTensor.from_local(
-        rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+        rows,
+        mesh,
+        own.placements,
+        run_check=False,
+        shape=own.shape,
+        stride=own.stride(),
     )
 
 

@@ -36,7 +36,10 @@ def note_line_of(error: BaseException, function: Any) -> None:
     found = {one.lineno for one in _returns(function)}
     line = found.pop() if len(found) == 1 else code.co_firstlineno
     vars(error)[HOOK_LINE] = traceback.FrameSummary(
-        code.co_filename, line, code.co_name, lookup_line=False
+        code.co_filename,
+        line,
+        code.co_name,
+        lookup_line=False,
     )
 
 
@@ -57,7 +60,8 @@ def _returns(function: Any) -> list[ast.Return]:
         if isinstance(node, ast.Return):
             found.append(node)
         elif not isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+            node,
+            (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
         ):
             pending += ast.iter_child_nodes(node)
     return found

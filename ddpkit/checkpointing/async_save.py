@@ -77,7 +77,9 @@ class BackgroundSave:
         Ranks: main only.
         """
         self._thread = threading.Thread(
-            target=self._run, args=(path, work), name=f"ddpkit saves {path.name}"
+            target=self._run,
+            args=(path, work),
+            name=f"ddpkit saves {path.name}",
         )
         self.threads[os.path.realpath(path.parent)] = self._thread
         self._thread.start()
@@ -184,7 +186,12 @@ class SnapshotMemory:
                 )
             storage = copies[id(value.untyped_storage())]
             tensor = torch.empty(0, dtype=value.dtype, device="cpu")
-            tensor.set_(storage, value.storage_offset(), value.size(), value.stride())
+            tensor.set_(
+                storage,
+                value.storage_offset(),
+                value.size(),
+                value.stride(),
+            )
             return tensor.requires_grad_(value.requires_grad)
 
         return {name: map_values(state, copied) for name, state in states.items()}
@@ -194,14 +201,19 @@ class SnapshotMemory:
         self._kept.clear()
 
     def _copy(
-        self, storage: torch.UntypedStorage, own: torch.UntypedStorage | None
+        self,
+        storage: torch.UntypedStorage,
+        own: torch.UntypedStorage | None,
     ) -> torch.UntypedStorage:
         on_gpu = storage.device.type == "cuda"
         size = storage.nbytes()
         if own is None:
             try:
                 own = torch.empty(
-                    size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu
+                    size,
+                    dtype=torch.uint8,
+                    device="cpu",
+                    pin_memory=on_gpu,
                 ).untyped_storage()
             except RuntimeError as error:
                 raise MemoryError(f"{size} bytes are needed: {error}") from error
@@ -309,7 +321,12 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
-def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+def _one_group(
+    group: Path,
+    limit_name: str,
+    usage_name: str,
+    cache_name: str,
+) -> Iterator[int]:
     limit = _text(group / limit_name).strip()
     usage = _text(group / usage_name).strip()
     if limit.isdigit() and usage.isdigit() and int(limit) < HUGE:

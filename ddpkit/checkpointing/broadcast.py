@@ -63,10 +63,16 @@ def load_recoverables(
         path = checkpoint.paramfiles[name]
         if together:
             _load_on_all(
-                name, path, functools.partial(_load_copy, hook, objects[name], path, end_of_epoch)
+                name,
+                path,
+                functools.partial(_load_copy, hook, objects[name], path, end_of_epoch),
             )
         else:
-            _load_one(name, path, functools.partial(hook, objects[name], path, end_of_epoch))
+            _load_one(
+                name,
+                path,
+                functools.partial(hook, objects[name], path, end_of_epoch),
+            )
 
 
 def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
@@ -92,7 +98,12 @@ def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
         ) from own
 
 
-def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
+def _load_copy(
+    hook: LoadHook,
+    obj: Any,
+    path: Path,
+    end_of_epoch: bool,
+) -> None:
     """Load rank 0's file: there the file itself, on other ranks a copy of it."""
     content = _bytes_of_main(path)
     if if_main_process():
@@ -118,7 +129,11 @@ def _bytes_of_main(path: Path) -> torch.Tensor:
     # MemoryError, and not torch's
     content = read[0] if read else torch.from_numpy(np.empty(size or 0, np.uint8))
     for start in range(0, len(content), SENT_BYTES):
-        dist.broadcast(content[start : start + SENT_BYTES], src=0, group=control_group())
+        dist.broadcast(
+            content[start : start + SENT_BYTES],
+            src=0,
+            group=control_group(),
+        )
     return content
 
 

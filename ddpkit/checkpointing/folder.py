@@ -51,7 +51,9 @@ META_HEAD = "# yamllint disable\n"
 
 
 def run_savers(
-    hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path
+    hooks: Mapping[str, SaveHook],
+    objects: Mapping[str, Any],
+    staging: Path,
 ) -> dict[str, Any]:
     """Run save hooks, but take the states of what :func:`torch_save` is to save.
 
@@ -161,7 +163,11 @@ class CheckpointFolder:
         return self.finish(save, *self.begin(save))
 
     def finish(
-        self, save: SaveRequest, staging: Path, final: Path, failures: str = ""
+        self,
+        save: SaveRequest,
+        staging: Path,
+        final: Path,
+        failures: str = "",
     ) -> Checkpoint:
         """Collect and commit what :meth:`begin` has begun, in the background if it can be copied;
         release the lock.
@@ -196,7 +202,10 @@ class CheckpointFolder:
             self.lock.release()
 
     def _collect(
-        self, save: SaveRequest, staging: Path, final: Path
+        self,
+        save: SaveRequest,
+        staging: Path,
+        final: Path,
     ) -> tuple[Checkpoint, Mapping[str, Any], bool]:
         """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the
         states of the rest.
@@ -214,7 +223,9 @@ class CheckpointFolder:
             )
         write_file(staging / META_NAME, operator.methodcaller("write", text))
         states: Mapping[str, Any] = run_savers(
-            save.hooks_where(every_rank=False), save.objects, staging
+            save.hooks_where(every_rank=False),
+            save.objects,
+            staging,
         )
         is_copy = False
         if self.copy is not None:
@@ -266,7 +277,11 @@ class CheckpointFolder:
                 with _saving(name):
                     digests[path] = write_state(state, path)
             commit_staging(
-                staging, final, digests, self.world_size, before_rename=self.lock.require
+                staging,
+                final,
+                digests,
+                self.world_size,
+                before_rename=self.lock.require,
             )
         self.damage_log.reasons.pop(final, None)
         self.damage_log.note_time(checkpoint)
@@ -296,7 +311,13 @@ class CheckpointFolder:
         meta = checkpoint.meta
         save.tell(
             SaveReport(
-                checkpoint.path, size, seconds, not is_waiting, save.end_of_epoch, meta, retained
+                checkpoint.path,
+                size,
+                seconds,
+                not is_waiting,
+                save.end_of_epoch,
+                meta,
+                retained,
             )
         )
 
@@ -365,7 +386,8 @@ class CheckpointFolder:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
         logger.warning(
-            "Checkpoints that this run does not continue were moved to %s.", shown_path(aside)
+            "Checkpoints that this run does not continue were moved to %s.",
+            shown_path(aside),
         )
 
     def delete(self, retention: Retention, verbosity: int) -> Retained:
@@ -396,7 +418,9 @@ class CheckpointFolder:
 
 
 def _retained(
-    counted: Iterable[Checkpoint], gone: Sequence[Checkpoint], retention: Retention
+    counted: Iterable[Checkpoint],
+    gone: Sequence[Checkpoint],
+    retention: Retention,
 ) -> Retained:
     """Say what a deletion has left in a folder, and what is the best of it by each key of the
     meta.
@@ -409,5 +433,7 @@ def _retained(
         if key is not None and order:
             best[key] = order[0].path.name
     return Retained(
-        tuple(one.path.name for one in left), tuple(one.path.name for one in gone), best
+        tuple(one.path.name for one in left),
+        tuple(one.path.name for one in gone),
+        best,
     )

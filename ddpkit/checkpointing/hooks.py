@@ -115,7 +115,8 @@ def saved_state(obj: Any) -> Any:
     if isinstance(obj, nn.Module):
         return _unwrapped_state(obj)
     return map_values(
-        obj.state_dict(), lambda one: one.item() if isinstance(one, np.generic) else one
+        obj.state_dict(),
+        lambda one: one.item() if isinstance(one, np.generic) else one,
     )
 
 
@@ -145,7 +146,8 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
         if _has(state, is_sharded):
             require_all_ranks("whole_state_dict")
             found[name] = map_values(
-                state, lambda one: gather_whole(one, keep=keep) if is_sharded(one) else one
+                state,
+                lambda one: gather_whole(one, keep=keep) if is_sharded(one) else one,
             )
     return found
 
@@ -307,7 +309,8 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
 
 
 def map_old_state_dict_weights(
-    state_dict: MutableMapping[str, torch.Tensor], mapping: Mapping[str, str]
+    state_dict: MutableMapping[str, torch.Tensor],
+    mapping: Mapping[str, str],
 ) -> MutableMapping[str, torch.Tensor]:
     """Rename the entries of an old ``state_dict``: wherever a name has a text, put another one in
     its place.
@@ -362,11 +365,24 @@ def _is_torchs(method: Callable[..., object]) -> bool:
 
 
 _DAMAGED = frozenset({"UnpicklingError", "EOFError", "KeyError", "BadZipFile"})
-_VALUES = (str, bool, int, float, complex, type(None), torch.dtype)
+_VALUES = (
+    str,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.dtype,
+)
 _LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 
-def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+def safe_load(
+    path: Path,
+    map_location: Any = "cpu",
+    *,
+    mmap: bool = False,
+) -> Any:
     """Load a file of ``torch.save`` without running any code from it, whatever the environment
     says.
 
@@ -444,15 +460,30 @@ def _load_in_threads(path: Path, sizes: list[int]) -> Any:
     if sorted(size for _, size in different if size) != sizes:
         return None
     with ThreadPoolExecutor(FILE_THREADS) as pool:
-        own = dict(zip(different, pool.map(_copy, different.values()), strict=True))
+        own = dict(
+            zip(
+                different,
+                pool.map(_copy, different.values()),
+                strict=True,
+            )
+        )
     for tensor, place in zip(tensors, places, strict=True):
-        tensor.set_(own[place], tensor.storage_offset(), tensor.shape, tensor.stride())
+        tensor.set_(
+            own[place],
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
     return state
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     old = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    own = torch.empty(old.shape, dtype=torch.uint8, device="cpu")
+    own = torch.empty(
+        old.shape,
+        dtype=torch.uint8,
+        device="cpu",
+    )
     np.copyto(own.numpy(), old.numpy())  # lets other threads run, and starts none
     return own.untyped_storage()
 
@@ -502,7 +533,12 @@ def _can_be_mapped(path: Path) -> bool:
             zipfile.ZipFile(path) as archive,
         ):
             str(path).encode()  # torch maps no file of another name
-            mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
+            mmap.mmap(
+                file.fileno(),
+                1,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ,
+            ).close()
             return all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
     return False
 
@@ -535,7 +571,12 @@ def _group_sizes(state: Any) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> CheckpointError:
+def _misfit(
+    obj: Any,
+    path: Path,
+    error: Exception,
+    advice: str = "",
+) -> CheckpointError:
     lines = str(error).splitlines()  # of a module, one for each parameter
     if len(lines) > MOST_MISFITS:
         lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]

@@ -170,7 +170,11 @@ def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Chec
         newest = (ckpt_recency(checkpoint), checkpoint.path.name)
         return (0, 0, *newest) if value is None else (1, value, *newest)
 
-    return sorted(filter(selection.counts, checkpoints), key=order, reverse=True)
+    return sorted(
+        filter(selection.counts, checkpoints),
+        key=order,
+        reverse=True,
+    )
 
 
 def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:

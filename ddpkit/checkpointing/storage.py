@@ -433,7 +433,10 @@ def remove_directory(path: Path) -> None:
 
 
 def save_error(
-    final: Path, error: BaseException, bytes_needed: int = 0, what: str = ""
+    final: Path,
+    error: BaseException,
+    bytes_needed: int = 0,
+    what: str = "",
 ) -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
@@ -483,7 +486,12 @@ def _os_error(error: BaseException | None) -> OSError | None:
 # ---------------------------------------------------------------------------------------- verifying
 
 
-def verify(directory: Path, mode: VerifyMode = "full", *, only: str | None = None) -> list[str]:
+def verify(
+    directory: Path,
+    mode: VerifyMode = "full",
+    *,
+    only: str | None = None,
+) -> list[str]:
     """Say why a checkpoint is not what was saved.
 
     Args:
@@ -533,7 +541,11 @@ def verify(directory: Path, mode: VerifyMode = "full", *, only: str | None = Non
 
 
 def _fault(
-    directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMode, piece_bytes: int
+    directory: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    mode: VerifyMode,
+    piece_bytes: int,
 ) -> str | None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         return f"{MANIFEST_NAME} names a file outside the directory: {name!r}"
@@ -733,7 +745,9 @@ def _close_in_children() -> None:
     keeps no folder.
     """
     os.register_at_fork(
-        before=_MUTEX.acquire, after_in_parent=_MUTEX.release, after_in_child=_forget
+        before=_MUTEX.acquire,
+        after_in_parent=_MUTEX.release,
+        after_in_child=_forget,
     )
 
 
@@ -878,7 +892,8 @@ class FolderLock:
                 if name.startswith(REPLACED_PREFIX) and not os.path.lexists(final):
                     FILES.rename(self.folder / name, final)
                     logger.warning(
-                        "%s is back: the save that was to replace it did not end.", final
+                        "%s is back: the save that was to replace it did not end.",
+                        final,
                     )
                 elif (
                     name.startswith((STAGING_PREFIX, TRASH_PREFIX))

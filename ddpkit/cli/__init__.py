@@ -86,7 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(PROGRAM, description, _EPILOG.format(commands=purposes))
     parser.usage = "%(prog)s [-h] [--version] [command] ..."
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
-    parser.add_argument("command", nargs="?", choices=sorted(COMMANDS), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=sorted(COMMANDS),
+        help=argparse.SUPPRESS,
+    )
     parser.parse_args(words)
     return _guarded(parser.print_help)
 
@@ -113,7 +118,12 @@ def command_parser(program: str, description: str, epilog: str) -> argparse.Argu
     """
     layout = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(
-        program, None, description, epilog, formatter_class=layout, allow_abbrev=False
+        program,
+        None,
+        description,
+        epilog,
+        formatter_class=layout,
+        allow_abbrev=False,
     )
 
 

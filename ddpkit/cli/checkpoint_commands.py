@@ -134,7 +134,9 @@ class Entry:
     def checkpoint(self) -> Checkpoint:
         own = [name for name in self.files if name.endswith(SUFFIX) and "/" not in name]
         return Checkpoint(
-            self.path, self.meta, {name.removesuffix(SUFFIX): self.path / name for name in own}
+            self.path,
+            self.meta,
+            {name.removesuffix(SUFFIX): self.path / name for name in own},
         )
 
     @property
@@ -191,7 +193,11 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}.")
     found = [look_at(each, mode) for each in paths]
-    return sorted(found, key=lambda one: (one.saved, one.path.name), reverse=True)
+    return sorted(
+        found,
+        key=lambda one: (one.saved, one.path.name),
+        reverse=True,
+    )
 
 
 def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
@@ -220,7 +226,14 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     made_by = {
         name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}
     }
-    return Entry(path, meta, files, made_by, brain if isinstance(brain, dict) else {}, reasons)
+    return Entry(
+        path,
+        meta,
+        files,
+        made_by,
+        brain if isinstance(brain, dict) else {},
+        reasons,
+    )
 
 
 # --------------------------------------------------------------------------------- ls, show, verify
@@ -248,7 +261,18 @@ def _listing(found: Sequence[Entry]) -> list[str]:
         step = value_text(one.brain.get("optimizer_step", UNKNOWN), 20)
         ranks = value_text(one.manifest.get("world_size", UNKNOWN), 20)
         name, size = printable(one.path.name), size_text(one.size)
-        rows.append((name, one.time_text, one.epoch_text, step, size, ranks, state, metrics))
+        rows.append(
+            (
+                name,
+                one.time_text,
+                one.epoch_text,
+                step,
+                size,
+                ranks,
+                state,
+                metrics,
+            )
+        )
     known = [column for column in zip(*rows, strict=True) if set(column[1:]) != {UNKNOWN}]
     lines = table(list(zip(*known, strict=True)))
     reasons = [[f"    damaged: {printable(reason)}" for reason in one.reasons] for one in found]
@@ -280,12 +304,21 @@ def command_show(options: argparse.Namespace) -> int:
     for name, size in one.files.items():
         if name not in {META_NAME, MANIFEST_NAME}:
             say(f"\n{printable(name)}, {size_text(size)}")
-            for line in describe(one.path / name, tensors=options.tensors, limit=options.lines):
+            for line in describe(
+                one.path / name,
+                tensors=options.tensors,
+                limit=options.lines,
+            ):
                 say(f"  {line}".rstrip())
     return 1 if one.reasons else 0
 
 
-def describe(path: Path, *, tensors: bool = False, limit: int = 20) -> list[str]:
+def describe(
+    path: Path,
+    *,
+    tensors: bool = False,
+    limit: int = 20,
+) -> list[str]:
     """Say what a regular file holds, in lines for a person."""
     rows: list[tuple[str, str]] = []
     try:
@@ -323,7 +356,11 @@ def _summary(value: Any) -> list[str]:
     return lines + [f"{printable(name)}: {value_text(one, 400)}" for name, one in rest]
 
 
-def tensors_in(value: Any, prefix: str = "", depth: int = 8) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(
+    value: Any,
+    prefix: str = "",
+    depth: int = 8,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Walk through containers; yield each tensor with the names that lead to it, joined by dots."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
@@ -367,7 +404,9 @@ def command_average(options: argparse.Namespace) -> int:
             f"{str(path)!r} is inside a checkpoint, which must stay as it was saved."
         )
     chosen = choose(
-        options.paths, Selection(max_key=options.max_key, min_key=options.min_key), options.num
+        options.paths,
+        Selection(max_key=options.max_key, min_key=options.min_key),
+        options.num,
     )
     state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
     _write(state, path, options.format)

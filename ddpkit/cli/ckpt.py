@@ -19,7 +19,13 @@ __all__ = ["run"]
 PROGRAM = "python -m ddpkit ckpt"
 
 #: The formats that `export` and `average` write, by the suffix of the file.
-SUFFIXES = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".pt": "pt",
+    ".pth": "pt",
+    ".bin": "pt",
+    ".ckpt": "pt",
+}
 
 _DESCRIPTION = """\
 Look at checkpoints. A CKPT is a checkpoint's directory; a DIR is the folder that holds them, such as
@@ -89,10 +95,15 @@ def _parser() -> argparse.ArgumentParser:
 
     show = _command(commands, "show", "show what is in one checkpoint")
     show.add_argument(
-        "path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest"
+        "path",
+        metavar="CKPT",
+        type=Path,
+        help="a checkpoint; of a folder, its newest",
     )
     show.add_argument(
-        "--tensors", action="store_true", help="name, shape and dtype of every tensor"
+        "--tensors",
+        action="store_true",
+        help="name, shape and dtype of every tensor",
     )
     show.add_argument(
         "--lines",
@@ -104,24 +115,40 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = _command(commands, "verify", "read every byte and compare it with what was saved")
     verify.add_argument(
-        "paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints"
+        "paths",
+        metavar="DIR|CKPT",
+        type=Path,
+        nargs="+",
+        help="folders or checkpoints",
     )
 
     average = _command(commands, "average", "average the weights of several checkpoints")
     average.add_argument(
-        "paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints"
+        "paths",
+        metavar="DIR|CKPT",
+        type=Path,
+        nargs="+",
+        help="folders or checkpoints",
     )
     _add_best(average)
     average.add_argument(
-        "--num", type=whole_number(1), metavar="N", help="the N best, or newest (default: all)"
+        "--num",
+        type=whole_number(1),
+        metavar="N",
+        help="the N best, or newest (default: all)",
     )
     _add_output(average)
 
     export = _command(
-        commands, "export", "write the weights of one checkpoint to a file of their own"
+        commands,
+        "export",
+        "write the weights of one checkpoint to a file of their own",
     )
     export.add_argument(
-        "path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest or best"
+        "path",
+        metavar="CKPT",
+        type=Path,
+        help="a checkpoint; of a folder, its newest or best",
     )
     _add_best(export)
     _add_output(export)
@@ -130,7 +157,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(commands: Any, name: str, purpose: str) -> Any:
     parser = commands.add_parser(
-        name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False
+        name,
+        help=purpose,
+        description=f"{purpose.capitalize()}.",
+        allow_abbrev=False,
     )
     parser.set_defaults(command=f"command_{name}", parser=parser)
     return parser
@@ -139,21 +169,34 @@ def _command(commands: Any, name: str, purpose: str) -> Any:
 def _add_best(parser: argparse.ArgumentParser) -> None:
     best = parser.add_mutually_exclusive_group()
     best.add_argument(
-        "--min-key", metavar="KEY", help="best is the smallest value of this key of the meta"
+        "--min-key",
+        metavar="KEY",
+        help="best is the smallest value of this key of the meta",
     )
     best.add_argument(
-        "--max-key", metavar="KEY", help="best is the greatest value of this key of the meta"
+        "--max-key",
+        metavar="KEY",
+        help="best is the greatest value of this key of the meta",
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--recoverable", metavar="NAME", required=True, help="which file: NAME.ckpt, such as model"
+        "--recoverable",
+        metavar="NAME",
+        required=True,
+        help="which file: NAME.ckpt, such as model",
     )
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, required=True, help="the file to write"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="the file to write",
     )
     parser.add_argument(
-        "--format", choices=("safetensors", "pt"), help="default: by the suffix of FILE"
+        "--format",
+        choices=("safetensors", "pt"),
+        help="default: by the suffix of FILE",
     )
     parser.add_argument("--force", action="store_true", help="replace a file that is there")

@@ -107,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--pairs", action="store_true", help="measure each pair of hosts (one host: of ranks)")
     add("--json", action="store_true", help="write JSON, with all values")
     add(
-        "--verbose", action="store_true", help="say of what is well, too, what was expected and why"
+        "--verbose",
+        action="store_true",
+        help="say of what is well, too, what was expected and why",
     )
     return parser

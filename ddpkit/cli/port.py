@@ -99,7 +99,9 @@ def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(PROGRAM, _DESCRIPTION, _EPILOG)
     parser.add_argument(
-        "recipe", type=Path, help="the folder of a recipe, or one .py or .yaml file"
+        "recipe",
+        type=Path,
+        help="the folder of a recipe, or one .py or .yaml file",
     )
     parser.add_argument(
         "--write",

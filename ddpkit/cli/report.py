@@ -68,7 +68,10 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(PROGRAM, _DESCRIPTION, _EPILOG)
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="folder of an experiment, or metrics.jsonl"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="folder of an experiment, or metrics.jsonl",
     )
     parser.add_argument(
         "-o",
@@ -79,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the page (default: report.html in the current folder)",
     )
     parser.add_argument(
-        "--png", metavar="FILE", type=Path, help="also draw an overview as a picture"
+        "--png",
+        metavar="FILE",
+        type=Path,
+        help="also draw an overview as a picture",
     )
     return parser
 

@@ -150,9 +150,19 @@ def _parser() -> argparse.ArgumentParser:
     strong = "the samples of a step stay the same on all sizes"
     weak = "the samples of each process stay the same"
     kinds.add_argument(
-        "--strong", dest="scaling", action="store_const", const="strong", help=strong
+        "--strong",
+        dest="scaling",
+        action="store_const",
+        const="strong",
+        help=strong,
     )
-    kinds.add_argument("--weak", dest="scaling", action="store_const", const="weak", help=weak)
+    kinds.add_argument(
+        "--weak",
+        dest="scaling",
+        action="store_const",
+        const="weak",
+        help=weak,
+    )
     add(
         "--rounds",
         type=whole_number(1),

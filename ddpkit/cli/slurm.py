@@ -106,7 +106,11 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     more = [f"--gpus-per-node={gpus}"] if gpus else []
     names = {name: getattr(options, name) for name in ("partition", "account")}
     more += [f"--{name}={shlex.quote(value)}" for name, value in names.items() if value]
-    recipe = [options.script, *([options.hparams] if options.hparams else []), *arguments]
+    recipe = [
+        options.script,
+        *([options.hparams] if options.hparams else []),
+        *arguments,
+    ]
     torchrun = [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
     own_signals = _passes_signals_on()
     if own_signals:
@@ -122,7 +126,10 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
         notice=notice,
         grace=grace,
         job_name=re.sub(
-            r"[^\w.+@-]", "_", options.job_name or Path(options.script).stem, flags=re.ASCII
+            r"[^\w.+@-]",
+            "_",
+            options.job_name or Path(options.script).stem,
+            flags=re.ASCII,
         ),
         more="\n".join(f"#SBATCH {value}" for value in [*more, *options.sbatch]),
         requeue="requeue" if options.requeue else "no-requeue",
@@ -218,8 +225,20 @@ def _parser() -> argparse.ArgumentParser:
     add("hparams", metavar="HPARAMS", nargs="?", help="its YAML file")
     positive = whole_number(1)
     natural = whole_number(0)
-    add("--nodes", type=positive, metavar="N", required=True, help="number of nodes")
-    add("--gpus-per-node", type=natural, metavar="N", required=True, help="0 on nodes without GPUs")
+    add(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        required=True,
+        help="number of nodes",
+    )
+    add(
+        "--gpus-per-node",
+        type=natural,
+        metavar="N",
+        required=True,
+        help="0 on nodes without GPUs",
+    )
     add(
         "--time",
         metavar="LIMIT",

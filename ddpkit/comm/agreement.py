@@ -267,7 +267,13 @@ def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str
     return facts
 
 
-def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) -> dict[str, str]:
+def data_facts(
+    name: str,
+    loader: Any,
+    batches: int | None,
+    *,
+    sharded: bool,
+) -> dict[str, str]:
     """Describe what a loader gives: batches, samples, batch size and seed.
 
     Args:
@@ -370,7 +376,10 @@ def own_place() -> str:
     return f"{host_name()} (pid {os.getpid()})"
 
 
-def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+def _groups(
+    name: str,
+    everybody: Sequence[Mapping[str, str]],
+) -> dict[str, list[int]]:
     """Return the ranks by value of a fact, without the ranks that cannot know this fact."""
     groups: dict[str, list[int]] = {}
     for rank, facts in enumerate(everybody):
@@ -383,7 +392,11 @@ def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list
 
 
 def compare_over_store(
-    store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float
+    store: Store,
+    rank: int,
+    world_size: int,
+    facts: Mapping[str, str],
+    seconds: float,
 ) -> None:
     """Compare facts between processes that have met at a store, before there is a process group.
 
@@ -420,7 +433,12 @@ def compare_over_store(
         raise RankMismatchError(message)
 
 
-def _get(store: Store, key: str, end: float, other: int) -> str:
+def _get(
+    store: Store,
+    key: str,
+    end: float,
+    other: int,
+) -> str:
     for _ in poll_until(end):
         if store.check([key]):
             return bytes(store.get(key)).decode()
@@ -484,7 +502,8 @@ def together(work: Callable[[], T]) -> T:
 
 
 def failures_of(
-    work: Callable[[], object], kind: type[Exception] = Exception
+    work: Callable[[], object],
+    kind: type[Exception] = Exception,
 ) -> tuple[Exception | None, str]:
     """Do something on every rank, and tell every rank who failed.
 
@@ -518,7 +537,10 @@ def failures_of(
 
 @POSITION.at("comparing the ranks")
 def require_agreement(
-    facts: Mapping[str, str], *, about: Any = None, site: str | None = None
+    facts: Mapping[str, str],
+    *,
+    about: Any = None,
+    site: str | None = None,
 ) -> list[Any]:
     """Compare the facts of all ranks; raise if any differs.
 
@@ -545,10 +567,12 @@ def require_agreement(
     values = exchange((_digest(facts), about), site)
     if len({digest for digest, _ in values}) > 1:
         everybody = exchange(
-            (dict(facts), own_place()), None if site is None else (f"{site}, in detail")
+            (dict(facts), own_place()),
+            None if site is None else (f"{site}, in detail"),
         )
         message = describe_differences(
-            [own for own, _ in everybody], [place for _, place in everybody]
+            [own for own, _ in everybody],
+            [place for _, place in everybody],
         )
         if message:
             raise RankMismatchError(message)

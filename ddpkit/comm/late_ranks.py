@@ -49,7 +49,11 @@ GONE = (
 
 @waits_for_ranks
 def start_patient_sum(
-    total: torch.Tensor, call: str, group: Any, *, exchanges: bool
+    total: torch.Tensor,
+    call: str,
+    group: Any,
+    *,
+    exchanges: bool,
 ) -> Callable[[], object]:
     """Start to add up a tensor over the ranks, in place, without a limit of time.
 
@@ -139,4 +143,11 @@ def _tell(call: str, waited: float) -> None:
     known = latest_statuses(report)
     if any(one.waits for one in known if one.rank < report.rank):
         return
-    logger.warning(LATE, report.rank, waited, call, _own_line(), table(known))
+    logger.warning(
+        LATE,
+        report.rank,
+        waited,
+        call,
+        _own_line(),
+        table(known),
+    )

@@ -181,7 +181,9 @@ class Mailbox:
     """
 
     def __init__(
-        self, report: FailureReport, check_connection: Callable[[int], object] = lambda _: None
+        self,
+        report: FailureReport,
+        check_connection: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.report = report
         self.store = report.store
@@ -199,7 +201,13 @@ class Mailbox:
         self._counts[site] = self._counts.get(site, 0) + 1
         return f"{self._collectives}.{self._counts[site]}"
 
-    def post(self, site: str, count: str, outcome: Outcome, readers: int) -> None:
+    def post(
+        self,
+        site: str,
+        count: str,
+        outcome: Outcome,
+        readers: int,
+    ) -> None:
         """Leave an outcome for those who make the same call; never waits.
 
         A value that cannot be pickled is replaced by None with a warning that names the call.
@@ -215,7 +223,14 @@ class Mailbox:
         self.store.set(key, str(len(pieces)))
 
     @waits_for_ranks
-    def read(self, site: str, count: str, *, poster: int, readers: int) -> Outcome:
+    def read(
+        self,
+        site: str,
+        count: str,
+        *,
+        poster: int,
+        readers: int,
+    ) -> Outcome:
         """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its
         outcome.
 
@@ -277,12 +292,23 @@ class Mailbox:
                 "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which "
                 "gets None."
             )
-            logger.warning(text, place(site), self.rank, type(error).__name__, error)
+            logger.warning(
+                text,
+                place(site),
+                self.rank,
+                type(error).__name__,
+                error,
+            )
             return Outcome()
         return outcome
 
     @waits_for_ranks
-    def _wait(self, key: str, site: str, poster: int) -> None:
+    def _wait(
+        self,
+        key: str,
+        site: str,
+        poster: int,
+    ) -> None:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
         next_look = CONNECTION_SECONDS
@@ -305,7 +331,12 @@ class Mailbox:
         finally:
             self.report.awaited = None
 
-    def _look_at_connection(self, key: str, site: str, poster: int) -> None:
+    def _look_at_connection(
+        self,
+        key: str,
+        site: str,
+        poster: int,
+    ) -> None:
         try:
             self.check_connection(poster)
         except RuntimeError as error:
@@ -317,7 +348,11 @@ class Mailbox:
 
     @waits_for_ranks
     def _raise_lost(
-        self, error: RuntimeError, site: str, poster: int, lost: int | None = None
+        self,
+        error: RuntimeError,
+        site: str,
+        poster: int,
+        lost: int | None = None,
     ) -> NoReturn:
         """Say which rank was lost with a connection, if that becomes known soon."""
         news = explained(error, lost)
@@ -334,7 +369,12 @@ class Mailbox:
             "through the script that it did not take."
         )
 
-    def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:
+    def _warn_waiting(
+        self,
+        site: str,
+        poster: int,
+        seconds: float,
+    ) -> None:
         text = (
             "rank %d has waited %.0f s at %s for rank %d. If that is not working on this call, "
             "the ranks have taken different paths through the script."
@@ -417,7 +457,9 @@ class Runtime:
         from ddpkit.compat import default_store, timeout_of
 
         self.report = report or FailureReport(
-            default_store(), dist.get_rank(), dist.get_world_size()
+            default_store(),
+            dist.get_rank(),
+            dist.get_world_size(),
         )
         self.store: dist.Store = self.report.store
         self.mailbox = Mailbox(self.report, self.check_connection)
@@ -446,7 +488,12 @@ class Runtime:
         """
         group = self.control_group()
         if group is not None:
-            dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=group, tag=CONNECTION_TAG)
+            dist.isend(
+                torch.zeros(1, dtype=torch.uint8),
+                rank,
+                group=group,
+                tag=CONNECTION_TAG,
+            )
 
     def end(self) -> None:
         """End all that belongs to the group, because another one takes its place.

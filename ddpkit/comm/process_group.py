@@ -129,7 +129,11 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
                 facts = {"number of processes": str(info.world_size), "backend": backend}
                 facts |= {**software_facts(), **code_facts()}
                 compare_over_store(
-                    store, info.rank, info.world_size, facts, timeout.total_seconds()
+                    store,
+                    info.rank,
+                    info.world_size,
+                    facts,
+                    timeout.total_seconds(),
                 )
             claim_device(store, info, device)
             _join(report, info, backend, device, timeout)
@@ -137,7 +141,8 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
             runtime.timeout = timeout
             runtime.watchdog = watchdog
             report.limits = limits_by_option(
-                run_opts.get("distributed_timeout_minutes"), hang_timeout
+                run_opts.get("distributed_timeout_minutes"),
+                hang_timeout,
             )
             _guard_group(hosts_store=hosts, destroy=True)
             # a rank that ended now would fail those still connecting to it
@@ -211,7 +216,11 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
 
 
 def _join(
-    report: FailureReport, info: LaunchInfo, backend: str, device: str, timeout: timedelta
+    report: FailureReport,
+    info: LaunchInfo,
+    backend: str,
+    device: str,
+    timeout: timedelta,
 ) -> None:
     own = torch.device(device) if device.startswith("cuda") else None
     size = info.world_size
@@ -550,7 +559,12 @@ def _is_ours(store: dist.Store, info: LaunchInfo) -> bool:
     return False
 
 
-def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.Store:
+def _connect(
+    address: str,
+    port: int,
+    end: float,
+    timeout: timedelta,
+) -> dist.Store:
     """Connect to a store on another process, as soon as it is there."""
     _await_listener(address, port, end)
     made = Future[dist.Store]()
@@ -559,7 +573,11 @@ def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.St
         try:
             made.set_result(
                 dist.TCPStore(
-                    address, port, is_master=False, wait_for_workers=False, timeout=timeout
+                    address,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timeout,
                 )
             )
         except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
@@ -599,7 +617,13 @@ def _await_listener(address: str, port: int, end: float) -> None:
 # --------------------------------------------------------------------------------------- rendezvous
 
 
-def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
+def join_attempt(
+    store: dist.Store,
+    info: LaunchInfo,
+    end: float,
+    *,
+    once: bool,
+) -> str:
     """Wait until every rank is there, and agree on a name for this attempt.
 
     Each rank leaves a token of this attempt, and rank 0 answers to it with the name; tokens of dead
@@ -648,7 +672,12 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
     )
 
 
-def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> None:
+def _await_all(
+    store: dist.Store,
+    info: LaunchInfo,
+    name: str,
+    end: float,
+) -> None:
     """Answer to every token until each rank has read its answer."""
     missing = set(range(1, info.world_size))
     warned = time.monotonic() + WARNING_SECONDS

@@ -97,7 +97,12 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
     sizes = [0, 0]
     sizes[1 - dist.get_rank(group)] = len(own)
     work: Any = dist.all_to_all_single(
-        received, keep_alive(own), sizes, sizes, group=group, async_op=True
+        received,
+        keep_alive(own),
+        sizes,
+        sizes,
+        group=group,
+        async_op=True,
     )
 
     def wait() -> torch.Tensor:

@@ -67,7 +67,12 @@ class TreeSum:
         self.subtrees: list[Subtree] = []
         self._add = add
 
-    def push(self, number: int, total: Any, level: int = 0) -> None:
+    def push(
+        self,
+        number: int,
+        total: Any,
+        level: int = 0,
+    ) -> None:
         """Take in the next part, or the next subtree of a level."""
         while number % 2 and self.subtrees and self.subtrees[-1][:2] == (level, number - 1):
             total = self._add(self.subtrees.pop().total, total)
@@ -84,7 +89,8 @@ class TreeSum:
 
 
 def add_tensors(
-    left: list[torch.Tensor | None], right: list[torch.Tensor | None]
+    left: list[torch.Tensor | None],
+    right: list[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Add tensors in pairs, in place; None counts as zeros.
 
@@ -177,7 +183,9 @@ class OrderedSum:
         present = torch.tensor(is_there, dtype=torch.uint8)
         with waiting():
             dist.all_reduce(
-                present, dist.ReduceOp.MAX, group=None if self._like[0].is_cpu else control_group()
+                present,
+                dist.ReduceOp.MAX,
+                group=None if self._like[0].is_cpu else control_group(),
             )
         for bucket in self._buckets(tuple(present.tolist())):
             for place, added in bucket.tensors(
@@ -186,7 +194,10 @@ class OrderedSum:
                 sums[place] = added.view(self._like[place].shape)
         return sums
 
-    def _add_whole(self, totals: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    def _add_whole(
+        self,
+        totals: list[list[torch.Tensor | None]],
+    ) -> list[torch.Tensor | None]:
         """Send this rank's subtrees to every rank, and add up all of them here."""
         rows = []
         for total in totals:
@@ -198,19 +209,28 @@ class OrderedSum:
         received = sent.new_empty(sum(counts))
         with waiting():
             dist.all_to_all_single(
-                received, sent, counts, [len(totals) * row_bytes] * self.world_size
+                received,
+                sent,
+                counts,
+                [len(totals) * row_bytes] * self.world_size,
             )
         tree = TreeSum(add_tensors)
         subtrees = itertools.chain.from_iterable(self._subtrees)
         for (level, place), row in zip(
-            subtrees, received.view(-1, row_bytes).unbind(), strict=True
+            subtrees,
+            received.view(-1, row_bytes).unbind(),
+            strict=True,
         ):
             parts = zip(
                 torch.split(row, [bucket.row_bytes for bucket in self._whole]),
                 self._whole,
                 strict=True,
             )
-            tree.push(place, [part.view(bucket.dtype) for part, bucket in parts], level)
+            tree.push(
+                place,
+                [part.view(bucket.dtype) for part, bucket in parts],
+                level,
+            )
         sums = zip(self._whole, tree.total(), strict=True)
         added = dict(itertools.chain.from_iterable(bucket.tensors(row) for bucket, row in sums))
         numbers = added.pop(len(self._like))
@@ -223,7 +243,11 @@ class OrderedSum:
         if present not in self._known:
             places = [place for place, is_there in enumerate(present) if is_there]
             self._known[present] = [
-                _Bucket([self._like[place] for place in those], those, self.world_size)
+                _Bucket(
+                    [self._like[place] for place in those],
+                    those,
+                    self.world_size,
+                )
                 for those in _divided(self._like, places, self._bucket_bytes)
             ]
         return self._known[present]
@@ -258,7 +282,8 @@ class OrderedSum:
         own_sum = tree.total().contiguous()
         with waiting():
             dist.all_gather(
-                list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8)
+                list(joined.view(torch.uint8).chunk(world_size)),
+                own_sum.view(torch.uint8),
             )
         return joined
 
@@ -268,7 +293,12 @@ class _Bucket:
     could begin.
     """
 
-    def __init__(self, like: list[torch.Tensor], places: list[int], world_size: int) -> None:
+    def __init__(
+        self,
+        like: list[torch.Tensor],
+        places: list[int],
+        world_size: int,
+    ) -> None:
         self.places = places
         self.sizes = [one.numel() for one in like]
         self._first = like[0]
@@ -291,7 +321,10 @@ class _Bucket:
     def tensors(self, row: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the place and the numbers of each tensor in a row."""
         for place, size, padded in zip(
-            self.places, self.sizes, torch.split(row, self.padded), strict=False
+            self.places,
+            self.sizes,
+            torch.split(row, self.padded),
+            strict=False,
         ):
             yield place, padded[:size]
 
@@ -303,7 +336,11 @@ def _subtrees_of(parts: range) -> list[tuple[int, int]]:
     return [(one.level, one.number) for one in tree.subtrees]
 
 
-def _divided(like: Sequence[torch.Tensor], places: list[int], most: int) -> Iterator[list[int]]:
+def _divided(
+    like: Sequence[torch.Tensor],
+    places: list[int],
+    most: int,
+) -> Iterator[list[int]]:
     """Yield the places of tensors that are sent together: of one dtype, and not many bytes but for
     a large tensor.
     """

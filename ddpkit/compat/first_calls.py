@@ -72,7 +72,11 @@ class _Hook:
 class _StandIn:
     """Calls a function, then what is compiled."""
 
-    def __init__(self, compiled: Callable[..., Any], note: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        note: Callable[[], object],
+    ) -> None:
         self._compiled = compiled
         self._note = note
 

@@ -27,7 +27,11 @@ _NORMALS = (torch.float32, torch.float64)
 _TORCH_SEED = 0x5EED_0F_70_2C_11  # of a generator in whose memory it is looked for
 _TORCH_HEADER = 256  # bytes, after which it has come
 # from the seed on: the twister; whether a float, a double is kept
-_TORCH_PARTS = ((16, _SHOWN), (2524, 1), (2536, 1))
+_TORCH_PARTS = (
+    (16, _SHOWN),
+    (2524, 1),
+    (2536, 1),
+)
 
 
 def look_at_random_streams() -> Any:
@@ -82,7 +86,12 @@ def _memory_of_process(bits: Any) -> tuple[Any, ...]:
     )
 
 
-def _memory(python: Any, legacy: Any, bits: Any, torchs: Any) -> tuple[Any, ...]:
+def _memory(
+    python: Any,
+    legacy: Any,
+    bits: Any,
+    torchs: Any,
+) -> tuple[Any, ...]:
     """Return views of what the generators hold: Python's twister, numpy's kept numbers and its
     twister, torch's.
     """
@@ -140,7 +149,14 @@ def _memory_shows_draws() -> bool:
     )
     # the place is the same again
     rounds = of_python, of_numpy, lambda: torch.rand(_WORDS, generator=torchs)
-    for draw in (*single, *normals, *of_torch, *rounds, *seeds, *single):
+    for draw in (
+        *single,
+        *normals,
+        *of_torch,
+        *rounds,
+        *seeds,
+        *single,
+    ):
         before = look()
         if look() != before or (draw(), look())[1] == before:
             return False

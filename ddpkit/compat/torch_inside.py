@@ -146,7 +146,9 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
         [tensor([3.]), tensor([3., 3.])]
     """
     at_once: Any = getattr(
-        torch, "_foreach_mul_", lambda ones, number: [one.mul_(number) for one in ones]
+        torch,
+        "_foreach_mul_",
+        lambda ones, number: [one.mul_(number) for one in ones],
     )
     if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
         # else one kernel each; not half precision, which cannot say a small factor
@@ -193,7 +195,12 @@ _PUBLIC: Any = torch.Tensor.backward, torch.autograd.backward
 _is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)  # noqa: SLF001
 
 
-def back_propagate(loss: torch.Tensor, weight: torch.Tensor, *, retain_graph: bool = False) -> None:
+def back_propagate(
+    loss: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    retain_graph: bool = False,
+) -> None:
     """Do what ``loss.backward(weight)`` does, in fewer calls; call that itself where it may have
     been replaced.
 
@@ -243,7 +250,15 @@ def _engine() -> Callable[..., object] | None:
         number: Any = torch.ones(1, device="cpu", requires_grad=True)
         loss = number.sum()
         weight = torch.full_like(loss, 0.5)
-        engine((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine(
+            (loss,),
+            (weight,),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
         homes = {public.__globals__["__name__"] for public in _PUBLIC}
         return (
             engine
@@ -466,7 +481,11 @@ def _shows_order(module: Any) -> bool:
     )
 
 
-def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list[int]) -> None:
+def _go_backwards(
+    module: Any,
+    parameters: list[torch.nn.Parameter],
+    order: list[int],
+) -> None:
     total = torch.zeros((), device=parameters[0].device)
     for number in reversed(order):  # what is added last is the first to go backwards
         total = total + (parameters[number].reshape(-1)[:1].float() * 0.0).sum()

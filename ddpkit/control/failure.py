@@ -155,7 +155,11 @@ def _end_plainly(error: BaseException) -> NoReturn:
     PROCESS.failed = error
     report = PROCESS.report
     reason = None
-    own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
+    own = Reason.of(
+        rank_if_known() or 0 if report is None else report.rank,
+        error,
+        is_final=True,
+    )
     is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
     is_of_batch = report is not None and _is_of_batch(error)
     speaks = AFTER not in vars(error) if is_of_batch else is_first
@@ -235,10 +239,19 @@ def record_for_launcher(error: BaseException) -> None:
         # what one sees last of all
         lines += Reason.of(int(rank), error, is_final=True).summary().splitlines()
     trace = "\n".join(f"[rank{rank}]: {line}" for line in lines)
-    _write_error_file(text_and_line(error)[0], trace, time.time() + is_second_hand(error))
+    _write_error_file(
+        text_and_line(error)[0],
+        trace,
+        time.time() + is_second_hand(error),
+    )
 
 
-def _write_error_file(message: str, trace: str, timestamp: float, **more: str) -> bool:
+def _write_error_file(
+    message: str,
+    trace: str,
+    timestamp: float,
+    **more: str,
+) -> bool:
     """Write the launcher's error file; say whether there is one, and it has been written.
 
     Args:
@@ -250,7 +263,11 @@ def _write_error_file(message: str, trace: str, timestamp: float, **more: str) -
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    info = {"py_callstack": trace, "timestamp": str(int(timestamp)), **more}
+    info = {
+        "py_callstack": trace,
+        "timestamp": str(int(timestamp)),
+        **more,
+    }
     report = {"message": {"message": message, "extraInfo": info}}
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         with replacing(Path(path)) as unfinished:
@@ -346,7 +363,11 @@ def _log(error: BaseException, *, is_shown: bool = True) -> None:
 
 
 def _record_printed(
-    error: BaseException, words: str, *, is_first: bool = True, is_known: bool = False
+    error: BaseException,
+    words: str,
+    *,
+    is_first: bool = True,
+    is_known: bool = False,
 ) -> None:
     """Write the launcher's error file for an exception whose traceback is read elsewhere.
 
@@ -366,7 +387,12 @@ def _record_printed(
     is_hidden = Path(path).with_name("stderr.log").exists()
     lines = [*whole.splitlines(), words] if is_hidden and not is_known else [words]
     trace = "\n".join(f"[rank{os.environ.get('RANK', '?')}]: {line}" for line in lines)
-    _write_error_file(text_and_line(error)[0], trace, time.time() + (not is_first), traceback=whole)
+    _write_error_file(
+        text_and_line(error)[0],
+        trace,
+        time.time() + (not is_first),
+        traceback=whole,
+    )
 
 
 def _show(error: BaseException, previous: Callable[..., object]) -> None:
@@ -374,7 +400,11 @@ def _show(error: BaseException, previous: Callable[..., object]) -> None:
     shows the same.
     """
     report = PROCESS.report
-    own = Reason.of(rank_if_known() or 0 if report is None else report.rank, error, is_final=True)
+    own = Reason.of(
+        rank_if_known() or 0 if report is None else report.rank,
+        error,
+        is_final=True,
+    )
     if report is None:
         _log(error)
         _record_printed(error, own.told("failed"))
@@ -390,7 +420,9 @@ def _show(error: BaseException, previous: Callable[..., object]) -> None:
 
 
 def _show_as_first(
-    order: FailureOrder, error: BaseException, previous: Callable[..., object]
+    order: FailureOrder,
+    error: BaseException,
+    previous: Callable[..., object],
 ) -> None:
     _log(error)
     _record_printed(error, order.summary())
@@ -411,7 +443,10 @@ _LIKENESS = {SAME: "the same traceback", SAME_LINE: "the same traceback and anot
 
 
 def _show_after(
-    order: FailureOrder, first: Reason, error: BaseException, previous: Callable[..., object]
+    order: FailureOrder,
+    first: Reason,
+    error: BaseException,
+    previous: Callable[..., object],
 ) -> None:
     _log(error, is_shown=False)
     likeness = order.likeness()
@@ -443,7 +478,10 @@ def _leave_to_launcher() -> None:
     if not _launcher_reads():
         return
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(
+        signal.SIGTERM,
+        lambda number, _: asked.append(number),
+    )
     end = time.monotonic() + LAUNCHER_SECONDS
     while time.monotonic() < end:
         if asked:  # what then ends with another code than 0 it lists, too
@@ -471,7 +509,10 @@ class UncaughtHook:
         self.process = os.getpid()
 
     def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         """Note the exception, and print it, or the failure behind it."""
         if os.getpid() != self.process or PROCESS.failed is not None:

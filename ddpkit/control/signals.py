@@ -100,7 +100,10 @@ def _watch_second_signal() -> None:
         os.set_blocking(_Listeners.pipe, False)
         os.register_at_fork(after_in_child=_forget)
         threading.Thread(
-            target=_end_at_second, args=(reader,), name="ddpkit-signals", daemon=True
+            target=_end_at_second,
+            args=(reader,),
+            name="ddpkit-signals",
+            daemon=True,
         ).start()
     before = signal.set_wakeup_fd(_Listeners.pipe, warn_on_full_buffer=False)
     if before not in {-1, _Listeners.pipe}:
@@ -422,7 +425,15 @@ class PeriodicSync:
         main_seconds = requests.main_seconds if self.is_main else 0.0
         stops = [float(cause == requests.stop) for cause in CAUSES]
         total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
-            [loss_sum, count, samples, per_step, main_seconds, float(requests.save), *stops]
+            [
+                loss_sum,
+                count,
+                samples,
+                per_step,
+                main_seconds,
+                float(requests.save),
+                *stops,
+            ]
         )
         stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
@@ -435,7 +446,12 @@ class PeriodicSync:
         self._last_time = time.monotonic()
         mean = total_loss / total if total else float("nan")
         return SyncReport(
-            step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop
+            step,
+            mean,
+            int(seen),
+            main_seconds=main,
+            save_wanted=wanted_by > 0,
+            stop=stop,
         )
 
 
@@ -484,7 +500,10 @@ def at_exit(call: Callable[[], object]) -> None:
         util.Finalize(None, call, exitpriority=FIRST_AT_EXIT)
 
 
-def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
+def start_loading(
+    loader: Any,
+    begin: Callable[[], Iterator[Any]] | None = None,
+) -> Iterator[Any]:
     """Begin to iterate a loader. Its workers, if it starts any, ignore signals and end with this
     process.
 
@@ -558,7 +577,12 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
             faulthandler.register(number, file=2, all_threads=False, chain=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals() | _dump_signal())
         rank = (multiprocessing.parent_process(), os.getppid())
-        threading.Thread(target=_end_with, args=rank, name="ddpkit-worker", daemon=True).start()
+        threading.Thread(
+            target=_end_with,
+            args=rank,
+            name="ddpkit-worker",
+            daemon=True,
+        ).start()
     if init is not None:
         init(worker)
 

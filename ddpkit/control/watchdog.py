@@ -219,7 +219,14 @@ class Heartbeat:
         if (what, kind) not in self._logged:  # not the text, which may have a number in it
             self._logged.add((what, kind))
             text = "Watchdog of rank %d: %s failed and will be retried; training continues: %s: %s"
-            logger.warning(text, self.rank, what, kind, error, main_process_only=False)
+            logger.warning(
+                text,
+                self.rank,
+                what,
+                kind,
+                error,
+                main_process_only=False,
+            )
 
     def silent(self) -> dict[int, float]:
         """Return, by rank, the seconds since the last heartbeat, for the ranks that are overdue."""
@@ -251,7 +258,14 @@ class Heartbeat:
         # In training all ranks are at the same step, and this one knows its own to the moment.
         place = (here if here.stage == Stage.TRAIN.name and not here.doing else one).place()
         text = f"disappeared{' ' if place else ''}{place}: it {how}."
-        return Reason(rank, text, one.host, one.pid, session=one.session, is_final=True)
+        return Reason(
+            rank,
+            text,
+            one.host,
+            one.pid,
+            session=one.session,
+            is_final=True,
+        )
 
     def _payload(self) -> str:
         seconds = self.watch.seconds_here()
@@ -292,7 +306,12 @@ class Heartbeat:
                     self._report_gone(report, rank, f"{how} (out of memory? a signal?)")
                 self.neighbours.remove(rank)
 
-    def _report_gone(self, report: FailureReport, rank: int, how: str) -> None:
+    def _report_gone(
+        self,
+        report: FailureReport,
+        rank: int,
+        how: str,
+    ) -> None:
         """Report that a rank has disappeared: as the first failure, unless there is one, and as
         departed.
         """
@@ -362,7 +381,9 @@ class Heartbeat:
                 "the interpreter lock"
             )
             self._report_gone(
-                FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}"
+                FailureReport(store, self.rank, self.world_size),
+                rank,
+                f"{how} {cause}",
             )
 
     def _is_at_work(self, rank: int) -> bool:
@@ -504,7 +525,8 @@ class Watchdog:
                 "signal?)"
             )
             reason = heartbeat.gone(
-                lost, f"{how}, or its machine is down, or the network to it is cut"
+                lost,
+                f"{how}, or its machine is down, or the network to it is cut",
             )
         return reason
 
@@ -593,7 +615,8 @@ class Watchdog:
             text = f"the store on {self.store_place} is gone with the process that held it, {cut}."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
         return self.heartbeat.gone(
-            0, f"was lost with the store on {self.store_place}, which it held, {cut}"
+            0,
+            f"was lost with the store on {self.store_place}, which it held, {cut}",
         )
 
     def _check_clock(self) -> None:
@@ -622,7 +645,13 @@ class Watchdog:
                     else ""
                 )
                 words = "No step for %.0f s.%s Where the ranks are:\n%s"
-                logger.warning(words, still, end, self._table(), main_process_only=False)
+                logger.warning(
+                    words,
+                    still,
+                    end,
+                    self._table(),
+                    main_process_only=False,
+                )
             self._show_workers()
 
     def _table(self) -> str:
@@ -662,7 +691,10 @@ def _note_end(text: str) -> None:
     if PROCESS.note_end is None:
         return
     noting = threading.Thread(
-        target=PROCESS.note_end, args=(text,), name="ddpkit notes the end", daemon=True
+        target=PROCESS.note_end,
+        args=(text,),
+        name="ddpkit notes the end",
+        daemon=True,
     )
     noting.start()
     noting.join(NOTE_SECONDS)

@@ -108,7 +108,8 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def compare_summaries(
-    ranks: Sequence[Sequence[Summary]], noise: AbstractSet[str] | None = None
+    ranks: Sequence[Sequence[Summary]],
+    noise: AbstractSet[str] | None = None,
 ) -> tuple[str, bool]:
     """Say whether the ranks read the same.
 
@@ -160,11 +161,22 @@ def _alike(one: Any, other: Any) -> bool:
     values = np.array([one, other])
     sizes = np.abs(values[np.isfinite(values)])
     close = _CLOSE * sizes.sum() / max(sizes.size, 1)
-    return bool(np.allclose(values[0], values[1], rtol=0.0, atol=close, equal_nan=True))
+    return bool(
+        np.allclose(
+            values[0],
+            values[1],
+            rtol=0.0,
+            atol=close,
+            equal_nan=True,
+        )
+    )
 
 
 def require_alike(
-    first: FirstItems | None, read: Callable[[], list[Summary] | None], words: str, site: str
+    first: FirstItems | None,
+    read: Callable[[], list[Summary] | None],
+    words: str,
+    site: str,
 ) -> None:
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
@@ -202,7 +214,8 @@ def require_alike(
         if not _alike(one.get(place), two.get(place))
     }
     places, firsts, more, noises = zip(
-        *exchange((*first, both and own, noise), f"{site}, in detail"), strict=True
+        *exchange((*first, both and own, noise), f"{site}, in detail"),
+        strict=True,
     )
     if len(set(places)) > 1:
         return

@@ -35,7 +35,13 @@ def state_at(loader: Any, step: int) -> Any:
     return None if around is None else {**around, "step": step, "batch": batch_unit(loader)}
 
 
-def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -> int:
+def resume_at(
+    loader: Any,
+    step: int,
+    state: Any,
+    *,
+    same_batches: bool = True,
+) -> int:
     """Have a loader's next iteration go on after ``step`` batches.
 
     Args:

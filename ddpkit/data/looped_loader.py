@@ -61,7 +61,10 @@ class LoopedLoader:
     """
 
     def __init__(
-        self, loader: Any, epoch_length: int, batchsize_fn: Callable[[Any], int] | None = None
+        self,
+        loader: Any,
+        epoch_length: int,
+        batchsize_fn: Callable[[Any], int] | None = None,
     ) -> None:
         self.loader = loader
         self.epoch_length = epoch_length
@@ -220,7 +223,8 @@ class LoopedLoader:
     def save(self, path: Path) -> None:
         """Write step, total steps and total samples, one number a line."""
         path.write_text(
-            f"{self.step}\n{self.total_steps}\n{self.total_samples}\n", encoding="utf-8"
+            f"{self.step}\n{self.total_steps}\n{self.total_samples}\n",
+            encoding="utf-8",
         )
 
     @mark_as_loader
@@ -241,7 +245,8 @@ class LoopedLoader:
         self.total_steps = total_steps
         self._inner = None
         if isinstance(getattr(self.loader, "dataset", None), IterableDataset) or not hasattr(
-            self.loader, "__len__"
+            self.loader,
+            "__len__",
         ):
             self._passes = 0
             self._again = self.total_steps

@@ -64,7 +64,12 @@ def batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
     return batches if size is None or unit != size[0] else int(number // size[1])
 
 
-def batches_from(loader: Any, done: list[Any] | None, batches: int, mark: int) -> tuple[int, int]:
+def batches_from(
+    loader: Any,
+    done: list[Any] | None,
+    batches: int,
+    mark: int,
+) -> tuple[int, int]:
     """Convert a saved mark to the current batch size: the batch after it, and the batches to the
     resume position.
 

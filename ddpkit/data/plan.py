@@ -88,7 +88,14 @@ class Order:
         [2, 3]
     """
 
-    def __init__(self, num_samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int,
+        epoch: int,
+        *,
+        shuffle: bool = True,
+    ) -> None:
         self.num_samples = num_samples
         self.shuffle = shuffle and num_samples > 1
         key = mix_key(seed, epoch)
@@ -311,7 +318,12 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     seed: int
 
-    def __init__(self, source: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        source: Any,
+        rank: int,
+        world_size: int,
+    ) -> None:
         self.source = source
         self.rank = rank
         self.world_size = world_size
@@ -405,7 +417,12 @@ class PlannedBatchSampler(RankBatchSampler):
         size = source if isinstance(source, int) else 0
         whole = cast("int", global_batch_size)
         self._plan = SamplingPlan(
-            size, batch_size, world_size * shards, drop_last, whole, micro_batches
+            size,
+            batch_size,
+            world_size * shards,
+            drop_last,
+            whole,
+            micro_batches,
         )
         self.divide(micro_batches)
 
@@ -509,7 +526,12 @@ class PlannedBatchSampler(RankBatchSampler):
 
     def _batches(self, skip: int) -> Iterator[list[int]]:
         plan = self.plan
-        order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
+        order = Order(
+            plan.num_samples,
+            self.seed,
+            self.epoch,
+            shuffle=self.shuffle,
+        )
         drawn = None if isinstance(self.source, int) else self._draw()
         whole = len(self._cuts) == 1
         for positions, cuts in self._positions(plan, skip):
@@ -518,7 +540,9 @@ class PlannedBatchSampler(RankBatchSampler):
                     yield indices if drawn is None else [drawn[index] for index in indices]
 
     def _positions(
-        self, plan: SamplingPlan, first: int
+        self,
+        plan: SamplingPlan,
+        first: int,
     ) -> Iterator[tuple[NDArray[np.int64], list[slice]]]:
         """Yield this rank's positions from a batch on, and where to cut them into batches.
 
@@ -752,7 +776,8 @@ def index_number(index: Any) -> int:
         return operator.index(index)
     except TypeError:
         return int.from_bytes(
-            hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little"
+            hashlib.blake2b(repr(index).encode(), digest_size=8).digest(),
+            "little",
         )
 
 

@@ -104,7 +104,9 @@ class SaveableDataLoader(DataLoader[Any]):
             batched = self.batch_sampler is not None
             place = self._place if plan is None else plan
             batches = KeyedSampler(
-                cast("Any", self.batch_sampler if batched else self.sampler), place, batched=batched
+                cast("Any", self.batch_sampler if batched else self.sampler),
+                place,
+                batched=batched,
             )
             options = {"generator": self.generator, "batched": batched, "epoch": place.epoch}
             self._keyed = keyed_loader(self, batches, **options)

@@ -70,7 +70,11 @@ def selection_facts(name: str, source: Any) -> dict[str, str]:
     return facts
 
 
-def _parts(source: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _parts(
+    source: Any,
+    path: str,
+    seen: set[int],
+) -> Iterator[tuple[str, Any]]:
     """Yield a dataset or sampler, and the datasets that it holds, each once."""
     seen.add(id(source))
     yield path, source
@@ -93,7 +97,8 @@ def _is_dataset(one: Any, attribute: str) -> bool:
 def _has_length(selected: Any, part: Any) -> bool:
     """Return whether there is one entry for each sample: else it is something else of that name."""
     if not isinstance(selected, (list, tuple, range, np.ndarray, torch.Tensor)) or not isinstance(
-        part, Sized
+        part,
+        Sized,
     ):
         return False
     try:

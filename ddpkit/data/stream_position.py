@@ -309,7 +309,11 @@ class StreamPosition:
         is_asked = self.are_wanted or self.first or self._given or self._source.may_be_used_up
         return self._marked(self._source, begin) if is_asked else begin()
 
-    def _marked(self, source: Source, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _marked(
+        self,
+        source: Source,
+        begin: Callable[[], Iterator[Any]],
+    ) -> Iterator[Any]:
         self._kept.clear()
         self._read = self.first
         self.first = 0

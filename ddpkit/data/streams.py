@@ -183,7 +183,11 @@ class StreamShard(IterableDataset[Any], Source):
             }
             return self._own_blocks(own)
         # wherever the whole is read
-        alike = mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ)
+        alike = mix_key(
+            self.seed,
+            int(self.epoch),
+            _BATCHES if self.of_batches else READ,
+        )
         return self._dealt(worker, workers, Reading(alike))
 
     def _own_blocks(self, own: dict[int, Iterator[Any]]) -> Iterator[Block]:
@@ -210,7 +214,12 @@ class StreamShard(IterableDataset[Any], Source):
             items = iter(shard)
         yield from reading.each(items)
 
-    def _dealt(self, worker: int, workers: int, reading: Reading) -> Iterator[Block]:
+    def _dealt(
+        self,
+        worker: int,
+        workers: int,
+        reading: Reading,
+    ) -> Iterator[Block]:
         state = self._open(self.whole, reading)
         begin = int(state.get("block", 0))
         with reading:
@@ -240,7 +249,11 @@ class StreamShard(IterableDataset[Any], Source):
         return mix_key(self.seed, int(self.epoch), _SHARDS, block) if self.is_virtual else None
 
     def _read_block(
-        self, items: Iterator[Any], summaries: list[Summary] | None, *, is_mine: bool
+        self,
+        items: Iterator[Any],
+        summaries: list[Summary] | None,
+        *,
+        is_mine: bool,
     ) -> tuple[dict[int, list[Any]], int]:
         """Read one block; return this rank's items of it by shard, and how many it had for all."""
         own: dict[int, list[Any]] = {}
@@ -293,7 +306,12 @@ class StreamLoader(DataLoader[Any]):
         [([0, 2], 2), ([1, 3], 2), ([4], 1), ([4], 0)]
     """
 
-    def __init__(self, dataset: Any, key: int, **options: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        key: int,
+        **options: Any,
+    ) -> None:
         self.key = key if options.get("generator") is None else None
         if self.key is not None:
             options["generator"] = torch.Generator()
@@ -308,7 +326,8 @@ class StreamLoader(DataLoader[Any]):
         self.is_dealt = False
         self._is_virtual = False
         options["collate_fn"] = _Collated(
-            self.collate_fn, makes_batches=self.batch_size is not None
+            self.collate_fn,
+            makes_batches=self.batch_size is not None,
         )
         if isinstance(source, StreamShard):  # which makes the batches
             options |= {"batch_size": None, "drop_last": False}
@@ -387,11 +406,19 @@ class StreamLoader(DataLoader[Any]):
 class _Collated:
     """Collates what each shard has of a block, and counts its items."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], *, makes_batches: bool) -> None:
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        *,
+        makes_batches: bool,
+    ) -> None:
         self.collate_fn = collate_fn
         self.makes_batches = makes_batches
 
-    def __call__(self, given: Any) -> tuple[dict[int, tuple[int | None, Any]], FirstItems | None]:
+    def __call__(
+        self,
+        given: Any,
+    ) -> tuple[dict[int, tuple[int | None, Any]], FirstItems | None]:
         if not isinstance(given, Block):  # of a stream that divides itself, read by torch
             given = Block({0: given if self.makes_batches else [given]})
         collated = {}

@@ -20,7 +20,12 @@ READ_ONCE = (
 )
 
 
-def require_dataset(data: Any, *, is_read_again: bool, has_own_indices: bool = False) -> None:
+def require_dataset(
+    data: Any,
+    *,
+    is_read_again: bool,
+    has_own_indices: bool = False,
+) -> None:
     """Refuse what cannot be a dataset, a stream or an iterable of batches.
 
     Args:

@@ -19,7 +19,15 @@ __all__ = ["WorkerCopies"]
 
 logger = get_logger(__name__)
 
-PLAIN = (bool, int, float, complex, type(None), enum.Enum, np.number)
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    enum.Enum,
+    np.number,
+)
 MOST_DATASETS = 64  # inside of each other, or joined
 LONGEST_TEXT = 200
 STALE = (

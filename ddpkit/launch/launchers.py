@@ -144,7 +144,9 @@ def derived_port(run_id: str) -> int:
 
 
 def rendezvous_address(
-    environ: Mapping[str, str], address: str, run_id: str
+    environ: Mapping[str, str],
+    address: str,
+    run_id: str,
 ) -> dict[str, str | int]:
     """Say where the processes of a run meet: what the user gave wins over what was found out.
 
@@ -174,7 +176,11 @@ def rendezvous_address(
                 environ,
             )
         return {"address": address, "port": port, "run_id": ""}
-    return {"address": address, "port": derived_port(run_id) if run_id else 0, "run_id": run_id}
+    return {
+        "address": address,
+        "port": derived_port(run_id) if run_id else 0,
+        "run_id": run_id,
+    }
 
 
 def given_port(environ: Mapping[str, str]) -> int:
@@ -244,7 +250,11 @@ def contradiction(reason: str, environ: Mapping[str, str]) -> LaunchError:
     )
 
 
-def count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def count(
+    environ: Mapping[str, str],
+    name: str,
+    default: int | None = None,
+) -> int:
     """Read a whole number that is not negative.
 
     Args:
@@ -270,7 +280,10 @@ def count(environ: Mapping[str, str], name: str, default: int | None = None) -> 
     return int(environ[name])
 
 
-def checked_places(environ: Mapping[str, str], places: Mapping[str, int]) -> dict[str, Any]:
+def checked_places(
+    environ: Mapping[str, str],
+    places: Mapping[str, int],
+) -> dict[str, Any]:
     """Check the place of a process against the number of processes, in the run and on its node.
 
     Args:
@@ -294,14 +307,20 @@ def checked_places(environ: Mapping[str, str], places: Mapping[str, int]) -> dic
     for small, large in ((rank, size), (local_rank, local_size)):
         if places[small] >= places[large]:
             raise contradiction(
-                f"{small}={places[small]} is not below {large}={places[large]}", environ
+                f"{small}={places[small]} is not below {large}={places[large]}",
+                environ,
             )
     if places[local_size] > places[size]:
         raise contradiction(
-            f"{local_size}={places[local_size]} is above {size}={places[size]}", environ
+            f"{local_size}={places[local_size]} is above {size}={places[size]}",
+            environ,
         )
     return dict(
-        zip(("rank", "world_size", "local_rank", "local_world_size"), places.values(), strict=True)
+        zip(
+            ("rank", "world_size", "local_rank", "local_world_size"),
+            places.values(),
+            strict=True,
+        )
     )
 
 
@@ -449,13 +468,17 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
             "counted node by node"
         )
         raise contradiction(
-            f"{reason}, the same number on each (as mpirun --map-by slot does)", environ
+            f"{reason}, the same number on each (as mpirun --map-by slot does)",
+            environ,
         )
     shared = " ".join(environ[one] for one in launcher.shared if environ.get(one))
     run_id = f"{name} {shared}" if shared else ""
     place |= rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
     return LaunchInfo(
-        launcher=name, node_rank=(rank - local_rank) // on_node, own_devices=name == "jsm", **place
+        launcher=name,
+        node_rank=(rank - local_rank) // on_node,
+        own_devices=name == "jsm",
+        **place,
     )
 
 

@@ -70,7 +70,9 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
         raise ConfigError(f"{text} Give --nproc={gpus} or less, or --device=cpu.")
     if not gpus and number > cores():
         logger.warning(
-            "%d processes share %d processor cores: they will wait for each other.", number, cores()
+            "%d processes share %d processor cores: they will wait for each other.",
+            number,
+            cores(),
         )
     return number
 
@@ -140,4 +142,12 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
     ]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]])  # noqa: S606 -- as meant
+    os.execv(  # noqa: S606 -- as meant
+        sys.executable,
+        [
+            sys.executable,
+            *launcher,
+            sys.executable,
+            *sys.orig_argv[1:],
+        ],
+    )

@@ -156,13 +156,19 @@ def rate_factor(optimizer: Any) -> float:
 def _scale(optimizer: Optimizer, *_: Any) -> None:
     groups = optimizer.param_groups
     for group, rate in zip(
-        groups, _own_rates.setdefault(optimizer, [one["lr"] for one in groups]), strict=True
+        groups,
+        _own_rates.setdefault(optimizer, [one["lr"] for one in groups]),
+        strict=True,
     ):
         group["lr"] = rate * _scalings[optimizer].factor
 
 
 def _restore(optimizer: Optimizer, *_: Any) -> None:
-    for group, rate in zip(optimizer.param_groups, _own_rates.pop(optimizer, ()), strict=False):
+    for group, rate in zip(
+        optimizer.param_groups,
+        _own_rates.pop(optimizer, ()),
+        strict=False,
+    ):
         group["lr"] = rate
 
 

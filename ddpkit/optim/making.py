@@ -114,7 +114,10 @@ def _require(made: Any, words: str, *names: str) -> None:
 
 
 def make_schedule(
-    scheduler_class: Callable[..., Any], optimizer: Optimizer, every: str, total_steps: int | None
+    scheduler_class: Callable[..., Any],
+    optimizer: Optimizer,
+    every: str,
+    total_steps: int | None,
 ) -> Schedule:
     """Call a recipe's ``scheduler_class``.
 
@@ -134,7 +137,13 @@ def make_schedule(
     _require_maker("scheduler_class", scheduler_class)
     make = functools.partial(_make_scheduler, scheduler_class, optimizer)
     asks = _asks_for_length(scheduler_class)
-    schedule = Schedule(make(total_steps), optimizer, every, total_steps, make if asks else None)
+    schedule = Schedule(
+        make(total_steps),
+        optimizer,
+        every,
+        total_steps,
+        make if asks else None,
+    )
     if schedule.follows_loss and every != "epoch":
         raise ConfigError(
             "ReduceLROnPlateau follows the valid loss: use it with --scheduler_every=epoch."
@@ -143,7 +152,9 @@ def make_schedule(
 
 
 def _make_scheduler(
-    scheduler_class: Callable[..., Any], optimizer: Optimizer, total_steps: int | None
+    scheduler_class: Callable[..., Any],
+    optimizer: Optimizer,
+    total_steps: int | None,
 ) -> Any:
     """Call ``scheduler_class`` for a number of steps, and check what it returns."""
     arguments, keywords = _arguments_for(scheduler_class, total_steps)
@@ -169,7 +180,8 @@ def _make_scheduler(
 
 
 def _arguments_for(
-    scheduler_class: Any, total_steps: int | None
+    scheduler_class: Any,
+    total_steps: int | None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return how the number of steps is handed over: by position, by name, or not at all."""
     is_class, names = _parameters_for_length(scheduler_class)

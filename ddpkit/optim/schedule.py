@@ -74,7 +74,12 @@ class Schedule:
         if self.every == "step" and any(one is self.optimizer for one in stepped):
             self._step()
 
-    def after_stage(self, stage: Stage, loss: float, optimizer_step: int) -> None:
+    def after_stage(
+        self,
+        stage: Stage,
+        loss: float,
+        optimizer_step: int,
+    ) -> None:
         """Step after an epoch, if that is when: after training, or after validation where its loss
         is needed.
 
@@ -139,7 +144,13 @@ class Schedule:
         self.total_steps = total
         self.stepped_at = state["stepped_at"]
 
-    def _tell_length(self, total: int | None, every: str, *, has_length: bool) -> None:
+    def _tell_length(
+        self,
+        total: int | None,
+        every: str,
+        *,
+        has_length: bool,
+    ) -> None:
         """Say that the schedule keeps its length, or the unit that it counts in."""
         name = type(self.scheduler).__name__
         before = f"{every}s"
@@ -164,7 +175,11 @@ class Schedule:
             f"{name} {saved[name]} -> {own[name]}" for name in plain if saved[name] != own[name]
         ]
         if changed:
-            logger.warning(KEEPS_SETTINGS, type(self.scheduler).__name__, ", ".join(changed))
+            logger.warning(
+                KEEPS_SETTINGS,
+                type(self.scheduler).__name__,
+                ", ".join(changed),
+            )
 
 
 KEEPS_LENGTH = (

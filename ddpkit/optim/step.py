@@ -149,11 +149,17 @@ def take_step(
     if scaler is not None and optimizers and updates:
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
-    return StepResult(stepped=stepped, norm=norm, clipped=clips and norm > cast("float", max_norm))
+    return StepResult(
+        stepped=stepped,
+        norm=norm,
+        clipped=clips and norm > cast("float", max_norm),
+    )
 
 
 def take_late_step(
-    optimizers: Sequence[Optimizer], max_norm: float | None, multiplier: float | torch.Tensor = 1.0
+    optimizers: Sequence[Optimizer],
+    max_norm: float | None,
+    multiplier: float | torch.Tensor = 1.0,
 ) -> LateStep | None:
     """Step as :func:`take_step` does, bit for bit, where the GPU can decide on skipping and nobody
     waits for it.
@@ -215,7 +221,15 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
     skipped makes none, and SGD's kernel begins with uninitialised momentum where it skips its first
     step (torch 2.13).
     """
-    kinds = {(one.__class__, one.dtype, one.device, one.layout) for one in found}
+    kinds = {
+        (
+            one.__class__,
+            one.dtype,
+            one.device,
+            one.layout,
+        )
+        for one in found
+    }
     kind, dtype, _, layout = kinds.pop() if len(kinds) == 1 else (None, None, None, None)
     if (
         kind is not torch.Tensor
@@ -308,7 +322,8 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
     """
     found: list[Any] = [one for one in parameters if one.grad is not None]
     multiply_all(
-        [local_part(one.grad) if is_sharded(one.grad) else _dense(one) for one in found], factor
+        [local_part(one.grad) if is_sharded(one.grad) else _dense(one) for one in found],
+        factor,
     )
 
 

@@ -115,7 +115,12 @@ class Option:
             return self.shown or "none"
         return ("on" if self.default else "off") if self.type is bool else str(self.default)
 
-    def _error(self, value: Any, where: str, expected: str) -> ConfigError:
+    def _error(
+        self,
+        value: Any,
+        where: str,
+        expected: str,
+    ) -> ConfigError:
         name, place = (
             (f"--{self.name}", "") if where == ON_COMMAND_LINE else (self.name, f" {where}")
         )

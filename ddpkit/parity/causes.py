@@ -30,7 +30,12 @@ from ddpkit.precision import TorchAutocast
 
 #: How far gradients may be apart, relative to the largest, by the coarsest dtype that the model
 #: computes in.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 2e-2,
+    torch.bfloat16: 5e-2,
+}
 #: Of float32 on a GPU, which may multiply it in a shorter format (TF32).
 ROUGH = 1e-2
 #: Numbers of one parameter's gradient that are looked at when weights are fitted.
@@ -110,7 +115,10 @@ class ParityReport:
         return "\n".join([*lines, f"Compared: {self.compared}. {equal}"])
 
 
-def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def compare(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+) -> dict[str, float]:
     """Return how far two sets of gradients are apart, by parameter; infinite where only one side
     has a gradient.
 
@@ -129,7 +137,11 @@ def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict
     """
     floor = FLOOR * max(map(_largest, expected.values()), default=0.0)
     return {
-        name: _distance(found.get(name), expected.get(name), floor)
+        name: _distance(
+            found.get(name),
+            expected.get(name),
+            floor,
+        )
         for name in {**expected, **found}
     }
 
@@ -161,7 +173,10 @@ class _Window:
         batches = joined if side.joins else list(itertools.chain(*self.parts))
         counts = [1 if side.counts is None else len(batch) for batch in batches]
         self.step = Step(
-            first["number"], first["first"] * (1 if side.joins else len(ranks)), batches, counts
+            first["number"],
+            first["first"] * (1 if side.joins else len(ranks)),
+            batches,
+            counts,
         )
         self.expected: dict[str, Tensor] = {}
 
@@ -204,10 +219,21 @@ class Diagnosis:
         )
         return ParityReport(self.world_size, worst, self.tolerance, kind, cause, compared)
 
-    def _alone(self, window: _Window, batch: list[Any], place: int = 0) -> dict[str, Tensor]:
+    def _alone(
+        self,
+        window: _Window,
+        batch: list[Any],
+        place: int = 0,
+    ) -> dict[str, Tensor]:
         """Return the gradients of a batch that is an optimizer step of its own."""
         return self.side.run(
-            Step(window.step.number, window.step.first + place, [batch], [len(batch)]), 1
+            Step(
+                window.step.number,
+                window.step.first + place,
+                [batch],
+                [len(batch)],
+            ),
+            1,
         )
 
     def _equal(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
@@ -243,7 +269,10 @@ class Diagnosis:
         number = len(window.step.batches)
         alone, later = [self._alone(window, batch, place) for place in (0, number - 1)]
         filled = Step(
-            window.step.number, window.step.first, [batch] * number, [len(batch)] * number
+            window.step.number,
+            window.step.first,
+            [batch] * number,
+            [len(batch)] * number,
         )
         found = self.side.run(filled, self.factor)
         if found.keys() != alone.keys() or self.side.moved or not self._equal(later, alone):
@@ -305,14 +334,25 @@ class Diagnosis:
                 continue  # their mean, weighted by some counts
             # torch's default driver gives up where the first column is zero: a part to which the
             # loss is nothing.
-            fit = torch.linalg.lstsq(matrix, target[:, None], rcond=self.tolerance, driver="gelsd")
+            fit = torch.linalg.lstsq(
+                matrix,
+                target[:, None],
+                rcond=self.tolerance,
+                driver="gelsd",
+            )
             weights = fit.solution.flatten()
             if (matrix @ weights - target).norm() > rounding:
                 return "batch-dependent", BATCH_DEPENDENT
             found, wanted = (
                 "{:.3g} + {:.3g}".format(*numbers.tolist()) for numbers in (weights, by_samples)
             )
-            return "loss", LOSS.format(len(joined), found, len(part), len(rest), wanted)
+            return "loss", LOSS.format(
+                len(joined),
+                found,
+                len(part),
+                len(rest),
+                wanted,
+            )
         return ("fit_batch", FIT_BATCH) if self.own_fit_batch else ("unknown", UNKNOWN)
 
 

@@ -42,7 +42,10 @@ RANDOM_SEED = 1000  # plus the rank
 
 
 def check_parity(
-    brain: CheckedBrain, parts: Run, train_set: Any, loader_kwargs: Mapping[str, Any]
+    brain: CheckedBrain,
+    parts: Run,
+    train_set: Any,
+    loader_kwargs: Mapping[str, Any],
 ) -> NoReturn:
     """Compare the gradients of several processes with those of one, or record them in such a
     process; then end it.
@@ -140,7 +143,11 @@ def record(side: Side) -> dict[str, Any]:
     steps = []
     for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
         step = side.step(number)
-        gradients = side.run(step, side.factor, seed=RANDOM_SEED + side.brain.rank)
+        gradients = side.run(
+            step,
+            side.factor,
+            seed=RANDOM_SEED + side.brain.rank,
+        )
         steps.append({**vars(step), "gradients": gradients})
     return {
         "factor": side.factor,
@@ -150,7 +157,10 @@ def record(side: Side) -> dict[str, Any]:
     }
 
 
-def _run_ranks(world_size: int, start: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _run_ranks(
+    world_size: int,
+    start: Mapping[str, Any],
+) -> list[dict[str, Any]]:
     """Run the script as several processes, to the end of its first call of ``fit``; return what
     they have recorded.
     """
@@ -161,7 +171,12 @@ def _run_ranks(world_size: int, start: Mapping[str, Any]) -> list[dict[str, Any]
         f"--nproc_per_node={world_size}",
         "--no-python",
     ]
-    command = [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]]
+    command = [
+        sys.executable,
+        *launcher,
+        sys.executable,
+        *sys.orig_argv[1:],
+    ]
     logger.info("check_parity: starting %d processes of this script.", world_size)
     with tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as name:
         folder = Path(name)

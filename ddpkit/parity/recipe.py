@@ -43,7 +43,12 @@ class CheckedBrain(StepHooks, Protocol):
     def raw_modules(self) -> nn.ModuleDict:
         """The modules without any wrapper."""
 
-    def make_dataloader(self, dataset: Any, stage: Stage, **loader_kwargs: Any) -> Any:
+    def make_dataloader(
+        self,
+        dataset: Any,
+        stage: Stage,
+        **loader_kwargs: Any,
+    ) -> Any:
         """Make the loader that gives this rank its part of a dataset."""
 
     def on_fit_start(self) -> None:

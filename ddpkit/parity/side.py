@@ -137,7 +137,10 @@ class Side:
             isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
         )
         parts.length = length = RunLength.of(
-            length_of(loader), self.factor, parts.epochs, brain.run_opts
+            length_of(loader),
+            self.factor,
+            parts.epochs,
+            brain.run_opts,
         )
         brain.steps_per_epoch = length.steps_per_epoch
         brain.total_steps = length.total_steps
@@ -195,11 +198,20 @@ class Side:
         if self.loader.batch_sampler is None:
             each = itertools.chain(*batches)
             return SaveableDataLoader(
-                self.loader.dataset, batch_size=None, sampler=each, collate_fn=collate
+                self.loader.dataset,
+                batch_size=None,
+                sampler=each,
+                collate_fn=collate,
             )
         return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
 
-    def run(self, step: Step, factor: int, *, seed: int = 0) -> dict[str, Tensor]:
+    def run(
+        self,
+        step: Step,
+        factor: int,
+        *,
+        seed: int = 0,
+    ) -> dict[str, Tensor]:
         """Return the gradients of one optimizer step, as the optimizers would use them but for
         clipping.
 
@@ -281,7 +293,13 @@ class Side:
         optim.zero_gradients(optimizers, set_to_none=True)
         brain.progress.optimizer_step += 1
 
-    def _keep(self, optimizers: Sequence[Any], multiplier: Any, *_: Any, **__: Any) -> None:
+    def _keep(
+        self,
+        optimizers: Sequence[Any],
+        multiplier: Any,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         for number, one in enumerate(optim.parameters_of(optimizers)):
             if one.grad is not None:
                 name = self._names.get(id(one), f"parameter {number} of an optimizer")
@@ -364,7 +382,12 @@ class _FixedNumbers(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
-def _nothing(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
+def _nothing(
+    func: Any,
+    input: Tensor,  # noqa: A002 -- torch's name
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     return input
 
 
@@ -380,7 +403,13 @@ def _filled(value: float) -> Callable[..., Tensor]:
 
 def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    return func(**{**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0})
+    return func(
+        **{
+            **dict(zip(names, args, strict=False)),
+            **kwargs,
+            "dropout_p": 0.0,
+        }
+    )
 
 
 def _lowest(func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -395,14 +424,22 @@ def _in_order(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     return made.copy_(torch.arange(len(made)))
 
 
-def _likelier(func: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
+def _likelier(
+    func: Any,
+    input: Tensor,  # noqa: A002 -- torch's name
+    p: Any = None,
+    **kwargs: Any,
+) -> Tensor:
     p = 0.5 if p is None and func is Tensor.bernoulli_ else p
     chances = input if p is None else torch.zeros_like(input) + p
     return input.copy_(chances.round()) if func is Tensor.bernoulli_ else chances.detach().round()
 
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout), _nothing),
+    **dict.fromkeys(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
+        _nothing,
+    ),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _nothing),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _filled(0.5)),

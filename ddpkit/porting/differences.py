@@ -123,7 +123,9 @@ def difference(kind: str, lines: Iterable[int]) -> Note:
     """
     text, page = DIFFERENCES[kind]
     return Note(
-        tuple(lines), text, f"docs/porting.md{page}" if page.startswith("#") else f"docs/{page}"
+        tuple(lines),
+        text,
+        f"docs/porting.md{page}" if page.startswith("#") else f"docs/{page}",
     )
 
 

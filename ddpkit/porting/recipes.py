@@ -54,7 +54,10 @@ class PortedFile:
         """The change as a unified diff, for ``patch -p1``."""
         old, new = (re.split(r"(?<=\n)", text) for text in (self.old, self.new))
         pieces = difflib.unified_diff(
-            [*filter(None, old)], [*filter(None, new)], f"a/{self.name}", f"b/{self.name}"
+            [*filter(None, old)],
+            [*filter(None, new)],
+            f"a/{self.name}",
+            f"b/{self.name}",
         )
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

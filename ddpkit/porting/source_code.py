@@ -78,7 +78,10 @@ class Source:
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
 
-    def span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
+    def span(
+        self,
+        node: ast.expr | ast.stmt | ast.alias,
+    ) -> tuple[int, int]:
         """Where a node of the syntax tree stands, in characters; the tree counts the bytes of
         UTF-8.
         """
@@ -93,7 +96,12 @@ class Source:
         """What stands before a place on its line."""
         return re.split(r"[\r\n]", self.text[:offset])[-1]
 
-    def replace(self, start: int, end: int, text: str) -> None:
+    def replace(
+        self,
+        start: int,
+        end: int,
+        text: str,
+    ) -> None:
         """Note that a part of the text, which no other edit touches, becomes another."""
         self._edits.append((start, end, text))
 
@@ -217,7 +225,12 @@ class _Port:
     # ------------------------------------------------------------------- uses of an imported module
 
     def port_uses(
-        self, name: str, target: str, imports: list[tuple[Import, ast.alias]], *, is_ambiguous: bool
+        self,
+        name: str,
+        target: str,
+        imports: list[tuple[Import, ast.alias]],
+        *,
+        is_ambiguous: bool,
     ) -> None:
         """Rename what ddpkit answers of a module of SpeechBrain, and import ddpkit beside the
         module or instead.
@@ -228,7 +241,8 @@ class _Port:
             return
         if is_ambiguous:
             self.tell(
-                ours[0][0], f"`{name}` is bound more than once: `{dotted(ours[0][0])}` is left"
+                ours[0][0],
+                f"`{name}` is bound more than once: `{dotted(ours[0][0])}` is left",
             )
             return
         renamed = sum(self.rename(node, new) for node, new in ours)
@@ -291,7 +305,11 @@ class _Port:
                 ast.unparse(ast.ImportFrom(home, homes[home], 0))
                 for home in sorted(homes, key=lambda one: one == own)
             ]
-            self.source.replace(start, end, self.source.separator(start).join(lines))
+            self.source.replace(
+                start,
+                end,
+                self.source.separator(start).join(lines),
+            )
 
 
 def _imported(node: Import, alias: ast.alias) -> tuple[str, str]:
@@ -349,5 +367,9 @@ def port_yaml(text: str) -> str:
             found = _TAG.search(text[start : token.end_mark.index])
             new = ddpkit_name(found["name"]) if found else None
             if found and new:
-                source.replace(start + found.start("name"), start + found.end("name"), new)
+                source.replace(
+                    start + found.start("name"),
+                    start + found.end("name"),
+                    new,
+                )
     return source.result()

@@ -66,14 +66,23 @@ class _Failure(Exception):  # noqa: N818 -- never leaves this module
         follow: a `!ref` at the path stands for what it refers to.
     """
 
-    def __init__(self, path: tuple[str, ...], words: str, *, follow: bool = True) -> None:
+    def __init__(
+        self,
+        path: tuple[str, ...],
+        words: str,
+        *,
+        follow: bool = True,
+    ) -> None:
         super().__init__(words)
         self.path = path
         self.words = words
         self.follow = follow
 
 
-def construct(file: str, overrides: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
+def construct(
+    file: str,
+    overrides: Mapping[str, Any] | str | None = None,
+) -> dict[str, Any]:
     """Load a recipe's YAML file with HyperPyYAML.
 
     Args:
@@ -119,7 +128,11 @@ def construct(file: str, overrides: Mapping[str, Any] | str | None = None) -> di
 def _early_calls(document: Document) -> list[tuple[str, str, bool]]:
     """Return the place and the name of each `!applyref:`, and whether it is given arguments."""
     return [
-        (place(path, shown), str(node.tag).removeprefix("!applyref:"), _has_arguments(node))
+        (
+            place(path, shown),
+            str(node.tag).removeprefix("!applyref:"),
+            _has_arguments(node),
+        )
         for path, shown, node in walk(document.root)
         if str(node.tag).startswith("!applyref:")
     ]
@@ -203,7 +216,12 @@ def _telling(tag: str, construct_with: _Constructor) -> _Constructor:
     return make
 
 
-def _found(tag: str, name: str, *, has_arguments: bool) -> Any:
+def _found(
+    tag: str,
+    name: str,
+    *,
+    has_arguments: bool,
+) -> Any:
     """Return what a name stands for, if it can stand behind a tag."""
     try:
         found = find_object(name)
@@ -250,7 +268,11 @@ def _check_arguments(
     keywords = [key.value for key, _ in pairs(node)] if isinstance(node, MappingNode) else []
     positional = len(node.value) if isinstance(node, SequenceNode) else 0
     problem = argument_problem(
-        found, name, positional, list(dict.fromkeys(keywords)), is_whole=is_whole
+        found,
+        name,
+        positional,
+        list(dict.fromkeys(keywords)),
+        is_whole=is_whole,
     )
     if problem is not None:
         words, argument = problem

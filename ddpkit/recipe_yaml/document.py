@@ -149,7 +149,10 @@ def pairs(mapping: MappingNode) -> Iterator[tuple[ScalarNode, Node]]:
     yield from ((key, value) for key, value in mapping.value if isinstance(key, ScalarNode))
 
 
-def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node, Node]]:
+def walk(
+    node: Node,
+    path: tuple[str, ...] = (),
+) -> Iterator[tuple[tuple[str, ...], Node, Node]]:
     """Yield the values below a node, as they stand: path, the node that shows the line, value.
 
     What an anchor names is walked where it stands first.
@@ -160,7 +163,9 @@ def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
 
 
 def _walk(
-    node: Node, path: tuple[str, ...], seen: set[int]
+    node: Node,
+    path: tuple[str, ...],
+    seen: set[int],
 ) -> Iterator[tuple[tuple[str, ...], Node, Node]]:
     if id(node) in seen:
         return
@@ -216,7 +221,10 @@ def key_of(path: tuple[str, ...]) -> str:
 
 def _check_keys(root: Node, file: str) -> None:
     """Refuse a mapping with a key twice."""
-    nodes = [((), root), *((path, value) for path, _, value in walk(root))]
+    nodes = [
+        ((), root),
+        *((path, value) for path, _, value in walk(root)),
+    ]
     for path, node in nodes:
         first: dict[tuple[str, str], Node] = {}
         for name, key, _ in children(node) if isinstance(node, MappingNode) else ():
@@ -254,7 +262,11 @@ def with_values(document: Document, values: Node | None) -> Document:
     """
     if not isinstance(values, MappingNode):
         return document
-    return Document(document.file, document.text, _updated(document.root, values, ()))
+    return Document(
+        document.file,
+        document.text,
+        _updated(document.root, values, ()),
+    )
 
 
 def overrides_node(overrides: Mapping[str, Any] | str) -> MappingNode:
@@ -289,7 +301,13 @@ def _node(value: Any) -> Node:
     return ScalarNode(f"{YAML_TAG}{kind}", str(value))
 
 
-_KINDS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "null"}
+_KINDS = {
+    str: "str",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    type(None): "null",
+}
 
 
 def _updated(old: MappingNode, new: MappingNode, path: tuple[str, ...]) -> MappingNode:
@@ -308,7 +326,9 @@ def _updated(old: MappingNode, new: MappingNode, path: tuple[str, ...]) -> Mappi
 
 
 def _merged(
-    old: tuple[ScalarNode, Node], new: tuple[ScalarNode, Node], path: tuple[str, ...]
+    old: tuple[ScalarNode, Node],
+    new: tuple[ScalarNode, Node],
+    path: tuple[str, ...],
 ) -> tuple[Node, Node]:
     """Return an entry that an override replaces: a mapping is merged into a mapping."""
     if not isinstance(new[1], MappingNode):

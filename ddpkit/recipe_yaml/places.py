@@ -8,7 +8,12 @@ from ddpkit.recipe_yaml.document import Document, children, pairs, place, walk
 from ddpkit.recipe_yaml.references import target
 
 
-def find_place(document: Document, path: tuple[str, ...], *, follow: bool = True) -> str:
+def find_place(
+    document: Document,
+    path: tuple[str, ...],
+    *,
+    follow: bool = True,
+) -> str:
     """Return the words for where a value was written.
 
     References are followed to what they refer to, and includes into their files. Where a part

@@ -87,7 +87,11 @@ def look_up(document: Document, parts: tuple[str, ...]) -> Node | Missing | None
     return _look_up(document, parts, _MAX_FOLLOWED)
 
 
-def _look_up(document: Document, parts: tuple[str, ...], left: int) -> Node | Missing | None:
+def _look_up(
+    document: Document,
+    parts: tuple[str, ...],
+    left: int,
+) -> Node | Missing | None:
     node: Node = document.root
     for number, part in enumerate(parts):
         place = target(document, node, left)
@@ -102,7 +106,9 @@ def _look_up(document: Document, parts: tuple[str, ...], left: int) -> Node | Mi
 
 
 def target(
-    document: Document, node: Node, left: int = _MAX_FOLLOWED
+    document: Document,
+    node: Node,
+    left: int = _MAX_FOLLOWED,
 ) -> tuple[Document, Node] | None:
     """Return what a value stands for: itself, what it refers to, or the file that it includes.
 

@@ -53,7 +53,10 @@ def check_overrides(document: Document, overrides: Mapping[str, Any] | str | Non
 
 
 def check_references(
-    document: Document, outer: tuple[Path, ...] = (), *, includes: bool = True
+    document: Document,
+    outer: tuple[Path, ...] = (),
+    *,
+    includes: bool = True,
 ) -> None:
     """Refuse references to nothing or in a circle, and includes of files that are not there.
 
@@ -125,7 +128,11 @@ def meant(name: str, known: Iterable[str], form: str = "{}") -> str:
         >>> meant("optimiser", ["optimizer", "seed"])
         " Did you mean 'optimizer'?"
     """
-    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=2)
+    close = difflib.get_close_matches(
+        name,
+        list(dict.fromkeys(known)),
+        n=2,
+    )
     words = " or ".join(repr(form.format(one)) for one in close)
     return f" Did you mean {words}?" if close else ""
 
@@ -161,7 +168,11 @@ def _check_circles(document: Document) -> None:
 
 
 def _circle(
-    document: Document, node: Node, name: str, way: dict[int, str], left: set[int]
+    document: Document,
+    node: Node,
+    name: str,
+    way: dict[int, str],
+    left: set[int],
 ) -> list[str]:
     """Return the names on a circle that a reference leads into; empty if there is none.
 
@@ -190,7 +201,12 @@ def _circle(
     return []
 
 
-def _check_include(document: Document, node: Node, where: str, outer: tuple[Path, ...]) -> None:
+def _check_include(
+    document: Document,
+    node: Node,
+    where: str,
+    outer: tuple[Path, ...],
+) -> None:
     """Check a file that is included, with the values that it is given."""
     path = included_path(document, node)
     if not path.is_file():

@@ -31,7 +31,13 @@ def unresolved_reference(document: Document, error: Exception) -> str:
     return ""
 
 
-def _words(path: tuple[str, ...], node: Node, text: str, *, is_circle: bool) -> str:
+def _words(
+    path: tuple[str, ...],
+    node: Node,
+    text: str,
+    *,
+    is_circle: bool,
+) -> str:
     for own, parts in references(node):
         if text and own.partition(".")[0] == text:
             return (

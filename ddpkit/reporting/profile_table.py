@@ -114,11 +114,18 @@ def summary_of(events: Sequence[ProfileEvent]) -> ProfileSummary:
     found = _of_device(kernels, on_host) if kernels else _of_host(on_host, steps)
     operations = sorted(found, key=lambda one: one.nanoseconds, reverse=True)
     total = sum(one.nanoseconds for one in operations)
-    return ProfileSummary(max(len(steps), 1), operations, total, dict(ranges), bool(kernels))
+    return ProfileSummary(
+        max(len(steps), 1),
+        operations,
+        total,
+        dict(ranges),
+        bool(kernels),
+    )
 
 
 def _of_device(
-    kernels: Iterable[ProfileEvent], on_host: Iterable[ProfileEvent]
+    kernels: Iterable[ProfileEvent],
+    on_host: Iterable[ProfileEvent],
 ) -> Iterable[Operation]:
     """Return the operations with the time of the kernels that each has started."""
     names = {one.number: one.name for one in on_host}

@@ -153,7 +153,10 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), str(value))
+    return next(
+        (kind(value) for kind in (int, float, str) if isinstance(value, kind)),
+        str(value),
+    )
 
 
 def plain_numbers(value: Any) -> Any:

@@ -88,7 +88,8 @@ class ProgressSampleLogger:
         Ranks: local.
         """
         on_cpu = map_values(
-            items, lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one
+            items,
+            lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one,
         )
         self.progress_samples.update(on_cpu)
 
@@ -126,7 +127,12 @@ class ProgressSampleLogger:
             self.save_item(name, item, epoch)
 
     @main_process_only(hand_over=False)
-    def save_item(self, key: str, data: Any, epoch: int) -> None:
+    def save_item(
+        self,
+        key: str,
+        data: Any,
+        epoch: int,
+    ) -> None:
         """Write one item.
 
         Args:
@@ -145,7 +151,11 @@ class ProgressSampleLogger:
         with writing(f"output_path={self.output_path!r}: {str(path)!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
-                form["saver"](data, str(unfinished), **form.get("kwargs", {}))
+                form["saver"](
+                    data,
+                    str(unfinished),
+                    **form.get("kwargs", {}),
+                )
 
 
 def _save_image(data: torch.Tensor, path: str) -> None:

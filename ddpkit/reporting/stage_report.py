@@ -198,7 +198,8 @@ class LoggedValues:
         if self._stage in {"", _PREDICTION}:
             if not self._stage:
                 logger.warning_once(
-                    "log(%r, ...) was called outside of a stage, and nothing is logged.", name
+                    "log(%r, ...) was called outside of a stage, and nothing is logged.",
+                    name,
                 )
             return
         kind = _Kind(count is not None, per_step)
@@ -252,17 +253,32 @@ class LoggedValues:
             self._held[self._stage][name] = new
         return new
 
-    def _set(self, name: str, number: Any, count: Any) -> None:
+    def _set(
+        self,
+        name: str,
+        number: Any,
+        count: Any,
+    ) -> None:
         """Store a value of ``on_stage_end``, and write it to the run's log."""
         total = float(number)
         by = float(count)
         value = total / by if by else math.nan
         self.values.setdefault(self._stage, {})[name] = value
-        run_event("logged", stage=self._stage.upper(), epoch=self._epoch, values={name: value})
+        run_event(
+            "logged",
+            stage=self._stage.upper(),
+            epoch=self._epoch,
+            values={name: value},
+        )
 
     # ------------------------------------------------------------------ adding up over the ranks
 
-    def sync(self, numbers: list[float], *, at_end: bool = False) -> list[float]:
+    def sync(
+        self,
+        numbers: list[float],
+        *,
+        at_end: bool = False,
+    ) -> list[float]:
         """Add up the loop's numbers over the ranks, and with them what was logged per step since
         the last time.
 
@@ -306,7 +322,11 @@ class LoggedValues:
         self._per_step = {}
         if values and if_main_process():
             run_event(
-                "step", epoch=self._epoch, step=step, optimizer_step=optimizer_step, values=values
+                "step",
+                epoch=self._epoch,
+                step=step,
+                optimizer_step=optimizer_step,
+                values=values,
             )
             if hasattr(self.train_logger, "log_step"):
                 self.train_logger.log_step(values, optimizer_step)
@@ -317,7 +337,9 @@ class LoggedValues:
         """
         for name, kind in self._known[self._stage].items():
             held = self._held[self._stage].get(name) or _Held(
-                kind, self._new_meter(), self._new_meter()
+                kind,
+                self._new_meter(),
+                self._new_meter(),
             )
             if at_end:
                 yield name, False, held.total
@@ -341,7 +363,12 @@ class LoggedValues:
                     raise _two_ways(name, self._stage)
         self._known[self._stage] |= dict(sorted(merged.items()))
 
-    def _take(self, found: Iterator[float], *, at_end: bool) -> None:
+    def _take(
+        self,
+        found: Iterator[float],
+        *,
+        at_end: bool,
+    ) -> None:
         """Store the sums of all ranks. The main process then holds a stage's sums, the others
         zeros.
         """
@@ -360,7 +387,11 @@ class LoggedValues:
             if count or bad:
                 self.values.setdefault(self._stage, {})[name] = mean
             main = if_main_process()
-            meter.restore(total if main else 0.0, count if main else 0.0, bad if main else 0)
+            meter.restore(
+                total if main else 0.0,
+                count if main else 0.0,
+                bad if main else 0,
+            )
 
     # ------------------------------------------------------- a checkpoint in the middle of an epoch
 
@@ -395,10 +426,19 @@ class LoggedValues:
                 meter.load_state_dict(saved["total"])
                 if name in taken:
                     total, count, bad = map(
-                        sum, zip(taken[name].total.totals(), meter.totals(), strict=True)
+                        sum,
+                        zip(
+                            taken[name].total.totals(),
+                            meter.totals(),
+                            strict=True,
+                        ),
                     )
                     meter.restore(total, count, int(bad))
-                taken[name] = _Held(_Kind(*saved["kind"]), meter, self._new_meter())
+                taken[name] = _Held(
+                    _Kind(*saved["kind"]),
+                    meter,
+                    self._new_meter(),
+                )
 
 
 def _two_ways(name: str, stage: str) -> BatchError:
@@ -487,7 +527,12 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def show(self, step: int, loss: float | None = None, samples: float = 0.0) -> None:
+    def show(
+        self,
+        step: int,
+        loss: float | None = None,
+        samples: float = 0.0,
+    ) -> None:
         """Show the state of the stage.
 
         Args:
@@ -529,7 +574,12 @@ class ProgressBar:
             self._bar.close()
             self._bar = None
 
-    def _line(self, step: int, facts: BarFacts, now: float) -> str:
+    def _line(
+        self,
+        step: int,
+        facts: BarFacts,
+        now: float,
+    ) -> str:
         parts = [f"{self.label}: batch {step}" + (f"/{self.total}" if self.total else "")]
         parts += [f"loss {facts.loss}"] if facts.loss else []
         parts += [f"lr {facts.rate}"] if facts.rate else []

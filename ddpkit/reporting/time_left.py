@@ -52,7 +52,12 @@ class TimeLeft:
         (True, None)
     """
 
-    def __init__(self, last: int | None = None, *, validates: bool = False) -> None:
+    def __init__(
+        self,
+        last: int | None = None,
+        *,
+        validates: bool = False,
+    ) -> None:
         self.last = last
         self._validates = validates
         self._finished: list[_Epoch] = []
@@ -103,7 +108,8 @@ class TimeLeft:
         if self._finished:
             typical = self._typical()
             return Estimate(
-                self._left_of_epoch(done, typical) + later * typical.whole, is_least=False
+                self._left_of_epoch(done, typical) + later * typical.whole,
+                is_least=False,
             )
         return self._from_first_epoch(done, later)
 

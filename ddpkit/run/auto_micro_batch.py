@@ -74,7 +74,12 @@ class AutoMicroBatch:
     the loader.
     """
 
-    def __init__(self, train_step: TrainStep, run_state: RunState, memory: MemoryReport) -> None:
+    def __init__(
+        self,
+        train_step: TrainStep,
+        run_state: RunState,
+        memory: MemoryReport,
+    ) -> None:
         self.recipe = train_step.recipe
         self.train_step = train_step
         self.run_state = run_state
@@ -235,7 +240,11 @@ class AutoMicroBatch:
             weights = sum(
                 one.numel() * one.element_size() for one in self.train_step.modules.parameters()
             )
-            self._room = torch.empty(2 * weights, dtype=torch.uint8, device=self.train_step.device)
+            self._room = torch.empty(
+                2 * weights,
+                dtype=torch.uint8,
+                device=self.train_step.device,
+            )
         self._buffers = [
             (owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers
         ]
@@ -308,7 +317,12 @@ class AutoMicroBatch:
             self._buffers = []
             self._room = None
 
-    def _divide(self, sampler: PlannedBatchSampler, size: int, error: str) -> None:
+    def _divide(
+        self,
+        sampler: PlannedBatchSampler,
+        size: int,
+        error: str,
+    ) -> None:
         """Go back to the end of the last step, and make micro-batches of another size."""
         step = self.train_step
         progress = self.train_step.progress
@@ -335,7 +349,9 @@ class AutoMicroBatch:
         progress.meter = progress.train_meter or progress.new_meter()
         progress.window = Window(number=progress.window.number)
         self.run_state.step_plan = replace(
-            self.run_state.step_plan, grad_accumulation_factor=factor, per_process=size
+            self.run_state.step_plan,
+            grad_accumulation_factor=factor,
+            per_process=size,
         )
         with torch.no_grad():
             for owner, name, before in self._buffers:
@@ -361,5 +377,9 @@ class AutoMicroBatch:
             "(--micro_batch_size=%d), "
         )
         logger.announce(
-            words + "accumulated over %d batches.", progress.optimizer_step + 1, size, size, factor
+            words + "accumulated over %d batches.",
+            progress.optimizer_step + 1,
+            size,
+            size,
+            factor,
         )

@@ -88,7 +88,8 @@ class CheckpointPolicy:
         self.rank_state = RankState(*parts, saves=checkpointer is not None)
         self.run_state = RunState(train_step, self.rank_state)
         self.position = SavePosition(
-            self.run_state, has_own_fit_batch=train_step.recipe.has_own_fit_batch
+            self.run_state,
+            has_own_fit_batch=train_step.recipe.has_own_fit_batch,
         )
         self._saved_scaler: Any = None  # as it is registered
         self._saved_average: Any = None
@@ -121,7 +122,10 @@ class CheckpointPolicy:
         self.register_scaler()
         checkpointer.add_recoverable("brain", brain)
         checkpointer.add_recoverable(
-            RANKS, states, custom_load_hook=self._load_ranks, optional_load=True
+            RANKS,
+            states,
+            custom_load_hook=self._load_ranks,
+            optional_load=True,
         )
         self.register_average()
         checkpointer.around_save = self._around_save
@@ -138,7 +142,9 @@ class CheckpointPolicy:
         before = self._saved_scaler
         if self.checkpointer is not None and scaler.is_enabled():
             self._require_free(
-                "scaler", f"the gradient scaler of precision={self.options.precision!r}", before
+                "scaler",
+                f"the gradient scaler of precision={self.options.precision!r}",
+                before,
             )
             self.checkpointer.add_recoverable("scaler", scaler, optional_load=True)
             self._saved_scaler = scaler
@@ -235,7 +241,12 @@ class CheckpointPolicy:
         self._require_free("scheduler", "the schedule of scheduler_class", before)
         self.add("scheduler", schedule)
 
-    def _require_free(self, name: str, what: str, own: Any = None) -> None:
+    def _require_free(
+        self,
+        name: str,
+        what: str,
+        own: Any = None,
+    ) -> None:
         other = self._recoverables().get(name, own)
         if other is own:
             return
@@ -336,7 +347,8 @@ class CheckpointPolicy:
             state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
         elif self.options.resume not in {"auto", "never"}:
             logger.warning(
-                "Without effect, as the Brain has no checkpointer: resume=%s.", self.options.resume
+                "Without effect, as the Brain has no checkpointer: resume=%s.",
+                self.options.resume,
             )
         return state.start
 
@@ -349,7 +361,12 @@ class CheckpointPolicy:
         is_from_scratch = state.start is None or state.start.resume == NEVER
         return self.options.resume == NEVER and is_from_scratch and state.calls.number == 1
 
-    def keep_global_batch(self, start: Start | None, *, is_looped: bool) -> None:
+    def keep_global_batch(
+        self,
+        start: Start | None,
+        *,
+        is_looped: bool,
+    ) -> None:
         """Keep the samples of an optimizer step when a checkpoint of another number of processes is
         resumed.
 
@@ -455,7 +472,12 @@ class CheckpointPolicy:
             logger.warning(words, ", ".join(forgotten))
         self.checkpointer.recover_if_possible()
 
-    def _load_ranks(self, states: Any, path: Path, end_of_epoch: bool) -> None:
+    def _load_ranks(
+        self,
+        states: Any,
+        path: Path,
+        end_of_epoch: bool,
+    ) -> None:
         found = safe_load(path)
         is_fitting = self.progress.is_fitting
         if is_fitting and self.run_state.is_recovered_here:
@@ -483,7 +505,9 @@ class CheckpointPolicy:
             checkpointer.load_checkpoint(found)
 
     def _find_later(
-        self, checkpointer: Checkpointer, path: Path
+        self,
+        checkpointer: Checkpointer,
+        path: Path,
     ) -> tuple[Checkpoint, Mapping[str, Any] | None]:
         """Return the checkpoint of a later call; if a save between the calls has replaced it, that
         save.
@@ -645,7 +669,8 @@ class CheckpointPolicy:
         with (
             contextlib.nullcontext() if ema is None else ema.suspended(),
             self.position.of_save(
-                end_of_epoch, is_between_batches=self._is_between_batches
+                end_of_epoch,
+                is_between_batches=self._is_between_batches,
             ) as has_ended,
         ):
             yield has_ended

@@ -127,7 +127,9 @@ def choose_start(
 
 
 def _without_rehearsals(
-    checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Mapping[str, Any]]
+    checkpointer: Checkpointer,
+    found: list[Checkpoint],
+    states: Mapping[Path, Mapping[str, Any]],
 ) -> list[Checkpoint]:
     """Move checkpoints of runs with the option ``debug`` away, and return the others."""
     rehearsals = [one for one in found if states[one.path].get(DEBUG) is True]
@@ -138,7 +140,10 @@ def _without_rehearsals(
     return [one for one in found if one not in rehearsals]
 
 
-def _states_of(found: Iterable[Checkpoint], known: States) -> dict[Path, dict[str, Any]]:
+def _states_of(
+    found: Iterable[Checkpoint],
+    known: States,
+) -> dict[Path, dict[str, Any]]:
     keys = [(one.path, ckpt_recency(one)) for one in found]
     known.update({key: brain_file_or_nothing(key[0]) for key in keys if key not in known})
     return {key[0]: known[key] for key in keys}
@@ -155,7 +160,10 @@ def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list
 
 
 def _say_why(
-    chosen: Checkpoint | None, found: list[Checkpoint], states: Mapping[Path, Any], resume: str
+    chosen: Checkpoint | None,
+    found: list[Checkpoint],
+    states: Mapping[Path, Any],
+    resume: str,
 ) -> None:
     newest = max(found, key=ckpt_recency)
     if chosen is not None and resume != NEWEST:

@@ -40,10 +40,18 @@ def order_of(loader: Any) -> dict[str, str | int]:
     dataset = getattr(loader, "dataset", None)
     if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
         order = "shuffled" if plan.shuffle else "as it stands"
-        return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
+        return {
+            "order": order,
+            "drop_last": bool(plan.drop_last),
+            "samples": plan.source,
+        }
     if isinstance(plan, RankBatchSampler):
         samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
-        return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **samples}
+        return {
+            "order": _names(layers(plan.source)),
+            "drop_last": bool(plan.drop_last),
+            **samples,
+        }
     if isinstance(dataset, StreamShard):
         own = (
             {"shards (its own, processes x workers)": dataset.parts}

@@ -46,7 +46,8 @@ def last_epoch(epoch_counter: Any, length: RunLength) -> int | None:
         return None
     expected = range(first, first + len(numbers))
     is_range = isinstance(
-        numbers, range
+        numbers,
+        range,
     )  # which may be long: it is compared without a look at each number
     in_a_row = numbers == expected if is_range else all(map(operator.eq, numbers, expected))
     return expected[-1] if in_a_row else None

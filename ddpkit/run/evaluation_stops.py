@@ -43,7 +43,9 @@ class StopsOfEvaluation:
     ) -> None:
         self._cause = cause
         self.sync = PeriodicSync(
-            add_up or sum_over_ranks, get_world_size(), is_main=if_main_process()
+            add_up or sum_over_ranks,
+            get_world_size(),
+            is_main=if_main_process(),
         )
         self.sync.start(progress.step)
 
@@ -59,7 +61,13 @@ class StopsOfEvaluation:
 
     def _sync_ranks(self, step: int, *, has_more: bool) -> int:
         """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
-        report = self.sync(step, 0.0, 0.0, int(has_more), Requests(stop=self._cause()))
+        report = self.sync(
+            step,
+            0.0,
+            0.0,
+            int(has_more),
+            Requests(stop=self._cause()),
+        )
         if report.stop and report.samples:
             raise RunStopped(exit_code(report.stop), report.stop)
         return report.samples

@@ -43,7 +43,9 @@ class IntraEpochSaves:
     def tell(self) -> Requests:
         """Return the seconds since the last save, and what this rank has been asked for."""
         return Requests(
-            time.monotonic() - self.last_time, self.stop.signals.save_wanted, self.stop.cause()
+            time.monotonic() - self.last_time,
+            self.stop.signals.save_wanted,
+            self.stop.cause(),
         )
 
     def on_sync(self, report: SyncReport) -> None:

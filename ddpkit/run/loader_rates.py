@@ -46,7 +46,12 @@ def loader_rates(loader: Any, numbers: Sequence[int], seconds: float) -> dict[in
     chosen = sorted({own, *numbers})
     return _known(
         {
-            number: rate_of(with_workers(inner, number), number, seconds, _length(inner))
+            number: rate_of(
+                with_workers(inner, number),
+                number,
+                seconds,
+                _length(inner),
+            )
             for number in chosen
         }
     )
@@ -107,13 +112,19 @@ def with_workers(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
         return SaveableDataLoader(loader.dataset, **sizes, **options)
     if loader.batch_sampler is None:
         return SaveableDataLoader(
-            loader.dataset, batch_size=None, sampler=loader.sampler, **options
+            loader.dataset,
+            batch_size=None,
+            sampler=loader.sampler,
+            **options,
         )
     return SaveableDataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **options)
 
 
 def rate_of(
-    loader: Iterable[Any], workers: int, seconds: float, length: int | None = None
+    loader: Iterable[Any],
+    workers: int,
+    seconds: float,
+    length: int | None = None,
 ) -> float | None:
     """Return the samples per second of a loader; None if it has fewer than two batches.
 

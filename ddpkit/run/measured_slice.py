@@ -62,12 +62,23 @@ class EpochTrainer(Protocol):
 
     train_step: TrainStep
 
-    def train(self, brain: Any, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+    def train(
+        self,
+        brain: Any,
+        loader: Any,
+        epoch: int,
+        *,
+        enable_bar: bool,
+    ) -> None:
         """Train one epoch."""
 
 
 def measure_slice(
-    plan: SlicePlan, stages: EpochTrainer, brain: Any, loader: Any, epoch: int
+    plan: SlicePlan,
+    stages: EpochTrainer,
+    brain: Any,
+    loader: Any,
+    epoch: int,
 ) -> NoReturn:
     """Train until enough steps are measured, write the result, and end the run.
 
@@ -126,7 +137,12 @@ class SliceClock:
     Ranks: collective, but for making one.
     """
 
-    def __init__(self, plan: SlicePlan, train_step: TrainStep, facts: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        plan: SlicePlan,
+        train_step: TrainStep,
+        facts: dict[str, Any],
+    ) -> None:
         self._plan = plan
         self._facts = facts
         self._timer: Any = train_step.timer
@@ -231,7 +247,10 @@ def _keep_taken(timer: Any) -> list[Any]:
     return kept
 
 
-def result_of(ranks: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> SliceResult:
+def result_of(
+    ranks: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Any],
+) -> SliceResult:
     """Return what a slice has measured.
 
     Args:

@@ -160,7 +160,11 @@ class MemoryReport:
 
 
 def _largest(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    ranked = sorted(parameters, key=lambda one: _bytes_of([one[1]]), reverse=True)[:_LARGEST]
+    ranked = sorted(
+        parameters,
+        key=lambda one: _bytes_of([one[1]]),
+        reverse=True,
+    )[:_LARGEST]
     rows = [
         (
             f"  {name} {tuple(one.shape)} {str(one.dtype).rpartition('.')[2]}: "
@@ -233,7 +237,11 @@ def memory_lines(device: str) -> list[str]:
     if use.peak is not None:
         words += f", at most allocated {shown_bytes(use.peak)}"
     lines = [words]
-    ask = getattr(torch.get_device_module(torch.device(device).type), "mem_get_info", None)
+    ask = getattr(
+        torch.get_device_module(torch.device(device).type),
+        "mem_get_info",
+        None,
+    )
     if ask is not None:
         free, total = ask(device)
         others = max(0, total - free - use.reserved)

@@ -29,7 +29,11 @@ EARLIER = (
 
 
 @contextlib.contextmanager
-def stage_mode(find: Callable[[], nn.ModuleDict], *, training: bool) -> Iterator[None]:
+def stage_mode(
+    find: Callable[[], nn.ModuleDict],
+    *,
+    training: bool,
+) -> Iterator[None]:
     """Set the modules to the mode of a stage; what the hook inside sets otherwise, of parts, stays
     so.
 

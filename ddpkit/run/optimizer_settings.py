@@ -56,7 +56,10 @@ def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str
 
 
 def changed_settings(
-    checkpoint: Path, name: str, before: list[dict[str, Any]], now: list[dict[str, Any]]
+    checkpoint: Path,
+    name: str,
+    before: list[dict[str, Any]],
+    now: list[dict[str, Any]],
 ) -> list[str]:
     """List the settings of an optimizer that differ from the checkpoint's.
 
@@ -98,7 +101,10 @@ def changed_settings(
     )
 
 
-def _left_out(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+def _left_out(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+) -> set[str]:
     """Return the settings that are not compared: with a schedule on both sides, what it has made of
     the rate.
     """

@@ -29,7 +29,10 @@ TELLING = tuple(
 )
 
 
-def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_options(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+) -> list[str]:
     """List the options that change a run's numbers and differ from the checkpoint's.
 
     Args:

@@ -53,7 +53,13 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
         require_writable(f"the folder of the profile {folder!r}", folder)
 
 
-def require_room(folder: Path, bytes_needed: int, *, has_checkpoints: bool, warns: bool) -> None:
+def require_room(
+    folder: Path,
+    bytes_needed: int,
+    *,
+    has_checkpoints: bool,
+    warns: bool,
+) -> None:
     """Refuse a disk that has no room for a checkpoint; warn where it has room for one and not for
     two.
 

@@ -79,7 +79,12 @@ class Run:
     Ranks: local; alike on every rank.
     """
 
-    def __init__(self, train_step: TrainStep, hparams: SimpleNamespace, checkpointer: Any) -> None:
+    def __init__(
+        self,
+        train_step: TrainStep,
+        hparams: SimpleNamespace,
+        checkpointer: Any,
+    ) -> None:
         self.train_step = train_step
         self.recipe = train_step.recipe
         self.strategy = train_step.strategy
@@ -116,7 +121,12 @@ class Run:
                 check_strategy(step.options, decides_late=step.recipe.has_own_fit_batch)
                 require_module_keys(step.modules, step.options)
 
-    def assigned(self, name: str, before: Any, value: Any) -> Any:
+    def assigned(
+        self,
+        name: str,
+        before: Any,
+        value: Any,
+    ) -> Any:
         """Have all parts follow an attribute that a recipe assigns.
 
         Args:
@@ -197,7 +207,11 @@ class Run:
                 "modules was assigned in a training batch, and the pass goes on with those that "
                 "it began with. Assign it in on_stage_start, or before fit."
             )
-        moved = modules_on_device(modules, str(step.options.device), keeps_meta=strategy.divides)
+        moved = modules_on_device(
+            modules,
+            str(step.options.device),
+            keeps_meta=strategy.divides,
+        )
         found = modules if isinstance(modules, nn.ModuleDict) else moved
         before = step.modules
         for part in (step, self.stages, self.policy.run_state, self.policy.rank_state):

@@ -87,7 +87,11 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 MOST_SHOWN = 4
-_FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_FORMATS = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 # one name for both: ranks that call different ones must meet
 AT_START = "the start of fit or evaluate"
 
@@ -259,7 +263,10 @@ class Preflight:
         has_checkpoints = found is not None or bool(start is not None and start.num_found)
         warns = checkpointer.on_error == "warn"
         require_room(
-            checkpointer.checkpoints_dir, needed, has_checkpoints=has_checkpoints, warns=warns
+            checkpointer.checkpoints_dir,
+            needed,
+            has_checkpoints=has_checkpoints,
+            warns=warns,
         )
 
     @staticmethod
@@ -346,11 +353,18 @@ class Preflight:
                 else ("the initial ones: no checkpoint was loaded")
             )
         self._show(
-            "Evaluation", {"test set": evaluation_set_row(loader)}, {"weights": weights}, contexts
+            "Evaluation",
+            {"test set": evaluation_set_row(loader)},
+            {"weights": weights},
+            contexts,
         )
 
     def _show(
-        self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]
+        self,
+        what: str,
+        first: dict[str, str],
+        last: dict[str, str],
+        contexts: tuple[Any, Any],
     ) -> None:
         if get_rank():
             return
@@ -363,7 +377,10 @@ class Preflight:
             **place_rows(self.places, self.launch, backend, self.versions),
             **first,
             "precision": precision_row(
-                *contexts, step.scaler, step.modules, trains=what == "Training"
+                *contexts,
+                step.scaler,
+                step.modules,
+                trains=what == "Training",
             ),
             "average": ""
             if step.ema is None
@@ -391,7 +408,10 @@ class Preflight:
 
 
 def place_rows(
-    places: Sequence[Place], info: LaunchInfo, backend: str | None, versions: Mapping[str, str]
+    places: Sequence[Place],
+    info: LaunchInfo,
+    backend: str | None,
+    versions: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the rows about the launcher, the devices and the versions.
 
@@ -440,7 +460,12 @@ def place_rows(
 
 
 def precision_row(
-    training: Any, evaluation: Any, scaler: Any, modules: torch.nn.Module, *, trains: bool
+    training: Any,
+    evaluation: Any,
+    scaler: Any,
+    modules: torch.nn.Module,
+    *,
+    trains: bool,
 ) -> str:
     """Return the number formats of training and evaluation, in words.
 
@@ -508,7 +533,14 @@ def clipping_row(max_norm: float | None) -> str:
     return f"gradient norm at most {max_norm} (--max_grad_norm)"
 
 
-def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
+def start_row(
+    found: Path | None,
+    folder: Any,
+    resume: str,
+    place: str,
+    *,
+    others: int = 0,
+) -> str:
     """Return what training starts from, in words.
 
     Args:

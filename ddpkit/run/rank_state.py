@@ -137,9 +137,18 @@ class RankStates:
         if ranks is None:
             ranks = [None] * get_world_size()
             ranks[get_rank() or 0] = self._collect()
-        return {"format": FORMAT, "world_size": len(ranks), "ranks": list(ranks)}
+        return {
+            "format": FORMAT,
+            "world_size": len(ranks),
+            "ranks": list(ranks),
+        }
 
-    def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
+    def load_state_dict(
+        self,
+        state_dict: Any,
+        *,
+        end_of_epoch: bool = True,
+    ) -> None:
         """Load this rank's state from all states; with a different number of ranks, only the parts
         that all share.
 
@@ -206,7 +215,12 @@ class RankState:
     """
 
     def __init__(
-        self, progress: Progress, strategy: Strategy, modules: nn.ModuleDict, *, saves: bool
+        self,
+        progress: Progress,
+        strategy: Strategy,
+        modules: nn.ModuleDict,
+        *,
+        saves: bool,
     ) -> None:
         self.progress = progress
         self.strategy = strategy
@@ -333,7 +347,12 @@ class RankState:
         same = states is not None and states.is_of_as_many
         if same and is_resumed:
             self._resumed_at = {name: own.get(name) for name in ("loader", "loader_end")}
-        return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
+        return resume_at(
+            loader,
+            progress.step,
+            own.get("loader"),
+            same_batches=same,
+        ), restore
 
     def read_nothing(self) -> None:
         """Note that the pass that has begun reads no batch: its data stays where the recovered

@@ -27,7 +27,10 @@ class RunRecord:
     """
 
     def __init__(
-        self, train_step: TrainStep, policy: CheckpointPolicy, preflight: Preflight
+        self,
+        train_step: TrainStep,
+        policy: CheckpointPolicy,
+        preflight: Preflight,
     ) -> None:
         self._train_step = train_step
         self._policy = policy

@@ -304,7 +304,8 @@ class RunState:
         batches, told = self.step_plan.place(before, state["step"], samples)
         progress.step = batches * self.train_step.strategy.shards
         for one in filter(
-            None, (told, self.step_plan.other_data(before) if state["step"] else None)
+            None,
+            (told, self.step_plan.other_data(before) if state["step"] else None),
         ):
             logger.warning("%s", one)
         if "loss_sum" not in state and progress.step:
@@ -375,7 +376,11 @@ class RunState:
         """
         self._settings = self._script_settings = optimizer_settings(saved)
 
-    def _take_settings(self, path: Path, state: Mapping[str, Any]) -> dict[str, list[str]]:
+    def _take_settings(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+    ) -> dict[str, list[str]]:
         """Note the settings that the optimizers go on with; return which of the script's have no
         effect.
 
@@ -389,7 +394,13 @@ class RunState:
         before = state.get("settings") or {}  # of an earlier version nothing is known
         self._settings = {name: before.get(name, settings) for name, settings in given.items()}
         changes = {
-            name: changed_settings(path, name, self._settings[name], given[name]) for name in given
+            name: changed_settings(
+                path,
+                name,
+                self._settings[name],
+                given[name],
+            )
+            for name in given
         }
         return {name: told for name, told in changes.items() if told}
 

@@ -57,7 +57,12 @@ class SavePosition:
         self._has_own_fit_batch = has_own_fit_batch
 
     @contextlib.contextmanager
-    def of_save(self, end_of_epoch: bool, *, is_between_batches: bool) -> Iterator[bool]:
+    def of_save(
+        self,
+        end_of_epoch: bool,
+        *,
+        is_between_batches: bool,
+    ) -> Iterator[bool]:
         """Return a context for a save, in which the run's state has the position to be saved.
 
         Args:
@@ -210,5 +215,7 @@ def at_last_update(progress: Progress) -> contextlib.AbstractContextManager[None
         4
     """
     return temporarily(
-        progress, step=progress.window_end, meter=progress.train_meter or progress.meter
+        progress,
+        step=progress.window_end,
+        meter=progress.train_meter or progress.meter,
     )

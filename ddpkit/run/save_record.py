@@ -51,7 +51,12 @@ class SaveRecord:
     def failed(self, error: BaseException) -> None:
         """Write that a checkpoint is lost, and that training goes on."""
         progress = self._progress
-        _write("checkpoint_failed", message=str(error), epoch=progress.epoch, step=progress.step)
+        _write(
+            "checkpoint_failed",
+            message=str(error),
+            epoch=progress.epoch,
+            step=progress.step,
+        )
 
 
 def _write_saved(position: Mapping[str, int], report: SaveReport) -> None:
@@ -75,7 +80,11 @@ def _write_saved(position: Mapping[str, int], report: SaveReport) -> None:
 
 
 def _left(retained: Retained) -> dict[str, Any]:
-    return {"deleted": retained.deleted, "kept": retained.kept, "best": dict(retained.best)}
+    return {
+        "deleted": retained.deleted,
+        "kept": retained.kept,
+        "best": dict(retained.best),
+    }
 
 
 def _write(event: str, **fields: Any) -> None:

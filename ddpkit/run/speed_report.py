@@ -202,7 +202,8 @@ class SpeedReport:
     # ------------------------------------------------------------------ at a sync of the ranks
 
     def adding(
-        self, add_up: Callable[[list[float]], list[float]]
+        self,
+        add_up: Callable[[list[float]], list[float]],
     ) -> Callable[[list[float]], list[float]]:
         """Return what adds up the numbers of a sync over the ranks, and those of the measured steps
         with them.

@@ -51,7 +51,10 @@ ONE_VALUE = (
 
 @contextlib.contextmanager
 def explaining(
-    brain: Any, options: RunOptions, strategy: Strategy, memory: MemoryReport
+    brain: Any,
+    options: RunOptions,
+    strategy: Strategy,
+    memory: MemoryReport,
 ) -> Iterator[None]:
     """Return a context in which errors of torch that come from the way of running say what to do.
 

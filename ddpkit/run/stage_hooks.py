@@ -20,7 +20,12 @@ class StageHooks(LoopHooks, StepHooks, Protocol):
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         """Begin a stage."""
 
-    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+    def on_stage_end(
+        self,
+        stage: Stage,
+        stage_loss: float,
+        epoch: int | None = None,
+    ) -> None:
         """End a stage."""
 
     def predict_batch(self, batch: Any) -> Any:

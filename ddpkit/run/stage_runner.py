@@ -107,7 +107,12 @@ class StageRunner:
     Ranks: collective.
     """
 
-    def __init__(self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl) -> None:
+    def __init__(
+        self,
+        train_step: TrainStep,
+        policy: CheckpointPolicy,
+        stop: StopControl,
+    ) -> None:
         self.train_step = train_step
         self.policy = policy
         self.stop = stop
@@ -147,7 +152,9 @@ class StageRunner:
         try:
             if options.profile_training:
                 self.profiler = prepare_profiler(
-                    options.profile_warmup, options.profile_steps, output_folder
+                    options.profile_warmup,
+                    options.profile_steps,
+                    output_folder,
                 )
             with (
                 self.memory.recording(output_folder),
@@ -176,7 +183,12 @@ class StageRunner:
     # ------------------------------------------------------------------ training
 
     def train_or_measure(
-        self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool
+        self,
+        brain: StageHooks,
+        loader: Any,
+        epoch: int,
+        *,
+        enable_bar: bool,
     ) -> None:
         """Train one epoch; a measured slice of a run trains until enough is measured, and ends.
 
@@ -194,7 +206,14 @@ class StageRunner:
 
         measure_slice(plan, self, brain, loader, epoch)
 
-    def train(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+    def train(
+        self,
+        brain: StageHooks,
+        loader: Any,
+        epoch: int,
+        *,
+        enable_bar: bool,
+    ) -> None:
         """Train one epoch.
 
         Args:
@@ -226,7 +245,13 @@ class StageRunner:
             brain.zero_grad()  # what was computed before, such as in the hook, is of no step
             if not progress.step:
                 progress.nonfinite = 0
-            one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
+            one_pass = functools.partial(
+                self._pass,
+                brain,
+                loader,
+                epoch,
+                enable_bar=enable_bar,
+            )
             with self._explaining(brain):
                 found = (
                     self.auto_micro_batch.run(one_pass, loader)
@@ -238,13 +263,22 @@ class StageRunner:
             # Before the hook: a checkpoint that it saves has the schedule after this epoch.
             if train_step.schedule is not None and progress.is_whole:
                 train_step.schedule.after_stage(
-                    Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step
+                    Stage.TRAIN,
+                    progress.avg_train_loss,
+                    progress.optimizer_step,
                 )
             with self._unsaved(), self._explaining(brain):
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
             progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
 
-    def _pass(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
+    def _pass(
+        self,
+        brain: StageHooks,
+        loader: Any,
+        epoch: int,
+        *,
+        enable_bar: bool,
+    ) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
         progress = self.progress
         options = self.options
@@ -262,7 +296,11 @@ class StageRunner:
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
-        self._begin(Stage.TRAIN, loader, feed if isinstance(feed, StreamFeed) else None)
+        self._begin(
+            Stage.TRAIN,
+            loader,
+            feed if isinstance(feed, StreamFeed) else None,
+        )
         feed = self.speed.begin_pass(feed, loader)
         if options.count_flops:
             feed = self.flops.feed(feed, is_profiled=self.profiler is not None)
@@ -271,7 +309,11 @@ class StageRunner:
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         bar_of_pass = self._bar(
-            Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar
+            Stage.TRAIN,
+            epoch,
+            feed.length,
+            initial=progress.step,
+            enable=enable_bar,
         )
         with self._skipped.written_whatever_ends(), bar_of_pass as bar:
 
@@ -288,7 +330,13 @@ class StageRunner:
             on_window = saves.on_window if saves.follows_windows else None
             with self.train_step.warning_without_steps(), self.flops.during_pass():
                 is_limited = train_epoch(
-                    brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell
+                    brain,
+                    feed,
+                    self._sync,
+                    on_sync,
+                    limit,
+                    on_window=on_window,
+                    tell=saves.tell,
                 )
             self.speed.end_pass()
             progress.is_whole = not is_limited or (
@@ -299,7 +347,11 @@ class StageRunner:
             self._after_last_batch(brain, saves)
             trained = epoch, progress.optimizer_step
             return self._finish(
-                Stage.TRAIN, trained, time.monotonic() - started, bar, samples_before
+                Stage.TRAIN,
+                trained,
+                time.monotonic() - started,
+                bar,
+                samples_before,
             )
 
     def _after_last_batch(self, brain: StageHooks, saves: IntraEpochSaves) -> None:
@@ -332,7 +384,12 @@ class StageRunner:
             self.rank_state.read_nothing()
         return limit
 
-    def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
+    def _feed(
+        self,
+        loader: Any,
+        left_out: int,
+        ready: Callable[[], object],
+    ) -> Feed | StreamFeed:
         """Make the feed of a training pass. For a stream the ranks exchange the sizes of their
         batches.
         """
@@ -343,7 +400,8 @@ class StageRunner:
         if self.profiler is not None:
             ranges = self.speed.mark_ranges(once=options.profile_training)
             batches = PassedThrough(
-                batches, functools.partial(profiled, self.profiler, ranges, left_out)
+                batches,
+                functools.partial(profiled, self.profiler, ranges, left_out),
             )
         known: dict[str, Any] = {
             "factor": options.grad_accumulation_factor,
@@ -373,7 +431,13 @@ class StageRunner:
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(
-        self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
+        self,
+        brain: StageHooks,
+        loader: Any,
+        stage: Stage,
+        epoch: int | None,
+        *,
+        enable_bar: bool,
     ) -> float:
         """Evaluate a loader.
 
@@ -409,7 +473,14 @@ class StageRunner:
                 self._averaged_weights(stage),
                 self._evaluating(loader),
             ):
-                loss = self._evaluate(brain, loader, stage, epoch, place, enable_bar=enable_bar)
+                loss = self._evaluate(
+                    brain,
+                    loader,
+                    stage,
+                    epoch,
+                    place,
+                    enable_bar=enable_bar,
+                )
             if stage is Stage.VALID:
                 progress.step = 0
                 progress.valid_loss = loss
@@ -441,7 +512,10 @@ class StageRunner:
         is_shared = self.options.shard_evaluation
         shards = strategy.shards if is_shared else 1
         with self._bar(
-            stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar
+            stage,
+            epoch,
+            self._limited(length_of(loader), shards),
+            enable=enable_bar,
         ) as bar:
             plan = plan_of(loader)
             sync = self._sync_of_bar
@@ -449,13 +523,20 @@ class StageRunner:
             stop_sync = self._stop_sync
             stop_sync.sync.start(progress.step)
             batches: Iterable[Any] = first_of(
-                self._batches(loader, stage), self._limited(None, shards)
+                self._batches(loader, stage),
+                self._limited(None, shards),
             )
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
             evaluate_epoch(
-                brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=stop_sync
+                brain,
+                batches,
+                stage,
+                bar,
+                count=counting(loader),
+                sync=sync,
+                after_batch=stop_sync,
             )
             stop_sync.await_others()
             return self._finish(stage, trained, time.monotonic() - started, bar)
@@ -463,7 +544,12 @@ class StageRunner:
     # ------------------------------------------------------------------ prediction
 
     def predict(
-        self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
+        self,
+        brain: StageHooks,
+        loader: Any,
+        precision: Any,
+        *,
+        enable_bar: bool,
     ) -> list[Any]:
         """Run the model over a loader.
 
@@ -481,10 +567,19 @@ class StageRunner:
             return self._predict(brain, loader, precision, enable_bar=enable_bar)
 
     def _predict(
-        self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
+        self,
+        brain: StageHooks,
+        loader: Any,
+        precision: Any,
+        *,
+        enable_bar: bool,
     ) -> list[Any]:
         progress = self.progress
-        seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
+        seen = Seen(
+            Stage.TEST,
+            loader,
+            divided=get_world_size() > 1 and is_divided(loader),
+        )
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
         with (
@@ -503,7 +598,12 @@ class StageRunner:
 
     @torch.no_grad()
     def _outputs(
-        self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool
+        self,
+        brain: StageHooks,
+        loader: Any,
+        precision: Any,
+        *,
+        enable_bar: bool,
     ) -> list[Any]:
         """Run the model over this rank's batches; return one output per sample, on the CPU."""
         progress = self.progress
@@ -561,7 +661,12 @@ class StageRunner:
         is_inside = stage is Stage.TEST and self.progress.is_fitting
         return kept_modes(self.modules) if is_inside else contextlib.nullcontext()
 
-    def _begin(self, stage: Stage, loader: Any, stream: StreamFeed | None = None) -> None:
+    def _begin(
+        self,
+        stage: Stage,
+        loader: Any,
+        stream: StreamFeed | None = None,
+    ) -> None:
         """Note, for gathering and for the metrics, what a stage runs over, and whether it is
         divided over the ranks.
         """
@@ -576,7 +681,12 @@ class StageRunner:
         before = self.progress.meter.samples
         first = self.progress.step if is_training else 0
         self.progress.seen = Seen(
-            stage, loader, divided, first=first, stream=stream, samples_before=before
+            stage,
+            loader,
+            divided,
+            first=first,
+            stream=stream,
+            samples_before=before,
         )
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
@@ -593,7 +703,13 @@ class StageRunner:
         return most if length is None else min(length, most)
 
     def _bar(
-        self, stage: Stage, epoch: int | None, length: int | None, *, initial: int = 0, enable: bool
+        self,
+        stage: Stage,
+        epoch: int | None,
+        length: int | None,
+        *,
+        initial: int = 0,
+        enable: bool,
     ) -> ProgressBar:
         options = self.options
         last = self.time_left.last
@@ -611,7 +727,12 @@ class StageRunner:
             of_run=functools.partial(self._facts_of_run, stage, length),
         )
 
-    def _facts_of_run(self, stage: Stage, length: int | None, step: int) -> RunFacts:
+    def _facts_of_run(
+        self,
+        stage: Stage,
+        length: int | None,
+        step: int,
+    ) -> RunFacts:
         """Return what the bar shows of the run; asked about once a second, on the main process."""
         if stage is Stage.TEST:
             return RunFacts()
@@ -619,7 +740,11 @@ class StageRunner:
             rate_of_bar(self.train_step.named_optimizers().values()) if stage is Stage.TRAIN else ""
         )
         left = self.time_left.estimate(step / length if length else None)
-        return RunFacts(rate, left, self.speed.data_wait() if stage is Stage.TRAIN else 0.0)
+        return RunFacts(
+            rate,
+            left,
+            self.speed.data_wait() if stage is Stage.TRAIN else 0.0,
+        )
 
     def _done_before(self, loader: Any) -> float | None:
         """Return the part of an epoch's training that was done before a restart; None: a part that
@@ -717,7 +842,13 @@ class StageRunner:
             self._write_steps(progress.step)
         values = progress.logged.values.get(stage.name.lower())
         facts |= {"logged": dict(values)} if values else {}
-        run_event("stage", stage=stage.name, epoch=epoch, **facts, seconds=round(seconds, 3))
+        run_event(
+            "stage",
+            stage=stage.name,
+            epoch=epoch,
+            **facts,
+            seconds=round(seconds, 3),
+        )
         return mean
 
     def _write_steps(self, step: int) -> None:

@@ -211,12 +211,17 @@ def _rows_of(plan: Any, shards: int, rank: int) -> int:
     return int(first * (plan.full_batches // plan.micro_batches) + last)
 
 
-def _shares(plan: Any, number: int, ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _shares(
+    plan: Any,
+    number: int,
+    ranks: Iterable[int],
+) -> Iterator[tuple[int, int]]:
     return (plan.share(number, rank) for rank in ranks)
 
 
 def optimizers_row(
-    optimizers: Mapping[str, Any], begun: Mapping[str, Sequence[Mapping[str, Any]]]
+    optimizers: Mapping[str, Any],
+    begun: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:
     """Return the optimizers and their learning rates.
 

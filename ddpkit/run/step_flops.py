@@ -56,7 +56,9 @@ class StepFlops:
     """
 
     def __init__(
-        self, train_step: TrainStep, on_count: Callable[[int, float | None], object]
+        self,
+        train_step: TrainStep,
+        on_count: Callable[[int, float | None], object],
     ) -> None:
         self.is_done = False
         self._has_told = False
@@ -66,7 +68,12 @@ class StepFlops:
         self._counter: FlopCounter | None = None
         self._running = contextlib.ExitStack()
 
-    def feed(self, feed: Any, *, is_profiled: bool = False) -> Any:
+    def feed(
+        self,
+        feed: Any,
+        *,
+        is_profiled: bool = False,
+    ) -> Any:
         """Return the feed of a pass, whose batches of the counted step are followed.
 
         Once the count is done this is the feed itself.

@@ -62,7 +62,9 @@ class StepPlan:
         inner = loader.loader if isinstance(loader, LoopedLoader) else loader
         data = order_of(loader)
         if isinstance(plan_of(inner), DealtBatchSampler) or getattr(
-            getattr(inner, "dataset", None), "of_batches", False
+            getattr(inner, "dataset", None),
+            "of_batches",
+            False,
         ):
             # whole batches are dealt out, whatever their sizes
             return cls(sizes.world_size, sizes.factor, data=data)
@@ -82,10 +84,19 @@ class StepPlan:
         )
         data = state.get("data")
         return cls(
-            world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None
+            world_size,
+            factor,
+            per_step,
+            per_process,
+            data if isinstance(data, Mapping) else None,
         )
 
-    def on(self, world_size: int, *, is_looped: bool = False) -> dict[str, int]:
+    def on(
+        self,
+        world_size: int,
+        *,
+        is_looped: bool = False,
+    ) -> dict[str, int]:
         """Return the options that keep the samples of an optimizer step on another number of
         processes.
 
@@ -129,7 +140,12 @@ class StepPlan:
             )
         return {"grad_accumulation_factor": batches // world_size}
 
-    def place(self, before: StepPlan, step: int, samples: int) -> tuple[int, str | None]:
+    def place(
+        self,
+        before: StepPlan,
+        step: int,
+        samples: int,
+    ) -> tuple[int, str | None]:
         """Say which batch of the epoch comes next.
 
         Args:

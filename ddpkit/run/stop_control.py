@@ -105,7 +105,8 @@ class StopControl:
         watchdog = get_runtime().watchdog
         limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
         get_runtime().report.limits |= limits_by_option(
-            options.distributed_timeout_minutes, options.hang_timeout
+            options.distributed_timeout_minutes,
+            options.hang_timeout,
         )
         # a start may take long: not the shorter wait of an earlier call
         shorten_timeout(self._longest_wait())
@@ -130,7 +131,12 @@ class StopControl:
         )
         return TIME_LIMIT if over else ""
 
-    def stop_training(self, cause: str, *, is_saved: bool = False) -> None:
+    def stop_training(
+        self,
+        cause: str,
+        *,
+        is_saved: bool = False,
+    ) -> None:
         """Save, and end the run; between two optimizer steps.
 
         Args:

@@ -40,7 +40,12 @@ class EpochPlan:
     goes_on: bool
 
 
-def note_epoch(run_state: RunState, length: int | None, factor: int, epoch_counter: Any) -> int:
+def note_epoch(
+    run_state: RunState,
+    length: int | None,
+    factor: int,
+    epoch_counter: Any,
+) -> int:
     """Note for the next checkpoints what an epoch is made of; return by how many steps the run is
     ahead of that.
 
@@ -64,7 +69,10 @@ def note_epoch(run_state: RunState, length: int | None, factor: int, epoch_count
         state, end_of_epoch = _start_of(run_state)
         epoch = EpochPlan(steps, length, goes_on=goes_on)
         run_state.steps_ahead = _steps_ahead(
-            run_state.step_plan, epoch, state, end_of_epoch=end_of_epoch
+            run_state.step_plan,
+            epoch,
+            state,
+            end_of_epoch=end_of_epoch,
         )
     return run_state.steps_ahead
 
@@ -85,7 +93,11 @@ def _start_of(run_state: RunState) -> tuple[Mapping[str, Any], bool]:
 
 
 def _steps_ahead(
-    plan: StepPlan, now: EpochPlan, state: Mapping[str, Any], *, end_of_epoch: bool
+    plan: StepPlan,
+    now: EpochPlan,
+    state: Mapping[str, Any],
+    *,
+    end_of_epoch: bool,
 ) -> int:
     """Return the steps that were made, less those that the present batches make of the same data.
 
@@ -99,7 +111,11 @@ def _steps_ahead(
         return int(state.get("steps_ahead", 0))
     place = (epoch - 1 + int(end_of_epoch)) * now.steps if now.goes_on else 0
     if not end_of_epoch:
-        batches, _ = plan.place(before, state["step"], state.get("samples", 0))
+        batches, _ = plan.place(
+            before,
+            state["step"],
+            state.get("samples", 0),
+        )
         is_over = batches >= now.batches
         place += now.steps if is_over else batches // (plan.grad_accumulation_factor or 1)
     finished = [number for number in state.get("finished") or () if number is not None]

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def modules_not_saved(
-    modules: Mapping[str, nn.Module] | nn.ModuleDict, recoverables: Mapping[str, Any]
+    modules: Mapping[str, nn.Module] | nn.ModuleDict,
+    recoverables: Mapping[str, Any],
 ) -> list[str]:
     """Name the modules with trained parameters that no recoverable holds: after a restart they
     would be untrained.
@@ -40,7 +41,8 @@ def modules_not_saved(
 
 
 def optimizers_not_saved(
-    optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]
+    optimizers: Mapping[str, Any] | None,
+    recoverables: Mapping[str, Any],
 ) -> list[str]:
     """Name the optimizers that no recoverable holds: a restart would lose their moments.
 

@@ -133,7 +133,10 @@ class _Finder(MetaPathFinder):
     """Finds the modules that are answered; all others are left to the finders behind it."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname not in ANSWERED:
             return None

@@ -132,8 +132,16 @@ _GEFORCE = {
 _MI300X = _half(1307.4, tf32=653.7, fp32=163.4, fp64=163.4)
 _AMD = {
     "MI210": _half(181.0, fp32=45.3, fp64=45.3),
-    "MI250": _half(362.1 / 2, fp32=90.5 / 2, fp64=90.5 / 2),
-    "MI250X": _half(383.0 / 2, fp32=95.7 / 2, fp64=95.7 / 2),
+    "MI250": _half(
+        362.1 / 2,
+        fp32=90.5 / 2,
+        fp64=90.5 / 2,
+    ),
+    "MI250X": _half(
+        383.0 / 2,
+        fp32=95.7 / 2,
+        fp64=95.7 / 2,
+    ),
     "MI300A": _half(980.6, tf32=490.3, fp32=122.6, fp64=122.6),
     "MI300X": _MI300X,
     "MI325X": _MI300X,
@@ -142,7 +150,12 @@ _AMD = {
 
 def _geforce(cores: int, gigahertz: float) -> dict[str, float]:
     fp32 = 2 * cores * gigahertz / 1e3
-    return _half(2 * fp32, tf32=fp32, fp32=fp32, fp64=fp32 / 64)
+    return _half(
+        2 * fp32,
+        tf32=fp32,
+        fp32=fp32,
+        fp64=fp32 / 64,
+    )
 
 
 _PEAKS: dict[str, dict[str, float]] = {

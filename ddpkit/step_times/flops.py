@@ -67,7 +67,12 @@ def _convolution_backward(
     return forward * (int(output_mask[0]) + int(output_mask[1]))
 
 
-def _rnn(inputs: torch.Tensor, weights: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+def _rnn(
+    inputs: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *_: Any,
+    **__: Any,
+) -> int:
     """Count a multiplication and an addition for each step of each sequence and each weight."""
     steps = inputs.numel() // inputs.shape[-1]
     return 2 * steps * sum(one.numel() for one in weights if one.dim() > 1)
@@ -259,7 +264,9 @@ def _allows_tf32(kind: str) -> bool:
     matmul: Any = torch.backends.cuda.matmul
     owner = {CONVOLUTION: "conv", RECURRENT: "rnn"}.get(kind)
     precision = getattr(
-        matmul if owner is None else getattr(cudnn, owner, None), "fp32_precision", None
+        matmul if owner is None else getattr(cudnn, owner, None),
+        "fp32_precision",
+        None,
     )
     if precision is None:  # torch before 2.9
         return bool(matmul.allow_tf32 if owner is None else cudnn.allow_tf32)

@@ -116,7 +116,10 @@ def _unpacked(slots: Iterator[float]) -> RankRow:
     return RankRow(numbers, _there(memory), core_waits, _there(clocks) or None)
 
 
-def _values(found: Mapping[str, float], names: tuple[str, ...]) -> list[float]:
+def _values(
+    found: Mapping[str, float],
+    names: tuple[str, ...],
+) -> list[float]:
     return [found.get(name, _NOTHING) for name in names]
 
 

@@ -46,7 +46,12 @@ class SampledWindows:
         self.due = _NEVER
         self._next_sync = 0
 
-    def plan(self, step: int, next_sync: int, per_second: int) -> None:
+    def plan(
+        self,
+        step: int,
+        next_sync: int,
+        per_second: int,
+    ) -> None:
         """Choose the steps up to the next sync.
 
         Args:

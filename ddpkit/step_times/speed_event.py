@@ -79,7 +79,9 @@ def speed_fields(
 
 
 def _flops(
-    second: SecondOfSteps, per_step: float | None, peak: float | None
+    second: SecondOfSteps,
+    per_step: float | None,
+    peak: float | None,
 ) -> dict[str, float | None]:
     if not per_step:
         return {}

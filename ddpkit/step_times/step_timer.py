@@ -132,7 +132,12 @@ class StepTimer:
         elif self._notices:
             self._drop_notices()
 
-    def plan(self, step: int, next_sync: int, per_second: int) -> None:
+    def plan(
+        self,
+        step: int,
+        next_sync: int,
+        per_second: int,
+    ) -> None:
         """Choose the steps to be measured up to the next sync of the ranks.
 
         Args:

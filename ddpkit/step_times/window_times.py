@@ -112,4 +112,8 @@ def summarized(windows: list[WindowTimes]) -> RankNumbers:
 
 def _single(window: WindowTimes) -> SingleWindow:
     exchange = window.seconds[EXCHANGE]
-    return SingleWindow(window.size, sum(window.seconds.values()) - exchange, exchange)
+    return SingleWindow(
+        window.size,
+        sum(window.seconds.values()) - exchange,
+        exchange,
+    )

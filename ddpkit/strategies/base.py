@@ -90,7 +90,12 @@ class Strategy:
         strategy cannot step.
         """
 
-    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+    def feed(
+        self,
+        feed: Any,
+        progress: Any,
+        seed: int,
+    ) -> Any:
         """Wrap the batches of a training pass, so that the strategy sees each of them."""
         self.follow_batches(progress)
         return feed
@@ -100,7 +105,12 @@ class Strategy:
         :meth:`feed`.
         """
 
-    def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
+    def evaluated(
+        self,
+        batches: Iterable[Any],
+        seed: int,
+        *place: int,
+    ) -> Iterable[Any]:
         """Return the batches of a divided evaluation.
 
         Args:
@@ -115,13 +125,21 @@ class Strategy:
         return NO_CONTEXT
 
     def backward_pass(
-        self, modules: nn.Module, *, closes: bool, counts: bool
+        self,
+        modules: nn.Module,
+        *,
+        closes: bool,
+        counts: bool,
     ) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window."""
         return NO_CONTEXT
 
     def without_backward(
-        self, *, closes: bool, counts: bool = True, retain_graph: bool = False
+        self,
+        *,
+        closes: bool,
+        counts: bool = True,
+        retain_graph: bool = False,
     ) -> AbstractContextManager[None]:
         """Return a context in the place of a backward pass, for a loss that depends on no
         parameter.
@@ -205,7 +223,9 @@ class Strategy:
         return {}
 
     def start_average(
-        self, count: torch.Tensor | float, device: str
+        self,
+        count: torch.Tensor | float,
+        device: str,
     ) -> Callable[[], torch.Tensor | float]:
         """Start averaging a number over the ranks, before the backward pass, without waiting for it
         or for the device.

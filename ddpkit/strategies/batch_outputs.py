@@ -157,7 +157,12 @@ class BatchOutputs:
         self._hooks = [one.register_forward_hook(self._after_forward) for one in plain if is_needed]
         return is_needed
 
-    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _after_forward(
+        self,
+        module: nn.Module,
+        _: Any,
+        output: Any,
+    ) -> None:
         if module.training and torch.is_grad_enabled():
             self.note(module, output)
 

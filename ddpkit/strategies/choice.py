@@ -61,7 +61,8 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
         **dict.fromkeys(("strategy=ddp", "strategy=fsdp", "strategy=zero1"), _WAY),
     },
     "data_parallel_backend": dict.fromkeys(
-        ("strategy=single", "strategy=ddp", "strategy=fsdp", "strategy=zero1"), _WAY
+        ("strategy=single", "strategy=ddp", "strategy=fsdp", "strategy=zero1"),
+        _WAY,
     ),
     "strategy=fsdp": {
         **_DDPS,
@@ -186,7 +187,13 @@ def _warn_of_unused(options: RunOptions) -> None:
             advice = needed.partition(" ")[0]
             main = advice.partition("=")[0]
             words = "Without effect, as %s=%s: %s. Give --%s, too."
-            logger.warning(words, main, options[main], ", ".join(own), advice)
+            logger.warning(
+                words,
+                main,
+                options[main],
+                ", ".join(own),
+                advice,
+            )
 
 
 def _refuse_number(options: RunOptions) -> None:
@@ -214,7 +221,9 @@ def _refuse_pairs(options: RunOptions, *, decides_late: bool) -> None:
     """
     if distributed.is_distributed_initialized():
         refuse_with(
-            "a group of processes", options, {"data_parallel_backend": ("it is for one process")}
+            "a group of processes",
+            options,
+            {"data_parallel_backend": ("it is for one process")},
         )
     if decides_late:
         refuse_with("a fit_batch of the recipe", options, NOT_WITH_FIT_BATCH)

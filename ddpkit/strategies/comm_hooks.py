@@ -100,7 +100,10 @@ class PowerSGD:
         gradients.
         """
         _, keys, position, *_ = self.state.rng.get_state()
-        found: dict[str, Any] = {"iter": self.state.iter, "random": [*map(int, keys), position]}
+        found: dict[str, Any] = {
+            "iter": self.state.iter,
+            "random": [*map(int, keys), position],
+        }
         for name in _MEMORIES:
             found[name] = {
                 bucket: one.to("cpu", copy=True)
@@ -116,7 +119,15 @@ class PowerSGD:
             device: of this rank.
         """
         *keys, position = state["random"]
-        self.state.rng.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+        self.state.rng.set_state(
+            (
+                "MT19937",
+                np.array(keys, dtype=np.uint32),
+                position,
+                0,
+                0.0,
+            )
+        )
         self.state.iter = state["iter"]
         for name in _MEMORIES:
             getattr(self.state, name).update(

@@ -35,7 +35,10 @@ class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
         self._is_made = True
 
     def parallel_apply(
-        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+        self,
+        replicas: Sequence[nn.Module],
+        inputs: Sequence[Any],
+        kwargs: Any,
     ) -> list[Any]:
         """Run each replica in a thread, which torch tells that autocast is on, but not in which
         dtype: that is ours.
@@ -49,9 +52,19 @@ class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
         return super().parallel_apply(in_dtype, inputs, kwargs)
 
 
-def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+def _run_in(
+    kind: str,
+    dtype: torch.dtype,
+    module: nn.Module,
+    *inputs: Any,
+    **kwargs: Any,
+) -> Any:
     """Run a module under autocast to a dtype, where autocast is on in this thread."""
-    with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
+    with torch.autocast(
+        kind,
+        dtype=dtype,
+        enabled=torch.is_autocast_enabled(kind),
+    ):
         return module(*inputs, **kwargs)
 
 

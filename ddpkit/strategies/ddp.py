@@ -71,7 +71,13 @@ class _Switched:
 
     __slots__ = ("_before", "_during", "_name", "_owners")
 
-    def __init__(self, owners: Sequence[Any], name: str, *, during: bool) -> None:
+    def __init__(
+        self,
+        owners: Sequence[Any],
+        name: str,
+        *,
+        during: bool,
+    ) -> None:
         self._owners = owners
         self._name = name
         self._during = during
@@ -110,7 +116,12 @@ class DDP(Strategy):
     is_distributed = True
     holds = "ddp: each process holds the whole model"
 
-    def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        *,
+        decides_late: bool = False,
+    ) -> None:
         self.device = str(options.device)
         self.options = options
         self.decides_late = decides_late
@@ -144,7 +155,9 @@ class DDP(Strategy):
             if self._trained.get(name) == trained:
                 continue
             refuse_wrapped(
-                name, module, f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}"
+                name,
+                module,
+                f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}",
             )
             self._trained[name] = trained
             if trained:
@@ -235,7 +248,11 @@ class DDP(Strategy):
         return _Switched(self.wrapped, "require_backward_grad_sync", during=False)
 
     def backward_pass(
-        self, modules: nn.Module, *, closes: bool, counts: bool
+        self,
+        modules: nn.Module,
+        *,
+        closes: bool,
+        counts: bool,
     ) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window.
 
@@ -265,7 +282,11 @@ class DDP(Strategy):
 
     @contextlib.contextmanager
     def _watched_pass(
-        self, watched: list[GradientReduction], uncounted: list[nn.Parameter], *, closes: bool
+        self,
+        watched: list[GradientReduction],
+        uncounted: list[nn.Parameter],
+        *,
+        closes: bool,
     ) -> Iterator[None]:
         defers = self._defers(closes=closes)
         for reduction in watched:
@@ -287,7 +308,11 @@ class DDP(Strategy):
         return not closes or (differ and self.decides_late)
 
     def without_backward(
-        self, *, closes: bool, counts: bool = True, retain_graph: bool = False
+        self,
+        *,
+        closes: bool,
+        counts: bool = True,
+        retain_graph: bool = False,
     ) -> AbstractContextManager[None]:
         """Return a context in the place of a backward pass: takes part in what the other ranks send
         in theirs.
@@ -306,7 +331,11 @@ class DDP(Strategy):
 
     @contextlib.contextmanager
     def _backward_of_zeros(
-        self, *, retain_graph: bool, closes: bool, counts: bool
+        self,
+        *,
+        retain_graph: bool,
+        closes: bool,
+        counts: bool,
     ) -> Iterator[None]:
         """Go backwards from what the modules have returned: the others wait in the layers that
         share statistics.
@@ -347,7 +376,12 @@ class DDP(Strategy):
                 one.gradient_reduction.skipped = True
                 one.gradient_reduction.reduced = one.gradient_reduction.armed = False
 
-    def _complete(self, modules: list[WrappedDDP], *, closes: bool) -> None:
+    def _complete(
+        self,
+        modules: list[WrappedDDP],
+        *,
+        closes: bool,
+    ) -> None:
         """Take part in the averages of modules, without gradients of the last batch, in the order
         of a backward pass.
 
@@ -369,7 +403,11 @@ class DDP(Strategy):
         any of it.
         """
         skipped = [one for one in self.wrapped if one.gradient_reduction.skipped]
-        for module in sorted(skipped, key=lambda one: one.gradient_reduction.call, reverse=True):
+        for module in sorted(
+            skipped,
+            key=lambda one: one.gradient_reduction.call,
+            reverse=True,
+        ):
             module.pass_over()
         armed = [
             module

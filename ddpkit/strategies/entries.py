@@ -61,7 +61,10 @@ def take_device(device: str) -> None:
 
 
 def modules_on_device(
-    modules: Mapping[str, Any], device: str, *, keeps_meta: bool = False
+    modules: Mapping[str, Any],
+    device: str,
+    *,
+    keeps_meta: bool = False,
 ) -> nn.ModuleDict:
     """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more
     than tensors.
@@ -110,7 +113,11 @@ def trained_parameters(module: nn.Module) -> frozenset[int]:
     return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
-def blocks_of(modules: nn.Module, classes: Collection[str], option: str) -> dict[str, nn.Module]:
+def blocks_of(
+    modules: nn.Module,
+    classes: Collection[str],
+    option: str,
+) -> dict[str, nn.Module]:
     """Find the parts of a model whose class has one of the given names.
 
     Args:

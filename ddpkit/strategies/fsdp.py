@@ -160,7 +160,8 @@ class FSDP(Strategy):
         }
         if options.fsdp_param_dtype != "own":
             policy["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
             )
         if options.fsdp_cpu_offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
@@ -242,7 +243,12 @@ class FSDP(Strategy):
 
     # ----------------------------------------------------------------- the same blocks on all ranks
 
-    def _note_call(self, number: int, path: str, *_: Any) -> None:
+    def _note_call(
+        self,
+        number: int,
+        path: str,
+        *_: Any,
+    ) -> None:
         if not self._is_noting:
             return
         require_all_ranks(f"the forward pass of {path} (strategy='fsdp')")
@@ -311,7 +317,11 @@ class FSDP(Strategy):
         return self._gradients_stay() if self.options.fsdp_whole_gradients else NO_CONTEXT
 
     def backward_pass(
-        self, modules: nn.Module, *, closes: bool, counts: bool
+        self,
+        modules: nn.Module,
+        *,
+        closes: bool,
+        counts: bool,
     ) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window; where it does not count, all
         gradients become zero.
@@ -326,7 +336,11 @@ class FSDP(Strategy):
         )
 
     def without_backward(
-        self, *, closes: bool, counts: bool = True, retain_graph: bool = False
+        self,
+        *,
+        closes: bool,
+        counts: bool = True,
+        retain_graph: bool = False,
     ) -> AbstractContextManager[None]:
         """Refuse a loss that depends on no parameter.
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @reads_device
 def average_gradients(
-    parameters: Sequence[nn.Parameter], group: torch.distributed.ProcessGroup | None = None
+    parameters: Sequence[nn.Parameter],
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Average gradients over the ranks, where DDP does not. A rank that has none of a parameter
     gets the others'.
@@ -32,7 +33,13 @@ def average_gradients(
     present = torch.tensor(own_ones, dtype=sums[0].dtype)
     # One length on all ranks, whatever each has: NCCL does not notice where they differ.
     flat = torch.cat(
-        [one.flatten() for one in (*sums, present.to(sums[0].device, non_blocking=True))]
+        [
+            one.flatten()
+            for one in (
+                *sums,
+                present.to(sums[0].device, non_blocking=True),
+            )
+        ]
     )
     start_sum(flat, group)()
     flat /= torch.distributed.get_world_size(group)

@@ -116,7 +116,8 @@ class GradientReduction:
 
 
 def average_or_defer(
-    state: GradientReduction, bucket: torch.distributed.GradBucket
+    state: GradientReduction,
+    bucket: torch.distributed.GradBucket,
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the ranks; or leave them as they are.
 

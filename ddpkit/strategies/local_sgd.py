@@ -92,14 +92,21 @@ class LocalSGD(DDP):
             if not isinstance(one, Optimizer):
                 raise ConfigError(
                     CANNOT_AVERAGE.format(
-                        name, type(one).__name__, "is not a torch.optim.Optimizer."
+                        name,
+                        type(one).__name__,
+                        "is not a torch.optim.Optimizer.",
                     )
                 )
         self._optimizers = optimizers
 
     # ------------------------------------------------------------------ steps
 
-    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+    def feed(
+        self,
+        feed: Any,
+        progress: Any,
+        seed: int,
+    ) -> Any:
         """Note, as a pass begins, how many steps there have been. The ranks are the same."""
         self._progress = progress
         self.is_apart = False
@@ -216,7 +223,8 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
         group = control_group() if where.type != device.type else None
         ends = itertools.accumulate(one.numel() for one in alike)
         for _, pairs in itertools.groupby(
-            zip(alike, ends, strict=True), lambda pair: pair[1] // BUCKET_ELEMENTS
+            zip(alike, ends, strict=True),
+            lambda pair: pair[1] // BUCKET_ELEMENTS,
         ):
             bucket = [one for one, _ in pairs]
             flat = torch.cat([one.reshape(-1).to(dtype) for one in bucket])
@@ -227,8 +235,14 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
                     dist.all_reduce(flat, group=group)
             else:
                 with waiting():
-                    dist.broadcast(flat.view(torch.uint8), src=0, group=group)
+                    dist.broadcast(
+                        flat.view(torch.uint8),
+                        src=0,
+                        group=group,
+                    )
             for one, values in zip(
-                bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True
+                bucket,
+                torch.split(flat, [one.numel() for one in bucket]),
+                strict=True,
             ):
                 one.copy_(values.view_as(one))

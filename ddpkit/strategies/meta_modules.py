@@ -80,7 +80,11 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
             one.data = one.data.to(device)
 
 
-def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor]) -> None:
+def _reset(
+    name: str,
+    part: nn.Module,
+    empty: Mapping[str, torch.Tensor],
+) -> None:
     """Initialise the empty tensors of one part in place; tied tensors stay tied."""
     kind = type(part).__name__
     reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
@@ -110,7 +114,9 @@ def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor]) -> Non
     if not all(map(torch.equal, before, divided)):
         raise ConfigError(
             NO_VALUES.format(
-                name, f"{kind}.reset_parameters()", "changes parts inside that are divided"
+                name,
+                f"{kind}.reset_parameters()",
+                "changes parts inside that are divided",
             )
         )
 

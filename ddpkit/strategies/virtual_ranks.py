@@ -79,7 +79,13 @@ class VirtualRanks(Strategy):
     same_bits = True
     unrepeatable = "whose batches are dealt out to the virtual ranks before a step"
 
-    def __init__(self, device: str, number: int, *, is_strict: bool = False) -> None:
+    def __init__(
+        self,
+        device: str,
+        number: int,
+        *,
+        is_strict: bool = False,
+    ) -> None:
         self.device = device
         self.shards = number // get_world_size()
         self.virtual_ranks: int = number
@@ -156,7 +162,11 @@ class VirtualRanks(Strategy):
         saved = modules.state_dict(keep_vars=True)
         names = [name for name, _ in modules.named_buffers() if name in saved]
         self._buffers = {
-            name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names
+            name: (
+                owners[name.rpartition(".")[0]],
+                name.rpartition(".")[2],
+            )
+            for name in names
         }
         wide = wide_number(0.0, self.device)
         moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
@@ -188,7 +198,12 @@ class VirtualRanks(Strategy):
                     "processes. Put their module into modules."
                 )
 
-    def feed(self, feed: Feed | StreamFeed, progress: Progress, seed: int) -> FeedThrough:
+    def feed(
+        self,
+        feed: Feed | StreamFeed,
+        progress: Progress,
+        seed: int,
+    ) -> FeedThrough:
         """Return the feed, which seeds the noise of each shard and takes its gradient away after
         it.
 
@@ -208,7 +223,11 @@ class VirtualRanks(Strategy):
         return FeedThrough(feed, functools.partial(self._shards_of, feed, progress, seed))
 
     def _shards_of(
-        self, feed: Feed | StreamFeed, progress: Progress, seed: int, window: Window
+        self,
+        feed: Feed | StreamFeed,
+        progress: Progress,
+        seed: int,
+        window: Window,
     ) -> Iterator[Any]:
         """Yield the shards, each after seeding the random streams by (seed, step, shard); take
         their gradients.
@@ -229,20 +248,37 @@ class VirtualRanks(Strategy):
                 self._end_shard(window)
                 timer.begin_reading()
 
-    def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
+    def evaluated(
+        self,
+        batches: Iterable[Any],
+        seed: int,
+        *place: int,
+    ) -> Iterable[Any]:
         """Return the batches; the random streams are seeded by shard before each, and alike on all
         ranks at the end.
         """
         return PassedThrough(batches, functools.partial(self._seeded, (seed, _EVALUATION, *place)))
 
-    def _seeded(self, place: tuple[int, ...], batches: Iterator[Any]) -> Iterator[Any]:
+    def _seeded(
+        self,
+        place: tuple[int, ...],
+        batches: Iterator[Any],
+    ) -> Iterator[Any]:
         for number, batch in enumerate(batches):
-            seed_streams(*place, number // self.shards, self._first + number % self.shards)
+            seed_streams(
+                *place,
+                number // self.shards,
+                self._first + number % self.shards,
+            )
             yield batch
         seed_streams(*place)
 
     def backward_pass(
-        self, modules: nn.Module, *, closes: bool, counts: bool
+        self,
+        modules: nn.Module,
+        *,
+        closes: bool,
+        counts: bool,
     ) -> AbstractContextManager[None]:
         """Refuse a backward pass after the gradients of the step were added up."""
         if self._is_added:
@@ -261,7 +297,11 @@ class VirtualRanks(Strategy):
             None if one is None else (id(one), getattr(one, "_version", 0)) for one in gradients
         ]
 
-    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
+    def start_average(
+        self,
+        count: torch.Tensor | float,
+        device: str,
+    ) -> Callable[[], torch.Tensor]:
         """Take the count of the shard that closes a step; return what adds up the step, and gives
         its count.
         """
@@ -289,7 +329,11 @@ class VirtualRanks(Strategy):
         for shard, part in self._parts.items():
             self._tree.push(self._first + shard, part)
         number, self._total, *sums = self._sum.over_ranks(self._tree)
-        for parameter, gradient in zip(self._parameters, sums[len(self._buffers) :], strict=True):
+        for parameter, gradient in zip(
+            self._parameters,
+            sums[len(self._buffers) :],
+            strict=True,
+        ):
             parameter.grad = gradient
         for (name, before), move in zip(self._before.items(), sums, strict=False):
             after = before
@@ -360,7 +404,12 @@ class VirtualRanks(Strategy):
         moves = [
             None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs
         ]
-        part: Part = [wide_number(1.0, self.device), count, *moves, *contiguous]
+        part: Part = [
+            wide_number(1.0, self.device),
+            count,
+            *moves,
+            *contiguous,
+        ]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
         if self._adds_at_once:

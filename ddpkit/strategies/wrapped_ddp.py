@@ -108,7 +108,12 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         with temporarily(reduction, defers=True):
             go_backwards(self)
 
-    def choose_hook(self, hook: Callable[..., Any] | None, *, watched: bool) -> None:
+    def choose_hook(
+        self,
+        hook: Callable[..., Any] | None,
+        *,
+        watched: bool,
+    ) -> None:
         """Have DDP call a hook for each bucket.
 
         Args:
@@ -124,7 +129,12 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         if self.gradient_reduction.watched or self.gradient_reduction.hook is not None:
             self.register_comm_hook(self.gradient_reduction, average_or_defer)
 
-    def reduce_leftovers(self, optimizers: Collection[Any] = (), *, is_only: bool = False) -> None:
+    def reduce_leftovers(
+        self,
+        optimizers: Collection[Any] = (),
+        *,
+        is_only: bool = False,
+    ) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its
         ``forward``.
 

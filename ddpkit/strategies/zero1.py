@@ -74,7 +74,12 @@ class DividedOptimizer:
     Ranks: collective: its steps, and :meth:`whole`.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, loads: list[int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        loads: list[int],
+    ) -> None:
         self.name = name
         self.optimizer = optimizer
         self._loads = loads
@@ -109,7 +114,11 @@ class DividedOptimizer:
         total.
         """
         new = [one for one in parameters if one not in self._owners]
-        for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
+        for parameter in sorted(
+            new,
+            key=torch.Tensor.numel,
+            reverse=True,
+        ):
             owner = self._loads.index(min(self._loads))
             self._owners[parameter] = owner
             self._loads[owner] += parameter.numel()
@@ -146,7 +155,11 @@ class DividedOptimizer:
             group["params"] = own
 
     def _show_all(self) -> None:
-        for group, parameters in zip(self.optimizer.param_groups, self._groups or (), strict=False):
+        for group, parameters in zip(
+            self.optimizer.param_groups,
+            self._groups or (),
+            strict=False,
+        ):
             group["params"] = parameters
         self._groups = None
 
@@ -159,14 +172,20 @@ class DividedOptimizer:
             if buffer is not None and owner == self._rank:
                 torch.cat([one.flatten() for one in packed], out=buffer)
             works.append(
-                dist.broadcast(packed[0] if buffer is None else buffer, src=owner, async_op=True)
+                dist.broadcast(
+                    packed[0] if buffer is None else buffer,
+                    src=owner,
+                    async_op=True,
+                )
             )
         for work, (owner, buffer, packed) in zip(works, self._sent, strict=True):
             with waiting():
                 work.wait()
             if buffer is not None and owner != self._rank:
                 for one, values in zip(
-                    packed, torch.split(buffer, [one.numel() for one in packed]), strict=True
+                    packed,
+                    torch.split(buffer, [one.numel() for one in packed]),
+                    strict=True,
                 ):
                     one.copy_(values.view_as(one))
         if not self._is_compared:
@@ -180,7 +199,8 @@ class DividedOptimizer:
         """
         gradients = [one.grad for one in parameters_of([self.optimizer]) if one.grad is not None]
         sizes = exchange(
-            float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)), MARK
+            float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)),
+            MARK,
         )
         if max(sizes) - min(sizes) > APART * max(sizes):
             raise ConfigError(NOT_AVERAGED.format(self.name))
@@ -190,7 +210,13 @@ class DividedOptimizer:
     def _own_part(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Keep only this rank's part of a loaded state, before it is copied to the device."""
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
-        by_number = dict(zip(numbers, parameters_of([self.optimizer]), strict=False))
+        by_number = dict(
+            zip(
+                numbers,
+                parameters_of([self.optimizer]),
+                strict=False,
+            )
+        )
         own = {
             key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))
         }
@@ -213,7 +239,8 @@ class DividedOptimizer:
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
                 own = map_values(
-                    parts, lambda one: one.cpu() if isinstance(one, torch.Tensor) else one
+                    parts,
+                    lambda one: one.cpu() if isinstance(one, torch.Tensor) else one,
                 )
                 dist.send_object_list([own], 0, group=group)
             elif self._rank == 0:
@@ -242,7 +269,12 @@ class Zero1(DDP):
     holds = "zero1: each process holds the whole model, and a part of the optimizers' state"
     saves_alone = False
 
-    def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        *,
+        decides_late: bool = False,
+    ) -> None:
         super().__init__(options, decides_late=decides_late)
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
@@ -265,7 +297,9 @@ class Zero1(DDP):
             ):
                 raise ConfigError(CANNOT_DIVIDE.format(name, kind.__name__, NOT_BY_PARAMETER))
             divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(
-                name, one, self._loads
+                name,
+                one,
+                self._loads,
             )
             self.optimizers += [] if divided in self.optimizers else [divided]
 

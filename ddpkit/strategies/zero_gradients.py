@@ -68,7 +68,12 @@ class ZeroGradients:
         self._clock = clock
         self.versions: dict[WrappedDDP, list[tuple[int, int]]] = {}
 
-    def starts(self, wrapped: Sequence[WrappedDDP], *, retain_graph: bool) -> list[torch.Tensor]:
+    def starts(
+        self,
+        wrapped: Sequence[WrappedDDP],
+        *,
+        retain_graph: bool,
+    ) -> list[torch.Tensor]:
         """Return the tensors from which to go backwards in this batch.
 
         Args:

@@ -84,7 +84,11 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _begin(batch: Any, device: torch.device, side: torch.cuda.Stream | None) -> tuple[Any, Any]:
+def _begin(
+    batch: Any,
+    device: torch.device,
+    side: torch.cuda.Stream | None,
+) -> tuple[Any, Any]:
     """Begin to move a batch; return it, and the event of its arrival."""
     if side is None:
         return _moved(batch, device), None

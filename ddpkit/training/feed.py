@@ -64,7 +64,8 @@ class Feed:
         window.count = 1
         window.weight = 1.0
         source = itertools.islice(
-            start_loading(self.loader), max(length - self.start, 0) + self.left_out
+            start_loading(self.loader),
+            max(length - self.start, 0) + self.left_out,
         )
         for _ in range(self.left_out):
             next(source, None)

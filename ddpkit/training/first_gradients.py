@@ -148,7 +148,12 @@ class FirstGradients:
             handle.remove()
         self._handles.clear()
 
-    def compare(self, brain: Any, modules: nn.ModuleDict, optimizers: Mapping[str, Any]) -> None:
+    def compare(
+        self,
+        brain: Any,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, Any],
+    ) -> None:
         """Compare who has gradients with who is stepped, and warn of what is not. Once there are
         gradients, no more.
 
@@ -187,7 +192,10 @@ class FirstGradients:
         ]
         if lost:
             logger.warning(
-                NOT_STEPPED, self._name, _listed(lost, "parameter(s)"), _hint(known, inside)
+                NOT_STEPPED,
+                self._name,
+                _listed(lost, "parameter(s)"),
+                _hint(known, inside),
             )
         self._leaves = {}
 
@@ -220,7 +228,12 @@ class FirstGradients:
         words += [_in_words(outside, brain)] if outside else []
         strange = len(set(stepped) - named.keys())
         raise ConfigError(
-            NOTHING.format(self._name, " and ".join(words), ", ".join(known), strange)
+            NOTHING.format(
+                self._name,
+                " and ".join(words),
+                ", ".join(known),
+                strange,
+            )
         )
 
 

@@ -199,7 +199,8 @@ def on_cpu(value: Any) -> Any:
         [tensor([1.]), 'a']
     """
     return map_values(
-        value, lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one
+        value,
+        lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one,
     )
 
 
@@ -237,9 +238,13 @@ def _rows_seen(seen: Seen) -> _Rows:
     except (TypeError, OverflowError):  # a dataset that is indexed by names
         places = np.zeros(len(flat), dtype=np.int64)
         has_indices = False
-    numbers = np.repeat(np.array([number for number, _, _ in batches], dtype=np.int64), sizes)
+    numbers = np.repeat(
+        np.array([number for number, _, _ in batches], dtype=np.int64),
+        sizes,
+    )
     counted = np.repeat(
-        np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes
+        np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_),
+        sizes,
     )
     counted_sizes = [len(indices) for _, indices, is_repeated in batches if not is_repeated]
     return _Rows(places, numbers, counted, sizes, counted_sizes, has_indices)
@@ -265,21 +270,35 @@ def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
     places = _stream_places(seen.loader, size)
     everything = np.ones(size, dtype=np.bool_)
     numbers = np.full(
-        size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64
+        size,
+        (get_rank() or 0) if seen.divided and places is None else 0,
+        dtype=np.int64,
     )
     indices = numbers if places is None else places
     return _Rows(
-        indices, numbers, everything, seen.sizes, seen.sizes, has_indices=places is not None
+        indices,
+        numbers,
+        everything,
+        seen.sizes,
+        seen.sizes,
+        has_indices=places is not None,
     )
 
 
-def _rows_of_training(seen: Seen, columns: list[Any], samples: int, repeated: int) -> _Rows:
+def _rows_of_training(
+    seen: Seen,
+    columns: list[Any],
+    samples: int,
+    repeated: int,
+) -> _Rows:
     """Take the samples of a training stream: at its end a rank may have repeated its last batch."""
     size = samples + repeated
     places = _stream_places(seen.loader, size)
     counted = np.arange(size) < samples
     numbers = np.full(
-        size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64
+        size,
+        (get_rank() or 0) if seen.divided and places is None else 0,
+        dtype=np.int64,
     )
     indices = numbers if places is None else places
     rows = _Rows(indices, numbers, counted, has_indices=places is not None)
@@ -364,7 +383,10 @@ def gather_results(seen: Seen, results: Any) -> Any:
         rows = _rows_of(seen, columns)
         columns = [on_cpu(column) for column in columns]
         return _Part(
-            [_pack(one) for one in columns] if seen.divided else columns, skeleton, problem, rows
+            [_pack(one) for one in columns] if seen.divided else columns,
+            skeleton,
+            problem,
+            rows,
         )
 
     if seen.divided:
@@ -501,7 +523,8 @@ def _pack(column: Any) -> Any:
     if len(dtypes) != 1 or not isinstance(column[0], Tensor):
         return column
     return _Packed(
-        torch.cat([entry.reshape(-1) for entry in column]), [entry.shape for entry in column]
+        torch.cat([entry.reshape(-1) for entry in column]),
+        [entry.shape for entry in column],
     )
 
 
@@ -522,7 +545,8 @@ def _joined(parts: list[_Part], by_batch: list[bool]) -> Any:
     order = np.lexsort(keys)  # the last key decides first; what is equal stays as it is: by rank
     columns = (
         _in_order(
-            [_counted(part.columns[number], is_batches, part.rows.counted) for part in parts], order
+            [_counted(part.columns[number], is_batches, part.rows.counted) for part in parts],
+            order,
         )
         for number, is_batches in enumerate(by_batch)
     )
@@ -545,7 +569,13 @@ def _in_order(pieces: list[Any], order: NDArray[np.int64]) -> Any:
     tensor.
     """
     kinds = {
-        (type(piece), tuple(piece.shape[1:]), piece.dtype) if hasattr(piece, "dtype") else None
+        (
+            type(piece),
+            tuple(piece.shape[1:]),
+            piece.dtype,
+        )
+        if hasattr(piece, "dtype")
+        else None
         for piece in pieces
     }
     if len(kinds) == 1 and isinstance(pieces[0], Tensor):

@@ -57,7 +57,12 @@ class LoaderFactory:
         3
     """
 
-    def __init__(self, options: RunOptions, hparams: SimpleNamespace, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        hparams: SimpleNamespace,
+        strategy: Strategy,
+    ) -> None:
         self._options = options
         self.hparams = hparams
         self._strategy = strategy
@@ -84,7 +89,12 @@ class LoaderFactory:
         self._accumulation = (asked, found)
         return found
 
-    def make(self, dataset: Any, stage: Stage, loader_kwargs: dict[str, Any]) -> Any:
+    def make(
+        self,
+        dataset: Any,
+        stage: Stage,
+        loader_kwargs: dict[str, Any],
+    ) -> Any:
         """Make the loader of a dataset.
 
         Args:
@@ -193,10 +203,14 @@ class LoaderFactory:
             factor = options.grad_accumulation_factor // self._strategy.shards
             micro = 1 if size is None else factor
             return Sharding.of_this_rank(
-                global_batch_size=size, micro_batches=micro, virtual_ranks=virtual_ranks
+                global_batch_size=size,
+                micro_batches=micro,
+                virtual_ranks=virtual_ranks,
             )
         if options.shard_evaluation or self._divides_evaluation:
             return Sharding.of_this_rank(
-                keep_step=False, virtual_ranks=virtual_ranks, may_drop=False
+                keep_step=False,
+                virtual_ranks=virtual_ranks,
+                may_drop=False,
             )
         return Sharding(seed=default_seed(), may_drop=False)

@@ -92,7 +92,14 @@ def train_epoch(
             if on_window is not None:
                 on_window()
             if progress.step >= sync.due:
-                on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()))
+                on_sync(
+                    sync(
+                        progress.step,
+                        *meter.sums()[:2],
+                        meter.samples,
+                        tell(),
+                    )
+                )
             if stop_at < math.inf and progress.settled_step() >= stop_at:
                 return True
     return False
@@ -140,7 +147,12 @@ def evaluate_epoch(
             if progress.seen is not None:
                 progress.seen.sizes.append(samples)
             if progress.step >= sync.due:
-                report = sync(progress.step, *meter.sums()[:2], meter.samples, Requests())
+                report = sync(
+                    progress.step,
+                    *meter.sums()[:2],
+                    meter.samples,
+                    Requests(),
+                )
                 bar.show(report.step, report.loss, report.samples)
             if after_batch is not None:
                 after_batch(progress.step)

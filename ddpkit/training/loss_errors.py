@@ -49,7 +49,11 @@ SHOWN_KEYS = 5
 
 
 def explained_backward(
-    error: Exception, loss: Any, name: str, *, has_own_fit_batch: bool
+    error: Exception,
+    loss: Any,
+    name: str,
+    *,
+    has_own_fit_batch: bool,
 ) -> BatchError | None:
     """Return what to raise instead of an exception of a backward pass; None: the exception itself.
 

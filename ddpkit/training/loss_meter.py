@@ -114,7 +114,13 @@ class LossMeter:
         """
         return list(self.sums())
 
-    def restore(self, loss_sum: Any, count: Any, nonfinite: int = 0, samples: int = 0) -> None:
+    def restore(
+        self,
+        loss_sum: Any,
+        count: Any,
+        nonfinite: int = 0,
+        samples: int = 0,
+    ) -> None:
         """Go on from sums that :meth:`sums` returned before, instead of from what is there now.
 
         Args:
@@ -234,7 +240,13 @@ class ExactMeter(LossMeter):
         self._flush()
         return list(self._exact)
 
-    def restore(self, loss_sum: Any, count: Any, nonfinite: int = 0, samples: int = 0) -> None:
+    def restore(
+        self,
+        loss_sum: Any,
+        count: Any,
+        nonfinite: int = 0,
+        samples: int = 0,
+    ) -> None:
         """Go on from sums: numbers, fractions, or fractions written out."""
         self._means = []
         self._sums = []
@@ -253,7 +265,11 @@ class ExactMeter(LossMeter):
         """Return all that is needed to go on; also as a :class:`LossMeter`."""
         loss, count, nonfinite = self.totals()
         rounded = [float(loss), float(count), float(nonfinite)]
-        return {"added": rounded, "exact": [str(loss), str(count)], "samples": self.samples}
+        return {
+            "added": rounded,
+            "exact": [str(loss), str(count)],
+            "samples": self.samples,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, also from a :class:`LossMeter`'s."""
@@ -275,11 +291,16 @@ class ExactMeter(LossMeter):
         for entries, are_means in ((self._means, True), (self._sums, False)):
             numbers = [one for entry in entries for one in entry]
             device = next(
-                (one.device for one in reversed(numbers) if isinstance(one, Tensor)), None
+                (one.device for one in reversed(numbers) if isinstance(one, Tensor)),
+                None,
             )
             # all at once
             read: list[float] = [] if device is None else _column(numbers, device).tolist()
-            for loss, count in zip(read[::2], read[1::2], strict=True):
+            for loss, count in zip(
+                read[::2],
+                read[1::2],
+                strict=True,
+            ):
                 self._add(loss * count if are_means else loss, count)
             entries.clear()
 

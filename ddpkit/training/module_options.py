@@ -192,7 +192,12 @@ class Recomputed:
         for path, (owner, name, buffer) in before.items():
             if not torch.equal(getattr(owner, name), buffer):
                 raise ConfigError(
-                    MOVED.format(_OPTION, self.classes, type(self.block).__name__, path)
+                    MOVED.format(
+                        _OPTION,
+                        self.classes,
+                        type(self.block).__name__,
+                        path,
+                    )
                 )
 
 
@@ -230,7 +235,10 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
         'net'.
     """
     to_compile = _chosen(
-        modules, "compile_module_keys", options.compile_module_keys, every=options.compile
+        modules,
+        "compile_module_keys",
+        options.compile_module_keys,
+        every=options.compile,
     )
     _compile_blocks(modules, options, others=to_compile)
     if to_compile and not options.compile:
@@ -286,7 +294,11 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
 
 
 def _chosen(
-    modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool
+    modules: torch.nn.ModuleDict,
+    option: str,
+    keys: Iterable[str] | None,
+    *,
+    every: bool,
 ) -> list[str]:
     """Return the names of the modules that an option chooses, in the order of the modules."""
     if keys is None:
@@ -302,7 +314,10 @@ def _chosen(
 
 
 def _compile_blocks(
-    modules: torch.nn.ModuleDict, options: RunOptions, *, others: list[str]
+    modules: torch.nn.ModuleDict,
+    options: RunOptions,
+    *,
+    others: list[str],
 ) -> None:
     classes = options.compile_blocks
     if classes and others:
@@ -341,5 +356,7 @@ def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:
     except _WRAP_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         logger.warning(
-            "module %r could not be wrapped by torch.compile and goes on without: %s", key, reason
+            "module %r could not be wrapped by torch.compile and goes on without: %s",
+            key,
+            reason,
         )

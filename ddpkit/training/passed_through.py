@@ -71,7 +71,9 @@ class PassedThrough:
     num_workers = 0  # of its own: without it every pass would be prepared for a fork
 
     def __init__(
-        self, loader: Iterable[Any], through: Callable[[Iterator[Any]], Iterator[Any]]
+        self,
+        loader: Iterable[Any],
+        through: Callable[[Iterator[Any]], Iterator[Any]],
     ) -> None:
         self.loader = loader
         self.through = through
@@ -89,7 +91,10 @@ def first_of(loader: Iterable[Any], number: int | None) -> PassedThrough:
 
 
 def profiled(
-    profiler: Any, ranges: NamedRanges, left_out: int, batches: Iterator[Any]
+    profiler: Any,
+    ranges: NamedRanges,
+    left_out: int,
+    batches: Iterator[Any],
 ) -> Iterator[Any]:
     """Tell the profiler after each batch that a step is over, except batches that a resume only
     skips.

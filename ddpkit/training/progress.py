@@ -232,7 +232,12 @@ class Progress(optim.StepCounters):
         made = self.optimizer_step - self.began_at
         return self.clipped / made if made else 0.0
 
-    def count_skipped(self, norm: float, patience: int | None, step: int | None = None) -> None:
+    def count_skipped(
+        self,
+        norm: float,
+        patience: int | None,
+        step: int | None = None,
+    ) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
 
         Args:
@@ -254,7 +259,9 @@ class Progress(optim.StepCounters):
             return
         self.require_patience(f"norm={norm}; the last in {where}", patience)
         logger.warning(
-            "The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where
+            "The gradients are not finite (norm=%s); step skipped on all ranks: %s.",
+            norm,
+            where,
         )
 
     def require_patience(self, which: str, patience: int) -> None:

@@ -55,7 +55,8 @@ class StepHooks(Protocol):
     """
 
     def freeze_optimizers(
-        self, optimizers: dict[str, torch.optim.Optimizer]
+        self,
+        optimizers: dict[str, torch.optim.Optimizer],
     ) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers that step."""
 

@@ -105,6 +105,7 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
         return number
     if isinstance(epoch_counter, Sequence):
         return next(
-            (count for count, epoch in enumerate(epoch_counter, 1) if epoch >= last), number
+            (count for count, epoch in enumerate(epoch_counter, 1) if epoch >= last),
+            number,
         )
     return last if number is None else min(number, last)

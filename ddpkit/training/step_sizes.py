@@ -128,7 +128,11 @@ def _number_of(number: int, what: str) -> str:
 
 
 def batch_sizes(
-    loader: Any, length: int | None, factor: int, world_size: int, virtual_ranks: int | None = None
+    loader: Any,
+    length: int | None,
+    factor: int,
+    world_size: int,
+    virtual_ranks: int | None = None,
 ) -> BatchSizes:
     """Compute the batch sizes from a training loader and an accumulation factor.
 
@@ -156,7 +160,8 @@ def batch_sizes(
     planned = plan_of(inner)
     samples = None
     is_divided = isinstance(planned, PlannedBatchSampler) or isinstance(
-        getattr(inner, "dataset", None), StreamShard
+        getattr(inner, "dataset", None),
+        StreamShard,
     )
     alone = per_step // world_size if is_divided and per_step is not None else None
     # else not a whole pass, or of batches
@@ -168,7 +173,11 @@ def batch_sizes(
     return BatchSizes(world_size, per_process, factor, per_step, steps, samples, alone, on)
 
 
-def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] | None, int | None]:
+def _sizes(
+    loader: Any,
+    factor: int,
+    world_size: int,
+) -> tuple[tuple[int, int] | None, int | None]:
     """Return the smallest and largest full batch of one process, and a full optimizer step of all,
     in samples.
     """
@@ -188,4 +197,11 @@ def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] |
     givers = (loader, batches, getattr(planned, "batch_sampler", None))
     sizes: list[Any] = [getattr(one, "batch_size", None) for one in givers]
     known = [one for one in sizes if isinstance(one, int) and one > 0]
-    return ((known[0], known[0]), known[0] * world_size * factor) if known else (None, None)
+    return (
+        (
+            (known[0], known[0]),
+            known[0] * world_size * factor,
+        )
+        if known
+        else (None, None)
+    )

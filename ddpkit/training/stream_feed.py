@@ -167,7 +167,11 @@ class StreamFeed:
             repeated = 0 if present else last_size
             sums = self.start_sum([float(present), float(count), able])
             yield _Turn(
-                last, present, count, repeated, functools.cache(lambda sums=sums: _Told(*sums()))
+                last,
+                present,
+                count,
+                repeated,
+                functools.cache(lambda sums=sums: _Told(*sums())),
             )
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:

@@ -188,7 +188,12 @@ class TrainStep:
         self.progress.window.defer(self.progress.step)
         return self.strategy.no_sync()
 
-    def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Any,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Back-propagate a loss of the current micro-batch, weighed against the others of its
         window.
 
@@ -226,7 +231,9 @@ class TrainStep:
         if count is not None:
             scale = self._count(count)
         with self.strategy.backward_pass(
-            self.modules, closes=window.closes, counts=window.count > 0
+            self.modules,
+            closes=window.closes,
+            counts=window.count > 0,
         ):
             backward(
                 loss,
@@ -239,11 +246,16 @@ class TrainStep:
             )
 
     def _pass_without_backward(
-        self, count: torch.Tensor | float | None, *, retain_graph: bool
+        self,
+        count: torch.Tensor | float | None,
+        *,
+        retain_graph: bool,
     ) -> None:
         window = self.progress.window
         with self.strategy.without_backward(
-            closes=window.closes, counts=window.count > 0, retain_graph=retain_graph
+            closes=window.closes,
+            counts=window.count > 0,
+            retain_graph=retain_graph,
         ):
             if count is not None:
                 self._count(count)
@@ -394,7 +406,13 @@ class TrainStep:
         )
         if progress.window.closes:
             progress.window_end = progress.step
-        self._follow(optimizers, multiplier, result, progress.step, progress.window.number)
+        self._follow(
+            optimizers,
+            multiplier,
+            result,
+            progress.step,
+            progress.window.number,
+        )
 
     @contextlib.contextmanager
     def final_gradients(self, brain: StepHooks) -> Iterator[None]:
@@ -493,7 +511,13 @@ class TrainStep:
         step = progress.step
         number = progress.window.number
         progress.leave_open(
-            lambda: self._follow(optimizers, multiplier, late.result(), step, number)
+            lambda: self._follow(
+                optimizers,
+                multiplier,
+                late.result(),
+                step,
+                number,
+            )
         )
         by_step = self.schedule is not None and self.schedule.every == "step"
         if self.ema is not None or by_step or self.options["ddp_comm_hook"] is not None:
@@ -567,7 +591,9 @@ class TrainStep:
         )
         if diverged:
             logger.warning_once(
-                APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged)
+                APART,
+                self.name,
+                ", ".join(f"modules[{name!r}]" for name in diverged),
             )
 
     @contextlib.contextmanager
@@ -623,7 +649,11 @@ class TrainStep:
             self._follow_skipped(multiplier, result, step, number)
 
     def _follow_skipped(
-        self, multiplier: Any, result: optim.StepResult, step: int, number: int
+        self,
+        multiplier: Any,
+        result: optim.StepResult,
+        step: int,
+        number: int,
     ) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
         scaler = self._active_scaler
@@ -647,7 +677,11 @@ class TrainStep:
                 self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
 
     def _follow_step(
-        self, stepped: list[torch.optim.Optimizer], result: optim.StepResult, step: int, n: int
+        self,
+        stepped: list[torch.optim.Optimizer],
+        result: optim.StepResult,
+        step: int,
+        n: int,
     ) -> None:
         """Count the window of this number, in which optimizers have stepped; average the weights,
         step the schedule.

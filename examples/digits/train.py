@@ -46,7 +46,9 @@ class DigitBrain(ddpkit.Brain):
         stats = {"loss": stage_loss, "error": self.accuracy.error()}
         if stage is ddpkit.Stage.VALID:
             self.hparams.train_logger.log_stats(
-                {"epoch": epoch}, self.train_stats, valid_stats=stats
+                {"epoch": epoch},
+                self.train_stats,
+                valid_stats=stats,
             )
             # Keeps two checkpoints: the newest, to go on from, and the one with the smallest error,
             # to test.
@@ -54,7 +56,8 @@ class DigitBrain(ddpkit.Brain):
         else:
             self.test_error = stats["error"]
             self.hparams.train_logger.log_stats(
-                {"epoch": self.hparams.epoch_counter.current}, test_stats=stats
+                {"epoch": self.hparams.epoch_counter.current},
+                test_stats=stats,
             )
 
 

@@ -53,7 +53,8 @@ class FineTuning(ddpkit.Brain):
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
         else:
             self.hparams.train_logger.log_stats(
-                {"epoch": self.hparams.epoch_counter.current}, test_stats=stats
+                {"epoch": self.hparams.epoch_counter.current},
+                test_stats=stats,
             )
             self.test_error = stats["error"]
 
@@ -116,7 +117,11 @@ def main():
     )
 
     brain = FineTuning(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     evaluation = {"batch_size": 100}
     brain.fit(

@@ -122,7 +122,11 @@ def main():
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     brain = Gan(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     result = brain.fit(
         hparams["epoch_counter"],

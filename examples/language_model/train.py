@@ -39,7 +39,9 @@ class LanguageModel(ddpkit.Brain):
             self.train_stats = {**stats, "lr": self.optimizer.param_groups[0]["lr"]}
         elif stage is ddpkit.Stage.VALID:
             self.hparams.train_logger.log_stats(
-                {"epoch": epoch}, self.train_stats, valid_stats=stats
+                {"epoch": epoch},
+                self.train_stats,
+                valid_stats=stats,
             )
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["bits"])
         else:

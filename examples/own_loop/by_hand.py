@@ -83,7 +83,8 @@ def main():
             CHECKPOINT.parent.mkdir(exist_ok=True)
             new = CHECKPOINT.with_suffix(".new")
             torch.save(
-                {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, new
+                {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch},
+                new,
             )
             new.replace(CHECKPOINT)
     if dist.is_initialized():

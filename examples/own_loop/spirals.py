@@ -16,5 +16,8 @@ def spirals(size, seed):
 
 def network():
     return nn.Sequential(
-        nn.Linear(2, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3)
+        nn.Linear(2, 64, bias=False),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Linear(64, 3),
     )

@@ -41,7 +41,11 @@ def main():
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     brain = Spirals(
-        {"net": hparams["net"]}, hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        {"net": hparams["net"]},
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     brain.fit(
         hparams["epoch_counter"],

@@ -105,7 +105,11 @@ def main():
     ddpkit.create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
 
     brain = WaveBrain(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     loading = {"num_workers": hparams["num_workers"]}
     result = brain.fit(

@@ -94,7 +94,11 @@ def main():
         for name, samples in data.items()
     }
     brain = Tagger(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     result = brain.fit(
         hparams["epoch_counter"],

@@ -17,13 +17,20 @@ class Block(nn.Module):
         self.looked_up = nn.Linear(width, 3 * width, bias=False)
         self.joined = nn.Linear(width, width)
         self.inner = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
         )
 
     def forward(self, states):
         batch, length, width = states.shape
         parts = self.looked_up(self.norm(states)).view(
-            batch, length, 3, self.heads, width // self.heads
+            batch,
+            length,
+            3,
+            self.heads,
+            width // self.heads,
         )
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)

@@ -38,7 +38,9 @@ class Sorting(ddpkit.Brain):
             self.train_stats = stats
         elif stage is ddpkit.Stage.VALID:
             self.hparams.train_logger.log_stats(
-                {"epoch": epoch}, self.train_stats, valid_stats=stats
+                {"epoch": epoch},
+                self.train_stats,
+                valid_stats=stats,
             )
             # On every rank: with zero1 and fsdp each has a part of what is saved.
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["loss"])

@@ -22,7 +22,8 @@ def test_a_read_only_disk_and_a_full_one_are_named(tmp_path):
         require_writable("x", folder / "a")
         fill(folder)
         with pytest.raises(
-            ConfigError, match="x cannot be written: No space left on device.* Free some space"
+            ConfigError,
+            match="x cannot be written: No space left on device.* Free some space",
         ):
             require_writable("x", folder / "a")
 
@@ -41,7 +42,8 @@ def test_another_users_folder_is_named(tmp_path):
     os.seteuid(65534)
     try:
         with pytest.raises(
-            ConfigError, match=f"x cannot be written: Permission denied: '{folder}'"
+            ConfigError,
+            match=f"x cannot be written: Permission denied: '{folder}'",
         ):
             require_writable("x", folder / "run")
     finally:

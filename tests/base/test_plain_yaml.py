@@ -152,7 +152,9 @@ def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch, poisoned):
 
     monkeypatch.setattr(poisoned, "yaml_multi_constructors", {"!": construct, "tag:": construct})
     monkeypatch.setattr(
-        poisoned, "yaml_constructors", {None: lambda loader, node: called.append("x")}
+        poisoned,
+        "yaml_constructors",
+        {None: lambda loader, node: called.append("x")},
     )
     assert yaml.safe_load("!new:x 3") is None
     assert len(called) == 1

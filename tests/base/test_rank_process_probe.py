@@ -11,7 +11,8 @@ from ddpkit.base import has_ended, state_and_start
 from tests.launching import wait_until
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="there is no /proc to look at"
+    not Path("/proc/self/stat").exists(),
+    reason="there is no /proc to look at",
 )
 
 
@@ -21,7 +22,10 @@ def start():
 
     def start(*command):
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         started.append(process)
         return process

@@ -61,7 +61,8 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
 
 @pytest.mark.parametrize("with_nccl", [True, False])
 def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(
-    monkeypatch, with_nccl
+    monkeypatch,
+    with_nccl,
 ):
     """NCCL's collectives return at once; where Python waits is ``.item()``, which has no frame of
     its own.
@@ -239,7 +240,8 @@ def test_a_function_beside_a_marked_one_does_not_wait_for_others():
 def test_a_read_of_a_number_in_a_renamed_file_waits_for_others_under_nccl(with_nccl):
     lock = threading.Lock()
     gradient = SimpleNamespace(
-        is_sparse=True, coalesce=lambda: SimpleNamespace(values=lock.acquire)
+        is_sparse=True,
+        coalesce=lambda: SimpleNamespace(values=lock.acquire),
     )
     dense = moved(step, "renamed.py")["_dense"]
 

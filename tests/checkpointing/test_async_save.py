@@ -120,7 +120,8 @@ def test_a_default_device_of_the_recipe_is_not_that_of_the_copies(checkpointer, 
 
 
 def test_where_the_system_grants_no_thread_the_save_fails_and_the_next_one_does_not(
-    checkpointer, monkeypatch
+    checkpointer,
+    monkeypatch,
 ):
     with monkeypatch.context() as patched:
         start = threading.Thread.start
@@ -140,7 +141,10 @@ def test_where_the_system_grants_no_thread_the_save_fails_and_the_next_one_does_
 
 
 def test_the_working_directory_may_change_while_a_relative_folder_is_written(
-    tmp_path, monkeypatch, model, gate
+    tmp_path,
+    monkeypatch,
+    model,
+    gate,
 ):
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer("save", {"model": model})
@@ -170,7 +174,9 @@ def test_a_save_returns_before_anything_large_is_written(checkpointer, gate):
 
 
 def test_what_is_on_the_disk_is_the_state_at_the_call_though_training_goes_on(
-    checkpointer, gate, model
+    checkpointer,
+    gate,
+    model,
 ):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     checkpointer.add_recoverable("optimizer", optimizer)
@@ -229,7 +235,9 @@ def test_loading_waits_for_the_save_too(checkpointer, gate, model):
 
 
 def test_names_of_the_same_second_count_the_one_that_is_still_written(
-    checkpointer, monkeypatch, gate
+    checkpointer,
+    monkeypatch,
+    gate,
 ):
     monkeypatch.setattr(folder.time, "strftime", lambda *form: "2026-01-02+03-04-05")
     gate.open.set()
@@ -310,12 +318,18 @@ def test_memory_is_given_back_when_it_is_switched_off(checkpointer):
 
 
 def test_where_memory_is_short_the_save_waits_and_says_so_once(
-    checkpointer, monkeypatch, caplog, model
+    checkpointer,
+    monkeypatch,
+    caplog,
+    model,
 ):
     monkeypatch.setattr(async_save, "available_bytes", lambda: 1000)
     ran = []
     checkpointer.add_recoverable(
-        "other", {}, lambda *_: None, lambda obj, path: ran.append(path.write_text("x"))
+        "other",
+        {},
+        lambda *_: None,
+        lambda obj, path: ran.append(path.write_text("x")),
     )
     stamp(model, 6)
     for _ in range(2):
@@ -375,7 +389,8 @@ def test_the_bytes_needed_are_those_of_the_state(checkpointer, gate, model):
         gate.error = errno.ENOSPC
         gate.open.set()
         with pytest.raises(
-            CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free"
+            CheckpointError,
+            match=f"about {needed} bytes needed, [0-9]+ bytes free",
         ):
             checkpointer.save_checkpoint() and checkpointer.wait()
 
@@ -405,7 +420,9 @@ def test_with_warn_a_save_that_cannot_even_begin_returns_none(checkpointer, capl
 
 
 def test_with_warn_a_retention_that_fails_does_not_take_the_checkpoint_back(
-    checkpointer, monkeypatch, caplog
+    checkpointer,
+    monkeypatch,
+    caplog,
 ):
     checkpointer.on_error = "warn"
     checkpointer.asynchronous = False
@@ -449,7 +466,8 @@ def test_a_state_that_could_not_be_loaded_again_is_refused_in_the_background(che
     checkpointer.add_recoverable("odd", Odd())
     checkpointer.save_checkpoint()
     with pytest.raises(
-        CheckpointError, match="recoverable 'odd': CheckpointError: its state holds pathlib"
+        CheckpointError,
+        match="recoverable 'odd': CheckpointError: its state holds pathlib",
     ):
         checkpointer.wait()
     assert names(checkpointer) == []
@@ -548,7 +566,10 @@ SCRIPT = """
     ],
 )
 def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that_alone(
-    tmp_path, end, code, kept
+    tmp_path,
+    end,
+    code,
+    kept,
 ):
     script = textwrap.dedent(SCRIPT) + end + "\n"
     seconds = "600" if "kill" in end else "0.5"
@@ -573,7 +594,8 @@ def test_forked_loader_workers_are_not_disturbed_and_disturb_nothing(checkpointe
 
 
 @pytest.mark.parametrize(
-    "use", [lambda c: None, lambda c: c.wait(), lambda c: c.list_checkpoints()]
+    "use",
+    [lambda c: None, lambda c: c.wait(), lambda c: c.list_checkpoints()],
 )
 def test_a_forked_process_has_nothing_to_wait_for(checkpointer, gate, use):
     saved = checkpointer.save_checkpoint()

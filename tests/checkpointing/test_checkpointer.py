@@ -115,7 +115,8 @@ def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."]
+    "name",
+    ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."],
 )
 def test_any_other_name_will_do(tmp_path, name):
     checkpointer = Checkpointer(tmp_path, {name: Value(3), f"{name[:100]}x": nn.Linear(1, 1)})
@@ -161,7 +162,8 @@ def test_the_folder_is_made_at_construction_with_its_parents(tmp_path):
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match="checkpoints_dir='.*file/save' cannot be written: Not a directory"
+        ConfigError,
+        match="checkpoints_dir='.*file/save' cannot be written: Not a directory",
     ):
         Checkpointer(tmp_path / "file" / "save")
 
@@ -204,7 +206,8 @@ def test_everything_comes_back(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     checkpointer = Checkpointer(
-        tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        tmp_path,
+        {"model": model, "optimizer": optimizer, "scheduler": scheduler},
     )
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -275,7 +278,10 @@ def test_a_saver_may_make_a_folder(tmp_path):
     loaded = []
     checkpointer = Checkpointer(tmp_path)
     checkpointer.add_recoverable(
-        "parts", object(), lambda obj, path, end: loaded.append((path / "part").read_text()), saver
+        "parts",
+        object(),
+        lambda obj, path, end: loaded.append((path / "part").read_text()),
+        saver,
     )
     ckpt = checkpointer.save_checkpoint()
     checkpointer.recover_if_possible()
@@ -410,7 +416,8 @@ def test_two_kinds_of_keys_are_an_error(checkpointer):
 
 
 @pytest.mark.parametrize(
-    "bad", [float("nan"), None, "low", torch.tensor(float("nan")), torch.ones(2), [1]]
+    "bad",
+    [float("nan"), None, "low", torch.tensor(float("nan")), torch.ones(2), [1]],
 )
 def test_k6_what_is_no_number_ranks_worst(checkpointer, bad):
     for n, loss in enumerate([3.0, bad, 1.0, bad, 2.0]):
@@ -420,7 +427,8 @@ def test_k6_what_is_no_number_ranks_worst(checkpointer, bad):
 
 
 @pytest.mark.parametrize(
-    "importance", [lambda c: c.meta["loss"], lambda c: (c.meta["loss"], c.meta["n"])]
+    "importance",
+    [lambda c: c.meta["loss"], lambda c: (c.meta["loss"], c.meta["n"])],
 )
 def test_k6_nan_ranks_worst_by_an_importance_key_too(checkpointer, importance):
     for n, loss in enumerate([3.0, float("nan"), 1.0]):
@@ -444,7 +452,9 @@ def test_k6_tensor_metrics_are_numbers(checkpointer):
 def test_k6_nan_never_deletes_the_best(checkpointer):
     for n, loss in enumerate([3.0, float("nan"), 1.0, float("nan"), 2.0]):
         checkpointer.save_and_keep_only(
-            meta={"n": n, "loss": loss, "unixtime": n}, keep_recent=False, min_keys=["loss"]
+            meta={"n": n, "loss": loss, "unixtime": n},
+            keep_recent=False,
+            min_keys=["loss"],
         )
     assert values(checkpointer) == [2]
 
@@ -485,7 +495,8 @@ def test_save_and_keep_only_returns_nothing_and_keeps_the_newest_as_well(checkpo
     for n, loss in enumerate([1.0, 2.0, 3.0]):
         assert (
             checkpointer.save_and_keep_only(
-                meta={"n": n, "loss": loss, "unixtime": n}, min_keys=["loss"]
+                meta={"n": n, "loss": loss, "unixtime": n},
+                min_keys=["loss"],
             )
             is None
         )
@@ -586,7 +597,8 @@ def test_a_loader_that_fails_is_named(checkpointer):
     checkpointer.save_checkpoint()
     checkpointer.custom_load_hooks["value"] = lambda obj, path, end: 1 / 0
     with pytest.raises(
-        CheckpointError, match=r"'value' from .*value.ckpt: ZeroDivisionError"
+        CheckpointError,
+        match=r"'value' from .*value.ckpt: ZeroDivisionError",
     ) as raised:
         checkpointer.recover_if_possible()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
@@ -643,7 +655,10 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_k2_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(
-    checkpointer, value, caplog, damage
+    checkpointer,
+    value,
+    caplog,
+    damage,
 ):
     good = save(checkpointer, 1, n=1)
     bad = save(checkpointer, 2, n=2)
@@ -953,7 +968,8 @@ def test_what_a_replacement_has_left_does_not_stop_a_deletion(tmp_path):
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(
-    tmp_path, monkeypatch
+    tmp_path,
+    monkeypatch,
 ):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -1033,7 +1049,8 @@ def test_a_name_is_not_used_again_within_a_second(checkpointer, monkeypatch):
 
 
 def test_the_name_of_a_checkpoint_of_an_earlier_process_is_not_used_again_either(
-    checkpointer, monkeypatch
+    checkpointer,
+    monkeypatch,
 ):
     monkeypatch.setattr(checkpoint_folder.time, "strftime", lambda *_: "2026-01-02+03-04-05")
     checkpointer.save_checkpoint()
@@ -1053,7 +1070,9 @@ def test_a_checkpoint_that_was_saved_under_the_name_of_another_is_another(checkp
 
 
 def test_a_save_in_the_second_of_one_by_another_process_takes_a_free_name(
-    tmp_path, value, monkeypatch
+    tmp_path,
+    value,
+    monkeypatch,
 ):
     monkeypatch.setattr("time.strftime", lambda *_: "2020-01-01+00-00-00")
     first, second = (Checkpointer(tmp_path, {"value": value}).save_checkpoint() for _ in range(2))

@@ -299,7 +299,9 @@ def schedulers(optimizer):
     yield lr.OneCycleLR(optimizer, 0.1, 10)
     yield lr.LambdaLR(optimizer, lambda step: 0.5**step)
     yield lr.SequentialLR(
-        optimizer, [lr.ConstantLR(optimizer), lr.ExponentialLR(optimizer, 0.5)], [2]
+        optimizer,
+        [lr.ConstantLR(optimizer), lr.ExponentialLR(optimizer, 0.5)],
+        [2],
     )
 
 
@@ -378,7 +380,8 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
             pass
 
     with pytest.raises(
-        CheckpointError, match="numpy.*could not be loaded again without running code"
+        CheckpointError,
+        match="numpy.*could not be loaded again without running code",
     ):
         torch_save(Odd(), tmp_path / "odd.ckpt")
 
@@ -519,7 +522,8 @@ def test_torch_compile_really_names_its_module_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "load", [torch_parameter_transfer, functools.partial(torch_recovery, end_of_epoch=True)]
+    "load",
+    [torch_parameter_transfer, functools.partial(torch_recovery, end_of_epoch=True)],
 )
 def test_a_path_may_be_a_text(tmp_path, load):
     saved = nn.Linear(2, 1)
@@ -558,7 +562,10 @@ class Evil:
 @pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("as_zip", [True, False])
 def test_k8_loading_runs_no_code_whatever_the_environment_says(
-    tmp_path, monkeypatch, variable, as_zip
+    tmp_path,
+    monkeypatch,
+    variable,
+    as_zip,
 ):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", variable)
     # else torch's warning, an error in tests, would stop an unsafe load
@@ -591,7 +598,8 @@ def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100]
+    "content",
+    [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100],
 )
 @pytest.mark.parametrize("mmap", [False, True])
 def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
@@ -683,7 +691,10 @@ def loaded_into_an_optimizer(path, state, monkeypatch, how="new", threads=True):
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("how", ["new", "old", "compressed"])
 def test_the_state_of_an_optimizer_depends_on_its_file_no_longer(
-    tmp_path, monkeypatch, how, threads
+    tmp_path,
+    monkeypatch,
+    how,
+    threads,
 ):
     whole = torch.arange(5000.0)
     nothing = torch.empty(3, 0)
@@ -723,7 +734,11 @@ def with_attribute():
 
 def per_channel():
     return torch.quantize_per_channel(
-        torch.ones(5000, 1), torch.full((5000,), 0.5), torch.zeros(5000), 0, torch.qint8
+        torch.ones(5000, 1),
+        torch.full((5000,), 0.5),
+        torch.zeros(5000),
+        0,
+        torch.qint8,
     )
 
 
@@ -757,7 +772,11 @@ def test_no_state_of_an_optimizer_depends_on_its_file(tmp_path, monkeypatch, mak
 def test_an_optimizer_is_loaded_where_gradients_are_off(tmp_path, monkeypatch, threads):
     with torch.inference_mode():
         loaded = loaded_into_an_optimizer(
-            tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch, "new", threads
+            tmp_path / "a.ckpt",
+            {0: {"a": torch.ones(5000)}},
+            monkeypatch,
+            "new",
+            threads,
         )
     assert loaded[0]["a"].eq(1).all()
 
@@ -798,7 +817,9 @@ def test_an_optimizer_is_loaded_where_no_thread_can_be_started(tmp_path, monkeyp
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     loaded = loaded_into_an_optimizer(
-        tmp_path / "a.ckpt", {0: {"a": torch.ones(5000)}}, monkeypatch
+        tmp_path / "a.ckpt",
+        {0: {"a": torch.ones(5000)}},
+        monkeypatch,
     )
     assert loaded[0]["a"].eq(1).all()
 
@@ -856,7 +877,8 @@ def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer]
+    "load",
+    [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer],
 )
 def test_a_module_keeps_its_parameters_though_the_file_asks_for_new_ones(tmp_path, load):
     """torch notes ``assign=True`` in the metadata of the state that a caller gave, and does so
@@ -891,7 +913,8 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer]
+    "load",
+    [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer],
 )
 def test_a_module_is_loaded_without_a_copy_of_its_state_in_memory(tmp_path, load):
     path = tmp_path / "a.ckpt"

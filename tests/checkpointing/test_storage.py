@@ -400,7 +400,8 @@ def test_a_file_that_may_not_be_written_any_more_is_saved(tmp_path, monkeypatch)
         os.seteuid(65534)
     try:
         commit_directory(
-            Path("CKPT+a"), lambda folder: shutil.copy(source.name, folder / "spm.ckpt")
+            Path("CKPT+a"),
+            lambda folder: shutil.copy(source.name, folder / "spm.ckpt"),
         )
     finally:
         if is_root:

@@ -14,7 +14,13 @@ IN_PLACE = "in place, and one deleted"
 
 def test_f5_death_at_some_points_of_a_save(ranks, tmp_path):
     [(points, outcomes)] = ranks.run(
-        crash_everywhere, tmp_path, IN_PLACE, "async", 40, world_size=1, init=False
+        crash_everywhere,
+        tmp_path,
+        IN_PLACE,
+        "async",
+        40,
+        world_size=1,
+        init=False,
     )
     assert len(points) > 100
     assert {steps for steps, _ in outcomes} <= {

@@ -135,7 +135,8 @@ def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):
         path = folder / "model.ckpt"
         return {
             path: write_file(
-                path, lambda handle: torch.save({"w": torch.randn(1000, 1000)}, handle)
+                path,
+                lambda handle: torch.save({"w": torch.randn(1000, 1000)}, handle),
             )
         }
 
@@ -147,7 +148,8 @@ def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):
 
 
 def test_the_checksum_is_of_what_was_to_be_written_and_not_of_what_the_disk_made_of_it(
-    tmp_path, monkeypatch
+    tmp_path,
+    monkeypatch,
 ):
     class Rotten(FileOperations):
         def write(self, path, writer):

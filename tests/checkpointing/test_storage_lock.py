@@ -211,7 +211,11 @@ def test_clean_removes_leftovers_and_puts_back_what_was_being_replaced(tmp_path,
 
 @pytest.mark.parametrize("number", storage.CANNOT_LOCK, ids=errno.errorcode.get)
 def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_folder(
-    tmp_path, lock, monkeypatch, caplog, number
+    tmp_path,
+    lock,
+    monkeypatch,
+    caplog,
+    number,
 ):
     monkeypatch.setattr(fcntl, "flock", fail(number))
     (tmp_path / LOCK_NAME).write_text("process 7 on elsewhere, since 2026 UTC\n12\n")
@@ -235,7 +239,12 @@ def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_f
     ],
 )
 def test_a_folder_that_takes_no_lock_says_why(
-    tmp_path, lock, monkeypatch, operation, number, words
+    tmp_path,
+    lock,
+    monkeypatch,
+    operation,
+    number,
+    words,
 ):
     with monkeypatch.context() as broken:
         broken.setattr(os if operation == "open" else storage.FILES, operation, fail(number))

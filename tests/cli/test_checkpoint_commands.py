@@ -205,7 +205,10 @@ def test_ls_without_a_folder_takes_the_current_one(ckpt, three, monkeypatch):
 
 @pytest.mark.parametrize("command", ["show", "verify"])
 def test_a_checkpoint_may_be_the_current_folder_or_have_another_name(
-    ckpt, three, monkeypatch, command
+    ckpt,
+    three,
+    monkeypatch,
+    command,
 ):
     (three.path / "CKPT+two").rename(three.path / "best")
     assert ckpt(command, three.path / "best")[0] == 0
@@ -339,7 +342,8 @@ def save_ranks(path, states):
 
 
 @pytest.mark.parametrize(
-    "states", [[], [None], [3], [{}], [{"random": {}}], [[torch.ones(1)]], ["x\x1b[2J"]]
+    "states",
+    [[], [None], [3], [{}], [{"random": {}}], [[torch.ones(1)]], ["x\x1b[2J"]],
 )
 def test_states_of_ranks_of_any_shape_are_shown(ckpt, tmp_path, states):
     path = tmp_path / "CKPT+a"
@@ -376,7 +380,9 @@ def test_show_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
     real = commands.safe_load
     places = []
     monkeypatch.setattr(
-        commands, "safe_load", lambda path, place: places.append(place) or real(path, place)
+        commands,
+        "safe_load",
+        lambda path, place: places.append(place) or real(path, place),
     )
     assert commands.describe(tmp_path / "a.ckpt") == ["100,001 number(s) in 2 tensor(s): 2 float32"]
     assert places == ["meta"]
@@ -449,7 +455,13 @@ def test_average(ckpt, folder, tmp_path, words, mean, names):
         folder.epoch(name, loss=loss)
     output = tmp_path / "mean.pt"
     status, out, err = ckpt(
-        "average", folder.path, "--recoverable", "model", "--output", output, *words
+        "average",
+        folder.path,
+        "--recoverable",
+        "model",
+        "--output",
+        output,
+        *words,
     )
     assert (status, err) == (0, [])
     assert out[0].count("CKPT+") == names
@@ -464,7 +476,12 @@ def test_average(ckpt, folder, tmp_path, words, mean, names):
 def test_average_of_named_checkpoints(ckpt, three, tmp_path):
     paths = [three.path / "CKPT+one", three.path / "CKPT+two"]
     status, out, _ = ckpt(
-        "average", *paths, "--recoverable", "model", "--output", tmp_path / "mean.pt"
+        "average",
+        *paths,
+        "--recoverable",
+        "model",
+        "--output",
+        tmp_path / "mean.pt",
     )
     assert status == 0
     assert out[0] == "from CKPT+two, CKPT+one"
@@ -506,7 +523,12 @@ def test_average_of_what_is_damaged_is_refused(ckpt, three, tmp_path):
 )
 @pytest.mark.parametrize("command", ["average", "export"])
 def test_what_cannot_be_written_is_said_and_nothing_is_left(
-    ckpt, three, tmp_path, command, words, message
+    ckpt,
+    three,
+    tmp_path,
+    command,
+    words,
+    message,
 ):
     before = picture(tmp_path)
     status, out, err = ckpt(command, three.path, *words, "--output", tmp_path / "out.pt")
@@ -522,7 +544,12 @@ def test_average_of_different_models(ckpt, folder, tmp_path):
     other = Checkpointer(folder.path, {"model": nn.Linear(2, 2)})
     other.save_checkpoint(name="other")
     status, _, err = ckpt(
-        "average", folder.path, "--recoverable", "model", "--output", tmp_path / "mean.pt"
+        "average",
+        folder.path,
+        "--recoverable",
+        "model",
+        "--output",
+        tmp_path / "mean.pt",
     )
     assert status == 1
     assert "the states differ in" in err[0]
@@ -535,7 +562,12 @@ def test_average_of_different_models(ckpt, folder, tmp_path):
 def test_export(ckpt, three, tmp_path, form):
     output = tmp_path / f"model.{form}"
     status, out, err = ckpt(
-        "export", three.path / "CKPT+one", "--recoverable", "model", "--output", output
+        "export",
+        three.path / "CKPT+one",
+        "--recoverable",
+        "model",
+        "--output",
+        output,
     )
     assert (status, err) == (0, [])
     assert out == [
@@ -620,7 +652,12 @@ def test_safetensors_that_is_not_installed_is_named(ckpt, three, tmp_path, monke
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     status, _, err = ckpt(
-        "export", three.path, "--recoverable", "model", "--output", tmp_path / "a.safetensors"
+        "export",
+        three.path,
+        "--recoverable",
+        "model",
+        "--output",
+        tmp_path / "a.safetensors",
     )
     assert status == 1
     assert "run `pip install safetensors`, or give --format=pt" in err[0]
@@ -732,7 +769,11 @@ def test_help_does_not_load_torch():
     )
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -827,7 +868,9 @@ def all_commands(ckpt, path, output="out.pt"):
 def test_a_pickle_that_runs_code_does_not(ckpt, hostile, protocol, how):
     if how == "torch":
         torch.save(
-            {"w": torch.ones(1), "x": Evil()}, hostile / "model.ckpt", pickle_protocol=protocol
+            {"w": torch.ones(1), "x": Evil()},
+            hostile / "model.ckpt",
+            pickle_protocol=protocol,
         )
     else:
         (hostile / "model.ckpt").write_bytes(pickle.dumps(Evil(), protocol))
@@ -877,7 +920,8 @@ def test_yaml_that_never_ends_ends(ckpt, hostile):
 
 
 @pytest.mark.parametrize(
-    "name", ["CKPT.yaml", "manifest.json", "model.ckpt", "brain.ckpt", "counter.ckpt"]
+    "name",
+    ["CKPT.yaml", "manifest.json", "model.ckpt", "brain.ckpt", "counter.ckpt"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "broken link", "directory"])
 def test_a_file_that_is_none_is_not_opened(ckpt, hostile, name, kind):
@@ -940,7 +984,8 @@ def test_manifests_of_any_shape(ckpt, three):
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
+    "seed",
+    [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))],
 )
 def test_damage_of_any_kind_gives_words_and_no_exception(ckpt, three, tmp_path, seed):
     import random

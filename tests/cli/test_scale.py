@@ -105,7 +105,9 @@ def test_what_cannot_be_measured_is_told_before_anything_runs(recipe, capsys, wo
 def test_a_plot_without_matplotlib_says_what_to_install(recipe, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "matplotlib" else find(name),
     )
     assert main(["scale", "train.py", "--plot", "scale.svg"]) == 1
     assert (

@@ -41,7 +41,12 @@ def write(recipe, capsys):
 def bash(*words, text, **environment):
     found = {**os.environ, **environment}
     done = subprocess.run(
-        ["bash", *words], input=text, capture_output=True, text=True, check=False, env=found
+        ["bash", *words],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=found,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -123,7 +128,10 @@ def test_torchrun_knows_every_option(write):
 
     for more, backend in ((), "static"), (("--max-restarts=3",), "c10d"):
         _, task = call_of_srun(
-            write(*USUAL, *more), SLURM_NODEID="0", SLURM_JOB_ID="77", SLURMD_NODENAME="n1"
+            write(*USUAL, *more),
+            SLURM_NODEID="0",
+            SLURM_JOB_ID="77",
+            SLURMD_NODENAME="n1",
         )
         found = parse_args(task[3:])
         assert (found.rdzv_backend, found.rdzv_id, found.max_restarts) == (
@@ -141,11 +149,14 @@ def test_torchrun_knows_every_option(write):
 
 
 @pytest.mark.parametrize(
-    "word", ["a b", "it's", '"', "$HOME", "`id`", "$(id)", "; id", "\\", "*", "~", "--x=é", ""]
+    "word",
+    ["a b", "it's", '"', "$HOME", "`id`", "$(id)", "; id", "\\", "*", "~", "--x=é", ""],
 )
 def test_what_goes_to_the_recipe_arrives_as_it_was(write, word):
     _, task = call_of_srun(
-        write(*USUAL, "--", "--lr=0.1", word), SLURM_NODEID="0", SLURM_JOB_ID="1"
+        write(*USUAL, "--", "--lr=0.1", word),
+        SLURM_NODEID="0",
+        SLURM_JOB_ID="1",
     )
     assert task[-4:] == ["train.py", "hparams.yaml", "--lr=0.1", word]
 
@@ -195,7 +206,11 @@ def test_every_option_is_in_the_script(write):
 
 def test_nodes_without_gpus(write):
     text = write(
-        *USUAL[:3], "--gpus-per-node=0", "--nproc-per-node=16", "--time=90", "--cpus-per-task=32"
+        *USUAL[:3],
+        "--gpus-per-node=0",
+        "--nproc-per-node=16",
+        "--time=90",
+        "--cpus-per-task=32",
     )
     assert "gpus-per-node" not in options(text)
     assert options(text)["cpus-per-task"] == "32"
@@ -240,7 +255,8 @@ def test_limits(time, seconds):
 
 
 @pytest.mark.parametrize(
-    "time", ["", "1h", "-5", "1:2:3:4", "1-", "x", "0", "00:00:00", "1-2:3:4:5", "10\n", "1.5"]
+    "time",
+    ["", "1h", "-5", "1:2:3:4", "1-", "x", "0", "00:00:00", "1-2:3:4:5", "10\n", "1.5"],
 )
 def test_limits_that_are_none(time):
     with pytest.raises(ConfigError, match=r"--time=.*Give 20:00:00"):

@@ -52,7 +52,8 @@ class Clusters:
 def _give_up(reason: str) -> NoReturn:
     if os.environ.get(REQUIRE, "") not in {"", "0"}:
         pytest.fail(
-            f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False
+            f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)",
+            pytrace=False,
         )
     pytest.skip(reason)
 
@@ -68,7 +69,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    terminalreporter: pytest.TerminalReporter,
+    config: pytest.Config,
 ) -> None:
     for name, reason in config.stash.get(NOT_SET_UP, {}).items():
         terminalreporter.section(f"NOT TESTED on a real cluster: {name}", red=True, bold=True)

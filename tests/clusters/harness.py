@@ -103,7 +103,10 @@ def rank_of(processes: Sequence[Found], script: str) -> dict[int, Found]:
 
 
 def seconds_until(
-    condition: Callable[[], object], at_most: float, what: str, more: Callable[[], str] = str
+    condition: Callable[[], object],
+    at_most: float,
+    what: str,
+    more: Callable[[], str] = str,
 ) -> float:
     """Wait for a condition and return how long that took; fail, with what ``more`` says, if it
     takes too long.
@@ -134,7 +137,9 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_on(
-    starts: Sequence[tuple[Sequence[str], str]], folder: Path, **environment: str
+    starts: Sequence[tuple[Sequence[str], str]],
+    folder: Path,
+    **environment: str,
 ) -> Iterator[list[Run]]:
     """Start commands that belong together and have their own names; kill what is left of them at
     the end.

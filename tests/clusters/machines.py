@@ -45,7 +45,9 @@ START_SECONDS = 10.0
 def may_have_namespaces() -> bool:
     """Say whether this process may make namespaces for networks, host names and mounts."""
     tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False
+        ["unshare", "--net", "--uts", "--mount", "true"],
+        capture_output=True,
+        check=False,
     )
     return tried.returncode == 0
 
@@ -121,7 +123,11 @@ class Machine:
     def run(self, *command: str) -> str:
         """Run a short command here and return what it printed; it must succeed."""
         done = subprocess.run(
-            self.enter(*command), capture_output=True, text=True, check=False, timeout=20
+            self.enter(*command),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
         )
         assert done.returncode == 0, (
             f"{self.name}: {' '.join(command)}: {done.stderr or done.stdout}"

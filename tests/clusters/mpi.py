@@ -60,7 +60,10 @@ def mpich(processes: int, *command: str) -> list[str]:
 
 
 def openmpi_on(
-    machines: Sequence[Machine], folder: Path, per_host: int, *command: str
+    machines: Sequence[Machine],
+    folder: Path,
+    per_host: int,
+    *command: str,
 ) -> list[str]:
     """Return the command line that starts processes on several hosts; run it on the first.
 

@@ -73,7 +73,13 @@ def _install(packages: list[str], seconds: float) -> str:
             # no lists of packages yet, or old ones; or it failed
             said += _run(*APT_GET, "update", end=end)[1]
         status, more = _run(
-            *APT_GET, *lock, "install", "--yes", "--no-install-recommends", *packages, end=end
+            *APT_GET,
+            *lock,
+            "install",
+            "--yes",
+            "--no-install-recommends",
+            *packages,
+            end=end,
         )
         said += more
         if status == 0 or time.monotonic() > end:

@@ -147,7 +147,11 @@ def main() -> None:
     inputs = torch.linspace(-1, 1, SAMPLES).unsqueeze(1)
     data = TensorDataset(inputs, 3 * inputs + 1)
     brain = Line(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     brain.fit(hparams["epoch_counter"], data, data, train_loader_kwargs={"shuffle": True})
     end = {

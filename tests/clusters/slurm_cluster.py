@@ -182,7 +182,11 @@ class Job:
             if ".said" not in path.name
         ]
         nodes = self.cluster.run(
-            "sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T %E"
+            "sinfo",
+            "--noheader",
+            "--Node",
+            "--partition=main",
+            "--format=%N %T %E",
         )
         left = [f"{one.pid}: {' '.join(one.command)}" for one in self.processes()]
         output = tail(self.folder / f"slurm-{self.number}.out", OUTPUT_LINES)
@@ -244,7 +248,12 @@ class SlurmCluster:
         """
         marker = uuid.uuid4().hex
         said = self.run(
-            "sbatch", "--parsable", *words, folder=folder, **environment, **{MARKER: marker}
+            "sbatch",
+            "--parsable",
+            *words,
+            folder=folder,
+            **environment,
+            **{MARKER: marker},
         )
         job = Job(self, said.strip().partition(";")[0], folder, marker)
         try:
@@ -286,11 +295,17 @@ class SlurmCluster:
         this takes a minute.
         """
         self.run(
-            "scontrol", "update", f"NodeName={NODES[node]}", "State=DRAIN", "Reason=it comes back"
+            "scontrol",
+            "update",
+            f"NodeName={NODES[node]}",
+            "State=DRAIN",
+            "Reason=it comes back",
         )
         self.daemons.start_node(node)
         assert wait_until(lambda: self._states()[node] == "drained", START_SECONDS), self.run(
-            "sinfo", "-N", "-l"
+            "sinfo",
+            "-N",
+            "-l",
         )
         # A message on its way from the queue to the one who sends it is in neither: so look twice.
         assert wait_until(lambda: self._has_sent_all() and self._has_sent_all(), 90), self.run(

@@ -89,7 +89,9 @@ def test_a_job_that_runs_when_the_cluster_ends_leaves_nothing(clusters, tmp_path
         job = slurm_cluster.Job(cluster, said.strip(), tmp_path, "left running")
         job.until(lambda: job.state == "RUNNING", 10, "the start of the job")
         job.until(
-            lambda: sum("sleep" in one.command for one in job.processes()) == 2, 10, "its tasks"
+            lambda: sum("sleep" in one.command for one in job.processes()) == 2,
+            10,
+            "its tasks",
         )
     assert wait_until(lambda: not job.processes(), 5), job.processes()
     assert wait_until(lambda: traces() == before, 5), (before, traces())
@@ -127,7 +129,9 @@ class AptGet:
         self.called = []
         monkeypatch.setattr(packages.os, "geteuid", lambda: 0)
         monkeypatch.setattr(
-            packages, "_there", lambda program: program == "apt-get" or not self.answers
+            packages,
+            "_there",
+            lambda program: program == "apt-get" or not self.answers,
         )
         monkeypatch.setattr(packages, "_no_services_started", contextlib.nullcontext)
         monkeypatch.setattr(packages, "_run", self.run)
@@ -150,7 +154,11 @@ def test_a_mirror_that_fails_once_and_a_lock_that_somebody_has(monkeypatch):
 
 def test_an_installation_that_was_interrupted_is_completed(monkeypatch):
     apt = AptGet(
-        monkeypatch, (100, "you must manually run 'dpkg --configure -a'"), (0, ""), (0, ""), (0, "")
+        monkeypatch,
+        (100, "you must manually run 'dpkg --configure -a'"),
+        (0, ""),
+        (0, ""),
+        (0, ""),
     )
     need({"prog": "package"})
     assert apt.called == ["install", "--configure", "update", "install"]

@@ -71,7 +71,10 @@ def both_at(folder: Path, step: int = 1, ranks: int = 2) -> bool:
 
 def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
     with slurm.submit(
-        tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)
+        tmp_path,
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        script(tmp_path, TORCHRUN),
     ) as job:
         assert job.wait() == "COMPLETED", job.report()
     results(tmp_path, 2, {"node1", "node2"})
@@ -81,7 +84,10 @@ def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
 def test_scancel_ends_every_process(slurm, tmp_path):
     held(tmp_path)
     with slurm.submit(
-        tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)
+        tmp_path,
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        script(tmp_path, TORCHRUN),
     ) as job:
         job.until(lambda: both_at(tmp_path), 60, "the first step of both ranks")
         assert set(job.ranks()) == {0, 1}
@@ -167,7 +173,10 @@ def test_the_batch_script_itself_is_one_process(slurm, tmp_path):
 def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
     gate = held(tmp_path)
     with slurm.submit(
-        tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)
+        tmp_path,
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        script(tmp_path, TORCHRUN),
     ) as job:
         job.until(lambda: both_at(tmp_path), 60, "the first step of both ranks")
         killed = job.ranks()[1]

@@ -41,7 +41,11 @@ def written(tmp_path):
             *words,
         ]
         done = subprocess.run(
-            [*command, "--", *recipe], cwd=tmp_path, capture_output=True, text=True, check=False
+            [*command, "--", *recipe],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         (tmp_path / "train.sbatch").write_text(done.stdout)
@@ -53,7 +57,10 @@ def written(tmp_path):
 def test_it_trains(slurm, tmp_path, written):
     """Two processes on each of two nodes; what is quoted arrives as it was."""
     script = written(
-        "--job-name=digits", "--sbatch=--comment='a test'", "--partition=other", processes=2
+        "--job-name=digits",
+        "--sbatch=--comment='a test'",
+        "--partition=other",
+        processes=2,
     )
     with slurm.submit(tmp_path, script) as job:
         assert job.wait() == "COMPLETED", job.report()
@@ -98,7 +105,9 @@ def test_with_restarts_by_torchrun_a_killed_rank_comes_back(slurm, tmp_path, wri
 
 
 def test_the_signal_before_the_limit_ends_the_attempt_and_queues_the_job_again(
-    slurm, tmp_path, written
+    slurm,
+    tmp_path,
+    written,
 ):
     """Slurm itself sends it, up to 30 s early as it looks at the limits every 30 s: here 50 to 80 s
     after the start.
@@ -153,7 +162,9 @@ def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
         for gate in gates:
             gate.unlink()
         one.until(
-            lambda: not any(path.exists() for path in survivors), 10, "the end of the other ranks"
+            lambda: not any(path.exists() for path in survivors),
+            10,
+            "the end of the other ranks",
         )
         (tmp_path / "uninterrupted").mkdir()
         reference = Run(torchrun(2, str(SCRIPT), str(HPARAMS)), tmp_path / "uninterrupted").wait()

@@ -92,7 +92,11 @@ def test_a_cable_that_stays_cut_ends_both_sides(hosts, tmp_path):
     up.
     """
     with training(
-        hosts, tmp_path, STATIC, "--step_seconds=0.1", f"--hang_timeout={HANG_SECONDS}"
+        hosts,
+        tmp_path,
+        STATIC,
+        "--step_seconds=0.1",
+        f"--hang_timeout={HANG_SECONDS}",
     ) as runs:
         assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
         hosts.cut()

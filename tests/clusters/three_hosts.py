@@ -86,7 +86,17 @@ def _connect(machines: Sequence[Machine]) -> None:
         ends = cable_to(other.name), cable_to(one.name)
         netns = str(other.sleeper.pid)
         one.run(
-            "ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1], "netns", netns
+            "ip",
+            "link",
+            "add",
+            ends[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            netns,
         )
         for here, there, cable in ((one, other, ends[0]), (other, one, ends[1])):
             here.run("ip", "address", "add", f"{here.address}/32", "dev", cable)

@@ -43,7 +43,11 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def torchrun(
-        self, folder: Path, *words: str, options: Sequence[str] = (), **environment: str
+        self,
+        folder: Path,
+        *words: str,
+        options: Sequence[str] = (),
+        **environment: str,
     ) -> Iterator[list[Run]]:
         """Run torchrun on both hosts, the same but for what ``{rank}`` stands for in its
         options.
@@ -95,7 +99,8 @@ class TwoHosts:
                 machine.run("nft", f"add table ip {LOSS_TABLE}")
                 stack.callback(machine.run, "nft", f"delete table ip {LOSS_TABLE}")
                 machine.run(
-                    "nft", f"add chain ip {LOSS_TABLE} in {{ type filter hook input priority 0; }}"
+                    "nft",
+                    f"add chain ip {LOSS_TABLE} in {{ type filter hook input priority 0; }}",
                 )
                 machine.run(
                     "nft",
@@ -106,7 +111,10 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def far_apart(
-        self, delay_ms: float, loss_percent: float = 0.0, megabits: float = 0.0
+        self,
+        delay_ms: float,
+        loss_percent: float = 0.0,
+        megabits: float = 0.0,
     ) -> Iterator[None]:
         """Put a cable in user space in place of the real one: it delays, loses and limits; 0
         megabits is no limit.

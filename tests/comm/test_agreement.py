@@ -112,7 +112,8 @@ def test_optimizer_facts():
     first = nn.Parameter(torch.ones(1))
     second = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD(
-        [{"params": [first]}, {"params": [second], "lr": 0.5, "owner": object()}], lr=0.1
+        [{"params": [first]}, {"params": [second], "lr": 0.5, "owner": object()}],
+        lr=0.1,
     )
     facts = optimizer_facts({"sgd": optimizer})
     assert facts["optimizer sgd"] == "SGD"
@@ -138,7 +139,10 @@ def test_data_facts():
         "a set that a recipe may have divided itself"
     )
     dealt = data_facts(
-        "train", shard(range(4), Sharding(), batch_sampler=[[0], [1]]), 2, sharded=True
+        "train",
+        shard(range(4), Sharding(), batch_sampler=[[0], [1]]),
+        2,
+        sharded=True,
     )
     assert set(dealt) == {"train batches", "train shuffling seed", "train samples"}
 

@@ -201,7 +201,11 @@ def test_long_lists_are_cut():
 @pytest.fixture
 def store():
     server = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=10),
     )
     return lambda rank: (
         PrefixStore("one", server)
@@ -248,6 +252,7 @@ def test_every_rank_raises_the_same(store, odd):
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_does_not_come_is_named(rank, missing):
     with pytest.raises(
-        LaunchError, match=f"rank {missing} joined the run and has not come further"
+        LaunchError,
+        match=f"rank {missing} joined the run and has not come further",
     ):
         compare_over_store(HashStore(), rank, 2, {"a": "1"}, 0.05)

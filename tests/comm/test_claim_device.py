@@ -24,7 +24,8 @@ def test_two_ranks_that_come_to_one_physical_gpu_are_refused(one_gpu, monkeypatc
     claim_device(store, places[1], "cuda:0")
     claim_device(store, places[1], "cuda:0")  # the same rank again
     with pytest.raises(
-        LaunchError, match=r"Not enough GPUs: rank 1 and rank 0 on .* the same \(GPU-8f2\)"
+        LaunchError,
+        match=r"Not enough GPUs: rank 1 and rank 0 on .* the same \(GPU-8f2\)",
     ):
         claim_device(store, places[0], "cuda:0")
     monkeypatch.setattr(process_group, "physical_device", lambda _: "GPU-8f3")

@@ -35,7 +35,8 @@ def seconds_for(other):
 
 def test_it_stays_a_moment_once_the_other_process_has_ended(long):
     other = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
     )
     known = reason(other.pid)
     other.communicate()
@@ -44,7 +45,8 @@ def test_it_stays_a_moment_once_the_other_process_has_ended(long):
 
 def test_it_stays_until_the_other_process_has_ended(long):
     other = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
     )
     began = time.monotonic()
     stays = subprocess.Popen(

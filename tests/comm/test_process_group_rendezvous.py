@@ -23,7 +23,12 @@ LIMIT = timedelta(seconds=20)
 
 def info(rank, world_size=2, **more):
     return LaunchInfo(
-        "environment", rank, rank, world_size, world_size, **{"address": "127.0.0.1", **more}
+        "environment",
+        rank,
+        rank,
+        world_size,
+        world_size,
+        **{"address": "127.0.0.1", **more},
     )
 
 
@@ -77,7 +82,8 @@ def test_a_port_of_the_users(run_id):
 
 def test_a_derived_port(run_id):
     found = all_of(
-        2, lambda rank: open_store(info(rank, port=derived_port(run_id), run_id=run_id), LIMIT)
+        2,
+        lambda rank: open_store(info(rank, port=derived_port(run_id), run_id=run_id), LIMIT),
     )
     assert [hosts for _, hosts in found] == [True, False]
     assert talk([store for store, _ in found])
@@ -151,7 +157,8 @@ def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
 
     def come():
         with pytest.raises(
-            LaunchError, match=r"rank 1 has lost the store at 127.0.0.1:\d+ "
+            LaunchError,
+            match=r"rank 1 has lost the store at 127.0.0.1:\d+ ",
         ) as caught:
             open_store(info(1, port=port), LIMIT)
         failed.append(caught.value)
@@ -166,7 +173,8 @@ def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
 
 def test_the_port_of_the_user_is_taken(stranger):
     with pytest.raises(
-        LaunchError, match=f"port {stranger} of MASTER_PORT is taken on this machine"
+        LaunchError,
+        match=f"port {stranger} of MASTER_PORT is taken on this machine",
     ):
         open_store(info(0, port=stranger), LIMIT)
 
@@ -184,7 +192,8 @@ def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "place", [{"port": 0}, {"address": "", "port": 29500}, {"address": "", "port": 0}]
+    "place",
+    [{"port": 0}, {"address": "", "port": 29500}, {"address": "", "port": 0}],
 )
 def test_what_is_missing_to_meet_is_named(place):
     words = (
@@ -213,7 +222,8 @@ def test_all_agree_on_one_name_and_attempts_on_different_ones():
     store = dist.HashStore()
     names = [
         all_of(
-            3, lambda rank: join_attempt(store, info(rank, 3), time.monotonic() + 20, once=False)
+            3,
+            lambda rank: join_attempt(store, info(rank, 3), time.monotonic() + 20, once=False),
         )
         for _ in range(4)
     ]
@@ -240,7 +250,8 @@ def test_a_rank_that_died_in_the_rendezvous_is_replaced():
     store = dist.HashStore()
     store.set("ddpkit/rendezvous/token/1", "the token of a dead process")
     names = all_of(
-        2, lambda rank: join_attempt(store, info(rank), time.monotonic() + 20, once=False)
+        2,
+        lambda rank: join_attempt(store, info(rank), time.monotonic() + 20, once=False),
     )
     assert len(set(names)) == 1
 
@@ -255,7 +266,8 @@ def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
         join_attempt(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
     assert "Rank 0 waits for ranks 1-2 (2) of 3 processes." in caplog.text
     with pytest.raises(
-        LaunchError, match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come"
+        LaunchError,
+        match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come",
     ):
         join_attempt(dist.HashStore(), info(1, port=5), time.monotonic() + 0.1, once=True)
 
@@ -265,7 +277,8 @@ def test_a_rank_that_is_there_twice():
     store = dist.HashStore()
     store.set("ddpkit/here/1", "process 1 on elsewhere")
     with pytest.raises(
-        LaunchError, match="two processes are rank 1 .*: process 1 on elsewhere came first"
+        LaunchError,
+        match="two processes are rank 1 .*: process 1 on elsewhere came first",
     ):
         join_attempt(store, info(1), time.monotonic() + 5, once=True)
 

@@ -75,7 +75,9 @@ def trained_in_branches():
     net = Branches().double()
     options = {**QUIET, "find_unused_parameters": True, "bucket_cap_mb": 1e-5}
     Regression({"net": net}, sgd(), None, options).fit(
-        [1], points(12), train_loader_kwargs={"batch_size": 2}
+        [1],
+        points(12),
+        train_loader_kwargs={"batch_size": 2},
     )
     return [one.tolist() for one in net.parameters()]
 

@@ -70,7 +70,8 @@ def test_hooks_of_the_loss_see_its_weight(number):
 
 
 @pytest.mark.parametrize(
-    "context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")],
 )
 def test_the_engine_is_tried_in_any_context(context, number):
     loss = number.sum()
@@ -97,14 +98,18 @@ def counting(public):
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the import", "after it"])
 @pytest.mark.parametrize(
-    ("owner", "place"), [(torch.Tensor, 0), (torch.autograd, 1)], ids=["Tensor", "autograd"]
+    ("owner", "place"),
+    [(torch.Tensor, 0), (torch.autograd, 1)],
+    ids=["Tensor", "autograd"],
 )
 def test_a_backward_in_the_place_of_torchs_is_called(owner, place, before, number, monkeypatch):
     counted, calls = counting(owner.backward)
     monkeypatch.setattr(owner, "backward", counted)
     if before:
         monkeypatch.setattr(
-            torch_inside, "_PUBLIC", (torch.Tensor.backward, torch.autograd.backward)
+            torch_inside,
+            "_PUBLIC",
+            (torch.Tensor.backward, torch.autograd.backward),
         )
         assert torch_inside._PUBLIC[place] is counted
     back_propagate(number.sum(), torch.tensor(0.5))

@@ -26,7 +26,11 @@ from ddpkit.compat.torch_inside import (
 @pytest.fixture
 def group():
     dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77)
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=77),
     )
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -110,7 +114,8 @@ def test_a_count_on_the_cpu_multiplies_gradients_elsewhere_as_a_number(monkeypat
     factors = []
     monkeypatch.setattr(torch, "_foreach_mul_", lambda ones, factor: factors.append(factor))
     multiply_all(
-        [torch.ones(1), torch.ones(1, device="meta")], torch.tensor(0.1, dtype=torch.float64)
+        [torch.ones(1), torch.ones(1, device="meta")],
+        torch.tensor(0.1, dtype=torch.float64),
     )
     assert sorted(factors, key=lambda one: isinstance(one, torch.Tensor)) == [
         pytest.approx(0.1),
@@ -121,7 +126,9 @@ def test_a_count_on_the_cpu_multiplies_gradients_elsewhere_as_a_number(monkeypat
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
-    "dtypes", [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]], ids=str
+    "dtypes",
+    [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]],
+    ids=str,
 )
 def test_the_norm_of_all_has_the_bits_of_torchs(at_once, dtypes, monkeypatch):
     generator = torch.Generator().manual_seed(3)

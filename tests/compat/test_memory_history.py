@@ -15,7 +15,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     calls = []
     monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given)
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda **given: calls.append(given),
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     return calls

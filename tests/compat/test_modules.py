@@ -77,7 +77,8 @@ def test_an_order_is_shown_to_ddp_which_trains_on(wrap, static_graph):
 
 
 @pytest.mark.parametrize(
-    "lacks", ["reducer", "static_graph", "_static_graph_delay_allreduce_enqueued"]
+    "lacks",
+    ["reducer", "static_graph", "_static_graph_delay_allreduce_enqueued"],
 )
 def test_a_ddp_without_the_inside_is_left_to_find_its_own_order(wrap, lacks):
     module = wrap(Two(), static_graph=True)
@@ -87,13 +88,15 @@ def test_a_ddp_without_the_inside_is_left_to_find_its_own_order(wrap, lacks):
         "_static_graph_delay_allreduce_enqueued": False,
     }
     known = SimpleNamespace(
-        parameters=module.parameters, **{key: inside[key] for key in inside if key != lacks}
+        parameters=module.parameters,
+        **{key: inside[key] for key in inside if key != lacks},
     )
     assert not show_order(known, [2, 3, 0, 1])
 
 
 @pytest.mark.parametrize(
-    "lacks", ["prepare_for_backward", "prepare_for_forward", "_delay_all_reduce"]
+    "lacks",
+    ["prepare_for_backward", "prepare_for_forward", "_delay_all_reduce"],
 )
 def test_a_reducer_without_the_inside_likewise(lacks):
     calls = {"prepare_for_backward", "prepare_for_forward", "_delay_all_reduce"} - {lacks}
@@ -157,7 +160,9 @@ def ignore_and_wait(pipe):
 def test_a_worker_that_ignores_sigterm_is_ended_all_the_same():
     here, there = multiprocessing.Pipe()
     worker = multiprocessing.get_context("spawn").Process(
-        target=ignore_and_wait, args=(there,), daemon=True
+        target=ignore_and_wait,
+        args=(there,),
+        daemon=True,
     )
     kill_when_terminated(worker)
     worker.start()

@@ -73,7 +73,14 @@ class Regression(Brain):
 
 
 def make(
-    cls=Regression, *, net=None, opt=None, hparams=None, folder=None, recoverables=(), **run_opts
+    cls=Regression,
+    *,
+    net=None,
+    opt=None,
+    hparams=None,
+    folder=None,
+    recoverables=(),
+    **run_opts,
 ):
     """Make a Brain around one linear layer; with ``folder``, checkpoints hold the layer and
     ``recoverables``.

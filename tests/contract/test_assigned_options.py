@@ -293,13 +293,15 @@ def test_options_that_do_not_go_together_are_refused_when_fit_begins():
     brain.ckpt_interval_minutes = 1.0
     brain.ckpt_interval_steps = 1
     with pytest.raises(
-        ConfigError, match="ckpt_interval_minutes=1.0 and ckpt_interval_steps=1 are both set"
+        ConfigError,
+        match="ckpt_interval_minutes=1.0 and ckpt_interval_steps=1 are both set",
     ):
         brain.fit([1], points(4), train_loader_kwargs=KWARGS)
     brain = make()
     brain.run_opts.static_graph = brain.find_unused_parameters = True
     with pytest.raises(
-        ConfigError, match="static_graph does not work with find_unused_parameters=True"
+        ConfigError,
+        match="static_graph does not work with find_unused_parameters=True",
     ):
         brain.fit([1], points(4), train_loader_kwargs=KWARGS)
 

@@ -116,7 +116,8 @@ def test_missing_yaml(tmp_path):
 
 def test_no_yaml_at_all():
     with pytest.raises(
-        ConfigError, match="Give one hyperparameter YAML; found: none. Put it first"
+        ConfigError,
+        match="Give one hyperparameter YAML; found: none. Put it first",
     ):
         parse_arguments(["--debug"])
 
@@ -145,7 +146,11 @@ def test_a_device_that_is_not_there(yaml):
         parse_arguments([yaml, "--device=cuda:9"])
     reason = "found" if torch.cuda.is_available() else "by torch "
     assert_told(
-        caught.value, "device='cuda:9'", reason, "Run with --device=", "or leave --device out"
+        caught.value,
+        "device='cuda:9'",
+        reason,
+        "Run with --device=",
+        "or leave --device out",
     )
     with pytest.raises(ConfigError, match="device='cuda:9'"):
         make(device="cuda:9")
@@ -198,7 +203,10 @@ def test_empty_dataset():
         with pytest.raises(DataError) as caught:
             run()
         assert_told(
-            caught.value, "the dataset is empty", "len(Empty) is 0", "Check the paths and filters"
+            caught.value,
+            "the dataset is empty",
+            "len(Empty) is 0",
+            "Check the paths and filters",
         )
         assert str(caught.value).split(":")[0] in {"TRAIN", "VALID", "TEST"}
 
@@ -266,7 +274,8 @@ def test_a_call_that_would_end_the_pass_is_refused(call):
     brain = make(Calls)
     brain.at = 2
     with pytest.raises(
-        ConfigError, match=f"{call} was called inside fit: .* or end the pass that is running"
+        ConfigError,
+        match=f"{call} was called inside fit: .* or end the pass that is running",
     ):
         fit(brain)
     brain = make(Calls)
@@ -291,11 +300,14 @@ def test_epochs_whose_number_cannot_be_asked_for_are_counted_as_they_come():
 
 
 @pytest.mark.parametrize(
-    "given", ["hparams.yaml", SimpleNamespace(lr=0.1)], ids=["a path", ("a namespace")]
+    "given",
+    ["hparams.yaml", SimpleNamespace(lr=0.1)],
+    ids=["a path", ("a namespace")],
 )
 def test_hparams_that_are_no_mapping(given):
     with pytest.raises(
-        ConfigError, match=f"hparams is a {type(given).__name__}, not a mapping: give what"
+        ConfigError,
+        match=f"hparams is a {type(given).__name__}, not a mapping: give what",
     ):
         make(hparams=given)
 
@@ -358,7 +370,11 @@ class Faulty(Line):
 
 def wrong_loss(loss):
     brain = Faulty(
-        loss, {"net": nn.Linear(1, 1)}, sgd, None, {"device": "cpu", "noprogressbar": True}
+        loss,
+        {"net": nn.Linear(1, 1)},
+        sgd,
+        None,
+        {"device": "cpu", "noprogressbar": True},
     )
     fit(brain)
 
@@ -414,7 +430,9 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"), LOSSES, ids=lambda value: getattr(value, "__name__", "")
+    ("loss", "words"),
+    LOSSES,
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_loss(loss, words):
     with pytest.raises(BatchError) as caught:
@@ -423,7 +441,9 @@ def test_loss(loss, words):
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"), LOSSES, ids=lambda value: getattr(value, "__name__", "")
+    ("loss", "words"),
+    LOSSES,
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_loss_on_two_ranks(ranks, loss, words):
     outcomes = ranks.outcomes(wrong_loss, loss, timeout=LIMIT_SECONDS)
@@ -446,7 +466,9 @@ def test_loss_in_accumulation():
 
 @pytest.mark.parametrize("stage", [Stage.VALID, Stage.TEST])
 @pytest.mark.parametrize(
-    ("loss", "words"), [*LOSSES[:1], *LOSSES[2:4]], ids=["no_scalar", "nothing", "three"]
+    ("loss", "words"),
+    [*LOSSES[:1], *LOSSES[2:4]],
+    ids=["no_scalar", "nothing", "three"],
 )
 def test_loss_of_an_evaluation(stage, loss, words):
     brain = make(Line)
@@ -519,7 +541,10 @@ def test_opt_class_that_returns_no_optimizer(opt_class, what):
     with pytest.raises(ConfigError) as caught:
         fit(make(opt_class=opt_class))
     assert_told(
-        caught.value, "opt_class must return an optimizer", f"got a {what}", "without param_groups"
+        caught.value,
+        "opt_class must return an optimizer",
+        f"got a {what}",
+        "without param_groups",
     )
 
 
@@ -541,7 +566,9 @@ def no_optimizer():
 def test_opt_class_that_returns_no_optimizer_on_two_ranks(ranks):
     outcomes = ranks.outcomes(no_optimizer, timeout=LIMIT_SECONDS)
     assert_all_told(
-        outcomes, ["ConfigError"] * 2, "opt_class must return an optimizer, got a NoOptimizer"
+        outcomes,
+        ["ConfigError"] * 2,
+        "opt_class must return an optimizer, got a NoOptimizer",
     )
 
 
@@ -780,12 +807,15 @@ def test_a_file_in_the_place_of_the_output_folder(ranks, tmp_path):
     (tmp_path / "out").write_text("")
     outcomes = ranks.outcomes(create, str(tmp_path / "out"), timeout=LIMIT_SECONDS)
     assert_all_told(
-        outcomes, ["ConfigError"] * 2, f"experiment_directory='{tmp_path}/out' cannot be written"
+        outcomes,
+        ["ConfigError"] * 2,
+        f"experiment_directory='{tmp_path}/out' cannot be written",
     )
 
 
 @pytest.mark.parametrize(
-    ("disk", "reason"), [("read_only", "read-only file system"), ("full", ("no space left"))]
+    ("disk", "reason"),
+    [("read_only", "read-only file system"), ("full", ("no space left"))],
 )
 def test_checkpoints_that_cannot_be_written(ranks, request, disk, reason):
     folder = request.getfixturevalue(disk)
@@ -1053,7 +1083,10 @@ def test_f1_without_torchrun(tmp_path):
 def test_f8_a_read_only_folder_for_real(tmp_path, read_only):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", f"--output_folder={read_only}/out")
     assert_reason_last(
-        run, "train.py: error: ", f"experiment_directory='{read_only}/out'", "Read-only file system"
+        run,
+        "train.py: error: ",
+        f"experiment_directory='{read_only}/out'",
+        "Read-only file system",
     )
 
 

@@ -216,7 +216,8 @@ def test_fp16_on_a_cpu_is_refused(option):
 
 
 @pytest.mark.parametrize(
-    ("train", "evaluation"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")]
+    ("train", "evaluation"),
+    [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")],
 )
 def test_precision_of_training_and_of_evaluation(train, evaluation):
     seen = {}
@@ -383,7 +384,11 @@ class Traced(Regression):
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         assert loss.grad_fn is not None
         self.note(
-            "on_fit_batch_end", self.step, should_step, self.optimizer_step, self.has_gradients()
+            "on_fit_batch_end",
+            self.step,
+            should_step,
+            self.optimizer_step,
+            self.has_gradients(),
         )
 
     def evaluate_batch(self, batch, stage):
@@ -455,7 +460,11 @@ def test_the_order_of_a_run():
     data = points(5)
     kwargs = {"batch_size": 2}
     brain.fit(
-        EpochCounter(2), data, data[:3], train_loader_kwargs=kwargs, valid_loader_kwargs=kwargs
+        EpochCounter(2),
+        data,
+        data[:3],
+        train_loader_kwargs=kwargs,
+        valid_loader_kwargs=kwargs,
     )
     assert (brain.step, brain.avg_train_loss, brain.optimizer_step) == (0, 0.0, 4)
     brain.evaluate(data[:3], max_key="accuracy", test_loader_kwargs=kwargs)
@@ -584,11 +593,19 @@ def test_o10_the_callers_dicts_stay_as_they_are():
     options = {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
     evaluation = {"batch_size": 2}
     brain.fit(
-        [1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation
+        [1],
+        points(4),
+        points(4),
+        train_loader_kwargs=options,
+        valid_loader_kwargs=evaluation,
     )
     brain.evaluate(points(4), test_loader_kwargs=evaluation)
     brain.fit(
-        [1], points(4), points(4), train_loader_kwargs=options, valid_loader_kwargs=evaluation
+        [1],
+        points(4),
+        points(4),
+        train_loader_kwargs=options,
+        valid_loader_kwargs=evaluation,
     )
     assert options == {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
     assert evaluation == {"batch_size": 2}
@@ -683,7 +700,8 @@ class CountingData(Dataset):
 
 
 @pytest.mark.parametrize(
-    ("factor", "limit", "batches"), [(1, 3, 3), (2, 3, 6), (3, 5, 14), (1, 4, 4)]
+    ("factor", "limit", "batches"),
+    [(1, 3, 3), (2, 3, 6), (3, 5, 14), (1, 4, 4)],
 )
 def test_o8_the_step_limit_is_exact_and_fetches_nothing_more(factor, limit, batches):
     data = CountingData(points(8))
@@ -799,7 +817,9 @@ def test_shuffle_and_a_sampler_exclude_each_other():
     data = points(4)
     with pytest.raises(ConfigError, match="a loader takes one of shuffle=True, sampler"):
         make().fit(
-            [1], data, train_loader_kwargs={"shuffle": True, "sampler": SequentialSampler(data)}
+            [1],
+            data,
+            train_loader_kwargs={"shuffle": True, "sampler": SequentialSampler(data)},
         )
 
 

@@ -173,7 +173,9 @@ class DirectSteps(Regression):
         should_step = self.step % self.grad_accumulation_factor == 0
         with self.no_sync(not should_step):
             loss = self.compute_objectives(
-                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+                self.compute_forward(batch, Stage.TRAIN),
+                batch,
+                Stage.TRAIN,
             )
             (loss / self.grad_accumulation_factor).backward()
         if should_step:
@@ -476,7 +478,10 @@ class Scaled(Alternating):
         super().__init__(*args, **kwargs)
         is_on = growth_interval is not None
         self.scaler = torch.amp.GradScaler(
-            "cpu", 1024.0, growth_interval=growth_interval or 1, enabled=is_on
+            "cpu",
+            1024.0,
+            growth_interval=growth_interval or 1,
+            enabled=is_on,
         )
 
     def freeze_optimizers(self, optimizers):

@@ -79,7 +79,11 @@ INTERVALS = {"steps": {"ckpt_interval_steps": 2}, "minutes": {"ckpt_interval_min
 @pytest.mark.parametrize("dies_at", [(1, 9), (2, 2), (3, 10)])
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(
-    tmp_path, interval, dies_at, factor, cls
+    tmp_path,
+    interval,
+    dies_at,
+    factor,
+    cls,
 ):
     """The same samples, once each, the same weights to the last bit, the same reported losses."""
     options = {**INTERVALS[interval], "grad_accumulation_factor": factor, "cls": cls}
@@ -433,7 +437,8 @@ def test_an_evaluation_needs_no_optimizer(tmp_path, caplog):
 
 
 def test_an_average_that_is_no_longer_kept_is_named_and_a_scaler_and_a_loader_are_not(
-    tmp_path, caplog
+    tmp_path,
+    caplog,
 ):
     others = {"scaler": linear(), "dataloader-TRAIN": linear()}
     train_late(tmp_path, 1, 0, more=others, ema_decay=0.9)
@@ -452,7 +457,8 @@ def test_what_a_later_call_of_fit_takes_up_is_not_named(tmp_path, caplog):
         net = linear()
         data = points(4)
         checkpointer = Checkpointer(
-            tmp_path, {"net": net, "first": first, "second_counter": second}
+            tmp_path,
+            {"net": net, "first": first, "second_counter": second},
         )
         brain = Late({"net": net}, sgd(), None, QUIET, checkpointer)
         brain.late_at = -1

@@ -106,7 +106,10 @@ def run(
     data = STREAMS[kind]() if kind in STREAMS else DATA
     try:
         brain.result = brain.fit(
-            counter, data, points(3, seed=6) if valid else None, train_loader_kwargs=train
+            counter,
+            data,
+            points(3, seed=6) if valid else None,
+            train_loader_kwargs=train,
         )
     except Killed:
         if saves_after:

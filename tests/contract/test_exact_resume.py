@@ -54,7 +54,10 @@ class Noisy(Mortal):
 def net(seed):
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.3),
+        nn.Linear(4, 1),
     ).double()
 
 
@@ -64,7 +67,11 @@ def run(folder, train, *, dies_at=None, seed=11, valid=None, kwargs=None, cls=No
     checkpointer = Checkpointer(folder, {"net": model, "counter": counter})
     torch.manual_seed(seed)  # the run's seed: the same command
     brain = cls(
-        {"net": model}, sgd(lr=0.01, momentum=0.9), None, {**QUIET, **options}, checkpointer
+        {"net": model},
+        sgd(lr=0.01, momentum=0.9),
+        None,
+        {**QUIET, **options},
+        checkpointer,
     )
     brain.dies_at = dies_at
     kwargs = {"batch_size": 2} if kwargs is None else kwargs
@@ -97,7 +104,11 @@ def assert_exact(folder, make, dies_at, **options):
 def test_k9_dropout_and_every_other_stream(tmp_path, dies_at, factor):
     options = {"ckpt_interval_steps": 2, "grad_accumulation_factor": factor}
     assert_exact(
-        tmp_path, lambda: points(20), dies_at, kwargs={"batch_size": 2, "shuffle": True}, **options
+        tmp_path,
+        lambda: points(20),
+        dies_at,
+        kwargs={"batch_size": 2, "shuffle": True},
+        **options,
     )
 
 
@@ -233,7 +244,8 @@ class Gaussian(Noisy):
     def compute_forward(self, batch, stage):
         drawn = np.random.randn() + random.gauss(0, 1)  # noqa: NPY002 -- as recipes do
         return super().compute_forward(
-            [batch[0] + drawn + torch.randn(1, dtype=torch.float64), batch[1]], stage
+            [batch[0] + drawn + torch.randn(1, dtype=torch.float64), batch[1]],
+            stage,
         )
 
 
@@ -246,7 +258,9 @@ class GaussianStream(Remembering):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: points(8), lambda: GaussianStream(8)], ids=["map", "stream"]
+    "make",
+    [lambda: points(8), lambda: GaussianStream(8)],
+    ids=["map", "stream"],
 )
 def test_the_second_normal_number_of_a_pair_goes_through_a_resume(tmp_path, make):
     """The checkpoint is made after three batches, so that the fourth draws what is in store."""
@@ -285,7 +299,10 @@ def test_batches_that_are_moved_ahead_change_no_number_and_no_position(tmp_path)
     """
     options = {"ckpt_interval_steps": 2, "valid": points(6)}
     usual = run(
-        tmp_path / "usual", points(14), kwargs={"batch_size": 2, "shuffle": True}, **options
+        tmp_path / "usual",
+        points(14),
+        kwargs={"batch_size": 2, "shuffle": True},
+        **options,
     )
     options |= {
         "kwargs": {"batch_size": 2, "shuffle": True, "num_workers": 1},

@@ -179,7 +179,9 @@ def test_checkpoints_of_another_run_in_the_folder_are_not_told(tmp_path):
 def test_the_function_of_the_notebook_page_returns_the_loss():
     page = Path(__file__).parents[2] / "docs/how-to/one-node.md"
     [text] = re.findall(
-        r"^def train\(lr\):\n(?:(?: .*)?\n)+", page.read_text(encoding="utf-8"), re.MULTILINE
+        r"^def train\(lr\):\n(?:(?: .*)?\n)+",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     brain = make(optimizer_step_limit=2)
     namespace = {"make_my_brain": lambda lr: brain, "data": DATA}

@@ -94,7 +94,9 @@ def test_what_the_script_freezes_otherwise_from_the_start_counts(tmp_path):
     before = net.weight.clone()
     counter = EpochCounter(4)
     checkpointer = Checkpointer(
-        tmp_path, {"net": net, "head": head, "counter": counter}, allow_partial_load=True
+        tmp_path,
+        {"net": net, "head": head, "counter": counter},
+        allow_partial_load=True,
     )
     brain = Freezing({"net": net, "head": head}, None, None, QUIET, checkpointer)
     brain.init_optimizers = lambda: None
@@ -136,7 +138,11 @@ def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypa
         counters = [EpochCounter(2), EpochCounter(3)]
         recoverables = {"net": net, "head": head, "one": counters[0], "two": counters[1]}
         brain = Freezing(
-            {"net": net, "head": head}, sgd(), None, QUIET, Checkpointer(folder, recoverables)
+            {"net": net, "head": head},
+            sgd(),
+            None,
+            QUIET,
+            Checkpointer(folder, recoverables),
         )
         head.requires_grad_(False)
         brain.fit(counters[0], DATA, train_loader_kwargs=KWARGS)
@@ -212,7 +218,9 @@ class Evaluating(Regression):
         super().on_stage_end(stage, stage_loss, epoch)
         if stage is Stage.VALID:
             self.checkpointer.save_and_keep_only(
-                meta={"loss": float(epoch)}, min_keys=["loss"], num_to_keep=9
+                meta={"loss": float(epoch)},
+                min_keys=["loss"],
+                num_to_keep=9,
             )
             self.evaluate(DATA, min_key="loss", test_loader_kwargs={"batch_size": 4})
 

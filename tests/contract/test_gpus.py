@@ -22,12 +22,16 @@ def calls(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(
-        device, "count_devices", lambda kind: {"cuda": 4, "xpu": 4, "cpu": 1}.get(kind, 0)
+        device,
+        "count_devices",
+        lambda kind: {"cuda": 4, "xpu": 4, "cpu": 1}.get(kind, 0),
     )
     monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
     for kind in (torch.cuda, torch.xpu):
         monkeypatch.setattr(
-            kind, "set_device", lambda device: noted.append(("current", str(device)))
+            kind,
+            "set_device",
+            lambda device: noted.append(("current", str(device))),
         )
     real = torch.nn.Module.to
     monkeypatch.setattr(
@@ -103,7 +107,9 @@ class Overwriting(Regression):
 @pytest.mark.parametrize("virtual_ranks", [None, 2])
 @pytest.mark.parametrize("form", ["mean", "sum"])
 def test_minor_14_losses_that_cuda_graphs_overwrite_are_copied_and_each_batch_is_a_step(
-    form, virtual_ranks, monkeypatch
+    form,
+    virtual_ranks,
+    monkeypatch,
 ):
     marks = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))

@@ -87,7 +87,12 @@ class Remembering(TrainLogger):
         self.steps = []
 
     def log_stats(
-        self, stats_meta, train_stats=None, valid_stats=None, test_stats=None, verbose=False
+        self,
+        stats_meta,
+        train_stats=None,
+        valid_stats=None,
+        test_stats=None,
+        verbose=False,
     ):
         self.given.append((stats_meta, train_stats, valid_stats, test_stats))
 
@@ -109,7 +114,9 @@ def test_it_is_in_the_statistics_of_the_loggers_and_in_the_log_of_the_run(tmp_pa
 
     own = Remembering()
     brain = logging(
-        what, at_end, hparams={"train_logger": [FileTrainLogger(tmp_path / "log.txt"), own]}
+        what,
+        at_end,
+        hparams={"train_logger": [FileTrainLogger(tmp_path / "log.txt"), own]},
     )
     assert isinstance(brain.hparams.train_logger, TrainLoggers)
     result = fit(brain, (1, 2))
@@ -329,7 +336,8 @@ def test_a_name_is_used_in_one_way():
 
 def test_a_list_with_something_else_is_refused():
     with pytest.raises(
-        ValueError, match="train_logger: 'log.txt' is not a train logger: it has no log_stats"
+        ValueError,
+        match="train_logger: 'log.txt' is not a train logger: it has no log_stats",
     ):
         make(hparams={"train_logger": [Remembering(), "log.txt"]})
     with pytest.raises(ValueError, match="Remembering'> is not a train logger: .* or is a class"):

@@ -94,7 +94,14 @@ class Late(Tracing):
 
 
 def train(
-    cls=Tracing, number=12, *, batch_size=4, epochs=(1, 2), hparams=None, net=None, **run_opts
+    cls=Tracing,
+    number=12,
+    *,
+    batch_size=4,
+    epochs=(1, 2),
+    hparams=None,
+    net=None,
+    **run_opts,
 ):
     brain = make(cls, hparams=hparams, net=net, **run_opts)
     brain.fit(epochs, points(number), train_loader_kwargs={"batch_size": batch_size})
@@ -232,7 +239,8 @@ def run(folder, *, cls=Scheduled, dies_at=None, batch_size=4, seed=7, run_opts=L
 
 
 @pytest.mark.parametrize(
-    "cls", [Scheduled, *(pytest.param(one, marks=pytest.mark.slow) for one in (OldStyle, Tracing))]
+    "cls",
+    [Scheduled, *(pytest.param(one, marks=pytest.mark.slow) for one in (OldStyle, Tracing))],
 )
 def test_a_resumed_run_does_not_scale_twice(tmp_path, cls):
     whole = run(tmp_path / "whole", cls=cls)
@@ -253,7 +261,11 @@ def test_a_resumed_run_does_not_scale_twice(tmp_path, cls):
     ],
 )
 def test_a_run_resumed_with_another_batch_goes_on_at_its_scale(
-    tmp_path, cls, before, after, factor
+    tmp_path,
+    cls,
+    before,
+    after,
+    factor,
 ):
     """On other processes, say: the rates are those without scaling times the new factor."""
     unscaled = run(tmp_path / "unscaled", cls=cls, run_opts={}).rates

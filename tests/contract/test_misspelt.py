@@ -145,7 +145,9 @@ class Forgotten(Regression):
 
 
 @pytest.mark.parametrize(
-    ("cls", "opt"), [(Regression, None), (Frozen, sgd())], ids=[("no optimizer"), ("all frozen")]
+    ("cls", "opt"),
+    [(Regression, None), (Frozen, sgd())],
+    ids=[("no optimizer"), ("all frozen")],
 )
 def test_an_epoch_without_a_step_is_told(caplog, cls, opt):
     brain = cls({"net": linear()}, opt, run_opts=QUIET)
@@ -155,7 +157,8 @@ def test_an_epoch_without_a_step_is_told(caplog, cls, opt):
 
 def test_freeze_optimizers_without_a_return_is_an_error():
     with pytest.raises(
-        BatchError, match="freeze_optimizers returned None: look for a missing return"
+        BatchError,
+        match="freeze_optimizers returned None: look for a missing return",
     ):
         make(Forgotten).fit([1], points(6))
 

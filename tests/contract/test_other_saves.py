@@ -219,7 +219,10 @@ def inside(folder, cls, fails_at=None):
     brain.fails_at = fails_at
     try:
         brain.fit(
-            counter, points(20), points(5), train_loader_kwargs={"batch_size": 2, "shuffle": True}
+            counter,
+            points(20),
+            points(5),
+            train_loader_kwargs={"batch_size": 2, "shuffle": True},
         )
     except OSError:
         assert fails_at is not None
@@ -268,11 +271,18 @@ def rated(folder, metric, **options):
     net = linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Rating(
-        {"net": net}, sgd(lr=0.1 / (1.0 + metric)), None, {**QUIET, **options}, checkpointer
+        {"net": net},
+        sgd(lr=0.1 / (1.0 + metric)),
+        None,
+        {**QUIET, **options},
+        checkpointer,
     )
     brain.metric = metric
     return brain, lambda: brain.fit(
-        counter, points(6), points(5), train_loader_kwargs={"batch_size": 2}
+        counter,
+        points(6),
+        points(5),
+        train_loader_kwargs={"batch_size": 2},
     )
 
 
@@ -369,7 +379,8 @@ def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
 
 
 def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_one_is_told(
-    tmp_path, caplog
+    tmp_path,
+    caplog,
 ):
     def start(lr, number):
         caplog.clear()
@@ -395,7 +406,8 @@ def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_o
 
 
 def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_script(
-    tmp_path, caplog
+    tmp_path,
+    caplog,
 ):
     class Forgetful(Rating):
         def init_optimizers(self):

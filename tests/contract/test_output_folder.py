@@ -108,7 +108,8 @@ def test_loggers_are_refused_before_the_first_epoch(tmp_path):
     log = FileTrainLogger(taken / "log.txt")
     samples = ProgressSampleLogger(taken / "samples")
     assert f"save_file='{taken}/log.txt' cannot be written: Not a directory" in refusal(
-        tmp_path, train_logger=log
+        tmp_path,
+        train_logger=log,
     )
     assert "save_file=" in refusal(tmp_path, train_logger=[log])
     assert "save_file=" in refusal(tmp_path, own=TrainLoggers(log))
@@ -136,10 +137,15 @@ class Saving(Regression):
 def start(folder, **options):
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Linear(3, 2000), nn.Linear(2000, 1)
+        nn.Linear(3, 2000),
+        nn.Linear(2000, 1),
     ).double()  # 80 kB, and Adam keeps two more of it
     brain = make(
-        Saving, net=net, opt=lambda own: torch.optim.Adam(own, lr=0.01), folder=folder, **options
+        Saving,
+        net=net,
+        opt=lambda own: torch.optim.Adam(own, lr=0.01),
+        folder=folder,
+        **options,
     )
     brain.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
     return brain.optimizer_step
@@ -151,7 +157,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_with_numbers(small):
         start(small / "save")
     words = str(caught.value)
     assert re.search(
-        r"has 6\d\.\dkB free, and a checkpoint of this run takes about 240\.0kB", words
+        r"has 6\d\.\dkB free, and a checkpoint of this run takes about 240\.0kB",
+        words,
     ), words
     assert ANOTHER in words
 

@@ -110,12 +110,20 @@ def weights_after(brain_class, folder, *, killed_at=None):
     counter = EpochCounter(3)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = brain_class(
-        {"net": net}, lambda p: torch.optim.Adam(p, lr=0.05), None, options, checkpointer
+        {"net": net},
+        lambda p: torch.optim.Adam(p, lr=0.05),
+        None,
+        options,
+        checkpointer,
     )
     brain.killed_at = killed_at
     kwargs = {"batch_size": 3, "shuffle": True}
     brain.fit(
-        counter, data, data, train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 4}
+        counter,
+        data,
+        data,
+        train_loader_kwargs=kwargs,
+        valid_loader_kwargs={"batch_size": 4},
     )
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
@@ -140,7 +148,8 @@ def test_what_is_no_override_point_has_a_mangled_name():
 
 def test_a_recipe_named_brain_cannot_replace_a_step_of_fit_either():
     with pytest.raises(
-        ConfigError, match="a class named Brain cannot define __loader: rename the class"
+        ConfigError,
+        match="a class named Brain cannot define __loader: rename the class",
     ):
         type("Brain", (ddpkit.Brain,), {"_Brain__loader": None, "_Brain__own": None})
     type("Brain", (ddpkit.Brain,), {"_Brain__own": None})
@@ -153,7 +162,8 @@ def test_no_plausible_name_is_one_of_the_contract():
 @pytest.mark.slow
 @pytest.mark.parametrize("as_attribute", [False, True], ids=["methods", "attributes"])
 def test_a_recipe_that_defines_every_plausible_name_trains_and_resumes_as_without_them(
-    tmp_path, as_attribute
+    tmp_path,
+    as_attribute,
 ):
     own = dict.fromkeys(PLAUSIBLE, object() if as_attribute else refuse)
     busy = type("Busy", (Line,), own)

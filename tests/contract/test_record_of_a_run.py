@@ -37,7 +37,9 @@ class Saving(Regression):
         super().on_stage_end(stage, stage_loss, epoch)
         if stage is Stage.VALID:
             self.checkpointer.save_and_keep_only(
-                meta={"loss": float(epoch), "name": "text"}, min_keys=["loss"], keep_recent=True
+                meta={"loss": float(epoch), "name": "text"},
+                min_keys=["loss"],
+                keep_recent=True,
             )
 
 
@@ -62,7 +64,10 @@ def events_of(folder, *kinds):
 
 def fit(brain, epochs=1, **kwargs):
     return brain.fit(
-        range(1, epochs + 1), DATA, VALID, train_loader_kwargs={"batch_size": 2, **kwargs}
+        range(1, epochs + 1),
+        DATA,
+        VALID,
+        train_loader_kwargs={"batch_size": 2, **kwargs},
     )
 
 
@@ -393,7 +398,9 @@ def documented():
     """Return the fields that the page lists, by event: whether each is always there."""
     events = {}
     for heading, text in re.findall(
-        r"^## `?([^`\n]+)`?\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL
+        r"^## `?([^`\n]+)`?\n(.*?)(?=^## |\Z)",
+        PAGE.read_text(),
+        re.MULTILINE | re.DOTALL,
     ):
         rows = re.findall(r"^\| `(\w+)` \| (.*) \|", text, re.MULTILINE)
         events[heading] = {name: "missing" not in words for name, words in rows}
@@ -412,7 +419,8 @@ class Everything(Saving):
         super().on_stage_end(stage, stage_loss, epoch)
         self.log("score", 1.0)
         self.hparams.train_logger.log_stats(
-            {"epoch": epoch}, **{f"{stage.name.lower()}_stats": {"loss": stage_loss}}
+            {"epoch": epoch},
+            **{f"{stage.name.lower()}_stats": {"loss": stage_loss}},
         )
 
 
@@ -445,7 +453,9 @@ def test_the_page_lists_every_field_and_every_kind_of_event(tmp_path):
         kind
         for path in (ROOT / "ddpkit").rglob("*.py")
         for kind in re.findall(
-            r"^ +(?:run_event|_write|self\.write)\(\s*\"(\w+)\"", path.read_text(), re.MULTILINE
+            r"^ +(?:run_event|_write|self\.write)\(\s*\"(\w+)\"",
+            path.read_text(),
+            re.MULTILINE,
         )
     }
     assert written - {"epoch"} == set(page) - {always}

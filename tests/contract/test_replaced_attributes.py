@@ -109,7 +109,9 @@ def test_a_placeholder_of_the_class_hides_nothing(placeholder, tmp_path):
     def init_optimizers(self):
         optimizer = sgd()(self.modules.parameters())
         setattr(
-            self, placeholder, {"own": optimizer} if placeholder == "optimizers_dict" else optimizer
+            self,
+            placeholder,
+            {"own": optimizer} if placeholder == "optimizers_dict" else optimizer,
         )
 
     own = type(

@@ -256,7 +256,9 @@ def test_a_scaler_that_is_assigned_is_saved(tmp_path):
 def test_what_makes_the_optimizers_is_assigned_before_they_are_made(name):
     brain = make()
     setattr(
-        brain, name, sgd(lr=0.2) if name == "opt_class" else torch.optim.lr_scheduler.ConstantLR
+        brain,
+        name,
+        sgd(lr=0.2) if name == "opt_class" else torch.optim.lr_scheduler.ConstantLR,
     )
     fit(brain)
     setattr(brain, name, getattr(brain, name))

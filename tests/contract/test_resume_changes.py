@@ -96,7 +96,11 @@ def test_dealt_batches_with_another_accumulation_come_once_each(tmp_path, caplog
     batches = [[index, index + 1] for index in range(0, 80, 2)]
     arguments = {"batch_sampler": batches}
     first = run(
-        tmp_path, numbers(80), dies_at=13, options={"grad_accumulation_factor": before}, **arguments
+        tmp_path,
+        numbers(80),
+        dies_at=13,
+        options={"grad_accumulation_factor": before},
+        **arguments,
     )
     assert first[:24] == list(range(24))
     caplog.clear()
@@ -112,7 +116,8 @@ def looped(kind, size):
         return LoopedLoader(make_dataloader(numbers(80), batch_size=size), 40)
     if kind == "shuffled":
         return LoopedLoader(
-            make_dataloader(numbers(80), batch_size=size, sampler=list(reversed(range(80)))), 40
+            make_dataloader(numbers(80), batch_size=size, sampler=list(reversed(range(80)))),
+            40,
         )
     stream = Placed(80) if kind == "state" else Numbers(80)
     return LoopedLoader(make_dataloader(stream, batch_size=size), 40)
@@ -155,7 +160,12 @@ def test_nominal_epochs_with_more_samples_per_step_than_were_done(tmp_path):
 def test_other_data_in_the_middle_of_an_epoch_is_told(tmp_path, caplog, now, said):
     def go(number=40, shuffle=True, dies_at=None, **options):
         return run(
-            tmp_path, numbers(number), dies_at=dies_at, batch_size=4, shuffle=shuffle, **options
+            tmp_path,
+            numbers(number),
+            dies_at=dies_at,
+            batch_size=4,
+            shuffle=shuffle,
+            **options,
         )
 
     go(dies_at=5)
@@ -198,7 +208,8 @@ class GoesOn(Placed):
 
 
 @pytest.mark.parametrize(
-    "batches", [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))]
+    "batches",
+    [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))],
 )
 def test_a_stream_of_few_batches_is_not_put_where_it_was_in_the_epoch_before(tmp_path, batches):
     """As few batches as places are remembered: those of the first epoch have not all been replaced

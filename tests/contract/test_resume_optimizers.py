@@ -105,10 +105,14 @@ def one_cycle(optimizer, _):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"), [(ADAMW, {}), (SGD, {"momentum": 0.9, "weight_decay": 0.1})]
+    ("kind", "given"),
+    [(ADAMW, {}), (SGD, {"momentum": 0.9, "weight_decay": 0.1})],
 )
 def test_what_a_schedule_and_a_recipe_change_is_no_change_of_the_script(
-    tmp_path, caplog, kind, given
+    tmp_path,
+    caplog,
+    kind,
+    given,
 ):
     for epochs in (1, 2, 3):
         group = start(tmp_path, of(kind, **given), epochs, one_cycle)

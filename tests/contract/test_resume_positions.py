@@ -73,7 +73,10 @@ def train(folder, kwargs, ends_at=None, evaluates=False, cls=Learner, epochs=3):
     brain.evaluates = evaluates
     try:
         brain.fit(
-            counter, DATA, DATA[:4], train_loader_kwargs=kwargs() if callable(kwargs) else kwargs
+            counter,
+            DATA,
+            DATA[:4],
+            train_loader_kwargs=kwargs() if callable(kwargs) else kwargs,
         )
     except Killed:
         return None

@@ -162,7 +162,8 @@ def make_probe(folder, *, kind=Probe, **options):
         lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         run_opts={**QUIET, **options},
         checkpointer=Checkpointer(
-            folder, {"net": net, "first": counters[0], "second": counters[1]}
+            folder,
+            {"net": net, "first": counters[0], "second": counters[1]},
         ),
     )
     return brain, counters
@@ -326,7 +327,9 @@ LOOPED_STREAM = {"has_state": True, "looped": 4}
     ],
 )
 def test_a_save_in_the_first_batch_of_an_epoch_has_the_data_begin_there_again(
-    tmp_path, at, options
+    tmp_path,
+    at,
+    options,
 ):
     options = dict(options)
     saves_in = options.pop("saves_in", "on_fit_batch_start")
@@ -348,7 +351,11 @@ OWN = {"kind": OwnBatches}
     ],
 )
 def test_a_save_in_an_own_fit_batch_before_its_step_loses_no_batch(
-    tmp_path, caplog, saves_in, at, options
+    tmp_path,
+    caplog,
+    saves_in,
+    at,
+    options,
 ):
     """After the step, the mean loss alone is another."""
     plain = uninterrupted(**options)
@@ -372,7 +379,11 @@ def test_a_save_in_an_own_fit_batch_before_its_step_loses_no_batch(
     ],
 )
 def test_a_save_in_the_last_batch_of_a_window_tells_that_its_gradients_are_lost(
-    tmp_path, caplog, saves_in, at, kind
+    tmp_path,
+    caplog,
+    saves_in,
+    at,
+    kind,
 ):
     script(tmp_path, saves_in=saves_in, at=at, kind=kind, grad_accumulation_factor=2)
     assert "the gradients of 2 batch(es) are not in it" in caplog.text
@@ -403,7 +414,10 @@ def test_a_save_that_says_an_epoch_has_ended_keeps_the_training(tmp_path, saves_
     ],
 )
 def test_a_save_that_says_too_early_that_an_epoch_has_ended_is_warned_of(
-    tmp_path, caplog, saves_in, words
+    tmp_path,
+    caplog,
+    saves_in,
+    words,
 ):
     script(tmp_path, saves_in=saves_in, at=1, end_of_epoch=True)
     told = [one.getMessage() for one in caplog.records if "end_of_epoch=True" in one.getMessage()]

@@ -72,7 +72,12 @@ def brain_with(scheduler_class, folder=None, *, counter=None, opt=None, **run_op
         None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
     )
     return Tracing(
-        {"net": net}, opt or sgd(), None, {**QUIET, **run_opts}, checkpointer, scheduler_class
+        {"net": net},
+        opt or sgd(),
+        None,
+        {**QUIET, **run_opts},
+        checkpointer,
+        scheduler_class,
     )
 
 
@@ -306,7 +311,12 @@ def test_a_scheduler_steps_once_per_optimizer_step_and_not_for_a_skipped_one():
             return loss * float("nan") if self.step == 3 else loss
 
     brain = Spoilt(
-        {"net": linear()}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}, None, CYCLE
+        {"net": linear()},
+        sgd(),
+        None,
+        {**QUIET, "grad_accumulation_factor": 2},
+        None,
+        CYCLE,
     )
     fit(brain)
     expected = torch_rates(partial(CYCLE, total_steps=6), 4)
@@ -391,7 +401,12 @@ def train(folder, scheduler_class, dies_at=None, opt=None, **options):
     counter = EpochCounter(3)
     opt = opt or (lambda parameters: torch.optim.Adam(parameters, lr=0.05))
     brain = brain_with(
-        scheduler_class, folder, counter=counter, opt=opt, ckpt_interval_steps=2, **options
+        scheduler_class,
+        folder,
+        counter=counter,
+        opt=opt,
+        ckpt_interval_steps=2,
+        **options,
     )
     brain.dies_at = dies_at
     try:
@@ -458,20 +473,29 @@ def run_of(folder, scheduler_class, epochs, *, batch_size=4, dies_at=None, **opt
             marks=SLOW,
         ),
         pytest.param(
-            "SequentialLR", in_two_parts, partial(in_two_parts, total_steps=12), marks=SLOW
+            "SequentialLR",
+            in_two_parts,
+            partial(in_two_parts, total_steps=12),
+            marks=SLOW,
         ),
     ],
     ids=["function", "T_max", "partial", "sequential"],
 )
 def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
-    kind, scheduler_class, same, tmp_path, caplog
+    kind,
+    scheduler_class,
+    same,
+    tmp_path,
+    caplog,
 ):
     first = run_of(tmp_path, scheduler_class, 2)
     longer = run_of(tmp_path, scheduler_class, 4, dies_at=(4, 2))
     last = run_of(tmp_path, scheduler_class, 4)
     assert (first.total_steps, longer.total_steps, last.total_steps) == (12, 24, 24)
     assert first.rates + longer.rates + last.rates == pytest.approx(
-        torch_rates(same, 24), rel=1e-12, abs=0
+        torch_rates(same, 24),
+        rel=1e-12,
+        abs=0,
     )
     words = (
         f"The schedule {kind} was made for 12 steps, and this run has 24 steps. It goes on as it "
@@ -538,7 +562,11 @@ def test_a_schedule_that_was_given_its_length_follows_nothing_else(tmp_path, cap
     ],
 )
 def test_the_total_follows_from_the_steps_that_are_done_and_those_that_are_left(
-    before, dies_at, now, total, tmp_path
+    before,
+    dies_at,
+    now,
+    total,
+    tmp_path,
 ):
     run_of(tmp_path, None, 4, batch_size=before, dies_at=dies_at)
     again = run_of(tmp_path, None, 4, batch_size=now, dies_at=(3, 1))

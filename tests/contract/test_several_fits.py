@@ -39,7 +39,8 @@ class Curriculum(Regression):
 
     def compute_forward(self, batch, stage):
         return super().compute_forward(
-            [nn.functional.dropout(batch[0], 0.3, self.modules.training), batch[1]], stage
+            [nn.functional.dropout(batch[0], 0.3, self.modules.training), batch[1]],
+            stage,
         )
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
@@ -121,7 +122,11 @@ def start(folder, script, dies_at=None, **options):
     counters = [EpochCounter(2), EpochCounter(3)]
     checkpointer = Checkpointer(folder, {"net": net, "one": counters[0], "two": counters[1]})
     brain = Curriculum(
-        {"net": net}, sgd(lr=0.05, momentum=0.9), None, {**QUIET, **options}, checkpointer
+        {"net": net},
+        sgd(lr=0.05, momentum=0.9),
+        None,
+        {**QUIET, **options},
+        checkpointer,
     )
     brain.dies_at = dies_at
     if dies_at is None:
@@ -285,7 +290,8 @@ def test_calls_after_one_that_a_limit_ends_inside_of_an_epoch_leave_its_place_al
     assert [one.optimizer_step for one in parts] == [4, 4, 20, whole.optimizer_step]
     assert_same(weights(parts[-1]), weights(whole))
     assert torch.equal(
-        torch.cat([row for one in parts for row in one.trained_on]), torch.cat(whole.trained_on)
+        torch.cat([row for one in parts for row in one.trained_on]),
+        torch.cat(whole.trained_on),
     )
     second = parts[0].results[1]
     assert (second.reason, second.epochs, second.optimizer_steps) == ("optimizer_step_limit", 0, 4)

@@ -161,7 +161,16 @@ def adam(parameters):
 
 
 def write_speechbrain(
-    folder, name, source, *, epoch, unixtime, step=0, version="1.1.2", meta="", **files
+    folder,
+    name,
+    source,
+    *,
+    epoch,
+    unixtime,
+    step=0,
+    version="1.1.2",
+    meta="",
+    **files,
 ):
     """Write one directory, file by file in SpeechBrain's order: the meta first. Without ``step``:
     an epoch's end.
@@ -177,7 +186,8 @@ def write_speechbrain(
     metrics = {"hyperparam_value": 0.025, "metric_values": [0.75, 0.5], "current_patient": 1}
     torch.save(metrics, path / "scheduler.ckpt")
     torch.save(
-        {"count": 40, "glob_mean": torch.ones(3), "spk_dict_mean": {}}, path / "normalizer.ckpt"
+        {"count": 40, "glob_mean": torch.ones(3), "spk_dict_mean": {}},
+        path / "normalizer.ckpt",
     )
     torch.save(source.optimizer.state_dict(), path / "optimizer.ckpt")
     brain = {
@@ -235,7 +245,12 @@ def folder(tmp_path):
 def test_a_run_goes_on_from_the_end_of_an_epoch(folder, caplog, version):
     source = Source()
     write_speechbrain(
-        folder, "2025-04-07+10-00-00+00", Source(2), epoch=1, unixtime=1744020000.5, version=version
+        folder,
+        "2025-04-07+10-00-00+00",
+        Source(2),
+        epoch=1,
+        unixtime=1744020000.5,
+        version=version,
     )
     write_speechbrain(
         folder,
@@ -342,7 +357,10 @@ def test_a_looped_loader_takes_its_three_numbers(folder):
 
 @pytest.mark.parametrize(("end_of_epoch", "following"), [("true", 4), ("false", 3)])
 def test_a_stopper_takes_over_the_epoch_which_is_all_that_was_saved_of_it(
-    folder, caplog, end_of_epoch, following
+    folder,
+    caplog,
+    end_of_epoch,
+    following,
 ):
     """SpeechBrain's stopper is saved by the hooks of the plain counter: its own are not
     registered.
@@ -379,7 +397,12 @@ def test_meta_with_the_tags_of_older_versions(folder, module):
     """SpeechBrain 1.1.2 itself can no longer read these."""
     write_speechbrain(folder, "a", Source(), epoch=1, unixtime=1.5, meta="loss: 0.75\n")
     write_speechbrain(
-        folder, "b", Source(), epoch=2, unixtime=2.5, meta=NUMPY_SCALAR.format(module=module)
+        folder,
+        "b",
+        Source(),
+        epoch=2,
+        unixtime=2.5,
+        meta=NUMPY_SCALAR.format(module=module),
     )
     checkpointer = Checkpointer(folder, {})
     best = checkpointer.find_checkpoint(min_key="loss")
@@ -467,7 +490,12 @@ def test_a_save_that_was_killed_before_all_files_were_there_is_an_error_that_nam
 
 def test_the_command_line_understands_them(folder, capsys, tmp_path):
     write_speechbrain(
-        folder, "a", Source(), epoch=1, unixtime=1.5, meta=NUMPY_SCALAR.format(module="numpy._core")
+        folder,
+        "a",
+        Source(),
+        epoch=1,
+        unixtime=1.5,
+        meta=NUMPY_SCALAR.format(module="numpy._core"),
     )
     write_speechbrain(folder, "b", Source(), epoch=2, unixtime=2.5, step=3)
     assert main(["ckpt", "ls", str(folder)]) == 0

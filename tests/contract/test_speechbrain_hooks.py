@@ -58,7 +58,8 @@ def test_a_recipe_with_such_a_module_goes_on_with_its_state(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_an_asynchronous_save_holds_is_what_was_there_when_it_was_asked_for(
-    tmp_path, asynchronous
+    tmp_path,
+    asynchronous,
 ):
     norm = Normalization()
     norm.count = 3
@@ -77,7 +78,8 @@ class Unloadable:
 
 
 @pytest.mark.parametrize(
-    ("thing", "words"), [(object(), "cannot be saved"), (Unloadable(), ("cannot be loaded"))]
+    ("thing", "words"),
+    [(object(), "cannot be saved"), (Unloadable(), ("cannot be loaded"))],
 )
 class TestWhatCannotBeKeptIsToldBeforeTraining:
     def test_when_the_checkpointer_is_made(self, tmp_path, thing, words):

@@ -138,7 +138,9 @@ def test_a_batch_size_that_the_global_one_overrides_is_said(said):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"global_batch_size": 2}, {"global_batch_size": 4, "kwargs": {}}], ids=str
+    "options",
+    [{}, {"global_batch_size": 2}, {"global_batch_size": 4, "kwargs": {}}],
+    ids=str,
 )
 def test_nothing_is_said_of_a_batch_size_that_counts_or_was_not_given(said, options):
     fit(**options)
@@ -229,14 +231,21 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "folder", ["s", "one/" * 40 + "save", "n" * 130], ids=["short", "deep", "long name"]
+    "folder",
+    ["s", "one/" * 40 + "save", "n" * 130],
+    ids=["short", "deep", "long name"],
 )
 def test_no_line_has_more_than_80_columns_and_no_word_is_lost(
-    caplog, tmp_path, monkeypatch, layout, folder
+    caplog,
+    tmp_path,
+    monkeypatch,
+    layout,
+    folder,
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "ddpkit.run.preflight.host_name", lambda: "node-0123456789.cluster.example.com" * 3
+        "ddpkit.run.preflight.host_name",
+        lambda: "node-0123456789.cluster.example.com" * 3,
     )
     caplog.set_level("INFO", logger="ddpkit")
     logger = FileTrainLogger(f"{folder}/train_log.txt")

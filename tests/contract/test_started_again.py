@@ -34,7 +34,11 @@ def run(folder, counter):
     net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
     cls = Flat if isinstance(counter, EpochCounterWithStopper) else Saving
     brain = cls(
-        {"net": net}, sgd(), None, QUIET, Checkpointer(folder, {"net": net, "counter": counter})
+        {"net": net},
+        sgd(),
+        None,
+        QUIET,
+        Checkpointer(folder, {"net": net, "counter": counter}),
     )
     brain.counter = counter
     brain.result = brain.fit(counter, points(4), points(2), train_loader_kwargs={"batch_size": 2})

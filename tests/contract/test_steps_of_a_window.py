@@ -24,7 +24,9 @@ from .test_schedules import torch_rates
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
 SHOWN = {}
 for block in re.findall(
-    r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    r"^```python\n(.*?)^```",
+    PAGE.read_text("utf-8"),
+    re.MULTILINE | re.DOTALL,
 ):
     exec(block, SHOWN)
 DECAY = 0.5
@@ -142,7 +144,9 @@ class Twice(Regression):
         for _ in range(2):
             self.rates.append(self.optimizer.param_groups[0]["lr"])
             loss = self.compute_objectives(
-                self.compute_forward(batch, ddpkit.Stage.TRAIN), batch, ddpkit.Stage.TRAIN
+                self.compute_forward(batch, ddpkit.Stage.TRAIN),
+                batch,
+                ddpkit.Stage.TRAIN,
             )
             self.backward(loss)
             self.optimizers_step()
@@ -169,7 +173,12 @@ def test_a_save_in_a_fit_batch_has_the_schedule_and_the_average_of_its_steps(tmp
     net = linear()
     options = {**QUIET, "ema_decay": DECAY}
     brain = Saving(
-        {"net": net}, sgd(), None, options, Checkpointer(tmp_path, {"net": net}), CosineAnnealingLR
+        {"net": net},
+        sgd(),
+        None,
+        options,
+        Checkpointer(tmp_path, {"net": net}),
+        CosineAnnealingLR,
     )
     fit(brain, [1])
     assert brain.noted == (pytest.approx(torch_rates(partial(CosineAnnealingLR, T_max=5), 4)[3]), 3)
@@ -188,7 +197,8 @@ def test_steps_that_are_skipped_in_one_window_count_once():
     assert (brain.optimizer_step, brain.nonfinite_count) == (3, 2)
     brain.spoilt = {2, 3, 4}
     with pytest.raises(
-        NonFiniteLossError, match="3 steps of epoch 1 had gradients that are not finite"
+        NonFiniteLossError,
+        match="3 steps of epoch 1 had gradients that are not finite",
     ):
         fit(brain, [1])
 

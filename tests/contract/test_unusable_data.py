@@ -84,7 +84,9 @@ GIVEN = {
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"batch_size": 2}], ids=["without arguments", "with batch_size"]
+    "kwargs",
+    [{}, {"batch_size": 2}],
+    ids=["without arguments", "with batch_size"],
 )
 @pytest.mark.parametrize("kind", GIVEN)
 def test_each_kind_is_refused_by_name(kind, kwargs):
@@ -105,7 +107,9 @@ def test_what_can_be_used_is_not_refused():
     brain.fit([1], dict(enumerate(ROWS)), train_loader_kwargs={"batch_size": 2})
     assert brain.optimizer_step == 2
     brain.fit(
-        [1], dict(zip("abcd", ROWS, strict=True)), train_loader_kwargs={"sampler": ["d", "a"]}
+        [1],
+        dict(zip("abcd", ROWS, strict=True)),
+        train_loader_kwargs={"sampler": ["d", "a"]},
     )
     assert brain.optimizer_step == 4
     assert brain.evaluate(torch.ones(2, 1) for _ in range(2)) > 0.0

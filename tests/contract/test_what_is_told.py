@@ -284,7 +284,8 @@ def test_the_share_of_an_epoch_that_was_resumed_is_that_of_the_whole_epoch(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("norm", "max_norm", "clipped"), [(3, 5.0, False), (5, 5.0, False), (6, 5.0, True)]
+    ("norm", "max_norm", "clipped"),
+    [(3, 5.0, False), (5, 5.0, False), (6, 5.0, True)],
 )
 def test_a_step_that_is_skipped_or_within_the_norm_is_not_clipped(norm, max_norm, clipped):
     for value in (float(norm), math.inf):
@@ -295,7 +296,8 @@ def test_a_step_that_is_skipped_or_within_the_norm_is_not_clipped(norm, max_norm
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(1, "1 sample in 1 batch of 1"), (2, ("2 samples in 2 batches of 1"))]
+    ("size", "words"),
+    [(1, "1 sample in 1 batch of 1"), (2, ("2 samples in 2 batches of 1"))],
 )
 def test_the_block_counts_in_english(size, words, caplog):
     caplog.set_level("INFO", logger="ddpkit")

@@ -108,7 +108,8 @@ def test_a_parameter_that_no_optimizer_has_is_named_once(caplog):
 
 def test_an_optimizer_of_a_copy_is_named_beside_another(caplog):
     brain = CopyOfOne(
-        {"net": linear(), "head": linear(seed=1)}, run_opts={"device": "cpu", "noprogressbar": True}
+        {"net": linear(), "head": linear(seed=1)},
+        run_opts={"device": "cpu", "noprogressbar": True},
     )
     train(brain)
     (told,) = warnings_of(caplog)
@@ -183,7 +184,8 @@ def test_steps_of_the_recipe_itself_are_seen_too(caplog):
     (told,) = warnings_of(caplog)
     assert "depends on self.backbone (2 parameter(s)), in no entry of modules" in told
     with pytest.raises(
-        ConfigError, match="In the whole first epoch no parameter of the optimizer got a gradient"
+        ConfigError,
+        match="In the whole first epoch no parameter of the optimizer got a gradient",
     ):
         train(make(StepsACopyByHand))
 

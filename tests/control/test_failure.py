@@ -160,7 +160,8 @@ def test_a_lost_connection_is_explained(words):
     assert "rank 1 came to the end of its script" in str(failure.explained(LOST))
     words[2].fail(ValueError("boom"))
     assert re.fullmatch(
-        r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(failure.explained(LOST))
+        r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom",
+        str(failure.explained(LOST)),
     )
     for own in (
         ValueError("own"),

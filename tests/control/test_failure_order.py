@@ -31,7 +31,8 @@ def raised(error, depth=0):
 def order(store, rank, error=None, world_size=2, output="terminal"):
     reason = Reason.of(rank, raised(ValueError("boom")) if error is None else error, is_final=True)
     return FailureOrder(
-        FailureReport(store, rank, world_size), dataclasses.replace(reason, output=output)
+        FailureReport(store, rank, world_size),
+        dataclasses.replace(reason, output=output),
     )
 
 

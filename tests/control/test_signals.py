@@ -216,13 +216,18 @@ for line in range(1, 1000):
         break
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert run.stdout == "True 2\n", run.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)]
+    ("name", "code"),
+    [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)],
 )
 def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
     script = f"""
@@ -237,7 +242,11 @@ except KeyboardInterrupt:
 print("not here", flush=True)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert (run.returncode, run.stdout) == (code, "the last step\n"), run.stderr
 
@@ -256,7 +265,11 @@ finally:
     print("still here", flush=True)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert (run.returncode, run.stdout) == (143, "still here\n"), run.stderr
 
@@ -331,13 +344,18 @@ with signals.SignalListener().listening():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux's C library")
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
 )
 def test_the_second_signal_is_not_lost_that_came_while_the_main_thread_was_busy_in_c(number):
     """Python tells a main thread of two signals as of one."""
     script = DEAF % number.name
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert run.returncode == 128 + number, run.stderr
     assert "ValueError" not in run.stderr
@@ -430,7 +448,11 @@ time.sleep(60)
 
 def test_a_script_that_catches_a_stop_is_asked_anew_and_its_end_can_be_hastened():
     run = subprocess.run(
-        [sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", TWO_CALLS],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert (run.returncode, run.stdout.split()) == (143, ["15", "15", "-15"]), run.stderr
 
@@ -450,7 +472,11 @@ with signals.SignalListener().listening():
 
 def test_a_call_inside_of_another_one_is_not_asked_anew():
     run = subprocess.run(
-        [sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", NESTED],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert run.returncode == 143, run.stderr
 
@@ -477,7 +503,11 @@ with signals.SignalListener().listening():
     time.sleep(60)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert (run.returncode, run.stdout.split()) == (143, names), run.stderr
 
@@ -496,6 +526,10 @@ except KeyboardInterrupt:
 
 def test_a_notebook_is_interrupted_as_ever():
     run = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", NOTEBOOK],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert (run.returncode, run.stdout) == (0, "the next cell\n"), run.stderr

@@ -64,7 +64,8 @@ def write_stderr_into(path, worker):
 
 
 @pytest.mark.parametrize(
-    "context", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+    "context",
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"],
 )
 def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     stderr = tmp_path / "stderr"
@@ -91,7 +92,8 @@ def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     assert process.exitcode in {-signal.SIGKILL, 255}
     ours, theirs = multiprocessing.get_context(context).Pipe()
     helper = multiprocessing.get_context(context).Process(
-        target=exec, args=(SAY_AND_SLEEP, {"connection": theirs})
+        target=exec,
+        args=(SAY_AND_SLEEP, {"connection": theirs}),
     )
     helper.start()
     try:

@@ -176,7 +176,9 @@ def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
 
     def work(rank):
         sync = PeriodicSync(
-            lambda values: ranks.add_up(rank, values), world_size, is_main=rank == 0
+            lambda values: ranks.add_up(rank, values),
+            world_size,
+            is_main=rank == 0,
         )
         clock.now = 10_000.0 * rank
         reports = []
@@ -186,7 +188,11 @@ def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
                 clock.now += 0.002 * (rank + 1) + 0.00001 * step
                 if step >= sync.due:
                     report = sync(
-                        step, float(step * rank), float(step), step, Requests(60.0 + step + rank)
+                        step,
+                        float(step * rank),
+                        float(step),
+                        step,
+                        Requests(60.0 + step + rank),
                     )
                     reports.append((report, sync.due))
         return reports

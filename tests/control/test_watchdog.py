@@ -301,7 +301,9 @@ def test_the_first_pulses_come_quicker(clock, store):
 
 @pytest.mark.parametrize("world_size", [2, 9])
 def test_a_beat_asks_the_store_three_times_however_many_neighbours_there_are(
-    clock, store, world_size
+    clock,
+    store,
+    world_size,
 ):
     ranks = [Watched(store, rank, world_size) for rank in range(world_size)]
     for one in ranks * 2:
@@ -317,7 +319,10 @@ class Boom(Exception):
 
 @pytest.mark.parametrize("error", [Boom("boom"), RuntimeError("boom"), KeyError("boom")])
 def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s(
-    clock, store, caplog, error
+    clock,
+    store,
+    caplog,
+    error,
 ):
     """Nor for the death of this rank, by the others."""
     one = Watched(store, 0)
@@ -456,7 +461,8 @@ def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(cl
 
 
 @pytest.mark.parametrize(
-    ("warning", "timeout", "seconds"), [(30, 1800, 15), (30, 10, 4), (0, 20, 10), (30, 0, 15)]
+    ("warning", "timeout", "seconds"),
+    [(30, 1800, 15), (30, 10, 4), (0, 20, 10), (30, 0, 15)],
 )
 def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
     one = Watched(store)
@@ -514,7 +520,9 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
 
 
 def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(
-    clock, store, ended_process
+    clock,
+    store,
+    ended_process,
 ):
     """A rank that waits for it outside of fit must not wait for ever, whoever is named as the
     reason.
@@ -564,7 +572,11 @@ def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
     ],
 )
 def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_timeout(
-    clock, store, beats, limit, when
+    clock,
+    store,
+    beats,
+    limit,
+    when,
 ):
     assert listen(clock, store, beats, limit) == when
     reason = FailureReport(store, 0, 2).first_failure()
@@ -576,14 +588,17 @@ def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_t
 
 
 def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothing(
-    clock, store, monkeypatch
+    clock,
+    store,
+    monkeypatch,
 ):
     """One call of its code may keep the interpreter lock for long, and is waited for like any
     other.
     """
     assert listen(clock, store, (0, 1, 2), 10.0, met=True) is None
     monkeypatch.setattr(
-        "ddpkit.control.watchdog.state_and_start", lambda pid: ("T", state_and_start(pid)[1])
+        "ddpkit.control.watchdog.state_and_start",
+        lambda pid: ("T", state_and_start(pid)[1]),
     )
     assert listen(clock, store, (0, 1, 2), 10.0, met=True) == 12.0, (
         "one that is stopped is not waited for"
@@ -595,7 +610,9 @@ def test_time_in_which_the_store_did_not_answer_is_nobodys_silence(clock, store)
 
 
 def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(
-    clock, store, ended_process
+    clock,
+    store,
+    ended_process,
 ):
     """Its process number means another process here, or none."""
     one = Watched(store)
@@ -701,7 +718,10 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock, store, capl
 
 @pytest.mark.parametrize("how", ["unlimited_calls", "outside"])
 def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(
-    clock, store, caplog, how
+    clock,
+    store,
+    caplog,
+    how,
 ):
     one = Watched(store, where=position(inside=how != "outside"))
     one.position.unlimited_calls = int(how == "unlimited_calls")
@@ -746,7 +766,12 @@ def test_what_the_watch_cannot_see_is_not_taken_for_a_standstill(clock, store, c
     ],
 )
 def test_a_failure_is_heard_by_those_in_the_same_session_or_by_all_if_it_is_final(
-    clock, store, theirs, final, inside, heard
+    clock,
+    store,
+    theirs,
+    final,
+    inside,
+    heard,
 ):
     one = Watched(store, where=position(inside=inside))
     Watched(store, 1).beat()

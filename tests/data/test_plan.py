@@ -112,7 +112,12 @@ def test_large_worlds_see_every_index_once():
     data=st.data(),
 )
 def test_global_batches_of_several_micro_batches(
-    samples, world_size, whole, pieces, drop_last, data
+    samples,
+    world_size,
+    whole,
+    pieces,
+    drop_last,
+    data,
 ):
     pieces = min(pieces, whole)
     plan = SamplingPlan(
@@ -434,7 +439,9 @@ RANDOM = {
     "own generator": lambda: RandomSampler(range(12), generator=torch.Generator().manual_seed(3)),
     "subset": lambda: SubsetRandomSampler(range(12)),
     "weighted": lambda: WeightedRandomSampler(
-        torch.arange(1.0, 13.0), 12, generator=torch.Generator().manual_seed(1)
+        torch.arange(1.0, 13.0),
+        12,
+        generator=torch.Generator().manual_seed(1),
     ),
     "numpy": Numpy,
     "python": Python,
@@ -539,7 +546,8 @@ def test_a_sampler_is_drawn_once_an_epoch():
 
 
 @pytest.mark.parametrize(
-    "names", [["sampler"], ["batch_sampler"], ["sampler", "batch_sampler", "sampler"]]
+    "names",
+    [["sampler"], ["batch_sampler"], ["sampler", "batch_sampler", "sampler"]],
 )
 def test_set_epoch_reaches_inner_samplers_once(names):
     innermost = Growing()
@@ -614,7 +622,8 @@ def test_batches_of_any_kind():
     assert list(once) == [[1], [2]]
     once.set_epoch(2)
     with pytest.raises(
-        DataError, match="generator yields nothing in epoch 2: .* can be iterated only once"
+        DataError,
+        match="generator yields nothing in epoch 2: .* can be iterated only once",
     ):
         list(once)
 

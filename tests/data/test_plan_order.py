@@ -30,7 +30,8 @@ def test_small_orders_are_bijections():
 
 
 @pytest.mark.parametrize(
-    "size", [SMALL - 1, SMALL, SMALL + 1, 2**15, 2**16 - 1, 2**16, 2**16 + 1, 10**6]
+    "size",
+    [SMALL - 1, SMALL, SMALL + 1, 2**15, 2**16 - 1, 2**16, 2**16 + 1, 10**6],
 )
 def test_large_orders_are_bijections(size):
     found = np.array(whole(size, seed=3, epoch=2))
@@ -83,7 +84,10 @@ def test_values_and_positions_of_a_large_order_are_uniform():
     order = np.array(whole(size, 5, 4))
     for values in (order, (np.roll(order, -1) - order) % size, order % cells * (size // cells)):
         table, _, _ = np.histogram2d(
-            np.arange(size), values, bins=cells, range=[[0, size], [0, size]]
+            np.arange(size),
+            values,
+            bins=cells,
+            range=[[0, size], [0, size]],
         )
         assert chi_square(table, size / cells**2) < 330  # at most 255 degrees of freedom, p = 0.001
 

@@ -151,7 +151,10 @@ def test_blocks(size, block_size, world_size, workers, drop_last):
     end = size - size % block_size if drop_last else size
     for rank in range(world_size):
         stream = StreamShard(
-            range(size), Sharding(rank, world_size), block_size, drop_last=drop_last
+            range(size),
+            Sharding(rank, world_size),
+            block_size,
+            drop_last=drop_last,
         )
         for worker in range(workers):
             torch_worker._worker_info = SimpleNamespace(id=worker, num_workers=workers)
@@ -187,7 +190,8 @@ def test_a_global_batch_that_cannot_be_divided_evenly(num_workers):
         [[2, 5], [9, 12], [16]],
     ]
     with pytest.raises(
-        ConfigError, match="global_batch_size=2 cannot divide a stream: .* every one of 3 processes"
+        ConfigError,
+        match="global_batch_size=2 cannot divide a stream: .* every one of 3 processes",
     ):
         shard(Stream(), Sharding(0, 3, global_batch_size=2))
 
@@ -232,7 +236,12 @@ def test_a_stream_that_draws_random_numbers_is_the_same_everywhere():
 
     def everything(world_size, epoch, **options):
         ranks = over(
-            world_size, Shuffled(13), epoch, batch_size=6 // world_size, collate_fn=list, **options
+            world_size,
+            Shuffled(13),
+            epoch,
+            batch_size=6 // world_size,
+            collate_fn=list,
+            **options,
         )
         return joined(ranks)
 
@@ -282,7 +291,8 @@ def test_the_random_streams_of_the_process_go_on_as_if_nothing_had_been_read(cls
 
 
 @pytest.mark.parametrize(
-    "num_workers", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1))]
+    "num_workers",
+    [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1))],
 )
 @pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("files", [6, 8])
@@ -388,7 +398,11 @@ def test_a_stream_in_spawned_workers():
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_are_told_the_epoch_also_if_they_outlive_it(persistent):
     loader = shard(
-        Stream(4), Sharding(0, 2), batch_size=1, num_workers=2, persistent_workers=persistent
+        Stream(4),
+        Sharding(0, 2),
+        batch_size=1,
+        num_workers=2,
+        persistent_workers=persistent,
     )
     for epoch in (1, 2, 5):
         set_epoch(loader, epoch)
@@ -430,7 +444,12 @@ def test_a_stream_that_was_divided_is_divided_anew_as_a_whole():
 
 def test_a_ready_made_loader_of_a_stream_keeps_its_settings():
     ready = DataLoader(
-        Stream(14), 2, drop_last=True, num_workers=2, prefetch_factor=3, persistent_workers=True
+        Stream(14),
+        2,
+        drop_last=True,
+        num_workers=2,
+        prefetch_factor=3,
+        persistent_workers=True,
     )
     found = reshard(ready, Sharding(1, 2))
     assert (found.num_workers, found.prefetch_factor, found.persistent_workers) == (2, 3, True)
@@ -446,7 +465,11 @@ def test_a_worker_init_fn_that_would_divide_it_again_is_told(monkeypatch):
     # torch gives a worker that has failed so many seconds to end before it terminates it
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = shard(
-        Stream(8), Sharding(), batch_size=2, num_workers=1, worker_init_fn=divide_in_worker
+        Stream(8),
+        Sharding(),
+        batch_size=2,
+        num_workers=1,
+        worker_init_fn=divide_in_worker,
     )
     batches = iter(loader)
     with pytest.raises(AttributeError, match="'StreamShard' object has no attribute 'size'"):
@@ -577,7 +600,11 @@ def test_a_batch_of_a_stream_counts_the_items_that_were_collated(num_workers):
     """Whatever the collate function makes of them."""
     for collate in (list, nothing_that_tells):
         loader = shard(
-            Stream(7), Sharding(), batch_size=3, collate_fn=collate, num_workers=num_workers
+            Stream(7),
+            Sharding(),
+            batch_size=3,
+            collate_fn=collate,
+            num_workers=num_workers,
         )
         assert [loader.size_of(batch) for batch in loader] == [3, 3, 1]
 

@@ -11,7 +11,8 @@ import sys
 from tests.launching import BIN, Run
 
 BLOCK = re.compile(
-    r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 # What differs from one start to the next, or from one machine to the next.
@@ -66,7 +67,8 @@ def compare(shown, run):
         wanted = parted(line)
         for stream in streams:
             place = next(
-                (number for number, printed in enumerate(stream) if is_line(printed, wanted)), None
+                (number for number, printed in enumerate(stream) if is_line(printed, wanted)),
+                None,
             )
             if place is not None:
                 del stream[: place + 1]

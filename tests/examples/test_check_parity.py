@@ -14,7 +14,8 @@ from tests.launching import Run, python, torchrun
 # Looked for and not imported: importing it takes seconds, in a process that only starts others.
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip(
-        "the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True
+        "the digits come with scikit-learn: pip install scikit-learn",
+        allow_module_level=True,
     )
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,8 @@ from tests.launching import Run, python, torchrun
 # Looked for and not imported: importing it takes seconds, in a process that only starts others.
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip(
-        "the digits come with scikit-learn: pip install scikit-learn", allow_module_level=True
+        "the digits come with scikit-learn: pip install scikit-learn",
+        allow_module_level=True,
     )
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,8 @@ CLOSING = re.compile(
     r"process(es)?), \d+ s; run directory (?P<folder>\S+)\n"
 )
 TROUBLE = re.compile(
-    r"Warning|WARNING|Error|ERROR|Traceback|[Aa]bort|terminate|^[WEF]\d{4} ", re.MULTILINE
+    r"Warning|WARNING|Error|ERROR|Traceback|[Aa]bort|terminate|^[WEF]\d{4} ",
+    re.MULTILINE,
 )
 
 
@@ -128,7 +130,8 @@ def test_one_process_with_a_break_and_two_without_follow_the_same_trajectory(tmp
     script = copy_of_the_example(tmp_path) / "train.py"
     text = script.read_text()
     double = text.replace("dtype=torch.float32", "dtype=torch.float64").replace(
-        "def main():\n", "def main():\n    torch.set_default_dtype(torch.float64)\n"
+        "def main():\n",
+        "def main():\n    torch.set_default_dtype(torch.float64)\n",
     )
     assert double.count("float64") == 2
     script.write_text(double)

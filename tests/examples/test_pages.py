@@ -90,7 +90,10 @@ def test_the_schedule_of_the_page_goes_on_after_a_kill(processes, tmp_path):
     whole = Run([*launcher, "train.py", "hparams.yaml"], folders["whole"], warm=True).wait()
     again = folders["killed"]
     killed = Run(
-        [*launcher, "killed.py", "hparams.yaml", at_once], again, name="first", warm=True
+        [*launcher, "killed.py", "hparams.yaml", at_once],
+        again,
+        name="first",
+        warm=True,
     ).wait()
     resumed = Run([*launcher, "train.py", "hparams.yaml"], again, name="second", warm=True).wait()
     assert (whole.code, resumed.code) == (0, 0), whole.tail() + resumed.tail()

@@ -89,7 +89,11 @@ def plan_trial(usual: Setting, dice: random.Random, reference: Reference, second
 
 
 def plan_kill(
-    dice: random.Random, moment: tuple[int, int], number: int, seconds: float, world_size: int
+    dice: random.Random,
+    moment: tuple[int, int],
+    number: int,
+    seconds: float,
+    world_size: int,
 ) -> Kill:
     place = _choose(dice, PLACES)
     if place == "first" and not number:
@@ -244,7 +248,11 @@ def print_row(name: str, row: dict) -> None:
 
 
 def run_campaign(
-    names: Sequence[str], kills: int, seed: int, folder: Path, strategy: str = ""
+    names: Sequence[str],
+    kills: int,
+    seed: int,
+    folder: Path,
+    strategy: str = "",
 ) -> dict[str, dict]:
     """Spread kills over variants; print a row each."""
     rows = {}
@@ -290,7 +298,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--variant", action="append", choices=list(VARIANTS), help="only this one; may be repeated"
+        "--variant",
+        action="append",
+        choices=list(VARIANTS),
+        help="only this one; may be repeated",
     )
     parser.add_argument("--strategy", default="", choices=["zero1", "fsdp"], help="instead of ddp")
     parser.add_argument("--json", type=Path, help="write the table there, too")
@@ -307,10 +318,15 @@ def main() -> int:
         help="instead: with --virtual_ranks, on another number after each kill",
     )
     parser.add_argument(
-        "--sabotage", choices=list(SABOTAGE), help="do not restore this, to see that it is noticed"
+        "--sabotage",
+        choices=list(SABOTAGE),
+        help="do not restore this, to see that it is noticed",
     )
     parser.add_argument(
-        "--replay", nargs="+", metavar="JSON", help="a setting and its kills, as printed"
+        "--replay",
+        nargs="+",
+        metavar="JSON",
+        help="a setting and its kills, as printed",
     )
     options = parser.parse_args()
     if options.sabotage:

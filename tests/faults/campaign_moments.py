@@ -59,7 +59,9 @@ class Diary:
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.attempt = attempt
         self._file = os.open(
-            folder / f"diary.{rank}", os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644
+            folder / f"diary.{rank}",
+            os.O_APPEND | os.O_CREAT | os.O_WRONLY,
+            0o644,
         )
 
     def note(self, kind: str, *facts: Any) -> None:

@@ -22,7 +22,11 @@ Steps = dict[tuple[int, int], list[int]]
 
 
 def change_of_size(
-    folder: Path, variant: str, before: int, after: int, moment: str
+    folder: Path,
+    variant: str,
+    before: int,
+    after: int,
+    moment: str,
 ) -> list[Difference]:
     """Kill a run, start the same command with another number of processes, and compare with the run
     that was not.
@@ -57,7 +61,8 @@ def change_of_size(
     if first[0] != 2 or not 0 <= again <= 2:
         found.append(
             Difference(
-                "work lost", f"went on with (epoch, step) {first}: {again} steps are done again"
+                "work lost",
+                f"went on with (epoch, step) {first}: {again} steps are done again",
             )
         )
     return found + compare_weights(whole, halves)

@@ -56,7 +56,8 @@ class Reference:
             if counts != Counter(range(size)):
                 found.append(
                     Difference(
-                        "samples", f"uninterrupted: epoch {epoch} has {sorted(counts.items())}"
+                        "samples",
+                        f"uninterrupted: epoch {epoch} has {sorted(counts.items())}",
                     )
                 )
         is_divided = "strategy" in dict(setting.options)
@@ -94,7 +95,11 @@ def events_of(diary: Sequence[Sequence[Any]]) -> Events:
 
 
 def compare(
-    reference: Reference, attempts: Sequence[Attempt], folder: Path, *, most_lost: int
+    reference: Reference,
+    attempts: Sequence[Attempt],
+    folder: Path,
+    *,
+    most_lost: int,
 ) -> list[Difference]:
     """Compare a run that was interrupted with the one that was not.
 
@@ -151,7 +156,11 @@ def _compare_events(expected: dict[Key, list[Any]], events: Events, where: str) 
 
 
 def _compare_order(
-    keys: list[Key], events: Events, done: int, most_lost: int, where: str
+    keys: list[Key],
+    events: Events,
+    done: int,
+    most_lost: int,
+    where: str,
 ) -> list[Difference]:
     """Check that an attempt left nothing out: not at its start, where ``done`` is what was done
     before, nor later.
@@ -178,7 +187,8 @@ def _compare_order(
 def _difference(key: Key, payload: list[Any], expected: list[Any], where: str) -> Difference:
     if key[0] == "stage":
         return Difference(
-            "stage loss", f"{where}: {key[1:]}: {payload[0]} instead of {expected[0]}"
+            "stage loss",
+            f"{where}: {key[1:]}: {payload[0]} instead of {expected[0]}",
         )
     fact = next(
         n for n, (one, other) in enumerate(zip(payload, expected, strict=True)) if one != other
@@ -187,7 +197,9 @@ def _difference(key: Key, payload: list[Any], expected: list[Any], where: str) -
 
 
 def _compare_results(
-    expected: dict[str, Any], result: dict[str, Any], rank: int
+    expected: dict[str, Any],
+    result: dict[str, Any],
+    rank: int,
 ) -> list[Difference]:
     found = []
     for part in dict.fromkeys(name.split("/")[0] for name in [*expected, *result]):

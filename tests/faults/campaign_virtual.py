@@ -63,10 +63,15 @@ def virtual_trials(folder: Path, kills: int, seed: int) -> Iterator[VirtualTrial
             references[variant] = run_attempt(setting_on(variant, 1), whole, 0), outcome(whole, 0)
         attempt, expected = references[variant]
         trial = one_trial(
-            folder / "cut", variant, dice, attempt, min(kills - done, dice.randint(1, 3))
+            folder / "cut",
+            variant,
+            dice,
+            attempt,
+            min(kills - done, dice.randint(1, 3)),
         )
         trial.differences += compare_outcomes(
-            expected, outcome(folder / "cut", len(trial.sizes) - 1)
+            expected,
+            outcome(folder / "cut", len(trial.sizes) - 1),
         )
         if attempt.error:
             trial.differences.append(Difference("error", attempt.error))
@@ -77,7 +82,11 @@ def virtual_trials(folder: Path, kills: int, seed: int) -> Iterator[VirtualTrial
 
 
 def one_trial(
-    folder: Path, variant: str, dice: random.Random, reference: Attempt, kills: int
+    folder: Path,
+    variant: str,
+    dice: random.Random,
+    reference: Attempt,
+    kills: int,
 ) -> VirtualTrial:
     """Start a run, kill it at random moments, and start it again on another number of processes, to
     its end.

@@ -140,7 +140,9 @@ def _numbers(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, WIDTH, generator=generator)
     return inputs, inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(
-        size, 1, generator=generator
+        size,
+        1,
+        generator=generator,
     )
 
 
@@ -344,7 +346,9 @@ class Recipe(Brain):
             self.counter.update_metric(stage_loss + 0.1 * abs(epoch - 3))
         if self.setting.saver == "all" or if_main_process():
             self.checkpointer.save_and_keep_only(
-                meta={"loss": stage_loss, "epoch": epoch}, min_keys=["loss"], num_to_keep=2
+                meta={"loss": stage_loss, "epoch": epoch},
+                min_keys=["loss"],
+                num_to_keep=2,
             )
         self.trigger.reach(epoch, SAVED)
 

@@ -46,7 +46,9 @@ class Own(sb.Brain):
         should_step = self.should_step if self.way == "named" else by_number
         with self.no_sync(self.way != "named" and not should_step):
             loss = self.compute_objectives(
-                self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN
+                self.compute_forward(batch, sb.Stage.TRAIN),
+                batch,
+                sb.Stage.TRAIN,
             )
             if self.asks:
                 self.in_the_window()
@@ -79,7 +81,8 @@ def main():
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     generator = torch.Generator().manual_seed(5)
     data = torch.utils.data.TensorDataset(
-        torch.randn(SAMPLES, 3, generator=generator), torch.randn(SAMPLES, 1, generator=generator)
+        torch.randn(SAMPLES, 3, generator=generator),
+        torch.randn(SAMPLES, 1, generator=generator),
     )
     counter = EpochCounter(EPOCHS)
     checkpointer = Checkpointer(sys.argv[1], {"net": net, "counter": counter})

@@ -144,7 +144,9 @@ def save(run, checkpointer, step, name=None, num_to_keep=2):
     """
     run.stamp(step)
     checkpointer.save_and_keep_only(
-        meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=num_to_keep
+        meta={"unixtime": 1000.0 + step, "step": step},
+        name=name,
+        num_to_keep=num_to_keep,
     )
     checkpointer.wait()
 

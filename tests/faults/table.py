@@ -141,7 +141,8 @@ class Table:
         for world_size in self.options.world_sizes:
             for number in range(-(-self.options.trials // share)):
                 yield ROWS[name].draw(
-                    Random(f"{self.options.seed}/{name}/{world_size}/{number}"), world_size
+                    Random(f"{self.options.seed}/{name}/{world_size}/{number}"),
+                    world_size,
                 )
 
     def try_one(self, trial: Trial) -> Outcome:
@@ -156,7 +157,9 @@ class Table:
                 row.judge(outcome, self.judge)
         except Exception as error:  # noqa: BLE001 -- a trial more, or less
             outcome = Outcome(
-                trial, folder, problems=[(f"the test itself: {type(error).__name__}: {error}")]
+                trial,
+                folder,
+                problems=[(f"the test itself: {type(error).__name__}: {error}")],
             )
         if not self.options.keep:
             remove(folder)
@@ -187,7 +190,8 @@ def print_row(columns: Sequence[str]) -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.table", description=__doc__.split("\n")[0]
+        prog="python -m tests.faults.table",
+        description=__doc__.split("\n")[0],
     )
     parser.add_argument(
         "--rows",
@@ -196,13 +200,18 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="F1,F9 or exit; else all",
     )
     parser.add_argument(
-        "--trials", type=int, default=50, help="of each row that is drawn, on each number of ranks"
+        "--trials",
+        type=int,
+        default=50,
+        help="of each row that is drawn, on each number of ranks",
     )
     parser.add_argument("--ends", type=int, default=100, help="starts and ends of the row exit")
     parser.add_argument("--kills", type=int, default=200, help="of the rows F4 and F20, each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--world_sizes", type=lambda text: [int(one) for one in text.split(",")], default=[2, 3, 4]
+        "--world_sizes",
+        type=lambda text: [int(one) for one in text.split(",")],
+        default=[2, 3, 4],
     )
     parser.add_argument(
         "--jobs",
@@ -211,11 +220,17 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="trials at a time; more of them disturb each other's times",
     )
     parser.add_argument(
-        "--slack", type=float, default=0.0, help="seconds that are allowed beyond each pass line"
+        "--slack",
+        type=float,
+        default=0.0,
+        help="seconds that are allowed beyond each pass line",
     )
     parser.add_argument("--json", type=Path, help="write a line for each trial and each row there")
     parser.add_argument(
-        "--longest", type=int, default=3000, help="characters of a problem that are printed"
+        "--longest",
+        type=int,
+        default=3000,
+        help="characters of a problem that are printed",
     )
     parser.add_argument("--keep", type=Path, help="work in this folder, and leave it all there")
     parser.add_argument("--replay", help="run this one trial, as printed, and show what it says")

@@ -191,7 +191,11 @@ def main():
     valid = {"batch_size": BATCH}
     try:
         brain.fit(
-            counter, train, Data(8 * BATCH), train_loader_kwargs=loader, valid_loader_kwargs=valid
+            counter,
+            train,
+            Data(8 * BATCH),
+            train_loader_kwargs=loader,
+            valid_loader_kwargs=valid,
         )
     except BaseException as error:
         note("ended", type(error).__name__, str(error))

@@ -83,7 +83,11 @@ class Judge:
         self._lock = threading.Lock()
 
     def in_time(
-        self, outcome: Outcome, seconds: float, limit: float, what: str = "all gone"
+        self,
+        outcome: Outcome,
+        seconds: float,
+        limit: float,
+        what: str = "all gone",
     ) -> None:
         most = limit + self.slack
         outcome.require(seconds <= most, f"{what} after {seconds:.2f} s; {most:g} are allowed")
@@ -95,7 +99,12 @@ class Judge:
             if key not in self._weights:
                 folder = self.folder / "-".join(map(str, key))
                 plain = Trial(
-                    "whole", times=0, world_size=key[0], epochs=key[1], steps=key[2], pause=0.0
+                    "whole",
+                    times=0,
+                    world_size=key[0],
+                    epochs=key[1],
+                    steps=key[2],
+                    pause=0.0,
                 )
                 outcome = run_trial(plain, folder)
                 if outcome.codes != [0]:
@@ -169,7 +178,12 @@ def draw_kill(dice: Random, world_size: int) -> Trial:
 
 
 def _drawn_signal(
-    dice: Random, row: str, world_size: int, kind: str, where: str, **facts: Any
+    dice: Random,
+    row: str,
+    world_size: int,
+    kind: str,
+    where: str,
+    **facts: Any,
 ) -> Trial:
     trial = drawn(
         dice,
@@ -199,11 +213,20 @@ def draw_stop(dice: Random, world_size: int) -> Trial:
 def draw_interrupt(dice: Random, world_size: int) -> Trial:
     if dice.random() < 0.5:
         return _drawn_signal(
-            dice, "F10", world_size, "SIGINT", dice.choice(["forward", "save", "valid"])
+            dice,
+            "F10",
+            world_size,
+            "SIGINT",
+            dice.choice(["forward", "save", "valid"]),
         )
     kind = dice.choice(["SIGINT", "SIGINT", "SIGTERM"])
     trial = _drawn_signal(
-        dice, "F10", world_size, kind, "forward", twice=round(dice.uniform(1.3, 2.5), 3)
+        dice,
+        "F10",
+        world_size,
+        kind,
+        "forward",
+        twice=round(dice.uniform(1.3, 2.5), 3),
     )
     return dataclasses.replace(trial, target="launcher" if trial.launcher == "torchrun" else "all")
 
@@ -241,7 +264,9 @@ def draw_nonfinite(dice: Random, world_size: int) -> Trial:
 
 
 def judge_raise(
-    outcome: Outcome, judge: Judge, error: str = "ValueError: boom from the fault"
+    outcome: Outcome,
+    judge: Judge,
+    error: str = "ValueError: boom from the fault",
 ) -> None:
     """All gone, and the last thing one reads is which rank has failed, where and why."""
     trial = outcome.trial
@@ -253,7 +278,8 @@ def judge_raise(
     place = rf" in {'VALID' if where == 'valid' else 'TRAIN'} of epoch {epoch} at step "
     anywhere = r" in TRAIN of epoch \d+ at step \d+"
     place = {"before": "", "start": r".*", "dataset": anywhere, "worker": anywhere}.get(
-        where, f"{place}{step}"
+        where,
+        f"{place}{step}",
     )
     outcome.require_said(
         rf"rank {trial.rank} \([^ ]+, pid {outcome.pid(trial.rank)}\) failed "
@@ -280,7 +306,8 @@ def require_failure(outcome: Outcome) -> None:
     outcome.require(all(outcome.codes), f"exit codes {outcome.codes}")
     text, warnings = OF_STORE.subn("", outcome.text)
     outcome.require(
-        warnings <= MOST_OF_STORE * len(outcome.ranks), f"{warnings} warnings of torch's store"
+        warnings <= MOST_OF_STORE * len(outcome.ranks),
+        f"{warnings} warnings of torch's store",
     )
     text = REASON.sub("", text)
     for words in SECOND_HAND:
@@ -293,7 +320,8 @@ def _raised(outcome: Outcome, judge: Judge, times: int) -> None:
     for rank in outcome.ranks:
         raised = outcome.notes(rank, "raised")
         outcome.require(
-            len(raised) == times, f"rank {rank} raised {len(raised)} times instead of {times}"
+            len(raised) == times,
+            f"rank {rank} raised {len(raised)} times instead of {times}",
         )
         expected = "MainProcessError" if rank else "ValueError"
         for *_, seconds, kind, words in raised:
@@ -318,7 +346,8 @@ def judge_main_caught(outcome: Outcome, judge: Judge) -> None:
         expected = judge.uninterrupted(outcome.trial)
         for rank in outcome.ranks:
             outcome.require(
-                same(weights(outcome, rank), expected), f"rank {rank} ends with other weights"
+                same(weights(outcome, rank), expected),
+                f"rank {rank} ends with other weights",
             )
 
 
@@ -366,7 +395,8 @@ def judge_stop(outcome: Outcome, judge: Judge) -> None:
                     f"the ranks stopped at {sorted(places)}, and stopped.json says {marker}")  # fmt: skip  # noqa: E501
     outcome.require(set(saves) == {1}, f"after the last step the ranks have saved {saves} times")
     outcome.require(
-        Path(marker["checkpoint"] or "/nowhere").is_dir(), f"no checkpoint: {marker['checkpoint']}"
+        Path(marker["checkpoint"] or "/nowhere").is_dir(),
+        f"no checkpoint: {marker['checkpoint']}",
     )
     if not outcome.problems:
         require_goes_on(outcome, judge)
@@ -452,7 +482,8 @@ def judge_nonfinite(outcome: Outcome, judge: Judge) -> None:
     }
     outcome.require(len(steps) == 1, "the ranks have not made the same steps")
     outcome.require(
-        all(bool(code) != goes_on for code in outcome.codes), f"exit codes {outcome.codes}"
+        all(bool(code) != goes_on for code in outcome.codes),
+        f"exit codes {outcome.codes}",
     )
     if not goes_on:
         judge.in_time(outcome, outcome.seconds, GONE_SECONDS)

@@ -137,7 +137,12 @@ def show(name: str, options: argparse.Namespace, folder: Path) -> tuple[int, int
     ]
     environment = {**os.environ, **row.environment}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if not report.exists():
         say(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -156,7 +161,9 @@ def show(name: str, options: argparse.Namespace, folder: Path) -> tuple[int, int
 
 
 def _campaign(
-    options: argparse.Namespace, report: Path, more: tuple[str, ...]
+    options: argparse.Namespace,
+    report: Path,
+    more: tuple[str, ...],
 ) -> tuple[int, int, str]:
     """Run the campaign of kills; what it says is shown as it comes."""
     words = [
@@ -169,7 +176,9 @@ def _campaign(
         *more,
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.campaign", *words], cwd=ROOT, check=False
+        [sys.executable, "-m", "tests.faults.campaign", *words],
+        cwd=ROOT,
+        check=False,
     )
     if not report.exists():
         return 1, 0, "the campaign did not come to its end"

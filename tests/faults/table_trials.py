@@ -207,7 +207,8 @@ def send(outcome: Outcome) -> float:
         time.sleep(trial.twice)
     began = time.time()
     outcome.require(
-        _send_to(outcome, number), f"no process was left when {trial.kind} was to be sent"
+        _send_to(outcome, number),
+        f"no process was left when {trial.kind} was to be sent",
     )
     return began
 

@@ -49,7 +49,8 @@ def await_fault(folder, runs):
     """Wait until the fault has happened; not longer than the processes live."""
     happened = (folder / "out" / "fault").exists
     wait_until(
-        lambda: happened() or any(run.process.poll() is not None for run in runs), START_SECONDS
+        lambda: happened() or any(run.process.poll() is not None for run in runs),
+        START_SECONDS,
     )
     assert happened(), said(runs)
 
@@ -107,7 +108,10 @@ def require_gone_soon(runs, folder):
     ],
 )
 def test_f1_an_exception_anywhere_ends_all_and_is_what_one_reads_last(
-    tmp_path, where, rank, by_hand
+    tmp_path,
+    where,
+    rank,
+    by_hand,
 ):
     words = [
         f"fault=raise@{where}",
@@ -179,7 +183,8 @@ def test_when_main_dies_inside_of_its_own_work_everyone_learns_it(tmp_path):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobody_waits(
-    tmp_path, by_hand
+    tmp_path,
+    by_hand,
 ):
     wait(start(tmp_path, "size=40", "epochs=1"))
     runs = start(tmp_path, "fault=memory@load", "rank=1", "--ckpt_load=broadcast", by_hand=by_hand)
@@ -194,7 +199,8 @@ def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobo
 
 
 @pytest.mark.parametrize(
-    ("fault", "where"), [("sleep", "forward"), ("spin", "hook"), ("sleep", "worker")]
+    ("fault", "where"),
+    [("sleep", "forward"), ("spin", "hook"), ("sleep", "worker")],
 )
 def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, fault, where):
     words = ["--hang_warning=3", "--hang_timeout=8", f"workers={2 * (where == 'worker')}"]
@@ -314,7 +320,13 @@ def uninterrupted(tmp_path_factory):
     ],
 )
 def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
-    tmp_path, uninterrupted, name, target, stage, workers, by_hand
+    tmp_path,
+    uninterrupted,
+    name,
+    target,
+    stage,
+    workers,
+    by_hand,
 ):
     words = ["epochs=2", "size=240", f"workers={workers}", f"stream={'yes' * ('stream' in stage)}"]
     # slow enough that the signal comes before the end

@@ -98,7 +98,9 @@ def test_a_trial_that_fails_is_told_with_what_does_it_again(tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"^F1 .* FAILED$", said, re.MULTILINE), said
     [text] = re.findall(
-        r"^F1 FAILED: .*python -m tests.faults.table --replay '(.*)'$", said, re.MULTILINE
+        r"^F1 FAILED: .*python -m tests.faults.table --replay '(.*)'$",
+        said,
+        re.MULTILINE,
     )
     trial, row = map(json.loads, lines.read_text().splitlines())
     assert Trial.read(text) == Trial(

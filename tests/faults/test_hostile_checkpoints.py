@@ -237,10 +237,14 @@ def test_f16_an_evil_meta_file(checkpointer, victim, title):
 )
 def test_f16_tags_of_the_meta_file_do_nothing(checkpointer, victim, marker, tag, monkeypatch):
     monkeypatch.setattr(
-        yaml.SafeLoader, "yaml_constructors", dict(yaml.SafeLoader.yaml_constructors)
+        yaml.SafeLoader,
+        "yaml_constructors",
+        dict(yaml.SafeLoader.yaml_constructors),
     )
     monkeypatch.setattr(
-        yaml.SafeLoader, "yaml_multi_constructors", dict(yaml.SafeLoader.yaml_multi_constructors)
+        yaml.SafeLoader,
+        "yaml_multi_constructors",
+        dict(yaml.SafeLoader.yaml_multi_constructors),
     )
     # as HyperPyYAML does
     yaml.SafeLoader.add_multi_constructor("!", lambda loader, suffix, node: marker.mkdir())
@@ -352,7 +356,8 @@ def test_f16_a_file_that_unpacks_to_more_than_it_holds(checkpointer, victim, com
 
 
 def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_never_deleted(
-    checkpointer, tmp_path
+    checkpointer,
+    tmp_path,
 ):
     elsewhere = tmp_path / "elsewhere"
     shutil.move(checkpointer.checkpoints_dir / "CKPT+a", elsewhere)
@@ -369,7 +374,8 @@ def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_neve
 
 
 def test_f16_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scratch(
-    checkpointer, victim
+    checkpointer,
+    victim,
 ):
     shutil.rmtree(victim)
     victim.symlink_to("/nowhere/at/all")
@@ -377,7 +383,9 @@ def test_f16_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scra
 
 
 def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
-    checkpointer, victim, outside
+    checkpointer,
+    victim,
+    outside,
 ):
     for number in range(3):
         (victim / f"link{number}.ckpt").symlink_to(outside / "secret.txt")
@@ -390,7 +398,8 @@ def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
 
 
 @pytest.mark.parametrize(
-    "name", ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b"]
+    "name",
+    ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b"],
 )
 def test_f16_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, name):
     with pytest.raises(ConfigError, match="cannot become a file name"):
@@ -405,7 +414,8 @@ def test_f16_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, n
 
 
 def test_f16_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(
-    checkpointer, outside
+    checkpointer,
+    outside,
 ):
     (checkpointer.checkpoints_dir / ".tmp-0123").symlink_to(outside)
     (checkpointer.checkpoints_dir / ".trash-4567").mkdir()

@@ -105,7 +105,8 @@ def test_the_last_fifteen_lines_tell_rank_host_step_line_and_reason(tmp_path, ca
 
 @pytest.mark.parametrize("where", ["fit", "start", "forward", "valid"])
 def test_without_a_launcher_the_loss_of_rank_0_stands_below_what_torch_writes_of_its_store(
-    tmp_path, where
+    tmp_path,
+    where,
 ):
     """Rank 0 keeps the store, and each rank that asks it prints thirty lines of frames.
 
@@ -151,7 +152,8 @@ def test_a_clean_stop_leaves_the_last_word_to_where_the_run_goes_on(tmp_path, la
         rf"from {path}\."
     )
     assert re.search(
-        sentence, said if launcher in {"torchrun itself", "nproc"} else runs[0].tail(3)
+        sentence,
+        said if launcher in {"torchrun itself", "nproc"} else runs[0].tail(3),
     ), said
     assert "RunStopped" not in said
     assert said.count("Traceback") == (launcher != "plain"), "torchrun's own"

@@ -32,7 +32,13 @@ def campaign(*words):
     command = [sys.executable, "-m", "tests.faults.campaign", *words]
     found = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=560, check=False
+        command,
+        cwd=ROOT,
+        env=found,
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
     )
 
 
@@ -191,10 +197,14 @@ def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, u
 
 
 @pytest.mark.parametrize(
-    ("at", "warm"), [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)]
+    ("at", "warm"),
+    [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)],
 )
 def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(
-    tmp_path, uninterrupted, at, warm
+    tmp_path,
+    uninterrupted,
+    at,
+    warm,
 ):
     """kill -9 of the launcher while a rank stands still at the moment that is asked for, then of
     its workers.

@@ -202,10 +202,14 @@ def turns_and_kills(kills):
         for number in range(kills):
             enough = turns.stat().st_size + number % 5  # not always as many in between
             wait_for_one(
-                [turns], lambda path, enough=enough: path.stat().st_size >= enough, 20.0 * PATIENCE
+                [turns],
+                lambda path, enough=enough: path.stat().st_size >= enough,
+                20.0 * PATIENCE,
             )
             victim = wait_for_one(
-                actors, lambda actor: (signs / f"inside.{actor.pid}").exists(), 20.0 * PATIENCE
+                actors,
+                lambda actor: (signs / f"inside.{actor.pid}").exists(),
+                20.0 * PATIENCE,
             )
             (signs / f"killed.{victim.pid}").touch()
             victim.kill()
@@ -279,7 +283,11 @@ def take_from_the_killed(reaped, leaves_a_child):
 )
 def test_f18_kill_9_frees_the_folder_for_the_next_run(ranks, reaped, leaves_a_child):
     left, mine, alive = ranks.run(
-        take_from_the_killed, reaped, leaves_a_child, world_size=1, init=False
+        take_from_the_killed,
+        reaped,
+        leaves_a_child,
+        world_size=1,
+        init=False,
     )[0]
     assert left == [], "what the dead run had half-made is gone with the first save"
     assert mine
@@ -340,7 +348,9 @@ def a_child_takes_nothing_away():
 
 def test_f18_a_forked_child_holds_nothing_and_takes_nothing_away(ranks):
     pid, (held, required, acquired) = ranks.run(
-        a_child_takes_nothing_away, world_size=1, init=False
+        a_child_takes_nothing_away,
+        world_size=1,
+        init=False,
     )[0]
     assert not held
     assert "not held: acquire it first" in required

@@ -19,7 +19,10 @@ def train(folder, way, processes, *words):
     """Run the recipe on some ranks; return how each ended, and what rank 0 wrote."""
     folder.mkdir(exist_ok=True)
     runs = start_by_hand(
-        python(RECIPE, str(folder / "save"), way, *words), folder, processes, warm=True
+        python(RECIPE, str(folder / "save"), way, *words),
+        folder,
+        processes,
+        warm=True,
     )
     for run in runs:
         run.wait(120)
@@ -29,7 +32,9 @@ def train(folder, way, processes, *words):
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("way", ["named", "scale", "factor"])
 def test_a_save_signal_inside_a_window_of_an_own_fit_batch_resumes_bit_for_bit(
-    tmp_path, way, processes
+    tmp_path,
+    way,
+    processes,
 ):
     """The checkpoint waits for the end of a window, so that it lacks no gradient; then the run is
     killed.

@@ -67,7 +67,10 @@ SCENARIOS = {
     "one more": Scenario(((1, None), (2, None)), None, 2, ({1, 2}, {1, 2, 3}, {2, 3})),
     "in place of itself": Scenario(((2, "last"),), "last", 1, ({2}, {3})),
     "in place, and one deleted": Scenario(
-        ((1, None), (2, "last")), "last", 1, ({1, 2}, {1, 3}, {3})
+        ((1, None), (2, "last")),
+        "last",
+        1,
+        ({1, 2}, {1, 3}, {3}),
     ),
 }
 
@@ -220,7 +223,9 @@ class WaitingFiles(WatchedFiles):
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(
-    tmp_path, monkeypatch, copies
+    tmp_path,
+    monkeypatch,
+    copies,
 ):
     if not copies:
         monkeypatch.setattr(SnapshotMemory, "_copy", lambda memory, storage, own: storage)
@@ -263,7 +268,9 @@ def save_back_to_back(folder, mode, pipe):
         step = run.stamp(step + 1)  # in the background of which the one before may still be written
         name = "last" if step % 3 == 0 else None
         checkpointer.save_and_keep_only(
-            meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=2
+            meta={"unixtime": 1000.0 + step, "step": step},
+            name=name,
+            num_to_keep=2,
         )
         if mode == "async" and step % 4 == 0:
             checkpointer.wait()
@@ -331,7 +338,8 @@ def kill_at_random(folder, mode, kills):
         # the machine may be busier than when it was measured, or less: a few saves between two
         # kills
         longest = min(
-            20.0, longest * (1.2 if sure == before else 0.9 if sure > before + 3 else 1.0)
+            20.0,
+            longest * (1.2 if sure == before else 0.9 if sure > before + 3 else 1.0),
         )
     return unfinished, recovered_steps
 

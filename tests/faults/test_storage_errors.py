@@ -233,7 +233,8 @@ def fail_on_main(run, checkpointer, where):
 
 
 @pytest.mark.parametrize(
-    "where", ["before make_directory", "half of a text", "before sync_file", ("before rename")]
+    "where",
+    ["before make_directory", "half of a text", "before sync_file", ("before rename")],
 )
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 @pytest.mark.parametrize("mode", MODES)
@@ -275,7 +276,11 @@ def take_with_an_error(folder, mode, on_error, plan):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", WORDS, ids=lambda number: errno.errorcode[number])
 def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(
-    template, tmp_path, number, mode, on_error
+    template,
+    tmp_path,
+    number,
+    mode,
+    on_error,
 ):
     outcomes = []
     for at in count(1):
@@ -335,7 +340,9 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk],
+        capture_output=True,
+        check=False,
     )
     if made.returncode:
         pytest.skip(f"no file system can be mounted here: {made.stderr.decode().strip()}")
@@ -424,6 +431,7 @@ def test_f8_a_folder_that_has_gone(tmp_path):
     save(run, checkpointer, 1)
     shutil.rmtree(tmp_path / "save")
     with pytest.raises(
-        CheckpointError, match="in .*save, because its lock .* cannot be taken: .*No such file"
+        CheckpointError,
+        match="in .*save, because its lock .* cannot be taken: .*No such file",
     ):
         save(run, checkpointer, 2)

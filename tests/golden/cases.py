@@ -173,7 +173,9 @@ CASES = {
         loader={"batch_size": 4, "drop_last": True},
     ),
     "bf16-autocast": Case(
-        norm=True, options={"precision": "bf16", "eval_precision": "bf16"}, rounding=0.3
+        norm=True,
+        options={"precision": "bf16", "eval_precision": "bf16"},
+        rounding=0.3,
     ),
     # ------------------------------------------------------------------------------ steps
     "evaluated-average": Case(
@@ -200,7 +202,9 @@ CASES = {
         },
     ),
     "frozen-and-named-groups": Case(
-        FLOAT64, recipe=recipes.Unfreezing, modules=recipes.frozen_first_layer
+        FLOAT64,
+        recipe=recipes.Unfreezing,
+        modules=recipes.frozen_first_layer,
     ),
     "two-optimizers": Case(
         FLOAT64,

@@ -38,7 +38,9 @@ class Golden(ddpkit.Brain):
         self.trace.append(float(stage_loss))
         if stage is ddpkit.Stage.VALID and self.checkpointer is not None:
             self.checkpointer.save_and_keep_only(
-                meta={"loss": float(stage_loss)}, min_keys=["loss"], num_to_keep=1
+                meta={"loss": float(stage_loss)},
+                min_keys=["loss"],
+                num_to_keep=1,
             )
 
 

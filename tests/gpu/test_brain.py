@@ -121,7 +121,8 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_data_parallel_computes_in_the_precision_that_was_asked_for_on_every_gpu(precision, dtype):
     brain = Classifier(
@@ -218,7 +219,9 @@ class SyncsOfSums(Syncs):
     def compute_objectives(self, predictions, batch, stage):
         labels = batch[1].to(self.device, non_blocking=True)
         return nn.functional.cross_entropy(
-            predictions.float(), labels, reduction="sum"
+            predictions.float(),
+            labels,
+            reduction="sum",
         ), self.count(batch)
 
     def count(self, batch):
@@ -289,7 +292,9 @@ def test_a_fused_step_waits_for_nothing_but_under_fp16(kind, monkeypatch):
     ids=str,
 )
 def test_steps_that_are_looked_at_later_have_the_bits_of_those_that_are_read_first(
-    monkeypatch, name, options
+    monkeypatch,
+    name,
+    options,
 ):
     found = []
     for kinds in ((), ("cuda",)):
@@ -308,7 +313,10 @@ def test_opt_class_is_fused_and_goes_on_from_a_checkpoint_that_was_not(tmp_path)
         checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
         options = {"noprogressbar": True, "ckpt_interval_steps": 1, **options}
         brain = Classifier(
-            {"net": net}, torch.optim.AdamW, run_opts=options, checkpointer=checkpointer
+            {"net": net},
+            torch.optim.AdamW,
+            run_opts=options,
+            checkpointer=checkpointer,
         )
         brain.fit(counter, make_data(), train_loader_kwargs={"batch_size": 16})
         [group] = brain.optimizer.param_groups
@@ -482,7 +490,8 @@ class WithLoss(nn.Module):
 # of the compiler, on GPUs that have them
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize(
-    "compiles", [{"compile_mode": "reduce-overhead"}, {"compile_mode": "default"}]
+    "compiles",
+    [{"compile_mode": "reduce-overhead"}, {"compile_mode": "default"}],
 )
 def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
     def fit(**options):
@@ -494,7 +503,11 @@ def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
         data = make_data()
         loader = {"batch_size": 16}
         return brain.fit(
-            [1, 2, 3], data, data, train_loader_kwargs=loader, valid_loader_kwargs=loader
+            [1, 2, 3],
+            data,
+            data,
+            train_loader_kwargs=loader,
+            valid_loader_kwargs=loader,
         )
 
     usual = fit()

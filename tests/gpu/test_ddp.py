@@ -31,7 +31,12 @@ def needs(gpus):
 def start(folder, processes, *words, name="run", trainings=({},)):
     asked = [{"distributed_backend": "nccl", **one} for one in trainings]
     command = torchrun(
-        processes, str(SCRIPT), str(folder / name), *words, "--trainings", json.dumps(asked)
+        processes,
+        str(SCRIPT),
+        str(folder / name),
+        *words,
+        "--trainings",
+        json.dumps(asked),
     )
     return Run(command, folder, name=name)
 
@@ -58,7 +63,9 @@ def test_ddp_over_nccl_follows_one_process(processes, tmp_path):
     trainings = [{"samples": samples, "dtype": "float64"} for samples in SAMPLES]
     own = torch.cuda.device_count() >= processes
     for samples, found in zip(
-        SAMPLES, results(tmp_path, processes, trainings=trainings), strict=True
+        SAMPLES,
+        results(tmp_path, processes, trainings=trainings),
+        strict=True,
     ):
         assert_alike(found)
         assert [one["device"] for one in found] == [
@@ -81,7 +88,9 @@ def test_ddp_in_half_precision_with_remainders(processes, tmp_path):
     ]
     scaled = [{**one, "scale": 1024.0} for one in trainings]
     for training, found in zip(
-        trainings, results(tmp_path, processes, trainings=scaled), strict=True
+        trainings,
+        results(tmp_path, processes, trainings=scaled),
+        strict=True,
     ):
         assert_alike(found)
         brain, alone = train(**training, scale=1024.0)
@@ -101,7 +110,8 @@ def test_an_overflow_on_one_rank_is_skipped_and_scaled_down_on_all(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_with_shared_statistics_waits_for_the_gpu_once_and_a_fused_one_never(
-    processes, tmp_path
+    processes,
+    tmp_path,
 ):
     usual, fused = results(tmp_path, processes, "--count_syncs", trainings=[{}, {"fused": True}])
     for one in usual:
@@ -115,7 +125,9 @@ def test_a_step_with_shared_statistics_waits_for_the_gpu_once_and_a_fused_one_ne
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
 def test_other_backends_on_gpus_give_the_same(backend, tmp_path):
     [found] = results(
-        tmp_path, 2, trainings=[{"dtype": "float64", "samples": 49, "distributed_backend": backend}]
+        tmp_path,
+        2,
+        trainings=[{"dtype": "float64", "samples": 49, "distributed_backend": backend}],
     )
     assert_alike(found)
     _, alone = train(torch.float64, 49)
@@ -131,7 +143,12 @@ def test_a_killed_run_on_gpus_goes_on_as_if_it_had_not_been(processes, asynchron
     [whole] = results(tmp_path, processes, folders[0], name="whole", trainings=trainings)
     fault = ["--fault", "kill", str(processes - 1), "7"]
     killed = start(
-        tmp_path, processes, folders[1], *fault, name="killed", trainings=trainings
+        tmp_path,
+        processes,
+        folders[1],
+        *fault,
+        name="killed",
+        trainings=trainings,
     ).wait(COLD_SECONDS)
     assert killed.code != 0
     assert not list(tmp_path.glob("killed.[0-9]")), "no rank has come to the end"
@@ -169,7 +186,8 @@ print(torch.rand(3, device="cuda").tolist())
 
 @pytest.mark.parametrize("sees_its_own_first", [True, False])
 def test_random_numbers_go_on_where_a_rank_sees_its_gpu_by_another_number(
-    sees_its_own_first, tmp_path
+    sees_its_own_first,
+    tmp_path,
 ):
     """Saved under torchrun, where each rank sees all GPUs; resumed where each task sees its own;
     and the other way.
@@ -182,7 +200,10 @@ def test_random_numbers_go_on_where_a_rank_sees_its_gpu_by_another_number(
     for how, (environment, number) in zip(("save", "restore"), order, strict=True):
         command = python("-c", DRAWS, number, how, str(tmp_path / "state.pt"))
         run = Run(
-            command, tmp_path, {"PYTHONPATH": str(SCRIPT.parents[2]), **environment}, how
+            command,
+            tmp_path,
+            {"PYTHONPATH": str(SCRIPT.parents[2]), **environment},
+            how,
         ).wait(COLD_SECONDS)
         assert run.code == 0, run.err
         drawn.append(run.out)

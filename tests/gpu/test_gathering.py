@@ -35,5 +35,8 @@ def results(**options):
 @pytest.mark.parametrize("data_parallel", [False, True])
 def test_results_are_those_of_the_cpu(data_parallel):
     torch.testing.assert_close(
-        results(data_parallel_backend=data_parallel), results(device="cpu"), rtol=0, atol=1e-9
+        results(data_parallel_backend=data_parallel),
+        results(device="cpu"),
+        rtol=0,
+        atol=1e-9,
     )

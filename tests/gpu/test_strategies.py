@@ -43,7 +43,9 @@ def test_the_same_bits_on_any_number_of_processes_that_share_or_have_gpus(tmp_pa
 
 def test_virtual_ranks_explain_an_operation_without_deterministic_kernels(tmp_path):
     run = start(
-        tmp_path, 1, trainings=[{**BATCH, "virtual_ranks": 4, "kind": "unrepeatable"}]
+        tmp_path,
+        1,
+        trainings=[{**BATCH, "virtual_ranks": 4, "kind": "unrepeatable"}],
     ).wait(COLD_SECONDS)
     assert run.code != 0
     assert "virtual_ranks=4: bits are the same only with deterministic kernels" in run.err

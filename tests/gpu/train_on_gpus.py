@@ -74,7 +74,9 @@ class Hungry(Faulty):
         if self.modules.training:
             self.sizes.append(len(batch[0]))
             self.held = torch.empty(
-                len(batch[0]) * self.per_sample, dtype=torch.uint8, device=self.device
+                len(batch[0]) * self.per_sample,
+                dtype=torch.uint8,
+                device=self.device,
             )
         return super().compute_forward(batch, stage)
 
@@ -97,7 +99,10 @@ def words():
     parser.add_argument("--fault", nargs=3, default=("", 0, 0), metavar=("KIND", "RANK", "AFTER"))
     parser.add_argument("--count_syncs", action="store_true")
     parser.add_argument(
-        "--trainings", type=json.loads, default=[{}], help="run options, and arguments of train()"
+        "--trainings",
+        type=json.loads,
+        default=[{}],
+        help="run options, and arguments of train()",
     )
     return parser.parse_args()
 

@@ -46,7 +46,17 @@ def test_no_launcher_is_rank_zero_of_one():
 def test_torchrun_is_read_whole():
     info = find_launch(TORCHRUN)
     assert info == LaunchInfo(
-        "torchrun", 3, 1, 4, 2, 1, 2, "node1", 29500, "", agent_hosts_store=True
+        "torchrun",
+        3,
+        1,
+        4,
+        2,
+        1,
+        2,
+        "node1",
+        29500,
+        "",
+        agent_hosts_store=True,
     )
     assert info.is_distributed
     assert info.first_on_node == 2
@@ -237,7 +247,8 @@ def test_d6_what_the_user_says_of_address_and_port_wins():
     assert find_launch({**SRUN, "MASTER_PORT": "12345"}).address == "gpu07"
     for port in ("0", "x", "70000", "-1"):
         with pytest.raises(
-            LaunchError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"
+            LaunchError,
+            match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'",
         ):
             find_launch({**SRUN, "MASTER_PORT": port})
 
@@ -424,7 +435,8 @@ def test_d6_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
 
 def test_d6_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them():
     with pytest.raises(
-        LaunchError, match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2"
+        LaunchError,
+        match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2",
     ):
         find_launch({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"})
 
@@ -457,7 +469,8 @@ def test_d6_a_single_process_of_mpi_is_one_process(launcher):
 
 def test_d6_ranks_that_contradict_mpi_are_refused():
     with pytest.raises(
-        LaunchError, match="but openmpi started this process as number 1 of 2"
+        LaunchError,
+        match="but openmpi started this process as number 1 of 2",
     ) as caught:
         find_launch({**OPEN_MPI, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     assert "OMPI_COMM_WORLD_RANK" in str(caught.value)

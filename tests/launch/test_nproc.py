@@ -65,7 +65,8 @@ def test_gpus_that_are_not_there(machine, caplog):
     with pytest.raises(ConfigError, match="no GPU was found or asked for"):
         count_processes("gpu", "cpu")
     with pytest.raises(
-        ConfigError, match="nproc='9', but there are 8 GPUs.*--nproc=8 or less.*--device=cpu"
+        ConfigError,
+        match="nproc='9', but there are 8 GPUs.*--nproc=8 or less.*--device=cpu",
     ):
         count_processes("9")
     assert not caplog.records
@@ -97,7 +98,8 @@ def test_nproc_needs_a_value(yaml):
 
 def test_nproc_of_another_command_line_than_the_scripts(yaml):
     with pytest.raises(
-        ConfigError, match="sys.argv, but parse_arguments was given other arguments"
+        ConfigError,
+        match="sys.argv, but parse_arguments was given other arguments",
     ):
         parse_arguments([yaml, "--nproc=2"])
 
@@ -134,7 +136,8 @@ def test_under_a_launcher(monkeypatch, machine):
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        LaunchError, match="torchrun has started this one already, as rank 1 of 2"
+        LaunchError,
+        match="torchrun has started this one already, as rank 1 of 2",
     ) as caught:
         become_torchrun(2, "cpu")
     assert "TORCHELASTIC_RUN_ID" in str(caught.value)
@@ -144,7 +147,8 @@ def test_an_interactive_python_has_no_script(monkeypatch, machine):
     for name in nproc.NOT_SCRIPTS:
         monkeypatch.setattr(sys, "argv", [name])
         with pytest.raises(
-            ConfigError, match="--nproc starts the running script again, and there is none"
+            ConfigError,
+            match="--nproc starts the running script again, and there is none",
         ):
             become_torchrun(2, "cpu")
 
@@ -153,7 +157,8 @@ def test_an_interactive_python_has_no_script(monkeypatch, machine):
 
 
 @pytest.mark.parametrize(
-    ("number", "given", "threads"), [("3", None, "2"), ("99", None, "1"), ("3", "5", "5")]
+    ("number", "given", "threads"),
+    [("3", None, "2"), ("99", None, "1"), ("3", "5", "5")],
 )
 def test_this_process_becomes_torchrun(monkeypatch, machine, number, given, threads):
     machine(0, cores=8)

@@ -98,7 +98,9 @@ OWN_RUN = [row for row in TABLE if "RANK" not in row[0](2, 1, 0)]
 
 def of_table(rows):
     return pytest.mark.parametrize(
-        ("platform", "address", "port", "counts"), rows, ids=[row[0].__name__ for row in rows]
+        ("platform", "address", "port", "counts"),
+        rows,
+        ids=[row[0].__name__ for row in rows],
     )
 
 
@@ -134,7 +136,12 @@ def refused(environ):
 @pytest.mark.parametrize("gpus", [0, 8])
 @of_table(TABLE)
 def test_one_of_several_nodes_is_refused_with_its_torchrun_line(
-    machine, platform, address, port, counts, gpus
+    machine,
+    platform,
+    address,
+    port,
+    counts,
+    gpus,
 ):
     machine(gpus)
     message = refused(platform(2, 1, gpus))
@@ -242,7 +249,8 @@ def test_what_a_platform_does_not_say_is_left_to_fill_in(machine):
 def test_ranks_that_lack_their_local_rank_are_no_nodes():
     """As where a process of torchrun has lost it."""
     with pytest.raises(
-        LaunchError, match="LOCAL_RANK is not set: the launcher's environment contradicts itself"
+        LaunchError,
+        match="LOCAL_RANK is not set: the launcher's environment contradicts itself",
     ):
         find_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(LaunchError, match="LOCAL_RANK is not set"):
@@ -250,7 +258,8 @@ def test_ranks_that_lack_their_local_rank_are_no_nodes():
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"), [([""], "train.py hparams.yaml"), (["a b.py", "--nproc=2"], "'a b.py'")]
+    ("argv", "said"),
+    [([""], "train.py hparams.yaml"), (["a b.py", "--nproc=2"], "'a b.py'")],
 )
 def test_the_command_has_the_script_that_runs(machine, monkeypatch, argv, said):
     machine(0)

@@ -32,20 +32,30 @@ SECONDS_OF_A_TEST = 10.0  # on average, on a machine that is busy
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument(
-        "--only", action="append", metavar="ROOM|WORDS", help="those of a room, or with a name"
+        "--only",
+        action="append",
+        metavar="ROOM|WORDS",
+        help="those of a room, or with a name",
     )
     parser.add_argument("--new", action="store_true", help="those that are not in the record")
     parser.add_argument("--list", action="store_true", help="print the faults, and plant none")
     parser.add_argument("--record", action="store_true", help="write the verdicts to the record")
     parser.add_argument(
-        "--all", action="store_true", help="find all tests that fail, not the first"
+        "--all",
+        action="store_true",
+        help="find all tests that fail, not the first",
     )
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
     parser.add_argument(
-        "--limit", type=float, default=200, help="seconds that the tests of a fault may take"
+        "--limit",
+        type=float,
+        default=200,
+        help="seconds that the tests of a fault may take",
     )
     parser.add_argument(
-        "--show", action="store_true", help="print what pytest wrote of faults that are not caught"
+        "--show",
+        action="store_true",
+        help="print what pytest wrote of faults that are not caught",
     )
     return parser.parse_args(words)
 
@@ -68,7 +78,9 @@ def chosen(faults: Sequence[Fault], only: Sequence[str] | None) -> list[Fault]:
 
 
 def run_trials(
-    faults: Sequence[Fault], folder: Path, arguments: argparse.Namespace
+    faults: Sequence[Fault],
+    folder: Path,
+    arguments: argparse.Namespace,
 ) -> Iterator[tuple[Trial, Verdict]]:
     """Try the faults, some at a time, and yield each with its verdict when it has one."""
     waiting = list(reversed(faults))
@@ -96,7 +108,9 @@ def run_trials(
 
 
 def without_faults(
-    verdicts: dict[str, Verdict], folder: Path, limit_seconds: float
+    verdicts: dict[str, Verdict],
+    folder: Path,
+    limit_seconds: float,
 ) -> dict[str, Verdict]:
     """Run the tests that have failed without any fault: one that fails then, too, catches
     nothing.
@@ -197,7 +211,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _compare(
-    faults: Sequence[Fault], verdicts: dict[str, Verdict], recorded: dict[str, Verdict]
+    faults: Sequence[Fault],
+    verdicts: dict[str, Verdict],
+    recorded: dict[str, Verdict],
 ) -> int:
     complaints = [
         complaint(fault, verdicts[fault.name], recorded.get(fault.name)) for fault in faults

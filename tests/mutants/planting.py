@@ -112,7 +112,9 @@ def _scopes(path: Path) -> dict[str, list[ast.AST]]:
 
 
 def _note_definitions(
-    statements: list[ast.stmt], prefix: str, found: dict[str, list[ast.AST]]
+    statements: list[ast.stmt],
+    prefix: str,
+    found: dict[str, list[ast.AST]],
 ) -> None:
     for node in statements:
         inner = prefix

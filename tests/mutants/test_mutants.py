@@ -82,7 +82,10 @@ def test_every_package_has_faults_and_most_are_caught():
 
 def test_an_expression_is_planted_however_it_is_laid_out(package):
     fault = Fault(
-        "a number is taken away", "Counter.add", "self.total + number", "self.total - number"
+        "a number is taken away",
+        "Counter.add",
+        "self.total + number",
+        "self.total - number",
     )
     text = plant(fault, package).text
     assert "(self.total - number)" in text
@@ -104,7 +107,8 @@ def test_a_constant_of_a_module_is_found_by_its_name(package):
 def test_a_text_that_is_gone_is_told_with_the_fault(package):
     fault = Fault("the counter forgets", "Counter.add", "self.sum", "0", room="toys")
     with pytest.raises(
-        DoesNotApply, match=r"(?s)'the counter forgets' \(toys\).*is not found.*Rewrite"
+        DoesNotApply,
+        match=r"(?s)'the counter forgets' \(toys\).*is not found.*Rewrite",
     ):
         plant(fault, package)
 

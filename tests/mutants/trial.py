@@ -67,7 +67,9 @@ def copy_of_repository(folder: Path, root: Path = ROOT) -> Path:
     for name in COPIED:
         if (root / name).is_dir():
             shutil.copytree(
-                root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+                root / name,
+                folder / name,
+                ignore=shutil.ignore_patterns("__pycache__"),
             )
         elif (root / name).exists():
             shutil.copy2(root / name, folder / name)
@@ -135,7 +137,9 @@ class Trial:
         if code != TESTS_FAILED:
             return Verdict(BROKEN, [], self._output())
         return Verdict(
-            CAUGHT, json.loads((self.copy / "failures.json").read_text()), self._output()
+            CAUGHT,
+            json.loads((self.copy / "failures.json").read_text()),
+            self._output(),
         )
 
     def _output(self) -> str:

@@ -301,7 +301,9 @@ class OldFitBatch(Regression):
         should_step = self.step % self.grad_accumulation_factor == 0
         with self.no_sync(not should_step):
             loss = self.compute_objectives(
-                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+                self.compute_forward(batch, Stage.TRAIN),
+                batch,
+                Stage.TRAIN,
             )
             (loss / self.grad_accumulation_factor).backward()
         if should_step:
@@ -332,7 +334,9 @@ class Accumulating(Regression):
         closes = self.should_step if self.closes == "by name" else self.step % factor == 0
         with self.no_sync(not closes):
             loss = self.compute_objectives(
-                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+                self.compute_forward(batch, Stage.TRAIN),
+                batch,
+                Stage.TRAIN,
             )
             if self.weigh in {"by factor", "twice"}:
                 weighed = loss / factor
@@ -429,10 +433,17 @@ def check(ranks):
         data = (data, samples, batch_size)
         side = Side(brain, run_of(brain), *training_set(*data))
         records = ranks.run(
-            on_rank, cls, kind, data, options, try_step(side), world_size=world_size
+            on_rank,
+            cls,
+            kind,
+            data,
+            options,
+            try_step(side),
+            world_size=world_size,
         )
         return Diagnosis(
-            side, [torch.load(io.BytesIO(one), weights_only=True) for one in records]
+            side,
+            [torch.load(io.BytesIO(one), weights_only=True) for one in records],
         ).report()
 
     return run
@@ -479,7 +490,8 @@ def test_options(check, options):
 
 
 @pytest.mark.parametrize(
-    "data", ["augmented", "own order", "ready-made", "looped", "own batches", ("whole batches")]
+    "data",
+    ["augmented", "own order", "ready-made", "looped", "own batches", ("whole batches")],
 )
 def test_all_ways_of_giving_data(check, data):
     report = check(data=data, samples=23, batch_size=2, world_size=3)
@@ -814,7 +826,10 @@ class Stream(IterableDataset):
     ],
 )
 def test_what_is_wrong_with_the_recipe_alone_is_said_before_anything_is_started(
-    cls, train_set, error, words
+    cls,
+    train_set,
+    error,
+    words,
 ):
     brain = recipe(cls, "batch norm", {})
     before = weights(brain)

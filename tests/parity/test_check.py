@@ -56,7 +56,10 @@ def script(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "hparams.yaml").write_text("mode: holds\n")
     return lambda mode, *words, **env: Run(
-        python("train.py", mode, "hparams.yaml", *words), tmp_path, env, warm=True
+        python("train.py", mode, "hparams.yaml", *words),
+        tmp_path,
+        env,
+        warm=True,
     ).wait(180)
 
 
@@ -114,7 +117,9 @@ def test_ranks_that_take_different_ways_by_chance_end(script):
 
 def test_several_processes_are_told_to_be_one(script, tmp_path):
     run = Run(
-        torchrun(2, "train.py", "holds", "hparams.yaml", "--check_parity=4"), tmp_path, warm=True
+        torchrun(2, "train.py", "holds", "hparams.yaml", "--check_parity=4"),
+        tmp_path,
+        warm=True,
     ).wait()
     assert run.code == 1
     assert (

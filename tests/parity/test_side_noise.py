@@ -85,7 +85,9 @@ def test_layers_that_are_computed_again_in_the_backward_pass():
     drop = nn.Dropout(0.5)
     with without_noise(drop):
         checkpoint(
-            lambda rows: drop(rows).sin().square(), rows, use_reentrant=False
+            lambda rows: drop(rows).sin().square(),
+            rows,
+            use_reentrant=False,
         ).sum().backward()
     found = rows.grad
     rows.grad = None

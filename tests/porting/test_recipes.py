@@ -65,7 +65,10 @@ def test_a_recipe_that_needs_the_core_alone_runs_without_speechbrain(recipe, tmp
     assert main(["port", str(recipe / "own"), "--write"]) == 0
     assert "import speechbrain" not in (recipe / "own/train.py").read_text()
     command = python(
-        "train.py", "hparams/train.yaml", "--device=cpu", f"--output_folder={tmp_path / 'out'}"
+        "train.py",
+        "hparams/train.yaml",
+        "--device=cpu",
+        f"--output_folder={tmp_path / 'out'}",
     )
     run = Run(command, recipe / "own", warm=True).wait()
     assert run.code == 0, run.err
@@ -178,7 +181,8 @@ def test_a_file_that_cannot_be_read_is_named_and_left(tmp_path, capsys, name, ra
     assert main(["port", str(tmp_path), "--write"]) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(
-        rf"python -m ddpkit port: error: {name}: left as it is: .*{problem}.*\n", error
+        rf"python -m ddpkit port: error: {name}: left as it is: .*{problem}.*\n",
+        error,
     )
     assert (tmp_path / name).read_bytes() == raw
     assert (tmp_path / "good.py").read_text() == NEW
@@ -218,7 +222,8 @@ def test_one_file_is_ported_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", [".git", "__pycache__", "venv", "results/1", "save/CKPT+1", ".hidden.py", "notes.txt"]
+    "place",
+    [".git", "__pycache__", "venv", "results/1", "save/CKPT+1", ".hidden.py", "notes.txt"],
 )
 def test_what_is_no_part_of_the_recipe_is_passed_over(tmp_path, place):
     path = (

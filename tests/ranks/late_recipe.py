@@ -94,7 +94,9 @@ class Own(Slow):
         losses = []
         for part in batch.chunk(2):
             loss = self.compute_objectives(
-                self.compute_forward(part, Stage.TRAIN), part, Stage.TRAIN
+                self.compute_forward(part, Stage.TRAIN),
+                part,
+                Stage.TRAIN,
             )
             self.backward(loss)
             losses.append(loss.detach())
@@ -110,7 +112,16 @@ class SlowSGD(torch.optim.SGD):
 
 
 def train(
-    log, phase="", late=0, seconds=0.0, *, steps=24, cls=Slow, epochs=1, hidden=16, **options
+    log,
+    phase="",
+    late=0,
+    seconds=0.0,
+    *,
+    steps=24,
+    cls=Slow,
+    epochs=1,
+    hidden=16,
+    **options,
 ):
     """Train, and return the weights; only one rank is late."""
     rank = get_rank() or 0

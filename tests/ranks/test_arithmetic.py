@@ -68,7 +68,10 @@ def make_modules(case):
     torch.manual_seed(5)
     middle = [nn.BatchNorm1d(4)] if case.batch_norm else []
     net = nn.Sequential(
-        nn.Linear(3, 4, bias=not case.batch_norm), *middle, nn.Tanh(), nn.Linear(4, 1)
+        nn.Linear(3, 4, bias=not case.batch_norm),
+        *middle,
+        nn.Tanh(),
+        nn.Linear(4, 1),
     ).double()
     return {"net": net, **({"gain": nn.Linear(1, 1).double()} if case.optimizers > 1 else {})}
 
@@ -147,7 +150,8 @@ def train(case):
     except DataError as error:
         return str(error).split(":")[0]
     test_loss = brain.evaluate(
-        make_data(case.samples % 7 + 1, first=200), test_loader_kwargs=others
+        make_data(case.samples % 7 + 1, first=200),
+        test_loader_kwargs=others,
     )
     weights = torch.cat(
         [value.detach().double().flatten() for value in brain.raw_modules.state_dict().values()]
@@ -181,11 +185,18 @@ def compare(ranks, world_size, cases):
                 case,
             )
             torch.testing.assert_close(
-                weights_there, weights, rtol=0, atol=1e-10, equal_nan=True, msg=str(case)
+                weights_there,
+                weights,
+                rtol=0,
+                atol=1e-10,
+                equal_nan=True,
+                msg=str(case),
             )
             assert [name for name, _ in told_there] == [name for name, _ in told], case
             assert [loss for _, loss in told_there] == pytest.approx(
-                [loss for _, loss in told], abs=1e-10, nan_ok=True
+                [loss for _, loss in told],
+                abs=1e-10,
+                nan_ok=True,
             ), case
         for epoch in range(EPOCHS):
             together = [
@@ -224,7 +235,8 @@ def draw(seed, number, **fixed):
 drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark.slow)])
 # Three ranks divide unevenly all that two do.
 two_to_four = pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))]
+    "world_size",
+    [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))],
 )
 
 
@@ -292,7 +304,13 @@ def test_global_batches_divided_unevenly(ranks, world_size, number):
         micro = chance.randint(1, 5) if seed % 3 else None
         objective = chance.choice(["mean", "tokens"])
         cases += draw(
-            seed, 1, batch_size=None, factor=1, whole=whole, micro=micro, objective=objective
+            seed,
+            1,
+            batch_size=None,
+            factor=1,
+            whole=whole,
+            micro=micro,
+            objective=objective,
         )
     compare(ranks, world_size, cases)
 
@@ -309,7 +327,8 @@ def bare(case, world_size):
     window = case.batch_size * world_size * case.factor
     for epoch in range(1, EPOCHS + 1):
         order = Order(case.samples, Sharding().seed, epoch, shuffle=case.shuffle).indices(
-            0, case.samples
+            0,
+            case.samples,
         )
         for start in range(0, case.samples, window):
             batch = [data[index] for index in order[start : start + window]]
@@ -323,7 +342,8 @@ def bare(case, world_size):
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))]
+    "world_size",
+    [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))],
 )
 def test_against_a_bare_loop(ranks, world_size, monkeypatch):
     for name in ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED"):
@@ -335,7 +355,11 @@ def test_against_a_bare_loop(ranks, world_size, monkeypatch):
     for found in results:
         for case, (weights, *_) in zip(cases, found, strict=True):
             torch.testing.assert_close(
-                weights, bare(case, world_size), rtol=0, atol=1e-10, msg=str(case)
+                weights,
+                bare(case, world_size),
+                rtol=0,
+                atol=1e-10,
+                msg=str(case),
             )
 
 
@@ -413,7 +437,9 @@ class EpochCounterOnce:
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(
-    ranks, world_size, tmp_path
+    ranks,
+    world_size,
+    tmp_path,
 ):
     """A place in the epoch is one between optimizer steps, however many batches these take on a
     rank.
@@ -421,7 +447,10 @@ def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(
     whole, steps = train_to_the_middle(tmp_path / "whole", 2)
     train_to_the_middle(tmp_path / "parts", 0)
     for weights, steps_there in ranks.run(
-        train_to_the_middle, tmp_path / "parts", 2, world_size=world_size
+        train_to_the_middle,
+        tmp_path / "parts",
+        2,
+        world_size=world_size,
     ):
         assert steps_there == steps == 8
         torch.testing.assert_close(weights, whole, rtol=0, atol=1e-10)

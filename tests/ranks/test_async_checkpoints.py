@@ -102,7 +102,8 @@ def fail_in_the_background(folder, on_error):
 
 
 def test_f8_an_error_in_the_background_is_raised_on_every_rank_at_the_next_call_and_once(
-    ranks, tmp_path
+    ranks,
+    tmp_path,
 ):
     assert ranks.run(fail_in_the_background, tmp_path, "stop") == [[True, None, "found"]] * 2
 
@@ -161,7 +162,9 @@ def warn_of_failures_anywhere(folder, where):
 
 @pytest.mark.parametrize("where", ["rank 1", "main", "folder"])
 def test_f8_with_warn_a_save_that_every_rank_takes_part_in_fails_alike_on_all(
-    ranks, tmp_path, where
+    ranks,
+    tmp_path,
+    where,
 ):
     assert ranks.run(warn_of_failures_anywhere, tmp_path, where) == [(None, True)] * 2
 
@@ -307,7 +310,10 @@ def load_with_a_fault(folder, fault):
     ],
 )
 def test_where_one_rank_cannot_load_every_rank_raises_and_nobody_waits(
-    ranks, tmp_path, fault, words
+    ranks,
+    tmp_path,
+    fault,
+    words,
 ):
     for message in ranks.run(load_with_a_fault, tmp_path, fault):
         assert re.search(words, message), message
@@ -411,7 +417,10 @@ def peak_of_a_load(folder, mode, number):
 @pytest.mark.parametrize("number", [8, 128])
 @pytest.mark.parametrize("mode", ["all", "broadcast"])
 def test_no_rank_holds_more_than_the_state_and_its_largest_tensor_or_the_file_it_was_sent(
-    ranks, tmp_path, mode, number
+    ranks,
+    tmp_path,
+    mode,
+    number,
 ):
     # pages may be taken away meanwhile; one copy more would be 128
     state = 128

@@ -71,7 +71,10 @@ def batches_here(kind, num_workers, size):
     options = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "shuffle": True}
     sharding = Sharding(rank, world_size, seed=7)
     loader = shard(
-        Augmented(kind, size), sharding, batch_size=GLOBAL_BATCH // world_size, **options
+        Augmented(kind, size),
+        sharding,
+        batch_size=GLOBAL_BATCH // world_size,
+        **options,
     )
     plan = plan_of(loader)
     found = []
@@ -130,7 +133,9 @@ def train(num_workers):
         "shard_evaluation": True,
     }
     brain = Classifier(
-        {"net": net}, lambda weights: torch.optim.Adam(weights, lr=0.01), run_opts=options
+        {"net": net},
+        lambda weights: torch.optim.Adam(weights, lr=0.01),
+        run_opts=options,
     )
     kwargs = {
         "batch_size": GLOBAL_BATCH // get_world_size(),

@@ -26,13 +26,24 @@ class Small(nn.Module):
     """
 
     def __init__(
-        self, most, on_rank=0, backward=False, norm=nn.Identity, noise=0.0, after=0, shrinks_at=0
+        self,
+        most,
+        on_rank=0,
+        backward=False,
+        norm=nn.Identity,
+        noise=0.0,
+        after=0,
+        shrinks_at=0,
     ):
         super().__init__()
         torch.manual_seed(7)
         self.shrinks_at = shrinks_at  # so many rows leave less memory behind
         self.net = nn.Sequential(
-            nn.Linear(3, 4), norm(4), nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)
+            nn.Linear(3, 4),
+            norm(4),
+            nn.Tanh(),
+            nn.Dropout(noise),
+            nn.Linear(4, 1),
         ).double()
         # DDP sends it, as it may move
         self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
@@ -122,7 +133,10 @@ def train(kind=Regression, most=100, loading=None, **options):
     brain = make(kind, most=most, **options)
     data = points(SAMPLES)
     result = brain.fit(
-        range(1, 4), data, data[:7], train_loader_kwargs=loading or {"shuffle": True}
+        range(1, 4),
+        data,
+        data[:7],
+        train_loader_kwargs=loading or {"shuffle": True},
     )
     return told(brain, result), sizes(brain), brain.seen
 
@@ -179,7 +193,10 @@ def assert_close(found, expected):
     assert [*found[0]] == [*expected[0]]
     for name, values in expected[0].items():
         torch.testing.assert_close(
-            torch.tensor(found[0][name]), torch.tensor(values), rtol=0, atol=1e-10
+            torch.tensor(found[0][name]),
+            torch.tensor(values),
+            rtol=0,
+            atol=1e-10,
         )
     assert found[1:3] == pytest.approx(expected[1:3], rel=1e-10)
     assert found[3]["train"] == pytest.approx(expected[3]["train"], rel=1e-10)
@@ -324,7 +341,9 @@ def test_on_one_process_batch_statistics_move_once():
 
 def test_without_a_lack_of_memory_the_answer_is_that_of_ddp(ranks):
     for (agreed, size, _), (plain, _, _) in zip(
-        ranks.run(train, world_size=2), ranks.run(train_plainly, world_size=2), strict=True
+        ranks.run(train, world_size=2),
+        ranks.run(train_plainly, world_size=2),
+        strict=True,
     ):
         assert_close(agreed, plain)
         assert size == (None, 1)
@@ -428,11 +447,17 @@ def lacks():
 
 @pytest.mark.parametrize(("case", "situation", "number"), lacks())
 def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(
-    ranks, case, situation, number
+    ranks,
+    case,
+    situation,
+    number,
 ):
     after, options, size = SITUATIONS[situation]
     for found, expected in ranks.run(
-        lack, {**NORMALISED[case], "after": after}, options, world_size=number
+        lack,
+        {**NORMALISED[case], "after": after},
+        options,
+        world_size=number,
     ):
         assert found == expected
         assert found[1][0] == size[number - 2]
@@ -442,7 +467,10 @@ def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ra
     # of the passes every other is in a backward pass
     given = {"places": {0: [1], 2: [0]}, "after": 7}
     for found, expected in ranks.run(
-        lack, given, {"activation_checkpointing": ["Sequential"]}, world_size=2
+        lack,
+        given,
+        {"activation_checkpointing": ["Sequential"]},
+        world_size=2,
     ):
         assert found == expected
         assert found[1][0] == 3
@@ -451,7 +479,9 @@ def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ra
 @pytest.mark.parametrize("case", quick(NORMALISED, 1))
 def test_synchronised_batch_norm_has_the_bits_of_the_size_that_fits(ranks, case):
     for found, size, expected, begun, _ in ranks.run(
-        both, {"most": 3, "model": NORMALISED[case]}, world_size=2
+        both,
+        {"most": 3, "model": NORMALISED[case]},
+        world_size=2,
     ):
         assert found == expected
         assert size == begun == (3, 2)
@@ -462,7 +492,11 @@ def test_synchronised_batch_norm_has_the_bits_of_the_size_that_fits(ranks, case)
 
 def go_on(folder, after, dies_at=None):
     brain = make(
-        Counting, folder, most=2, model={"after": after, "on_rank": 1}, ckpt_interval_steps=1
+        Counting,
+        folder,
+        most=2,
+        model={"after": after, "on_rank": 1},
+        ckpt_interval_steps=1,
     )
     brain.dies_at = dies_at
     counter = EpochCounter(3)
@@ -478,7 +512,10 @@ def go_on(folder, after, dies_at=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(("after", "dies_at"), [(0, 1), (3, 4), (3, 8)])
 def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_same_bits(
-    ranks, tmp_path, after, dies_at
+    ranks,
+    tmp_path,
+    after,
+    dies_at,
 ):
     whole = ranks.run(go_on, tmp_path / "whole", after, world_size=2)
     ranks.run(go_on, tmp_path / "parts", after, dies_at, world_size=2)

@@ -56,7 +56,10 @@ class Batches:
 
 def train(kind, factor=1, workers=0):
     brain = MaskedSum(
-        {"net": linear()}, sgd(0.01), None, {**QUIET, "grad_accumulation_factor": factor}
+        {"net": linear()},
+        sgd(0.01),
+        None,
+        {**QUIET, "grad_accumulation_factor": factor},
     )
     options = {
         "plan": {"batch_size": 2, "num_workers": workers},
@@ -66,7 +69,9 @@ def train(kind, factor=1, workers=0):
         "own": {},
     }[kind]
     result = brain.fit(
-        range(1, 3), Batches() if kind == "own" else Ragged(), train_loader_kwargs=options
+        range(1, 3),
+        Batches() if kind == "own" else Ragged(),
+        train_loader_kwargs=options,
     )
     return weights(brain), result.train_loss
 

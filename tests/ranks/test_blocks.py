@@ -167,7 +167,8 @@ def test_what_cannot_work_is_refused():
     )
     assert "a BatchNorm keeps its input only" in refused(["BatchNorm1d"])
     with pytest.raises(
-        ConfigError, match="does not work with data_parallel_backend=True: each GPU would"
+        ConfigError,
+        match="does not work with data_parallel_backend=True: each GPU would",
     ):
         checkpoint_blocks(
             torch.nn.ModuleDict(),
@@ -179,7 +180,8 @@ def test_a_buffer_that_moves_is_refused():
     net = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
     parametrizations.spectral_norm(net[0].inner)
     assert "a Block changes its buffer 'inner.parametrizations.weight.0._u'" in refused(
-        ["Block"], net
+        ["Block"],
+        net,
     )
 
 
@@ -202,7 +204,10 @@ def train_compiled(norm, **options):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, inside its compiler
             found, _ = train(
-                norm=norm, grad_accumulation_factor=2, compile_blocks=["Block"], **options
+                norm=norm,
+                grad_accumulation_factor=2,
+                compile_blocks=["Block"],
+                **options,
             )
     finally:
         torch.compile = compiled
@@ -214,15 +219,21 @@ def train_compiled(norm, **options):
 @pytest.mark.parametrize("checkpointed", [None, ["Block"]])
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 @pytest.mark.parametrize(
-    "strategy", [{"strategy": "ddp"}, {"strategy": "zero1"}, {"virtual_ranks": 2}], ids=str
+    "strategy",
+    [{"strategy": "ddp"}, {"strategy": "zero1"}, {"virtual_ranks": 2}],
+    ids=str,
 )
 def test_compiled_blocks_are_compiled_under_each_strategy_and_give_the_same_bits(
-    ranks, strategy, norm, checkpointed
+    ranks,
+    strategy,
+    norm,
+    checkpointed,
 ):
     """FSDP: tests/ranks/test_fsdp.py."""
     options = {"norm": norm == "batch", "activation_checkpointing": checkpointed, **strategy}
     for plain, found, graphs in ranks.run(
-        functools.partial(train_compiled, **options), world_size=2
+        functools.partial(train_compiled, **options),
+        world_size=2,
     ):
         assert found == plain
         assert graphs >= 3  # two sizes of batches, and the evaluation

@@ -61,7 +61,10 @@ def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
+            found[name],
+            value,
+            msg=lambda text, name=name: f"{name}: {text}",
+            **CLOSE,
         )
 
 
@@ -108,7 +111,11 @@ def train_own_fit_batch(joined, factor, cls_name):
 def test_o3_an_overridden_fit_batch_is_stepped_alike(ranks, world, factor, cls_name):
     expected, steps, losses = train_own_fit_batch(6, factor, cls_name)
     for found, steps_there, losses_there in ranks.run(
-        train_own_fit_batch, 6, factor, cls_name, world_size=world
+        train_own_fit_batch,
+        6,
+        factor,
+        cls_name,
+        world_size=world,
     ):
         assert_close(found, expected)
         assert steps_there == steps == 2 * math.ceil(5 / factor)
@@ -145,7 +152,10 @@ def test_whole_batches_are_dealt_out_and_a_repeated_one_weighs_nothing(ranks, nu
     # in one process: windows of as many batches
     expected, losses, _ = train_whole_batches(number, world)
     for found, losses_there, trained_on in ranks.run(
-        train_whole_batches, number, 1, world_size=world
+        train_whole_batches,
+        number,
+        1,
+        world_size=world,
     ):
         assert_close(found, expected)
         assert trained_on == 2 * math.ceil(number / world)
@@ -215,7 +225,8 @@ class Both(Regression):
 
     def compute_forward(self, batch, stage):
         return self.modules.net(batch[0]) + self.modules.net.encode(batch[0]).mean(
-            dim=1, keepdim=True
+            dim=1,
+            keepdim=True,
         )
 
 
@@ -348,7 +359,10 @@ def train_thawing():
     net = Encoder()
     net.inner.requires_grad_(requires_grad=False)
     brain = Thawing(
-        {"front": front, "net": net}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}
+        {"front": front, "net": net},
+        sgd(),
+        None,
+        {**QUIET, "grad_accumulation_factor": 2},
     )
     brain.fit([1, 2, 3, 4], points(18), train_loader_kwargs={"batch_size": 6 // world_size()})
     return brain.moments
@@ -422,7 +436,11 @@ def train_normalised(folder):
     net = linear()
     model = nn.ModuleList([norm, net])  # what a YAML gives to the checkpointer
     brain = Normalised(
-        {"norm": norm, "net": net}, sgd(), None, QUIET, Checkpointer(folder, {"model": model})
+        {"norm": norm, "net": net},
+        sgd(),
+        None,
+        QUIET,
+        Checkpointer(folder, {"model": model}),
     )
     brain.fit([1, 2], points(12), points(5), train_loader_kwargs={"batch_size": 6 // world_size()})
     saved = brain.checkpointer.save_checkpoint(name="done")
@@ -564,7 +582,10 @@ def count_host_reads(factor):
     # It reads the answers.
     make().fit([1], points(2), train_loader_kwargs={"batch_size": 1})
     brain = make(
-        ReadsCounted, opt=torch.optim.Adam, grad_accumulation_factor=factor, measure_steps="off"
+        ReadsCounted,
+        opt=torch.optim.Adam,
+        grad_accumulation_factor=factor,
+        measure_steps="off",
     )
     brain.fit([1], points(12), points(6), train_loader_kwargs={"batch_size": 2 // world_size()})
     return brain.reads, brain.evaluation_reads
@@ -701,7 +722,8 @@ def clipped_steps(per_step):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_share_of_clipped_steps_is_one_number_on_all_ranks_and_that_of_one_process(
-    ranks, world
+    ranks,
+    world,
 ):
     expected = clipped_steps(6)
     assert all(0 < clipped < 7 and share == clipped / 7 for clipped, share in expected)
@@ -796,7 +818,9 @@ KINDS = {
     "ready-made": lambda data: DataLoader(data, batch_size=2),
     "ready-made, shuffled": lambda data: DataLoader(data, batch_size=2, shuffle=True),
     "ready-made, sampler": lambda data: DataLoader(
-        data, batch_size=2, sampler=SequentialSampler(data)
+        data,
+        batch_size=2,
+        sampler=SequentialSampler(data),
     ),
     "ready-made, batches": lambda data: DataLoader(data, batch_sampler=Pairs(data)),
     "saveable": lambda data: make_dataloader(data, batch_size=2, shuffle=True),
@@ -838,7 +862,8 @@ def train_on_stream(kind, number, factor, cls_name="default"):
     kwargs = {"batch_size": 1}
     data = points(30)
     brain = make(
-        {"default": Regression, "own": OwnFitBatch}[cls_name], grad_accumulation_factor=factor
+        {"default": Regression, "own": OwnFitBatch}[cls_name],
+        grad_accumulation_factor=factor,
     )
     stream = cls(data[:number])
     if kind.endswith("ready-made"):
@@ -865,7 +890,8 @@ def sample_losses(number, factor, world):
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize(
-    "kind", ["Stream", "ShardableStream", "Stream, ready-made", ("Stream, made by the Brain")]
+    "kind",
+    ["Stream", "ShardableStream", "Stream, ready-made", ("Stream, made by the Brain")],
 )
 @pytest.mark.parametrize(("number", "world"), [(7, 2), (8, 2), (7, 3), (8, 3)])
 def test_d4_d5_streams_give_every_item_once_and_end_together(ranks, number, world, kind, factor):
@@ -947,7 +973,9 @@ def test_nominal_epochs_are_the_same_on_two_ranks(ranks):
 def train_on_divided_loader():
     def train_set(data):
         return DataLoader(
-            data[:8], batch_size=2, sampler=DistributedSampler(data[:8], shuffle=True)
+            data[:8],
+            batch_size=2,
+            sampler=DistributedSampler(data[:8], shuffle=True),
         )
 
     return positions(train_set, None)
@@ -1007,7 +1035,11 @@ class AsksMain(Regression):
 
 def ask_after_every_batch(folder, strategy):
     brain = make(
-        AsksMain, folder=folder, strategy=strategy, global_batch_size=3, micro_batch_size=1
+        AsksMain,
+        folder=folder,
+        strategy=strategy,
+        global_batch_size=3,
+        micro_batch_size=1,
     )
     brain.fit([1], points(7), train_loader_kwargs={"batch_size": 1})
     return brain.answers

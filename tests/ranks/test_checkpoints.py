@@ -348,7 +348,10 @@ def saved_by_each(folder, asynchronous, every_rank):
 @pytest.mark.parametrize("every_rank", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_save_checkpoint_returns_the_checkpoint_on_every_rank(
-    ranks, tmp_path, asynchronous, every_rank
+    ranks,
+    tmp_path,
+    asynchronous,
+    every_rank,
 ):
     (saved, is_newest), other = ranks.run(saved_by_each, tmp_path, asynchronous, every_rank)
     assert is_newest

@@ -45,7 +45,9 @@ class Net(nn.Module):
 def train(cls, factor, options):
     brain = make(cls, net=Net(), opt=sgd(momentum=0.9), grad_accumulation_factor=factor, **options)
     brain.fit(
-        [1, 2], points(22), train_loader_kwargs={"batch_size": 4 // world_size(), "shuffle": True}
+        [1, 2],
+        points(22),
+        train_loader_kwargs={"batch_size": 4 // world_size(), "shuffle": True},
     )
     return weights(brain), brain.optimizer_step, brain.losses
 
@@ -79,13 +81,18 @@ def test_the_options_change_no_number(ranks, name, cls, factor):
     """Also with a short last window, and a rank without a sample in the last batch."""
     expected, steps, losses = train(cls, factor, {})
     for found, steps_there, losses_there in ranks.run(
-        train, cls, factor, LEVERS[name], world_size=2
+        train,
+        cls,
+        factor,
+        LEVERS[name],
+        world_size=2,
     ):
         assert steps_there == steps
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, **CLOSE)
         assert [loss for *_, loss in losses_there] == pytest.approx(
-            [loss for *_, loss in losses], abs=1e-10
+            [loss for *_, loss in losses],
+            abs=1e-10,
         )
 
 
@@ -112,11 +119,19 @@ def sent_dtypes(cls, factor, options):
 @pytest.mark.parametrize(("cls", "factor"), [(Regression, 1), (OwnFitBatch, 3)])
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(
-    ranks, name, dtype, cls, factor
+    ranks,
+    name,
+    dtype,
+    cls,
+    factor,
 ):
     exact = train(cls, factor, {})[0]
     (first, sent), (second, _) = ranks.run(
-        sent_dtypes, cls, factor, {"ddp_comm_hook": name}, world_size=2
+        sent_dtypes,
+        cls,
+        factor,
+        {"ddp_comm_hook": name},
+        world_size=2,
     )
     assert dtype in sent
     for key, value in exact.items():
@@ -215,7 +230,11 @@ def train_mortal(folder, dies_at, options):
     counter = EpochCounter(2)
     given = {"opt": sgd(momentum=0.9), "ckpt_interval_steps": 2, "bucket_cap_mb": 0.001, **options}
     brain = make(
-        Mortal, net=Net().float(), folder=folder, recoverables={"counter": counter}, **given
+        Mortal,
+        net=Net().float(),
+        folder=folder,
+        recoverables={"counter": counter},
+        **given,
     )
     brain.dies_at = dies_at
     data = [(inputs.float(), target.float()) for inputs, target in points(36)]

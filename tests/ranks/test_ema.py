@@ -72,7 +72,11 @@ def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            value,
+            rtol=0,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -92,7 +96,8 @@ def test_the_average_is_that_of_one_process(ranks, tmp_path, world):
 
 
 def test_a_run_of_two_processes_continues_the_average_of_one_and_the_other_way_round(
-    ranks, tmp_path
+    ranks,
+    tmp_path,
 ):
     expected = train(tmp_path / "whole")
     assert train(tmp_path / "one", dies_at=(2, 6)) is None
@@ -114,5 +119,6 @@ def test_a_resumed_average_is_bit_identical_on_every_rank(ranks, tmp_path):
         assert_same(found["weights"], expected["weights"])
         assert found["losses"][-1] == expected["losses"][-1]
     assert train(tmp_path / "killed", epochs=2)["losses"] == pytest.approx(
-        whole[0]["losses"][-1:], rel=1e-10
+        whole[0]["losses"][-1:],
+        rel=1e-10,
     )

@@ -151,7 +151,10 @@ class Line(Brain):
 def train(net, rows, **options):
     run_opts = {"device": "cpu", "noprogressbar": True, **options}
     brain = Line(
-        {"net": net}, lambda parameters: torch.optim.SGD(parameters, lr=0.01), None, run_opts
+        {"net": net},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        None,
+        run_opts,
     )
     brain.fit([1], torch.ones(rows, 1), train_loader_kwargs={"batch_size": 2})
     return brain.optimizer_step
@@ -175,7 +178,8 @@ def test_reentrant_checkpointing_under_ddp_names_its_two_cures(ranks):
 def test_batch_normalization_of_one_row_hints_at_drop_last():
     norm = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     with pytest.raises(
-        DataError, match=r"Expected more than 1 value per channel .*drop_last=True.*eval\(\)"
+        DataError,
+        match=r"Expected more than 1 value per channel .*drop_last=True.*eval\(\)",
     ) as caught:
         train(norm, 5)
     assert isinstance(caught.value.__cause__, ValueError)

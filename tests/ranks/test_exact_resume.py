@@ -137,7 +137,11 @@ def train(folder, kind, dies_at, noisy, options=None):
     one_sided = options.pop("one_sided", False)
     inside = options.pop("inside", "")
     brain = Learner(
-        {"net": net}, optimizer, None, {**QUIET, "ckpt_interval_steps": 2, **options}, checkpointer
+        {"net": net},
+        optimizer,
+        None,
+        {**QUIET, "ckpt_interval_steps": 2, **options},
+        checkpointer,
     )
     brain.dies_at = dies_at
     brain.seen = []
@@ -191,10 +195,16 @@ def assert_bits(found, expected):
         ("plan", (2, 1), {"one_sided": True}),
         pytest.param("plan", (1, 4), {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
         pytest.param(
-            "plan", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow
+            "plan",
+            (2, 5),
+            {"inside": "all", "ckpt_interval_steps": 0},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow
+            "stream",
+            (2, 5),
+            {"inside": "all", "ckpt_interval_steps": 0},
+            marks=pytest.mark.slow,
         ),
         ("sampler", (2, 3), {}),
         pytest.param("stream", (1, 4), {}, marks=pytest.mark.slow),
@@ -239,7 +249,13 @@ def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path
     ],
 )
 def test_k13_another_number_of_ranks_takes_the_same_steps(
-    ranks, tmp_path, kind, before, after, dies_at, options
+    ranks,
+    tmp_path,
+    kind,
+    before,
+    after,
+    dies_at,
+    options,
 ):
     """As `before` processes would have: the same samples in every optimizer step, the same weights,
     in float64.
@@ -256,7 +272,8 @@ def test_k13_another_number_of_ranks_takes_the_same_steps(
     assert max(through) in again
     losses = [loss for *_, loss in found[2]]
     assert losses == pytest.approx(
-        [loss for *_, loss in whole[2][len(whole[2]) - len(losses) :]], rel=1e-10
+        [loss for *_, loss in whole[2][len(whole[2]) - len(losses) :]],
+        rel=1e-10,
     )
 
 
@@ -269,7 +286,8 @@ def test_k13_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_nobody(
-    ranks, tmp_path
+    ranks,
+    tmp_path,
 ):
     """The weights are right; the reported loss of that epoch is the main process's share for
     all.
@@ -282,7 +300,9 @@ def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_n
     assert max(later) < rank_state.WAIT_SECONDS
     ranks.run(train, tmp_path / "dead", "plan", (2, 5), False, options)
     for mine, expected in zip(
-        ranks.run(train, tmp_path / "dead", "plan", None, False, options), whole, strict=True
+        ranks.run(train, tmp_path / "dead", "plan", None, False, options),
+        whole,
+        strict=True,
     ):
         assert all(torch.equal(mine[0][name], value) for name, value in expected[0].items())
         assert mine[2][1:] == expected[2][len(expected[2]) - len(mine[2]) + 1 :]

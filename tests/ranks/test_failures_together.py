@@ -52,7 +52,8 @@ SCRIPT = """
 BOOM = r"ValueError: boom"
 TRACES = re.compile(r"^\[rank\d\]: Traceback", re.MULTILINE)  # of torchrun's own there is one more
 FIRST = re.compile(
-    r"^(?:ERROR: )?(?:\[rank: \d\] )?rank (\d) \([^ ]+, pid \d+\) failed first", re.MULTILINE
+    r"^(?:ERROR: )?(?:\[rank: \d\] )?rank (\d) \([^ ]+, pid \d+\) failed first",
+    re.MULTILINE,
 )
 
 
@@ -104,14 +105,18 @@ def test_the_same_exception_on_all_ranks_is_read_once(tmp_path, script, ranks, w
     root = summary.partition("Root Cause")[2]
     assert f"rank      : {first[0]} " in root
     assert re.search(
-        rf"\[rank{first[0]}\]: rank {first[0]} .* failed first, .*: {BOOM}\n=+\s*\Z", root
+        rf"\[rank{first[0]}\]: rank {first[0]} .* failed first, .*: {BOOM}\n=+\s*\Z",
+        root,
     ), "last"
 
 
 @pytest.mark.slow
 def test_with_nproc_it_is_the_same(tmp_path, script):
     run = Run(
-        python(script, "hparams.yaml", "--nproc=2"), tmp_path, {"HOW": "same"}, warm=True
+        python(script, "hparams.yaml", "--nproc=2"),
+        tmp_path,
+        {"HOW": "same"},
+        warm=True,
     ).wait()
     said, summary = of_ranks(run)
     assert run.code == 1
@@ -131,7 +136,8 @@ def test_another_exception_on_another_rank_is_told_beside_the_first(tmp_path, sc
         r"TRAIN of"
     )
     found = re.search(
-        line + rf" epoch 1 at step 1, at train.py:\d+ in fail: {errors[other]}\n", said
+        line + rf" epoch 1 at step 1, at train.py:\d+ in fail: {errors[other]}\n",
+        said,
     )
     assert found, said
     log = (tmp_path / found[1]).read_text()
@@ -167,7 +173,8 @@ def test_ranks_with_a_terminal_each_tell_it_in_each(tmp_path, script):
     place = r"at train.py:\d+ in fail: ValueError: boom"
     assert re.search(rf"rank \d \(.*\) failed first, {place}\s*\Z", first)
     assert re.search(
-        rf"rank \d \(.*\) failed after rank \d \(.*\), with the same traceback, {place}\s*\Z", other
+        rf"rank \d \(.*\) failed after rank \d \(.*\), with the same traceback, {place}\s*\Z",
+        other,
     )
 
 

@@ -24,7 +24,8 @@ def train(folder, options, main_alone):
 @pytest.mark.corner
 @pytest.mark.parametrize("main_alone", [False, True])
 @pytest.mark.parametrize(
-    "options", [STEPS, {**STEPS, "optimizer_step_limit": 8}, {**STEPS, "test_only": True}]
+    "options",
+    [STEPS, {**STEPS, "optimizer_step_limit": 8}, {**STEPS, "test_only": True}],
 )
 def test_what_fit_returns_is_the_same_on_every_rank(ranks, options, main_alone, tmp_path):
     [alone] = ranks.run(train, tmp_path / "1", options, main_alone, world_size=1)

@@ -180,7 +180,11 @@ def close(one, other, tolerance=1e-10):
     assert one["told"] == pytest.approx(other["told"], rel=tolerance, abs=tolerance)
     for name, value in one["weights"].items():
         torch.testing.assert_close(
-            value, other["weights"][name], rtol=tolerance, atol=tolerance, msg=name
+            value,
+            other["weights"][name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=name,
         )
 
 
@@ -247,10 +251,13 @@ def count_reduce_scatters(**options):
 
 
 @pytest.mark.parametrize(
-    ("keeps_whole", "per_step"), [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)]
+    ("keeps_whole", "per_step"),
+    [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)],
 )
 def test_whole_gradients_are_divided_once_per_step_instead_of_in_each_micro_batch(
-    ranks, keeps_whole, per_step
+    ranks,
+    keeps_whole,
+    per_step,
 ):
     """Two blocks and the rest."""
     count = functools.partial(count_reduce_scatters, fsdp_whole_gradients=keeps_whole)
@@ -370,7 +377,11 @@ def test_a_run_goes_on_from_and_to_other_strategies(ranks, tmp_path, before, aft
         assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
         for name, value in expected["weights"].items():
             torch.testing.assert_close(
-                result["weights"][name], value, rtol=1e-10, atol=1e-10, msg=name
+                result["weights"][name],
+                value,
+                rtol=1e-10,
+                atol=1e-10,
+                msg=name,
             )
 
 
@@ -490,7 +501,8 @@ def fit_one(name):
         return fit(TwoNets, {"net": make_net(), "other": other()})
     if name == "a frozen net":
         return fit(
-            TwoNets, {"net": make_net(), "other": other().requires_grad_(requires_grad=False)}
+            TwoNets,
+            {"net": make_net(), "other": other().requires_grad_(requires_grad=False)},
         )
     if name == "batch norm":
         return fit(Classifier, {"net": make_net(norm=True)}, samples=36)
@@ -569,7 +581,7 @@ def fails(kind):
     net = make_net()
     if kind is InAnObject:
         net.register_forward_hook(
-            lambda _module, _inputs, outputs: types.SimpleNamespace(scores=outputs)
+            lambda _module, _inputs, outputs: types.SimpleNamespace(scores=outputs),
         )
     return message_of(kind, BatchError, None, {"net": net})
 
@@ -738,7 +750,10 @@ def test_a_save_by_the_main_process_alone_is_an_error(ranks, tmp_path):
 
 def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
     for message in ranks.run(
-        message_of, LooksInside, (CheckpointError, MainProcessError), tmp_path
+        message_of,
+        LooksInside,
+        (CheckpointError, MainProcessError),
+        tmp_path,
     ):
         assert "each rank has a part of its tensors" in message
         assert "ddpkit.checkpoints.whole_state_dict" in message
@@ -775,7 +790,11 @@ class GathersAlone(Classifier):
 
 def test_whole_states_for_the_main_process_alone_are_an_error(ranks):
     for message in ranks.run(
-        message_of, GathersAlone, (LaunchError, MainProcessError), None, timeout=60
+        message_of,
+        GathersAlone,
+        (LaunchError, MainProcessError),
+        None,
+        timeout=60,
     ):
         assert "whole_state_dict was called inside main-only code (run_on_main" in message
 
@@ -817,10 +836,14 @@ def evaluate_sharded(folder=None, *, predicts=False, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str
+    "options",
+    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}],
+    ids=str,
 )
 def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(
-    ranks, tmp_path, options
+    ranks,
+    tmp_path,
+    options,
 ):
     make(folder=tmp_path, strategy="auto")[0].checkpointer.save_checkpoint()
     expected = pytest.approx(evaluate_sharded(tmp_path), rel=1e-10)
@@ -829,7 +852,8 @@ def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(
-    ranks, strategy
+    ranks,
+    strategy,
 ):
     for found in ranks.run(
         functools.partial(evaluate_sharded, shard_evaluation=True, strategy=strategy)
@@ -844,7 +868,11 @@ def messages(folder):
     return [
         message_of(Outside, ConfigError, folder / "a"),
         message_of(
-            Classifier, ConfigError, folder / "c", {"net": make_tied()}, fsdp_blocks=["Block"]
+            Classifier,
+            ConfigError,
+            folder / "c",
+            {"net": make_tied()},
+            fsdp_blocks=["Block"],
         ),
         message_of(Classifier, ConfigError, folder / "d", fsdp_blocks=["Blok"]),
         message_of(Sharded, ConfigError, folder / "e", strategy="fsdp"),
@@ -854,7 +882,11 @@ def messages(folder):
         message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
         message_of(Orthogonal, ConfigError, folder / "i", matrix()),
         message_of(
-            Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4
+            Classifier,
+            ConfigError,
+            folder / "j",
+            auto_micro_batch=True,
+            global_batch_size=4,
         ),
     ]
 
@@ -915,7 +947,8 @@ def test_a_model_on_the_meta_device_has_the_values_of_one_process(ranks, world_s
     alone = train_from_meta(strategy="auto")
     for strategy in ("fsdp", "zero1"):
         for one in ranks.run(
-            functools.partial(train_from_meta, strategy=strategy), world_size=world_size
+            functools.partial(train_from_meta, strategy=strategy),
+            world_size=world_size,
         ):
             close(one, alone)
 
@@ -932,7 +965,9 @@ def test_a_run_from_the_meta_device_goes_on(ranks, tmp_path):
         functools.partial(train_from_meta, tmp_path / "part", dies_at=(2, 5), ckpt_interval_steps=1)
     )
     for one, other in zip(
-        ranks.run(functools.partial(train_from_meta, tmp_path / "part")), whole, strict=True
+        ranks.run(functools.partial(train_from_meta, tmp_path / "part")),
+        whole,
+        strict=True,
     ):
         for name, value in other["weights"].items():
             assert torch.equal(one["weights"][name], value), name

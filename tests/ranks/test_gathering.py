@@ -116,7 +116,11 @@ def test_d7_every_sample_once_in_dataset_order_on_every_rank(ranks, world, shard
     for size in sorted({1, max(world - 1, 1), world, world + 1, 17}):
         for kwargs in ({"batch_size": 2}, {"batch_size": 3, "shuffle": True}):
             for [(stage, loss, found)] in ranks.run(
-                evaluate, size, shard, kwargs, world_size=world
+                evaluate,
+                size,
+                shard,
+                kwargs,
+                world_size=world,
             ):
                 assert stage == "TEST"
                 assert math.isfinite(loss)
@@ -409,7 +413,8 @@ def evaluate_stream(size, shard, divides, workers):
 
     brain.on_stage_end = ids
     brain.evaluate(
-        Numbers(size, divides), test_loader_kwargs={"batch_size": 2, "num_workers": workers}
+        Numbers(size, divides),
+        test_loader_kwargs={"batch_size": 2, "num_workers": workers},
     )
     return brain.found
 
@@ -433,7 +438,8 @@ def evaluate_stream_by_batch(size, divides, workers):
     brain = make(Collect, shard_evaluation=True)
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: None
     brain.evaluate(
-        Numbers(size, divides), test_loader_kwargs={"batch_size": 3, "num_workers": workers}
+        Numbers(size, divides),
+        test_loader_kwargs={"batch_size": 3, "num_workers": workers},
     )
     alone = brain.gather(brain.rows)
     both = brain.gather({"ids": brain.ids, "rows": brain.rows})
@@ -566,7 +572,9 @@ def views():
         brain.gather([{"row": large[0]}, {"row": large[1]}])
         brain.gather(large[:2])
         brain.progress.seen = Seen(
-            Stage.TEST, shard(range(1000), Sharding(brain.rank, 2), batch_size=500), divided=True
+            Stage.TEST,
+            shard(range(1000), Sharding(brain.rank, 2), batch_size=500),
+            divided=True,
         )
         brain.progress.seen.close(1)
         brain.gather([large[0, : index % 3] for index in range(500)])  # many small ones
@@ -605,7 +613,8 @@ def predict(size, cls, kwargs, stream=False):
 
 
 @pytest.mark.parametrize(
-    "world", [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))]
+    "world",
+    [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))],
 )
 def test_predictions_are_those_of_one_process(ranks, world):
     for size in (1, 3, 17):

@@ -103,7 +103,9 @@ def assert_equals_one_process(ranks, cls, world_size, options, is_own=False, ada
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}], ids=str
+    "options",
+    [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}],
+    ids=str,
 )
 @pytest.mark.parametrize("is_own", [False, True])
 def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_own):
@@ -114,7 +116,11 @@ def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_
 @pytest.mark.parametrize("is_own", [False, True])
 def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
     assert_equals_one_process(
-        ranks, EveryOther, world_size, {"find_unused_parameters": True}, is_own
+        ranks,
+        EveryOther,
+        world_size,
+        {"find_unused_parameters": True},
+        is_own,
     )
 
 
@@ -136,11 +142,15 @@ class InOddSteps(Regression):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow)], ids=str
+    "options",
+    [{}, pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow)],
+    ids=str,
 )
 @pytest.mark.parametrize("is_own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_parameter_that_no_batch_of_a_step_uses_is_not_moved_by_decay_or_momentum(
-    ranks, options, is_own
+    ranks,
+    options,
+    is_own,
 ):
     """Where gradients are averaged as the optimizers step, no process has one of it: a zero would
     move it.
@@ -241,7 +251,9 @@ def choose(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}], ids=str
+    "options",
+    [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}],
+    ids=str,
 )
 def test_ranks_that_use_different_entries_are_told_at_the_end_of_the_pass(ranks, options):
     """DDP itself mixes their gradients without a word."""
@@ -254,7 +266,8 @@ def wrap_by_hand():
     modules = {"net": nn.parallel.DistributedDataParallel(nn.Linear(3, 1).double())}
     with pytest.raises(ConfigError) as caught:
         Regression(modules, sgd(lr=0.1), None, {**QUIET, "global_batch_size": 8}).fit(
-            [1], points(16)
+            [1],
+            points(16),
         )
     return str(caught.value)
 
@@ -290,7 +303,10 @@ def grow(at, options):
     torch.manual_seed(4)
     sizes = {"global_batch_size": 12}
     brain = Grows(
-        {"net": nn.Linear(3, 1).double()}, sgd(lr=0.1), None, {**QUIET, **sizes, **options}
+        {"net": nn.Linear(3, 1).double()},
+        sgd(lr=0.1),
+        None,
+        {**QUIET, **sizes, **options},
     )
     brain.at = at
     brain.fit([1, 2, 3], points(48), train_loader_kwargs={"shuffle": True})

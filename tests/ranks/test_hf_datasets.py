@@ -69,7 +69,8 @@ def as_pipeline(seed=3):
     halves = [table().select(part).to_iterable_dataset() for part in (range(13), range(13, 26))]
     shuffled = halves[0].shuffle(seed=seed, buffer_size=4).map(double)
     return interleave_datasets(
-        [shuffled, halves[1]], stopping_strategy="all_exhausted"
+        [shuffled, halves[1]],
+        stopping_strategy="all_exhausted",
     ).with_format("torch"), {}
 
 
@@ -83,11 +84,20 @@ def split_by_node():
 
 @pytest.mark.parametrize(("num_workers", "augment"), [(0, False), (2, True)])
 def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
-    own_ranks, tmp_path, num_workers, augment
+    own_ranks,
+    tmp_path,
+    num_workers,
+    augment,
 ):
     alone, two = (
         run_through_and_killed(
-            own_ranks, tmp_path / str(world), world, as_set, num_workers, augment, **STEP
+            own_ranks,
+            tmp_path / str(world),
+            world,
+            as_set,
+            num_workers,
+            augment,
+            **STEP,
         )
         for world in (1, 2)
     )
@@ -99,7 +109,14 @@ def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
 def test_a_stream_of_one_shard_is_dealt_out(own_ranks, tmp_path, buffer):
     alone, two = (
         run_through_and_killed(
-            own_ranks, tmp_path / str(world), world, as_stream, 1, 0, buffer, **STEP
+            own_ranks,
+            tmp_path / str(world),
+            world,
+            as_stream,
+            1,
+            0,
+            buffer,
+            **STEP,
         )
         for world in (1, 2)
     )
@@ -108,14 +125,26 @@ def test_a_stream_of_one_shard_is_dealt_out(own_ranks, tmp_path, buffer):
 
 
 @pytest.mark.parametrize(
-    ("shards", "num_workers", "buffer"), [(4, 0, 0), (4, 0, 5), (4, 2, 5), (3, 2, 0)]
+    ("shards", "num_workers", "buffer"),
+    [(4, 0, 0), (4, 0, 5), (4, 2, 5), (3, 2, 0)],
 )
 def test_a_stream_of_several_shards_divides_itself_and_goes_on_inside_an_epoch(
-    own_ranks, tmp_path, shards, num_workers, buffer
+    own_ranks,
+    tmp_path,
+    shards,
+    num_workers,
+    buffer,
 ):
     """Three shards are too few for two ranks with two workers each: they are dealt out."""
     _, _, steps = run_through_and_killed(
-        own_ranks, tmp_path, 2, as_stream, shards, num_workers, buffer, **STEP
+        own_ranks,
+        tmp_path,
+        2,
+        as_stream,
+        shards,
+        num_workers,
+        buffer,
+        **STEP,
     )
     assert each_once(steps)
     if buffer:
@@ -125,13 +154,24 @@ def test_a_stream_of_several_shards_divides_itself_and_goes_on_inside_an_epoch(
 
 @pytest.mark.parametrize(("shards", "num_workers", "buffer"), [(1, 0, 5), (6, 0, 0), (6, 2, 5)])
 def test_a_stream_has_the_same_bits_with_virtual_ranks(
-    own_ranks, tmp_path, shards, num_workers, buffer
+    own_ranks,
+    tmp_path,
+    shards,
+    num_workers,
+    buffer,
 ):
     """Each of the six virtual ranks has a shard, whichever process reads it."""
     given = {"virtual_ranks": 6, "global_batch_size": 12, "dies_at": (2, 2)}
     alone, *more = (
         run_through_and_killed(
-            own_ranks, tmp_path / str(world), world, as_stream, shards, num_workers, buffer, **given
+            own_ranks,
+            tmp_path / str(world),
+            world,
+            as_stream,
+            shards,
+            num_workers,
+            buffer,
+            **given,
         )
         for world in (1, 2, 3)
     )
@@ -157,7 +197,14 @@ def test_a_buffer_inside_of_a_pipeline_is_found(own_ranks, tmp_path):
 def test_a_shuffle_without_a_seed_is_refused_on_several_ranks(own_ranks, tmp_path):
     with pytest.raises(RankPoolError) as caught:
         own_ranks.run(
-            train, str(tmp_path), as_stream, (4, 0, 5, None), None, {}, world_size=2, env=OFFLINE
+            train,
+            str(tmp_path),
+            as_stream,
+            (4, 0, 5, None),
+            None,
+            {},
+            world_size=2,
+            env=OFFLINE,
         )
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "RankMismatchError"
@@ -184,7 +231,10 @@ def resumed_with_another_shuffle(folder):
 
 def test_a_resume_with_another_shuffle_is_told(own_ranks, tmp_path):
     ((told,),) = own_ranks.run(
-        resumed_with_another_shuffle, str(tmp_path), world_size=1, env=OFFLINE
+        resumed_with_another_shuffle,
+        str(tmp_path),
+        world_size=1,
+        env=OFFLINE,
     )
     assert "shuffle (give it a seed)" in told
 
@@ -203,7 +253,14 @@ def first_half(row):
 def test_a_rank_whose_shard_is_empty_ends_all_ranks(own_ranks, tmp_path):
     with pytest.raises(RankPoolError) as caught:
         own_ranks.run(
-            train, str(tmp_path), empty_for_one_rank, (), None, {}, world_size=2, env=OFFLINE
+            train,
+            str(tmp_path),
+            empty_for_one_rank,
+            (),
+            None,
+            {},
+            world_size=2,
+            env=OFFLINE,
         )
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "DataError"

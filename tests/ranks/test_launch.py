@@ -122,7 +122,9 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
     dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False).wait(["ddpkit/here/1"])
     second = start(folders[1], srun("2", 3, **place)[:2])
     for run, words in zip(
-        second, (f"port {port} of MASTER_PORT is taken", ("two processes are rank 1")), strict=True
+        second,
+        (f"port {port} of MASTER_PORT is taken", ("two processes are rank 1")),
+        strict=True,
     ):
         run.wait(50)
         assert run.code == 1
@@ -303,13 +305,17 @@ def test_a_backend_without_timeouts_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(process_group, "is_distributed_initialized", lambda: True)
     monkeypatch.setattr(
-        process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=NoTimeouts()))
+        process_group,
+        "dist",
+        SimpleNamespace(group=SimpleNamespace(WORLD=NoTimeouts())),
     )
     shorten_timeout(5)
     assert asked == [timedelta(seconds=5)]
     # an older torch
     monkeypatch.setattr(
-        process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object()))
+        process_group,
+        "dist",
+        SimpleNamespace(group=SimpleNamespace(WORLD=object())),
     )
     shorten_timeout(5)
 

@@ -191,7 +191,8 @@ def test_a_stream_that_is_the_same_but_for_noise_is_dealt_out(ranks, kind, num_w
     size = 1 if kind is Short else SIZE
     assert not any(isinstance(found, str) for found, _ in results), results[0][0]
     assert Counter(itertools.chain.from_iterable(found for found, _ in results)) == dict.fromkeys(
-        range(size), epochs
+        range(size),
+        epochs,
     )
     assert any(warnings for _, warnings in results) == (kind is Noisy)
 
@@ -281,7 +282,9 @@ def test_a_dataset_of_each_ranks_own_files_is_told(ranks, noise, num_workers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("noise", [None, "seeded", "own"])
 def test_the_same_dataset_on_all_ranks_is_divided_whatever_noise_it_draws(
-    ranks, noise, num_workers
+    ranks,
+    noise,
+    num_workers,
 ):
     results = ranks.run(train_on_files, False, noise, num_workers, world_size=2)
     assert not any(isinstance(found, str) for found, *_ in results), results[0][0]

@@ -93,7 +93,8 @@ def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, size, cls, more):
         for key, value in expected.items():
             torch.testing.assert_close(mine[key], value, **CLOSE)
         assert [loss for *_, loss in losses_there] == pytest.approx(
-            [loss for *_, loss in losses], abs=1e-10
+            [loss for *_, loss in losses],
+            abs=1e-10,
         )
 
 
@@ -131,7 +132,9 @@ class Simulated:
     def backward(self, batch):
         size = len(self.nets)
         for net, share in zip(
-            self.nets, torch.tensor_split(torch.arange(len(batch)), size), strict=True
+            self.nets,
+            torch.tensor_split(torch.arange(len(batch)), size),
+            strict=True,
         ):
             rows = [batch[k] for k in share]
             inputs, targets = (torch.stack(part) for part in zip(*(rows or batch[:1]), strict=True))
@@ -218,7 +221,11 @@ class Centred(nn.Module):
 def normed():
     torch.manual_seed(2)
     return nn.Sequential(
-        Centred(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)
+        Centred(),
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.2),
+        nn.Linear(4, 1),
     ).double()
 
 
@@ -270,7 +277,10 @@ def assert_resumed(ranks, tmp_path, at, options, size, begin=train_mortal):
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(2, 7), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_a_run_that_died_between_averages_is_resumed_with_the_same_bits(
-    ranks, tmp_path, dies_at, size
+    ranks,
+    tmp_path,
+    dies_at,
+    size,
 ):
     """It goes on from the newest save, which came at an average and not after two steps as asked
     for.
@@ -286,7 +296,8 @@ def test_a_stop_waits_for_the_next_average(ranks, tmp_path):
 
 
 def test_a_stop_waits_for_the_average_at_the_end_of_an_epoch_where_none_comes_before(
-    ranks, tmp_path
+    ranks,
+    tmp_path,
 ):
     """Without a validation nothing else ends the run before the next epoch."""
     options = {"local_sgd_period": 1000}
@@ -370,7 +381,12 @@ def half():
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     brain = make(
-        net=net, opt=adamw, precision="bf16", **LOCAL, local_sgd_start=3, local_sgd_period=4
+        net=net,
+        opt=adamw,
+        precision="bf16",
+        **LOCAL,
+        local_sgd_start=3,
+        local_sgd_period=4,
     )
     data = [(inputs.float(), inputs.float().sum(0, keepdim=True)) for inputs, _ in points(64)]
     brain.fit(range(1, 7), data, train_loader_kwargs={"batch_size": 4})
@@ -500,7 +516,10 @@ class UsesMore(Regression):
 
 def uneven():
     brain = UsesMore(
-        {"net": net_of(), "other": net_of()}, adamw, None, {**QUIET, **LOCAL, "local_sgd_period": 2}
+        {"net": net_of(), "other": net_of()},
+        adamw,
+        None,
+        {**QUIET, **LOCAL, "local_sgd_period": 2},
     )
     with pytest.raises(RankMismatchError) as caught:
         brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})

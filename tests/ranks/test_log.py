@@ -64,7 +64,11 @@ def fit(options=None):
     brain.dies_at = dies_at
     try:
         result = brain.fit(
-            counter, DATA, VALID, train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 3}
+            counter,
+            DATA,
+            VALID,
+            train_loader_kwargs=kwargs,
+            valid_loader_kwargs={"batch_size": 3},
         )
     except Killed:
         return None

@@ -109,7 +109,9 @@ def own(cls, *, without_sync):
     def fit_batch(self, batch):
         with self.no_sync(without_sync and not self.should_step):
             loss = self.compute_objectives(
-                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+                self.compute_forward(batch, Stage.TRAIN),
+                batch,
+                Stage.TRAIN,
             )
             self.backward(loss)
         if self.should_step:
@@ -188,13 +190,19 @@ def test_with_other_options(ranks, cls, options, batches, world_size):
 def test_a_layer_that_other_batches_leave_out(ranks, options, batches, world_size):
     options = {**options, "find_unused_parameters": True}
     assert_equals_one_process(
-        ranks, Chooses, world_size, options, per_step=2 * batches * world_size
+        ranks,
+        Chooses,
+        world_size,
+        options,
+        per_step=2 * batches * world_size,
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}], ids=str
+    "options",
+    [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}],
+    ids=str,
 )
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("cls", [Sparse, Sums, Divides, OneEntry])
@@ -235,7 +243,15 @@ def refused(cls, options):
 
 def test_a_static_graph_has_no_such_batch(ranks):
     outcomes = ranks.outcomes(
-        train, Sparse, 2, {"static_graph": True}, None, 4, 24, ALL, world_size=2
+        train,
+        Sparse,
+        2,
+        {"static_graph": True},
+        None,
+        4,
+        24,
+        ALL,
+        world_size=2,
     )
     assert {one.ok for one in outcomes} == {False}
     assert all("static_graph=True promises" in one.error for one in outcomes)
@@ -245,7 +261,15 @@ def test_a_static_graph_has_no_such_batch(ranks):
 @pytest.mark.slow
 def test_fsdp_says_what_to_return(ranks):
     outcomes = ranks.outcomes(
-        train, Sparse, 2, {"strategy": "fsdp"}, None, 4, 24, ALL, world_size=2
+        train,
+        Sparse,
+        2,
+        {"strategy": "fsdp"},
+        None,
+        4,
+        24,
+        ALL,
+        world_size=2,
     )
     assert all("0.0 * outputs.sum()" in one.error for one in outcomes), outcomes
 

@@ -26,7 +26,10 @@ def train(joined, factor, number, run_opts):
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.parametrize(("factor", "number"), [(1, 24), (3, 24), (2, 25), (1, 29)])
 def test_schedules_step_once_per_optimizer_step_whatever_the_world_size(
-    ranks, rule, factor, number
+    ranks,
+    rule,
+    factor,
+    number,
 ):
     run_opts = {"lr_scaling": rule, "reference_batch_size": 3}
     [(rates, steps, scale, expected)] = ranks.run(train, 6, factor, number, run_opts, world_size=1)

@@ -331,7 +331,8 @@ def test_d3_a_value_that_does_not_pickle(ranks, make, what):
 
 def test_d3_a_value_that_does_not_unpickle(ranks):
     (main_none, main_said), (other_none, other_said) = ranks.run(
-        awkward, functools.partial(Awkward, "load")
+        awkward,
+        functools.partial(Awkward, "load"),
     )
     assert (main_none, other_none, main_said) == (False, True, [])
     (warning,) = other_said
@@ -553,7 +554,9 @@ def over_a_file(path):
 
 def test_a_group_over_a_file(ranks, tmp_path):
     (main, main_error, everybody), (other, other_error, _) = ranks.run(
-        over_a_file, str(tmp_path / "store"), init=False
+        over_a_file,
+        str(tmp_path / "store"),
+        init=False,
     )
     assert (main, other) == ([1, 2, 3], [1, 3])
     assert (main_error, other_error) == ("KeyError", "MainProcessError")

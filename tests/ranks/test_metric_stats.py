@@ -17,7 +17,7 @@ class Scored(Regression):
 
     def on_stage_start(self, stage, epoch=None):
         self.stats = MetricStats(
-            lambda predictions, targets: (predictions - targets).square().mean(1)
+            lambda predictions, targets: (predictions - targets).square().mean(1),
         )
 
     def compute_objectives(self, predictions, batch, stage):

@@ -121,7 +121,11 @@ class TorchMetric(torch.nn.Module):
             self.pieces += list(values)
 
     def sync(
-        self, dist_sync_fn=None, process_group=None, should_sync=True, distributed_available=None
+        self,
+        dist_sync_fn=None,
+        process_group=None,
+        should_sync=True,
+        distributed_available=None,
     ):
         if self._is_synced and should_sync:
             raise RuntimeError("The Metric has already been synced.")
@@ -290,7 +294,8 @@ def on_main_alone(kind):
     if kind == "undivided" and if_main_process():
         assert metric.compute() == 2.0  # one rank alone may
     with pytest.raises(
-        LaunchError if if_main_process() else Exception, match="main-only code"
+        LaunchError if if_main_process() else Exception,
+        match="main-only code",
     ) as caught:
         run_on_main(metric.compute, kwargs={"reduce": True} if kind == "undivided" else {})
     return str(caught.value)

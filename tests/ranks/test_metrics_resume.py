@@ -30,7 +30,8 @@ class Counting(Brain):
         errors = (predictions - batch[1]).square()
         if stage is Stage.TRAIN:
             self.accuracy.update(
-                (errors < 1).long().flatten(), torch.ones(len(errors), dtype=torch.long)
+                (errors < 1).long().flatten(),
+                torch.ones(len(errors), dtype=torch.long),
             )
             self.hparams.mean.update(errors.mean(), len(errors))
             self.seen.update(torch.tensor(float(len(errors))))
@@ -62,7 +63,11 @@ def train(folder, dies_at=None):
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     hparams = {"mean": Mean()}
     brain = Counting(
-        {"net": net}, lambda of: torch.optim.SGD(of, lr=0.1), hparams, OPTIONS, checkpointer
+        {"net": net},
+        lambda of: torch.optim.SGD(of, lr=0.1),
+        hparams,
+        OPTIONS,
+        checkpointer,
     )
     brain.dies_at = dies_at
     try:
@@ -100,7 +105,8 @@ def save_a_metric(folder, when):
         checkpointer.recoverables["seen"] = Sum()  # by hand
     try:
         checkpointer.save_checkpoint() if when == "saved" else checkpointer.add_recoverable(
-            "seen", Sum()
+            "seen",
+            Sum(),
         )
     except CheckpointError as error:
         return str(error)
@@ -109,7 +115,9 @@ def save_a_metric(folder, when):
 
 @pytest.mark.parametrize("when", ["saved", "added"])
 def test_a_metric_that_is_given_to_the_checkpointer_is_refused_on_several_ranks(
-    ranks, tmp_path, when
+    ranks,
+    tmp_path,
+    when,
 ):
     assert ranks.run(save_a_metric, tmp_path, when, world_size=1) == [""]
     for message in ranks.run(save_a_metric, tmp_path, when):

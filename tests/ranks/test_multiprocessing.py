@@ -117,7 +117,8 @@ def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tm
     who = "rank [01]" if "all" in fault else "rank 1"
     if fault == "raise":  # multiprocessing shows nobody what ended it outside of fit
         assert re.search(
-            "ValueError: boom from the fault|rank 1, which has come to its end", run.err
+            "ValueError: boom from the fault|rank 1, which has come to its end",
+            run.err,
         ), run.err
         return
     assert re.search(

@@ -50,7 +50,8 @@ def facts(folder: Path, processes: int) -> list[list[str]]:
 
 def ready(folder: Path, processes: int) -> bool:
     return wait_until(
-        lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60
+        lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)),
+        60,
     )
 
 
@@ -107,7 +108,8 @@ def test_nproc_by_module_and_from_the_yaml_device(tmp_path):
     write(tmp_path)
     (tmp_path / "h.yaml").write_text("device: cpu\n")
     run = Run(
-        python("-W", "error::ResourceWarning", "-m", "train", "h.yaml", "--nproc", "2"), tmp_path
+        python("-W", "error::ResourceWarning", "-m", "train", "h.yaml", "--nproc", "2"),
+        tmp_path,
     ).wait()
     assert run.code == 0, run.err
     assert len(facts(tmp_path, 2)) == 2
@@ -233,7 +235,8 @@ def test_nproc_needs_a_script(tmp_path):
     script = write(tmp_path)
     code = (tmp_path / script).read_text()
     run = Run(
-        ["bash", "-c", f"{python()[0]} - {' '.join(WORDS)} --nproc=2 < {script}"], tmp_path
+        ["bash", "-c", f"{python()[0]} - {' '.join(WORDS)} --nproc=2 < {script}"],
+        tmp_path,
     ).wait()
     assert "--nproc starts the running script again, and there is none" in run.tail(1), run.err
     body = code.replace("parse_arguments()", "parse_arguments(['h.yaml', '--nproc=2'])")

@@ -106,7 +106,10 @@ def by_hand(cls):
     torch.manual_seed(4)
     net = nn.Linear(3, 1).double()
     brain = type("Plain", (Regression,), {"compute_objectives": cls.compute_objectives})(
-        {"net": net}, None, None, {**QUIET, "global_batch_size": 12}
+        {"net": net},
+        None,
+        None,
+        {**QUIET, "global_batch_size": 12},
     )
     optimizer = sgd(lr=0.1)(net.parameters())
     norms = []
@@ -131,7 +134,10 @@ def expected(cls):
 
 def assert_as_by_hand(found, cls):
     torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64), expected(cls), rtol=1e-9, atol=1e-9
+        torch.tensor(found, dtype=torch.float64),
+        expected(cls),
+        rtol=1e-9,
+        atol=1e-9,
     )
 
 
@@ -151,7 +157,9 @@ def test_it_clips_means_on_two_processes(ranks, options):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("micro", [None, 1])
 @pytest.mark.parametrize(
-    "options", [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 6}], ids=str
+    "options",
+    [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 6}],
+    ids=str,
 )
 @pytest.mark.parametrize("cls", [Clips, ClipsSums])
 def test_it_clips_means_with_other_options(ranks, cls, options, micro, world_size):
@@ -191,5 +199,8 @@ def test_the_optimizers_that_step_may_be_chosen_in_it(ranks):
     weights = expected(ClipsSums)[-4:]
     for found in [train(OneByOne, {}), *ranks.run(train, OneByOne, {}, world_size=2)]:
         torch.testing.assert_close(
-            torch.tensor(found, dtype=torch.float64), weights, rtol=1e-9, atol=1e-9
+            torch.tensor(found, dtype=torch.float64),
+            weights,
+            rtol=1e-9,
+            atol=1e-9,
         )

@@ -28,7 +28,9 @@ from tests.rank_pool import RankPoolError
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
 SHOWN = {}
 for block in re.findall(
-    r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    r"^```python\n(.*?)^```",
+    PAGE.read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
 ):
     exec(block, SHOWN)
 
@@ -83,7 +85,10 @@ def train(name, number, joined, factor, streams=False, normalised=False):
     """Train two epochs; ``joined`` samples are a micro-batch of all ranks."""
     options = {**QUIET, "grad_accumulation_factor": factor, "max_grad_norm": 1e6}
     brain = RECIPES[name](
-        modules_of(name, normalised=normalised), sgd(lr=0.05, momentum=0.9), None, options
+        modules_of(name, normalised=normalised),
+        sgd(lr=0.05, momentum=0.9),
+        None,
+        options,
     )
     kwargs = {"batch_size": joined // world_size()}
     losses = []
@@ -101,7 +106,10 @@ SIZES = [(13, 2), (13, 3), (11, 3), (5, 1)]
 @pytest.mark.parametrize(("number", "factor"), SIZES)
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens", "Gan"])
 def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes(
-    ranks, name, number, factor
+    ranks,
+    name,
+    number,
+    factor,
 ):
     expected, steps, losses = train(name, number, 4, factor)
     for found, steps_there, losses_there in ranks.run(train, name, number, 4, factor):
@@ -237,7 +245,10 @@ def count_all_reduces(name, factor):
 
     modules = modules_of("Gan") if name == "Gan" else {"net": linear()}
     brain = RECIPES[name](
-        modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "measure_steps": "off"}
+        modules,
+        sgd(),
+        None,
+        {**QUIET, "grad_accumulation_factor": factor, "measure_steps": "off"},
     )
     data = points(48)
     kwargs = {"batch_size": 2}
@@ -262,7 +273,8 @@ def count_all_reduces(name, factor):
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3, 5])
 @pytest.mark.parametrize(
-    ("name", "messages"), [("OneLoss", 1), ("TwoLosses", 2), ("Tokens", 2), ("Gan", 2)]
+    ("name", "messages"),
+    [("OneLoss", 1), ("TwoLosses", 2), ("Tokens", 2), ("Gan", 2)],
 )
 def test_a_documented_fit_batch_communicates_where_a_window_closes(ranks, name, messages, factor):
     """One message of gradients per step; one more for a second backward pass or step, and one for a
@@ -327,7 +339,9 @@ class Scaled(Regression):
         should_step = self.step % self.grad_accumulation_factor == 0
         with self.no_sync(not should_step):
             loss = self.compute_objectives(
-                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+                self.compute_forward(batch, Stage.TRAIN),
+                batch,
+                Stage.TRAIN,
             )
             (loss * self.progress.window.scale).backward()
         if should_step:
@@ -341,7 +355,10 @@ RECIPES |= {cls.__name__: cls for cls in (Direct, Both, ByModulo, Scaled)}
 def train_odd(name, number, joined, factor, streams=False):
     modules = {"net": linear(), "side": linear(seed=9)} if name == "Both" else {"net": linear()}
     brain = RECIPES[name](
-        modules, sgd(), None, {**QUIET, "grad_accumulation_factor": factor, "max_grad_norm": 0}
+        modules,
+        sgd(),
+        None,
+        {**QUIET, "grad_accumulation_factor": factor, "max_grad_norm": 0},
     )
     data = Stream(number) if streams else points(number)
     brain.fit([1, 2], data, train_loader_kwargs={"batch_size": joined // world_size()})

@@ -112,14 +112,20 @@ def other_option(odd, option, value):
 
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
 @pytest.mark.parametrize(
-    ("option", "value"), [("max_grad_norm", 1.0), ("test_only", True), ("global_batch_size", 8)]
+    ("option", "value"),
+    [("max_grad_norm", 1.0), ("test_only", True), ("global_batch_size", 8)],
 )
 def test_f14_another_option(ranks, world, odd, option, value):
     """With test_only the rank does not even train: its evaluate meets the others' fit, where they
     compare.
     """
     outcomes = ranks.outcomes(
-        other_option, odd, option, value, world_size=world, timeout=LIMIT_SECONDS
+        other_option,
+        odd,
+        option,
+        value,
+        world_size=world,
+        timeout=LIMIT_SECONDS,
     )
     assert_told(outcomes, f"  option {option}: ", f"{value} on rank {odd}")
 
@@ -175,7 +181,11 @@ def test_f14_another_path_through_the_script(ranks, world, odd):
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_path, odd, world_size=world, timeout=LIMIT_SECONDS)
     assert_told(
-        outcomes, "  call: fit at test_preflight.py:", "in other_path", f"on {most}", f"on {one}"
+        outcomes,
+        "  call: fit at test_preflight.py:",
+        "in other_path",
+        f"on {most}",
+        f"on {one}",
     )
 
 
@@ -615,7 +625,8 @@ def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
         'import os; os.environ["WORLD_SIZE"] = str(2 + int(os.environ["RANK"])); file, run_opts,',
     )
     script = script.replace(
-        "sb.ddp_init_group(run_opts)", 'sb.ddp_init_group({"distributed_backend": BACKEND[rank]})'
+        "sb.ddp_init_group(run_opts)",
+        'sb.ddp_init_group({"distributed_backend": BACKEND[rank]})',
     )
     script = script.replace(
         "file, run_opts,",
@@ -631,7 +642,8 @@ def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
 
 def test_a_file_that_the_main_process_alone_imports_is_no_difference(tmp_path):
     script = RECIPE.replace(
-        "net = Net()", "net = Net()\n        if sb.if_main_process():\n            import plots"
+        "net = Net()",
+        "net = Net()\n        if sb.if_main_process():\n            import plots",
     )
     write(tmp_path, script=script)
     (tmp_path / "plots.py").write_text("")
@@ -684,7 +696,10 @@ class Evaluating(Regression):
     ids=str,
 )
 def test_the_rows_that_each_process_evaluates_and_how_gradients_travel_are_said(
-    ranks, samples, options, words
+    ranks,
+    samples,
+    options,
+    words,
 ):
     (said, gradients, most), (_, _, least) = ranks.run(rows_of_ranks, samples, options)
     assert said == words

@@ -57,7 +57,8 @@ def test_the_cold_start_of_ranks_does_not_count_against_the_first_run(monkeypatc
     with SlowStart(timeout=100.0) as pool:
         pool.clock = SimpleNamespace(now=time.monotonic())
         monkeypatch.setattr(
-            "tests.rank_pool.time", SimpleNamespace(monotonic=lambda: pool.clock.now)
+            "tests.rank_pool.time",
+            SimpleNamespace(monotonic=lambda: pool.clock.now),
         )
         assert pool.run(os.getenv, "RANK", world_size=2, init=False) == ["0", "1"]
 
@@ -79,7 +80,9 @@ def test_ranks_that_start_again_have_the_environment_of_now_and_draws_of_their_o
         pool.close()
         monkeypatch.setenv("DDPKIT_TEST_OF_THE_POOL", "now")
         (first, one), (second, other) = pool.run(
-            environment_and_draw, "DDPKIT_TEST_OF_THE_POOL", init=False
+            environment_and_draw,
+            "DDPKIT_TEST_OF_THE_POOL",
+            init=False,
         )
     assert first == second == "now"
     assert one != other

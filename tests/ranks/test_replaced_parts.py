@@ -82,7 +82,8 @@ def test_options_that_are_assigned_are_those_of_the_strategy(ranks, options):
 def assign_a_strategy():
     brain = make(net=net(2))
     with pytest.raises(
-        ConfigError, match="strategy='fsdp' comes too late: strategy='auto' is in use"
+        ConfigError,
+        match="strategy='fsdp' comes too late: strategy='auto' is in use",
     ):
         brain.run_opts = {**brain.run_opts, "strategy": "fsdp"}
     with pytest.raises(ConfigError, match="ddp_comm_hook='bf16' comes too late"):

@@ -52,7 +52,11 @@ def train(folder, kind, dies_at, factor):
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 1, "grad_accumulation_factor": factor}
     brain = Learner(
-        {"net": net}, lambda each: torch.optim.SGD(each, lr=0.01), None, options, checkpointer
+        {"net": net},
+        lambda each: torch.optim.SGD(each, lr=0.01),
+        None,
+        options,
+        checkpointer,
     )
     brain.dies_at = dies_at
     brain.seen = []

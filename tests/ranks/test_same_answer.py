@@ -29,7 +29,10 @@ def make_net(*, batch_norm: bool) -> nn.Sequential:
     # No bias before BatchNorm: its gradient is zero but for rounding, which Adam would blow up.
     middle = [nn.BatchNorm1d(8)] if batch_norm else []
     return nn.Sequential(
-        nn.Linear(6, 8, bias=not batch_norm), *middle, nn.Tanh(), nn.Linear(8, 3)
+        nn.Linear(6, 8, bias=not batch_norm),
+        *middle,
+        nn.Tanh(),
+        nn.Linear(8, 3),
     ).double()
 
 
@@ -51,7 +54,12 @@ class Recorder(Brain):
 
 
 def train(
-    batch_size: int, factor: int, *, batch_norm: bool, samples: int = SAMPLES, shard: bool = True
+    batch_size: int,
+    factor: int,
+    *,
+    batch_norm: bool,
+    samples: int = SAMPLES,
+    shard: bool = True,
 ):
     data = make_data()[:samples]
     brain = Recorder(
@@ -91,7 +99,11 @@ def test_same_weights_on_any_number_of_processes(ranks, world_size, factor, batc
     joined = 12
     expected, seen, steps, test_loss = train_alone(joined, factor, batch_norm)
     results = ranks.run(
-        train_on_rank, joined // world_size, factor, batch_norm, world_size=world_size
+        train_on_rank,
+        joined // world_size,
+        factor,
+        batch_norm,
+        world_size=world_size,
     )
     for weights, seen_there, steps_there, test_loss_there in results:
         assert steps_there == steps == 3 * -(-SAMPLES // (joined * factor))
@@ -99,7 +111,8 @@ def test_same_weights_on_any_number_of_processes(ranks, world_size, factor, batc
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
         assert [name for name, _ in seen_there] == [name for name, _ in seen]
         assert [loss for _, loss in seen_there] == pytest.approx(
-            [loss for _, loss in seen], abs=1e-10
+            [loss for _, loss in seen],
+            abs=1e-10,
         )
         assert test_loss_there == pytest.approx(test_loss, abs=1e-10)
 
@@ -121,12 +134,16 @@ def test_uneven_remainders(ranks, world_size, samples):
     """
     expected, seen, steps, _ = train(12, 2, batch_norm=False, samples=samples)
     for weights, seen_there, steps_there, _ in ranks.run(
-        train_uneven, 12 // world_size, samples, world_size=world_size
+        train_uneven,
+        12 // world_size,
+        samples,
+        world_size=world_size,
     ):
         assert steps_there == steps
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
         assert [loss for _, loss in seen_there] == pytest.approx(
-            [loss for _, loss in seen], abs=1e-10
+            [loss for _, loss in seen],
+            abs=1e-10,
         )
 
 
@@ -141,7 +158,8 @@ def test_d7_full_evaluation_is_one_agreed_number(ranks):
     expected = train(12, 1, batch_norm=False, shard=False)
     for result in ranks.run(train_full, world_size=2):
         assert [loss for _, loss in result[1]] == pytest.approx(
-            [loss for _, loss in expected[1]], abs=1e-10
+            [loss for _, loss in expected[1]],
+            abs=1e-10,
         )
         assert [name for name, _ in result[1]] == ["TRAIN", "VALID"] * 3 + ["TEST"]
 
@@ -163,11 +181,15 @@ def test_uneven_remainders_with_batch_norm(ranks, world_size, samples):
     """
     expected, seen, _, _ = train(12, 1, batch_norm=True, samples=samples)
     for weights, seen_there, _, _ in ranks.run(
-        train_uneven_batch_norm, 12 // world_size, samples, world_size=world_size
+        train_uneven_batch_norm,
+        12 // world_size,
+        samples,
+        world_size=world_size,
     ):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
         assert [loss for _, loss in seen_there] == pytest.approx(
-            [loss for _, loss in seen], abs=1e-10
+            [loss for _, loss in seen],
+            abs=1e-10,
         )
 
 
@@ -180,7 +202,9 @@ def test_uneven_remainders_in_one_window_with_batch_norm(ranks, world_size):
     """Weight 0 and left out of the statistics also where the batch closes a longer window."""
     expected = train(12, 3, batch_norm=True, samples=50)[0]
     for weights, _, _, _ in ranks.run(
-        train_window_batch_norm, 12 // world_size, world_size=world_size
+        train_window_batch_norm,
+        12 // world_size,
+        world_size=world_size,
     ):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 

@@ -39,13 +39,21 @@ def dynamic(seed=None, **options):
 SAMPLERS = {
     "random": lambda seed: ReproducibleRandomSampler(range(NUMBER), seed),
     "weighted": lambda seed: ReproducibleWeightedRandomSampler(
-        [1.0, 3.0] * 11 + [2.0], 17, True, seed
+        [1.0, 3.0] * 11 + [2.0],
+        17,
+        True,
+        seed,
     ),
     "balancing": lambda seed: BalancingDataSampler(
-        [{"y": k % 5 == 0} for k in range(NUMBER)], "y", seed=seed
+        [{"y": k % 5 == 0} for k in range(NUMBER)],
+        "y",
+        seed=seed,
     ),
     "no replacement": lambda seed: ReproducibleWeightedRandomSampler(
-        [1.0] * NUMBER, NUMBER, False, seed
+        [1.0] * NUMBER,
+        NUMBER,
+        False,
+        seed,
     ),
 }
 BATCH_SAMPLERS = {
@@ -57,10 +65,14 @@ BATCH_SAMPLERS = {
         [1, 2],
     ),
     "of batches": lambda seed: BatchSampler(
-        ReproducibleRandomSampler(range(NUMBER), seed), 3, drop_last=False
+        ReproducibleRandomSampler(range(NUMBER), seed),
+        3,
+        drop_last=False,
     ),
     "of one batch": lambda seed: BatchSampler(
-        ReproducibleRandomSampler(range(2), seed), 2, drop_last=False
+        ReproducibleRandomSampler(range(2), seed),
+        2,
+        drop_last=False,
     ),
 }
 WHOLE = {"random", "no replacement", "dynamic", "dynamic, ascending", "of batches"}
@@ -247,7 +259,11 @@ def run(folder, kind, dies_at=None, seed=7):
     net = linear(seed=seed)
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Noting(
-        {"net": net}, sgd(momentum=0.9), None, {**QUIET, "ckpt_interval_steps": 1}, checkpointer
+        {"net": net},
+        sgd(momentum=0.9),
+        None,
+        {**QUIET, "ckpt_interval_steps": 1},
+        checkpointer,
     )
     brain.dies_at = dies_at
     name = "sampler" if kind in SAMPLERS else "batch_sampler"
@@ -288,7 +304,8 @@ def fit_wrapped(number, shuffle, of_batches):
     inner = ReproducibleRandomSampler(range(number), 4)
     if of_batches:
         batches = DistributedSamplerWrapper(
-            BatchSampler(inner, 2, drop_last=False), shuffle=shuffle
+            BatchSampler(inner, 2, drop_last=False),
+            shuffle=shuffle,
         )
         kwargs = {"batch_sampler": batches}
     else:

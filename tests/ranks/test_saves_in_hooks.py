@@ -21,7 +21,9 @@ def assert_ranks_go_on(ranks, folder, saves_in, at, *, is_alone, options):
     whole = ranks.run(run_script, folder / "whole", options)
     ranks.run(run_script, folder / "stopped", {**options, **stop})
     for found, expected in zip(
-        ranks.run(run_script, folder / "stopped", options), whole, strict=True
+        ranks.run(run_script, folder / "stopped", options),
+        whole,
+        strict=True,
     ):
         assert_same(found[0], expected[0])
         if expected[1] is not None:

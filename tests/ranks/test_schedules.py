@@ -40,7 +40,9 @@ def test_a_run_that_is_killed_on_two_processes_resumes_its_schedule(ranks, kind,
     assert expected[0][0] == (3, 9)
     assert ranks.run(traced, tmp_path / "killed", kind, (2, 2), world_size=2) == [None, None]
     for found, whole in zip(
-        ranks.run(traced, tmp_path / "killed", kind, world_size=2), expected, strict=True
+        ranks.run(traced, tmp_path / "killed", kind, world_size=2),
+        expected,
+        strict=True,
     ):
         assert found[0] == whole[0]
         assert found[1] == whole[1][-len(found[1]) :]
@@ -49,7 +51,10 @@ def test_a_run_that_is_killed_on_two_processes_resumes_its_schedule(ranks, kind,
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_with_another_number_of_processes_keeps_its_schedule(
-    ranks, before, after, tmp_path
+    ranks,
+    before,
+    after,
+    tmp_path,
 ):
     """Its steps have as many samples as before, so there are as many of them."""
     expected = ranks.run(traced, tmp_path / "whole", "one cycle", world_size=before)[0]

@@ -118,7 +118,8 @@ def split_at_random():
     torch.manual_seed(get_rank())
     train_set, _ = random_split(points(SIZE), [15, 5])
     with pytest.raises(
-        RankMismatchError, match=r"samples that train selects \(Subset.indices\): 15 of digest"
+        RankMismatchError,
+        match=r"samples that train selects \(Subset.indices\): 15 of digest",
     ):
         make().fit([1], train_set, train_loader_kwargs=KWARGS)
 

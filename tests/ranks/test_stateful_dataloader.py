@@ -93,10 +93,14 @@ def divided(by_sampler):
 
 
 @pytest.mark.parametrize(
-    ("data", "arguments"), [(of_a_set, ()), (shuffled, (0,)), (shuffled, (2,)), (of_a_stream, ())]
+    ("data", "arguments"),
+    [(of_a_set, ()), (shuffled, (0,)), (shuffled, (2,)), (of_a_stream, ())],
 )
 def test_it_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
-    own_ranks, tmp_path, data, arguments
+    own_ranks,
+    tmp_path,
+    data,
+    arguments,
 ):
     alone, two = (
         run_through_and_killed(own_ranks, tmp_path / str(world), world, data, *arguments, **STEP)
@@ -109,7 +113,12 @@ def test_it_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
 def test_the_last_samples_are_dropped_alike(own_ranks, tmp_path):
     alone, two = (
         run_through_and_killed(
-            own_ranks, tmp_path / str(world), world, dropping, dies_at=(2, 5), **STEP
+            own_ranks,
+            tmp_path / str(world),
+            world,
+            dropping,
+            dies_at=(2, 5),
+            **STEP,
         )
         for world in (1, 2)
     )

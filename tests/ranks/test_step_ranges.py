@@ -31,7 +31,8 @@ def profile_of_rank(folder):
 
 
 def test_each_rank_writes_a_trace_with_its_wait_for_the_others_and_the_first_tells_of_its_own(
-    ranks, tmp_path
+    ranks,
+    tmp_path,
 ):
     first, *others = ranks.run(profile_of_rank, str(tmp_path))
     assert not any(others)

@@ -82,7 +82,8 @@ def test_a_late_rank_whatever_averages_the_gradients(ranks, phase, way, tmp_path
 def test_a_run_of_a_few_steps_has_an_event_of_all_ranks(ranks, tmp_path):
     log = tmp_path / "few.jsonl"
     ranks.run(
-        functools.partial(train, steps=12, measure_steps="all", **DIVIDED["virtual ranks"]), log
+        functools.partial(train, steps=12, measure_steps="all", **DIVIDED["virtual ranks"]),
+        log,
     )
     event = events(log)[0]
     assert event["world_size"] == 2

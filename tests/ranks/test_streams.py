@@ -38,7 +38,10 @@ def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
+            found[name],
+            value,
+            msg=lambda text, name=name: f"{name}: {text}",
+            **CLOSE,
         )
 
 
@@ -130,11 +133,17 @@ def make_with_heads(**given):
 )
 @pytest.mark.parametrize("world", [2, 1, 3])
 def test_parameters_that_nobody_used_stay_where_they_are_though_a_rank_has_no_share(
-    ranks, world, how, num_workers
+    ranks,
+    world,
+    how,
+    num_workers,
 ):
     expected, losses, steps = train_two_heads(how)
     for found, reported, steps_there in ranks.run(
-        train_two_heads, how, num_workers, world_size=world
+        train_two_heads,
+        how,
+        num_workers,
+        world_size=world,
     ):
         assert_close(found, expected)
         assert numbers(reported) == pytest.approx(numbers(losses), abs=1e-10)
@@ -171,7 +180,8 @@ def train_all(num_workers, shard_evaluation, *, cases=CASES, drop_last=False):
             valid_loader_kwargs=valid,
         )
         test = brain.evaluate(
-            Stream(data[:7]), test_loader_kwargs={"batch_size": 2, "num_workers": num_workers}
+            Stream(data[:7]),
+            test_loader_kwargs={"batch_size": 2, "num_workers": num_workers},
         )
         seen = seen_in(data, brain.trained_on)
         found.append((weights(brain), brain.losses, brain.optimizer_step, test, seen))
@@ -194,7 +204,10 @@ AT_LENGTH = [
     [(2, 2, FEW), *(pytest.param(*one, marks=pytest.mark.slow) for one in AT_LENGTH)],
 )
 def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(
-    ranks, world, num_workers, cases
+    ranks,
+    world,
+    num_workers,
+    cases,
 ):
     shard_evaluation = num_workers != 1
     expected = train_all(0, shard_evaluation=False, cases=cases)
@@ -250,7 +263,9 @@ def train_two_heads_on_parts(sizes, factor):
 
 @pytest.mark.parametrize(("sizes", "factor"), [([4, 9], 1), ([4, 14], 3), ([4, 4, 8], 1)])
 def test_parameters_that_nobody_used_stay_where_they_are_though_a_ranks_part_has_ended(
-    ranks, sizes, factor
+    ranks,
+    sizes,
+    factor,
 ):
     positions = iter(range(sum(sizes)))
     parts = [list(itertools.islice(positions, size)) for size in sizes]
@@ -282,7 +297,10 @@ class Uneven(IterableDataset):
 def train_uneven(sizes, batch_size, factor, weighting, how):
     data = points(sum(sizes))
     brain = make(
-        Counted, grad_accumulation_factor=factor, loss_weighting=weighting, opt=sgd(momentum=0.9)
+        Counted,
+        grad_accumulation_factor=factor,
+        loss_weighting=weighting,
+        opt=sgd(momentum=0.9),
     )
     stream = Uneven(data, sizes)
     if how == "loader":
@@ -312,7 +330,13 @@ def train_joined(sizes, batch_size, factor):
 def check_uneven(ranks, sizes, batch_size, factor, how="stream"):
     expected, losses, steps = train_joined(sizes, batch_size, factor)
     results = ranks.run(
-        train_uneven, sizes, batch_size, factor, "samples", how, world_size=len(sizes)
+        train_uneven,
+        sizes,
+        batch_size,
+        factor,
+        "samples",
+        how,
+        world_size=len(sizes),
     )
     seen = Counter()
     for found, reported, steps_there, items in results:
@@ -334,7 +358,8 @@ def test_d4_ranks_with_three_and_four_batches(ranks, factor):
 @pytest.mark.corner
 @pytest.mark.parametrize("how", ["stream", "loader"])
 @pytest.mark.parametrize(
-    ("sizes", "factor"), [([1, 60], 1), ([40, 2], 3), ([3, 1, 31], 2), ([5, 17, 2], 1)]
+    ("sizes", "factor"),
+    [([1, 60], 1), ([40, 2], 3), ([3, 1, 31], 2), ([5, 17, 2], 1)],
 )
 def test_d4_a_stream_that_is_much_longer_on_one_rank(ranks, sizes, factor, how):
     check_uneven(ranks, sizes, 2, factor, how)
@@ -422,12 +447,17 @@ def test_d5_a_loader_of_ones_own_is_dealt_out(ranks, number, world, weighting):
     """Six batches an optimizer step, whoever works on them."""
     expected, losses, steps, test = train_on_batches(number, 6, weighting)
     for found, reported, steps_there, test_there in ranks.run(
-        train_on_batches, number, 6, weighting, world_size=world
+        train_on_batches,
+        number,
+        6,
+        weighting,
+        world_size=world,
     ):
         assert_close(found, expected)
         assert steps_there == steps
         assert [loss for name, _, loss in reported if name == "VALID"] == pytest.approx(
-            [loss for name, _, loss in losses if name == "VALID"], abs=1e-10
+            [loss for name, _, loss in losses if name == "VALID"],
+            abs=1e-10,
         )
         assert test_there == pytest.approx(test, abs=1e-10)
         assert numbers(reported) == pytest.approx(numbers(losses), abs=1e-10)
@@ -582,7 +612,8 @@ def test_f9_a_stop_in_the_evaluation_of_a_stream_is_agreed_on(ranks, sizes, who)
 
 @pytest.mark.parametrize("sizes", [[120, 7], [0, 60], [25, 25]])
 def test_an_evaluation_that_nobody_stops_takes_all_batches_and_confers_about_once_a_second(
-    ranks, sizes
+    ranks,
+    sizes,
 ):
     results = ranks.run(stop_an_evaluation, sizes, -1)
     assert [step for _, step, *_ in results] == sizes

@@ -183,7 +183,10 @@ def without_rows(dtype, on_cuda, repeats):
 @pytest.mark.parametrize("on_cuda", [True, False], ids=["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_b1_the_messages_of_all_ranks_are_alike_where_one_has_no_rows_in_half_precision(
-    ranks, dtype, on_cuda, repeats
+    ranks,
+    dtype,
+    on_cuda,
+    repeats,
 ):
     first, second = ranks.run(without_rows, dtype, on_cuda, repeats)
     assert first == second
@@ -309,7 +312,9 @@ def train_under_ddp(bucket_mb):
         nn.functional.cross_entropy(joined(x), y).backward()
         # DDP averages over ranks; a rank's share of the mean over 8 rows is its sum / 8
         loss = nn.functional.cross_entropy(
-            net(x.split(rows)[rank]), y.split(rows)[rank], reduction="sum"
+            net(x.split(rows)[rank]),
+            y.split(rows)[rank],
+            reduction="sum",
         )
         (loss * 2 / 8).backward()
         for optimizer in optimizers:

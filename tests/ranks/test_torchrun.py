@@ -168,7 +168,9 @@ def test_torch_distributed_launch(tmp_path):
         f"--master_port={free_port()}",
     )
     run = Run(
-        python(*launcher, write(tmp_path, body), "h.yaml", "--device=cpu"), tmp_path, warm=True
+        python(*launcher, write(tmp_path, body), "h.yaml", "--device=cpu"),
+        tmp_path,
+        warm=True,
     ).wait()
     assert run.code == 0, run.err
     reports(tmp_path, 2)
@@ -182,7 +184,9 @@ def test_data_parallel_backend_under_torchrun_shows_both_commands(tmp_path):
     (tmp_path / "h.yaml").write_text("lr: 0.1\n")
     body = "sb.parse_arguments(); train()"
     run = Run(
-        torchrun(2, write(tmp_path, body), "h.yaml", "--data_parallel_backend"), tmp_path, warm=True
+        torchrun(2, write(tmp_path, body), "h.yaml", "--data_parallel_backend"),
+        tmp_path,
+        warm=True,
     ).wait()
     assert run.code == 1
     assert "python train.py hparams.yaml --data_parallel_backend" in run.tail()
@@ -234,7 +238,8 @@ def test_f10_ctrl_c(tmp_path):
     """  # noqa: E501
     run = Run(torchrun(2, write(tmp_path, body)), tmp_path, warm=True)
     assert wait_until(
-        lambda: all((tmp_path / f"running.{rank}").exists() for rank in range(2)), 30
+        lambda: all((tmp_path / f"running.{rank}").exists() for rank in range(2)),
+        30,
     ), run.err
     stopped = time.monotonic()
     run.signal(signal.SIGINT)

@@ -46,7 +46,9 @@ def collating():
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(LINES, trainers.WordLevelTrainer(special_tokens=["[UNK]", "[PAD]"]))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]"
+        tokenizer_object=words,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
     )
 
     def collate(lines):
@@ -120,7 +122,9 @@ def run_through_and_killed(ranks, folder, world, kind):
     through = ranks.run(fine_tune, str(folder / "through"), None, kind, **given)
     assert ranks.run(fine_tune, str(folder / "killed"), (2, 2), kind, **given) == [None] * world
     for found, expected in zip(
-        ranks.run(fine_tune, str(folder / "killed"), None, kind, **given), through, strict=True
+        ranks.run(fine_tune, str(folder / "killed"), None, kind, **given),
+        through,
+        strict=True,
     ):
         assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
         assert found[1] == expected[1][-len(found[1]) :]

@@ -133,7 +133,8 @@ def test_the_log_has_the_traceback_that_the_console_has_not(folder):
 def test_the_line_is_that_of_the_users_code_which_fails_inside(folder):
     """A recipe's own function that makes the optimizer."""
     script = SCRIPT.replace("torch.optim.SGD", "make").replace(
-        "brain =", "def make(parameters): raise ValueError('not yet')\nbrain ="
+        "brain =",
+        "def make(parameters): raise ValueError('not yet')\nbrain =",
     )
     (folder / "train.py").write_text(script)
     run = Run(python("train.py", "hparams.yaml", "--device=cpu"), folder, warm=True).wait()
@@ -159,7 +160,8 @@ brain = Recipe("""
 def test_a_fault_in_a_batch_of_one_rank_has_its_traceback(folder):
     """Also where the library calls it a ConfigError: it comes from the recipe's code."""
     script = SCRIPT.replace("brain = ddpkit.Brain(", RECIPE).replace(
-        "range(1), [torch.ones(1)]", "[1], torch.ones(8, 1)"
+        "range(1), [torch.ones(1)]",
+        "[1], torch.ones(8, 1)",
     )
     (folder / "train.py").write_text(script)
     run = Run(torchrun(2, "train.py", "hparams.yaml", "--device=cpu"), folder, warm=True).wait()

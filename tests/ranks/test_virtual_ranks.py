@@ -35,7 +35,11 @@ def make_net(norm):
     torch.manual_seed(1)
     middle = {"layer": nn.LayerNorm(16), "batch": nn.BatchNorm1d(16)}[norm]
     return nn.Sequential(
-        nn.Linear(FEATURES, 16), middle, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+        nn.Linear(FEATURES, 16),
+        middle,
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(16, CLASSES),
     )
 
 
@@ -83,7 +87,9 @@ class OwnBatch(Classifier):
     def fit_batch(self, batch):
         with self.no_sync(not self.should_step):
             loss = self.compute_objectives(
-                self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
+                self.compute_forward(batch, Stage.TRAIN),
+                batch,
+                Stage.TRAIN,
             )
             self.backward(0.5 * loss, retain_graph=True)
             self.backward(0.5 * loss)
@@ -203,7 +209,8 @@ def predict():
     brain.fit([1], points(53), train_loader_kwargs=LOADING)
     predicted = brain.predict(points(19), loader_kwargs={"batch_size": 1})
     return torch.stack(predicted).tolist(), brain.evaluate(
-        points(7), test_loader_kwargs={"batch_size": 2}
+        points(7),
+        test_loader_kwargs={"batch_size": 2},
     )
 
 
@@ -416,7 +423,8 @@ AT_LENGTH = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.slow if one in AT_LENGTH else ()) for one in CASES]
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow if one in AT_LENGTH else ()) for one in CASES],
 )
 def test_the_same_bits_on_one_process_and_on_two(ranks, name):
     assert ranks.run(case, name, world_size=2) == [case(name)] * 2
@@ -540,7 +548,8 @@ class Rotary(nn.Linear):
     def __init__(self):
         super().__init__(CLASSES, CLASSES)
         self.register_buffer(
-            "table", torch.polar(torch.ones(CLASSES), torch.arange(1.0, 1 + CLASSES))
+            "table",
+            torch.polar(torch.ones(CLASSES), torch.arange(1.0, 1 + CLASSES)),
         )
         self.register_buffer("state", torch.zeros(CLASSES, dtype=torch.complex64))
 
@@ -604,7 +613,9 @@ def go_on(folder, dies_at=None, **options):
     ids=str,
 )
 def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(
-    ranks, tmp_path, ways
+    ranks,
+    tmp_path,
+    ways,
 ):
     expected = go_on(tmp_path / "whole")
     for world_size, dies_at in zip(ways[:-1], [(1, 3), (2, 7)], strict=False):
@@ -654,7 +665,9 @@ class Unpooled(nn.Linear):
         if self.training and not self.always:
             return outputs
         return nn.functional.max_unpool1d(
-            outputs[:, None], torch.arange(CLASSES).expand(len(outputs), 1, -1), 1
+            outputs[:, None],
+            torch.arange(CLASSES).expand(len(outputs), 1, -1),
+            1,
         )[:, 0]
 
 
@@ -709,7 +722,8 @@ def test_what_cannot_work_is_refused_by_name():
     assert "called loss.backward() past the Brain" in refused(kind=PastTheBrain, virtual_ranks=1)
     assert "optimizers_step() in the middle of a step" in refused(kind=PastTheBrain)
     assert "DividesItself divides itself" in refused(
-        data=DividesItself(points()), loading={"shuffle": False}
+        data=DividesItself(points()),
+        loading={"shuffle": False},
     )
     divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
     assert "a DistributedSampler has divided already" in refused(loading=divided)

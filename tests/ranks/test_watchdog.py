@@ -218,7 +218,8 @@ def end(how):
         watched = get_runtime().watchdog
         pulse = watched.heartbeat
         end_of_pulse = wait_until(
-            lambda: pulse.beats > watchdog.FIRST_BEATS and pulse.failure is None, 10
+            lambda: pulse.beats > watchdog.FIRST_BEATS and pulse.failure is None,
+            10,
         )
         return (
             brain.progress.epoch,
@@ -351,7 +352,11 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
         text = text.replace(word, value)
     (folder / "train.py").write_text(text)
     return start_by_hand(
-        python(str(folder / "train.py")), folder, 2, warm=True, LOCAL_WORLD_SIZE=near
+        python(str(folder / "train.py")),
+        folder,
+        2,
+        warm=True,
+        LOCAL_WORLD_SIZE=near,
     )
 
 
@@ -379,7 +384,11 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     ids=["killed, one machine", "killed, two machines", "stopped, two machines"],
 )
 def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(
-    tmp_path, near, what, limit, says
+    tmp_path,
+    near,
+    what,
+    limit,
+    says,
 ):
     main, other = wait_outside(tmp_path, 1, what, near, limit)
     if what == KILL:
@@ -411,7 +420,8 @@ def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, cal
     assert soon(began, 6)
     assert (main.code, other.code) == (1, -9), other.err
     assert re.search(
-        r"rank 1\b.* disappeared: it sent no heartbeat for \d+ s: it was killed", main.tail(1)
+        r"rank 1\b.* disappeared: it sent no heartbeat for \d+ s: it was killed",
+        main.tail(1),
     ), main.err
 
 

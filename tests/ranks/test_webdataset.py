@@ -19,7 +19,8 @@ from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
 
 wds = pytest.importorskip(
-    "webdataset", reason="webdataset is in the dev extra: pip install -e '.[dev]'"
+    "webdataset",
+    reason="webdataset is in the dev extra: pip install -e '.[dev]'",
 )
 
 SHARDS = 4
@@ -52,13 +53,16 @@ def pipeline(urls, nodesplitter=wds.split_by_node):
 def train(urls, num_workers):
     brain = make(Seen, net=torch.nn.Linear(1, 1).double())
     brain.fit(
-        [1, 2], pipeline(urls), train_loader_kwargs={"batch_size": 2, "num_workers": num_workers}
+        [1, 2],
+        pipeline(urls),
+        train_loader_kwargs={"batch_size": 2, "num_workers": num_workers},
     )
     return brain.seen
 
 
 @pytest.mark.parametrize(
-    ("world", "num_workers"), [(1, 0), (2, 2), (3, 0), pytest.param(2, 0, marks=pytest.mark.slow)]
+    ("world", "num_workers"),
+    [(1, 0), (2, 2), (3, 0), pytest.param(2, 0, marks=pytest.mark.slow)],
 )
 def test_a_pipeline_is_divided_by_its_node_splitter(ranks, shards, world, num_workers):
     parts = ranks.run(train, shards, num_workers, world_size=world)
@@ -81,7 +85,9 @@ def test_a_pipeline_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
 def train_on_one_shard(urls):
     with pytest.raises((ValueError, RankFailedError)) as caught:
         make(Seen).fit(
-            [1], pipeline(urls.replace("{0..3}", "0")), train_loader_kwargs={"batch_size": 2}
+            [1],
+            pipeline(urls.replace("{0..3}", "0")),
+            train_loader_kwargs={"batch_size": 2},
         )
     return str(caught.value)
 
@@ -126,11 +132,19 @@ def numbered(urls, num_workers, shuffles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "num_workers", "shuffles"), [(1, 0, True), (2, 0, False), (2, 2, True)]
+    ("world", "num_workers", "shuffles"),
+    [(1, 0, True), (2, 0, False), (2, 2, True)],
 )
 def test_a_pipeline_goes_on_inside_an_epoch(ranks, shards, tmp_path, world, num_workers, shuffles):
     found = run_through_and_killed(
-        ranks, tmp_path, world, numbered, shards, num_workers, shuffles, dies_at=(2, 5)
+        ranks,
+        tmp_path,
+        world,
+        numbered,
+        shards,
+        num_workers,
+        shuffles,
+        dies_at=(2, 5),
     )
     assert each_once(found[2], SHARDS * EACH)
     if shuffles:

@@ -88,7 +88,9 @@ def test_a_rank_that_steps_no_part_of_an_optimizer_is_no_mistake(ranks):
 
 
 @pytest.mark.parametrize(
-    "options", [one for one in STRATEGIES if "fsdp" not in one.values()], ids=str
+    "options",
+    [one for one in STRATEGIES if "fsdp" not in one.values()],
+    ids=str,
 )
 def test_a_module_outside_is_told_under_each_strategy(ranks, options):
     (told,) = ranks.run(train, OnBackbone, True, options, world_size=2)[0]

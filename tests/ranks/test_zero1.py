@@ -46,7 +46,8 @@ class TwoOptimizers(Recipe):
         net = self.modules.net
         head = self.modules.head
         self.first = torch.optim.AdamW(
-            [{"params": [net[0].weight]}, {"params": [head.bias], "lr": 0.1}], lr=0.02
+            [{"params": [net[0].weight]}, {"params": [head.bias], "lr": 0.1}],
+            lr=0.02,
         )
         self.second = torch.optim.SGD([*net[1].parameters(), head.weight], lr=0.05, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.second, 0.97)
@@ -150,7 +151,9 @@ SETTINGS = [
     ("TwoOptimizers", {"grad_accumulation_factor": 1}),
     pytest.param("Unfreezing", {"find_unused_parameters": True}, marks=pytest.mark.slow),
     pytest.param(
-        "OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}, marks=pytest.mark.slow
+        "OwnBatch",
+        {"lr_scaling": "linear", "reference_batch_size": 6},
+        marks=pytest.mark.slow,
     ),
     pytest.param("Growing", {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
 ]
@@ -220,14 +223,24 @@ ONE_AFTER_THE_OTHER = [
 )
 @pytest.mark.parametrize("kind", ["TwoOptimizers", pytest.param("Recipe", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(
-    ranks, tmp_path, kind, before, after
+    ranks,
+    tmp_path,
+    kind,
+    before,
+    after,
 ):
     """To the last bit on as many processes; what is saved is a plain optimizer's state, whole."""
     options = {"ckpt_interval_steps": 2, "ema_decay": 0.8, "ckpt_async": True}
     if before[1] != after[1]:
         options["norm"] = nn.LayerNorm  # BatchNorm has other batches where one process accumulates
     expected = ranks.run(
-        run_twice, None, "ddp", kind, tmp_path / "whole", options, world_size=before[1]
+        run_twice,
+        None,
+        "ddp",
+        kind,
+        tmp_path / "whole",
+        options,
+        world_size=before[1],
     )[0]
     ranks.run(run_twice, before[0], None, kind, tmp_path / "dead", options, world_size=before[1])
     call = run_twice, None, after[0], kind, tmp_path / "dead", options
@@ -239,7 +252,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(
     else:
         torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(
-            [one["state"] for one in found[4]], [one["state"] for one in expected[4]]
+            [one["state"] for one in found[4]],
+            [one["state"] for one in expected[4]],
         )
 
 
@@ -338,7 +352,8 @@ class PastTheBrain(Recipe):
 
     def fit_batch(self, batch):
         loss = nn.functional.mse_loss(
-            self.raw_modules.head(self.raw_modules.net(batch[0])), batch[1]
+            self.raw_modules.head(self.raw_modules.net(batch[0])),
+            batch[1],
         )
         loss.backward()
         self.optimizer.step()
@@ -362,7 +377,10 @@ def test_gradients_that_are_not_averaged_are_refused(ranks):
 
 def one_tensor(strategy):
     brain = Recipe(
-        {"net": linear(), "head": nn.Identity()}, adam, None, {**QUIET, "strategy": strategy}
+        {"net": linear(), "head": nn.Identity()},
+        adam,
+        None,
+        {**QUIET, "strategy": strategy},
     )
     brain.fit(range(1, 3), points(24), train_loader_kwargs={"batch_size": 2})
     return weights(brain), len(brain.optimizer.state)
@@ -399,10 +417,15 @@ def with_optimizer(strategy):
     found = {}
     for shown, (name, options) in OPTIMIZERS.items():
         opt = lambda parameters, name=name, options=options: getattr(torch.optim, name)(
-            parameters, lr=0.01, **options
+            parameters,
+            lr=0.01,
+            **options,
         )
         brain = Recipe(
-            {"net": linear(), "head": nn.Identity()}, opt, None, {**QUIET, "strategy": strategy}
+            {"net": linear(), "head": nn.Identity()},
+            opt,
+            None,
+            {**QUIET, "strategy": strategy},
         )
         brain.fit(range(1, 3), points(24), train_loader_kwargs={"batch_size": 2})
         assert len(brain.optimizer.state) <= (2 if strategy == "ddp" else 1), shown

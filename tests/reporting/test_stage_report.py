@@ -22,7 +22,8 @@ from ddpkit.run_opts import RunOptions
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(
-        "ddpkit.reporting.stage_report.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "ddpkit.reporting.stage_report.time",
+        SimpleNamespace(monotonic=lambda: clock.now),
     )
     return clock
 

@@ -29,7 +29,10 @@ def save(folder, state, **meta):
     checkpointer = Checkpointer(folder)
     hook = lambda obj, path: Path(path).write_text(dump_plain_yaml(obj.state))
     checkpointer.add_recoverable(
-        "brain", Brain(state), custom_save_hook=hook, custom_load_hook=lambda *where: None
+        "brain",
+        Brain(state),
+        custom_save_hook=hook,
+        custom_load_hook=lambda *where: None,
     )
     return checkpointer.save_checkpoint(meta=meta)
 
@@ -57,7 +60,9 @@ TWO = {"world_size": 2, "grad_accumulation_factor": 1, "per_step": 32, "per_proc
 
 @pytest.mark.parametrize("resume", ["never", "path"])
 def test_a_restarted_launch_goes_on_with_its_own_newest_and_at_its_pace(
-    tmp_path, restarted, resume
+    tmp_path,
+    restarted,
+    resume,
 ):
     """One decision for the weights and for the samples per step, whatever the option says."""
     other = save(tmp_path, {"launch": "other", "asked": TWO})
@@ -90,7 +95,8 @@ def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("folder", "path"), [("save", "link/{}"), ("link", "save/{}"), ("save", "link/../save/{}")]
+    ("folder", "path"),
+    [("save", "link/{}"), ("link", "save/{}"), ("save", "link/../save/{}")],
 )
 def test_the_start_stays_by_whatever_path_it_is_named(tmp_path, folder, path):
     """Scratch disks are links: what the run goes on from must not be moved, nor what came before

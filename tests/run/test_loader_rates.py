@@ -40,7 +40,8 @@ def test_a_slow_loader_is_measured_without_workers_and_with_two():
 MAKERS = {
     "a dataset": lambda: shard(range(12), Sharding(), batch_size=2, shuffle=True),
     "a ready loader": lambda: reshard(
-        DataLoader(range(12), batch_size=2, num_workers=1), Sharding()
+        DataLoader(range(12), batch_size=2, num_workers=1),
+        Sharding(),
     ),
     "a loader with workers that stay": lambda: shard(
         range(12),

@@ -132,7 +132,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 71 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
     monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given)
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda **given: calls.append(given),
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     return calls
@@ -152,7 +154,10 @@ def report_of(**options):
 
 @pytest.mark.parametrize("option", ["profile_training", "memory_snapshot_on_oom"])
 def test_allocations_are_recorded_and_the_snapshot_lies_beside_the_traces(
-    option, gpu, tmp_path, caplog
+    option,
+    gpu,
+    tmp_path,
+    caplog,
 ):
     report = report_of(**{option: True})
     with report.recording(str(tmp_path)):
@@ -175,7 +180,9 @@ def test_allocations_are_recorded_and_the_snapshot_lies_beside_the_traces(
 
 
 def test_without_an_option_nothing_is_recorded_and_the_summary_names_the_option(
-    gpu, tmp_path, caplog
+    gpu,
+    tmp_path,
+    caplog,
 ):
     report = report_of()
     with report.recording(str(tmp_path)):

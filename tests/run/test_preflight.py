@@ -135,7 +135,11 @@ def test_formats_that_are_in_force(options, scaled, trains, words):
 def test_a_context_of_a_recipes_own_may_not_tell_its_format():
     scaler = SimpleNamespace(is_enabled=lambda: False)
     assert precision_row(
-        object(), SimpleNamespace(dtype=torch.float64), scaler, torch.nn.Linear(1, 1), trains=True
+        object(),
+        SimpleNamespace(dtype=torch.float64),
+        scaler,
+        torch.nn.Linear(1, 1),
+        trains=True,
     ) == ("unknown, evaluation float64")
 
 

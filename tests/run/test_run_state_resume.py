@@ -63,7 +63,8 @@ def test_what_is_written_can_be_read():
     assert StepPlan.read(vars(FOUR)) == FOUR
     assert StepPlan.read({}) == StepPlan(None, None)
     assert StepPlan.read({"world_size": True, "per_step": -1, "per_process": "8"}) == StepPlan(
-        None, None
+        None,
+        None,
     )
 
 
@@ -214,7 +215,9 @@ KINDS = {
     ),
     "batch sampler": (
         lambda one: shard(
-            Items(), one, batch_sampler=BatchSampler(RandomSampler(range(9)), 3, drop_last=False)
+            Items(),
+            one,
+            batch_sampler=BatchSampler(RandomSampler(range(9)), 3, drop_last=False),
         ),
         {
             "order": "by BatchSampler of RandomSampler",
@@ -226,7 +229,9 @@ KINDS = {
     "loader of one's own": (lambda one: deal_batches([[1]], one), {"order": "of list"}),
     "divided": (
         lambda one: shard(
-            Items(), one, sampler=DistributedSampler(Items(), one.world_size, one.rank)
+            Items(),
+            one,
+            sampler=DistributedSampler(Items(), one.world_size, one.rank),
         ),
         {"order": "of Items"},
     ),

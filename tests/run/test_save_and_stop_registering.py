@@ -48,7 +48,8 @@ def test_another_brain_on_the_checkpointer_is_refused_and_changes_nothing(tmp_pa
     first = brain(checkpointer, model, ckpt_interval_steps=1)
     before = dict(checkpointer.recoverables)
     with pytest.raises(
-        ConfigError, match="this Checkpointer belongs to another Brain.*its own.*on the same folder"
+        ConfigError,
+        match="this Checkpointer belongs to another Brain.*its own.*on the same folder",
     ):
         brain(checkpointer, model, ema_decay=0.5)
     assert checkpointer.recoverables == before
@@ -138,7 +139,8 @@ def test_the_gradient_scaler_is_saved_and_does_not_take_the_place_of_a_recipe_s_
     model = nn.Linear(2, 1)
     checkpointer = Checkpointer(tmp_path, {"scaler": normaliser})
     with pytest.raises(
-        ConfigError, match="'scaler' is reserved for the gradient scaler of precision="
+        ConfigError,
+        match="'scaler' is reserved for the gradient scaler of precision=",
     ):
         brain(checkpointer, model, WithScaler)
     assert checkpointer.recoverables == {"scaler": normaliser}

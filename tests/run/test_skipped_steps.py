@@ -29,7 +29,9 @@ def test_what_ends_a_run_is_not_hidden_by_a_log_that_cannot_be_written(monkeypat
 def test_each_skipped_step_is_told_once(monkeypatch):
     told = []
     monkeypatch.setattr(
-        skipped_steps, "run_event", lambda _, **fields: told.append(fields["count"])
+        skipped_steps,
+        "run_event",
+        lambda _, **fields: told.append(fields["count"]),
     )
     progress = Progress(nonfinite=1)  # of an epoch that goes on
     skipped = SkippedSteps(progress)

@@ -233,12 +233,16 @@ def test_an_epoch_of_training():
 RESUMABLE = {
     "planned": lambda: shard(range(12), Sharding(), batch_size=2, shuffle=True),
     "dealt": lambda: shard(
-        range(12), Sharding(), batch_sampler=[[n, n + 1] for n in range(0, 12, 2)]
+        range(12),
+        Sharding(),
+        batch_sampler=[[n, n + 1] for n in range(0, 12, 2)],
     ),
     "whole": lambda: shard([[n, n + 1] for n in range(6)], Sharding(), batch_size=None),
     "list": lambda: [[n, n + 1] for n in range(6)],
     "divided": lambda: DataLoader(
-        range(24), 2, sampler=DistributedSampler(range(24), num_replicas=2, rank=0, shuffle=True)
+        range(24),
+        2,
+        sampler=DistributedSampler(range(24), num_replicas=2, rank=0, shuffle=True),
     ),
     "stream": lambda: DataLoader(Stream(12), 2),
 }
@@ -295,7 +299,8 @@ def test_a_limit_on_optimizer_steps():
 
 
 @pytest.mark.parametrize(
-    "make", [RESUMABLE["planned"], RESUMABLE["stream"], RESUMABLE["list"], lambda: [[1]] * 2]
+    "make",
+    [RESUMABLE["planned"], RESUMABLE["stream"], RESUMABLE["list"], lambda: [[1]] * 2],
 )
 def test_debugging_takes_few_batches(make):
     host = Host(debug=True, debug_batches=2)

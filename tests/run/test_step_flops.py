@@ -192,7 +192,9 @@ def test_of_what_is_compiled_nothing_is_counted(how, log, monkeypatch):
     brain = make()
     if how == "in place":
         monkeypatch.setattr(
-            brain.modules["net"], "_compiled_call_impl", brain.modules["net"].forward
+            brain.modules["net"],
+            "_compiled_call_impl",
+            brain.modules["net"].forward,
         )
     else:
         import torch._dynamo.utils as inside
@@ -227,7 +229,11 @@ class Norm(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.parts = nn.Sequential(
-            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
+            nn.Linear(3, 8),
+            nn.BatchNorm1d(8),
+            nn.Tanh(),
+            nn.Dropout(0.2),
+            nn.Linear(8, 1),
         )
 
     def forward(self, inputs):
@@ -242,7 +248,9 @@ def trained(**options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"grad_accumulation_factor": 2}, {"ema_decay": 0.9}], ids=str
+    "options",
+    [{}, {"grad_accumulation_factor": 2}, {"ema_decay": 0.9}],
+    ids=str,
 )
 def test_no_bit_of_a_training_is_another(options, log):
     counted = trained(**options)

@@ -34,7 +34,8 @@ def test_durations(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-5", "11:50", "1:60:00", "soon", "1w", "00:00:00", "nan"]
+    "text",
+    ["", "0", "-5", "11:50", "1:60:00", "soon", "1w", "00:00:00", "nan"],
 )
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ConfigError, match="time_limit expects a length of time > 0, got"):
@@ -70,7 +71,8 @@ def test_the_marker(tmp_path):
 
 
 def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses(
-    tmp_path, monkeypatch
+    tmp_path,
+    monkeypatch,
 ):
     def refuse(path, **_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

@@ -57,13 +57,16 @@ def _install(folder):
     """Fill a folder; it gets its name when it is complete."""
     part = folder.with_suffix(".part")
     done = subprocess.run(
-        [*PIP, "--upgrade", "--target", str(part), *PACKAGES], check=False, **TEXT
+        [*PIP, "--upgrade", "--target", str(part), *PACKAGES],
+        check=False,
+        **TEXT,
     )
     if done.returncode:
         reason = f"{NOT_THERE}: {' '.join(done.stderr.split())[-500:]}"
         if os.environ.get(REQUIRE, "") not in {"", "0"}:
             pytest.fail(
-                f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False
+                f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)",
+                pytrace=False,
             )
         pytest.skip(reason)
     part.rename(folder)

@@ -192,7 +192,11 @@ def test_zero_switches_it_off(start, first_line):
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_the_main_process_tells_and_no_other(start, rank, lines):
     run = start(
-        "import speechbrain.utils.logger\n", *RUN, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2"
+        "import speechbrain.utils.logger\n",
+        *RUN,
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE="2",
     )
     assert len(run.lines) == lines
 

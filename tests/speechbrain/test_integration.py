@@ -113,7 +113,8 @@ def test_a_mean_over_tokens_is_what_differs_and_sum_and_count_the_cure(recipe):
     one, two = trained(recipe.start("one"), recipe.start("two", processes=2))
     assert two.distance(one) > 1e-4
     one, two = trained(
-        recipe.start("one-cured", *cure), recipe.start("two-cured", *cure, processes=2)
+        recipe.start("one-cured", *cure),
+        recipe.start("two-cured", *cure, processes=2),
     )
     two.assert_same(one)
 
@@ -121,7 +122,9 @@ def test_a_mean_over_tokens_is_what_differs_and_sum_and_count_the_cure(recipe):
 @pytest.mark.parametrize("recipe", ["ctc_augmented"], indirect=True)
 def test_noise_differs_and_the_training_is_alike(recipe):
     own, one, two = trained(
-        recipe.start("own", answered=False), recipe.start("one"), recipe.start("two", processes=2)
+        recipe.start("own", answered=False),
+        recipe.start("one"),
+        recipe.start("two", processes=2),
     )
     assert one.distance(own) < 0.2
     assert two.distance(one) < 0.2

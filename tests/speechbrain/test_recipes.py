@@ -69,7 +69,9 @@ def test_ranks_and_workers_that_ddpkit_starts_itself_are_answered_too(tmp_path, 
     recipe = Recipe("keywords", tmp_path, speechbrain)
     _, one = recipe.run("one", python(*RUN), answered=True)
     run, two = recipe.run(
-        "two", python(*RUN, "--batch_size=4", "--num_workers=1", "--nproc=2"), answered=True
+        "two",
+        python(*RUN, "--batch_size=4", "--num_workers=1", "--nproc=2"),
+        answered=True,
     )
     assert sum("answers speechbrain.core" in line for line in run.lines) == 1
     two.assert_same(one)

@@ -38,7 +38,11 @@ class Trained:
         assert self.weights.keys() == other.weights.keys() != set()
         for name, value in self.weights.items():
             torch.testing.assert_close(
-                value, other.weights[name], rtol=1e-4, atol=1e-6, msg=f"{name}: {value}"
+                value,
+                other.weights[name],
+                rtol=1e-4,
+                atol=1e-6,
+                msg=f"{name}: {value}",
             )
 
     def distance(self, other):

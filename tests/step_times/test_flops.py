@@ -193,7 +193,8 @@ def test_the_peak_of_a_device_is_that_of_its_datasheet(name, dtype, tera):
 
 
 @pytest.mark.parametrize(
-    ("name", "both", "tf32"), [("3090", 71.2, 35.6), ("4090", 165.2, 82.6), ("5090", 209.5, 104.8)]
+    ("name", "both", "tf32"),
+    [("3090", 71.2, 35.6), ("4090", 165.2, 82.6), ("5090", 209.5, 104.8)],
 )
 def test_the_peaks_of_a_geforce_are_those_of_the_architectures_paper(name, both, tf32):
     for dtype, tera in (
@@ -203,7 +204,8 @@ def test_the_peaks_of_a_geforce_are_those_of_the_architectures_paper(name, both,
         (torch.float32, tf32),
     ):
         assert device_peak(f"NVIDIA GeForce RTX {name}", dtype) == pytest.approx(
-            tera * 1e12, rel=1e-3
+            tera * 1e12,
+            rel=1e-3,
         )
 
 

@@ -65,7 +65,10 @@ def profiled(folder, cls=Regression, batches=8, **options):
 @pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"measure_steps": "off"}, {"profile_warmup": 0}], ids=str)
 def test_each_recorded_batch_has_its_ranges_with_the_operations_in_them(
-    cls, options, tmp_path, caplog
+    cls,
+    options,
+    tmp_path,
+    caplog,
 ):
     caplog.set_level("INFO")
     _, events = profiled(tmp_path, cls, **options)
@@ -95,7 +98,11 @@ def test_ranges_lie_side_by_side_and_inside_of_a_step(tmp_path):
 
 def test_with_accumulation_each_batch_is_marked_and_the_step_once(tmp_path):
     _, events = profiled(
-        tmp_path, batches=9, profile_steps=6, profile_warmup=0, grad_accumulation_factor=3
+        tmp_path,
+        batches=9,
+        profile_steps=6,
+        profile_warmup=0,
+        grad_accumulation_factor=3,
     )
     found = Counter(one["name"].removeprefix(RANGE) for one in ranges_in(events))
     assert (found["forward"], found["backward"], found["optimizer"]) == (6, 6, 2)
@@ -147,7 +154,9 @@ def test_a_profiler_of_the_recipe_gets_the_ranges_too():
 
     brain = make()
     brain.profiler = profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], schedule=plan, on_trace_ready=keep
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=plan,
+        on_trace_ready=keep,
     )
     with brain.profiler:
         brain.fit([1], points(6))

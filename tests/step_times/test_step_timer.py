@@ -122,7 +122,8 @@ def test_a_feed_that_ends_is_not_asked_for_ever():
     for length in range(60):
         loop = Loop()
         loop.batches = lambda window, loop=loop, length=length: itertools.islice(
-            Loop.batches(loop, window), length
+            Loop.batches(loop, window),
+            length,
         )
         assert loop.train().seen == list(range(length))
 

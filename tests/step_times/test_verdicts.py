@@ -35,7 +35,8 @@ def test_a_late_rank_is_named_with_its_phase_once(phase, world_size):
     rank = world_size - 1
     run = Run(world_size, late={(rank, phase): 0.03}, seed=world_size)
     found = verdicts_of(
-        run.seconds(15), VerdictFinder([f"host{number}" for number in range(world_size)])
+        run.seconds(15),
+        VerdictFinder([f"host{number}" for number in range(world_size)]),
     )
     assert subjects(found) == [("late_rank", rank, phase)]
     verdict = found[0]
@@ -250,7 +251,8 @@ def test_a_gpu_that_waits_for_the_host():
 
 
 @pytest.mark.parametrize(
-    ("bound", "step", "kinds"), [(1.0, 0.0083, ["host_bound"]), (0.0, 0.51, [])]
+    ("bound", "step", "kinds"),
+    [(1.0, 0.0083, ["host_bound"]), (0.0, 0.51, [])],
 )
 def test_a_gpu_with_little_and_one_with_much_to_do(bound, step, kinds):
     """As an H200 told it of forty layers of width 64, and of eight of width 8192."""
@@ -325,7 +327,12 @@ def test_short_seconds_at_the_beginning_of_epochs_count_together():
 
 def test_the_event_has_the_fields_of_the_log_without_what_is_not_known():
     verdict = Verdict(
-        kind="slow_data", what="W.", how_much="H.", advice="A.", phase="data", seconds=0.5
+        kind="slow_data",
+        what="W.",
+        how_much="H.",
+        advice="A.",
+        phase="data",
+        seconds=0.5,
     )
     assert verdict.event() == {
         "kind": "slow_data",

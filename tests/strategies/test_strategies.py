@@ -111,7 +111,8 @@ def test_one_process_needs_no_strategy(name):
 def test_strategies_that_do_not_go_with_others(name):
     for option, value in {"virtual_ranks": 4, "data_parallel_backend": True}.items():
         assert f"{option} does not work with strategy={name}: each is" in refused(
-            strategy=name, **{option: value}
+            strategy=name,
+            **{option: value},
         )
     assert "data_parallel_backend" in refused(strategy="single", data_parallel_backend=True)
     assert choose_strategy(RunOptions(device="cpu", strategy="single", virtual_ranks=4)).shards == 4
@@ -485,7 +486,10 @@ def wrap(**modules):
 
 def test_wrapping(group):
     modules, strategy = wrap(
-        net=Net(), fixed=frozen(Net()), plain=nn.ReLU(), norm=nn.BatchNorm1d(3)
+        net=Net(),
+        fixed=frozen(Net()),
+        plain=nn.ReLU(),
+        norm=nn.BatchNorm1d(3),
     )
     assert [type(module) for module in modules.values()] == [WrappedDDP, Net, nn.ReLU, WrappedDDP]
     assert type(modules.norm.module) is SyncBatchNorm
@@ -505,7 +509,9 @@ def test_shared_parameters_are_refused_before_anything_is_wrapped(group):
 
 def test_ddp_follows_what_is_frozen_and_unfrozen(group):
     modules, strategy = wrap(
-        net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fixed=frozen(Net()), same=Net()
+        net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)),
+        fixed=frozen(Net()),
+        same=Net(),
     )
     net = modules.net.module
     first = modules.net
@@ -613,7 +619,9 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", [torch.tensor(3), torch.tensor([2.5])], ids=str)
 def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(
-    group, monkeypatch, count
+    group,
+    monkeypatch,
+    count,
 ):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **kwargs: dist.Work())
     with Copies() as copies:
@@ -628,7 +636,9 @@ def test_a_backward_pass_decides_whether_to_average_also_in_a_copy(group, monkey
     averaged = []
     real = torch.distributed.all_reduce
     monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda *a, **k: averaged.append(1) or real(*a, **k)
+        torch.distributed,
+        "all_reduce",
+        lambda *a, **k: averaged.append(1) or real(*a, **k),
     )
     strategy = DDP(RunOptions(device="cpu"), decides_late=True)
     modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
@@ -686,13 +696,15 @@ def test_nothing_is_loaded_into_a_module_without_values(tmp_path):
     torch_save(nn.BatchNorm1d(2, affine=False), tmp_path / "norm.pt")  # has buffers only
     with pytest.raises(CheckpointError, match="it is on the meta device, .* load it after that"):
         torch_parameter_transfer(
-            nn.BatchNorm1d(2, affine=False, device="meta"), tmp_path / "norm.pt"
+            nn.BatchNorm1d(2, affine=False, device="meta"),
+            tmp_path / "norm.pt",
         )
 
 
 def test_nothing_is_saved_of_a_module_without_values(tmp_path):
     with pytest.raises(
-        CheckpointError, match="it is on the meta device, without values. .* save it after that"
+        CheckpointError,
+        match="it is on the meta device, without values. .* save it after that",
     ):
         torch_save(nn.Linear(2, 1, device="meta"), tmp_path / "net.pt")
     assert not list(tmp_path.iterdir())

@@ -113,7 +113,8 @@ def test_a_step_waits_for_its_own_batch_and_a_copy_for_what_the_step_was_given(m
 
     step = Stream("step")
     monkeypatch.setattr(
-        "ddpkit.training.device_prefetch._copying_stream", lambda device: Stream("side")
+        "ddpkit.training.device_prefetch._copying_stream",
+        lambda device: Stream("side"),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -142,14 +143,18 @@ class Stream(IterableDataset):
 def test_only_a_loader_with_workers_reads_ahead(data, workers, is_moved, monkeypatch):
     told = []
     monkeypatch.setattr(
-        module.logger, "warning_once", lambda text, *names: told.append(text % names)
+        module.logger,
+        "warning_once",
+        lambda text, *names: told.append(text % names),
     )
     brain = Brain({}, run_opts={"device": "cpu", "prefetch_to_device": True})
     loader = brain.make_dataloader(data, Stage.TRAIN, batch_size=2, num_workers=workers)
     assert (getattr(loader, "passed_through", None) is not None) == is_moved
     assert [one[:24] for one in told] == ([] if is_moved else ["prefetch_to_device needs"])
     without = Brain({}, run_opts={"device": "cpu"}).make_dataloader(
-        range(4), Stage.TRAIN, num_workers=1
+        range(4),
+        Stage.TRAIN,
+        num_workers=1,
     )
     assert without.passed_through is None
 

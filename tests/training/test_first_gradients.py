@@ -13,7 +13,9 @@ from tests.contract.recipes import make, points
 def test_only_the_first_batch_is_looked_at(monkeypatch):
     looked = []
     monkeypatch.setattr(
-        first_gradients, "leaves_of", lambda loss: looked.append(loss) or leaves_of(loss)
+        first_gradients,
+        "leaves_of",
+        lambda loss: looked.append(loss) or leaves_of(loss),
     )
     brain = make(grad_accumulation_factor=2)
     brain.fit([1, 2, 3], points(8), train_loader_kwargs={"batch_size": 2})

@@ -95,7 +95,8 @@ def test_nominal_epochs_do_not_tell_what_was_seen():
     seen = Seen(Stage.TRAIN, loader, divided=True)
     seen.close(4)
     with pytest.raises(
-        ConfigError, match="the loader of TRAIN is looped, or a stream of virtual ranks"
+        ConfigError,
+        match="the loader of TRAIN is looped, or a stream of virtual ranks",
     ):
         gather_results(seen, list("abc"))
 
@@ -162,7 +163,8 @@ def test_per_sample_wins():
 
 
 @pytest.mark.parametrize(
-    "wrong", [list("1234"), list("123456"), [[1, 2], [3], [4, 5]], torch.zeros(3), []]
+    "wrong",
+    [list("1234"), list("123456"), [[1, 2], [3], [4, 5]], torch.zeros(3), []],
 )
 def test_a_wrong_number_of_entries(seen, wrong):
     with pytest.raises(
@@ -190,7 +192,8 @@ def test_indices_that_are_names():
     loader = shard(Named(), Sharding(), sampler=["c", "a", "b"], batch_size=2)
     assert gather_results(seen_of(loader, 2), [3, 1, 2]) == [3, 1, 2]  # the order of the batches
     assert gather_results(
-        seen_of(shard(Stream(), Sharding(), batch_size=2), 2), list("abcd")
+        seen_of(shard(Stream(), Sharding(), batch_size=2), 2),
+        list("abcd"),
     ) == list("abcd")
 
 

@@ -393,7 +393,8 @@ def parameters(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "multiplier", [1.0, 0.37, torch.tensor(0.37), torch.tensor(0.37, dtype=torch.float64)]
+    "multiplier",
+    [1.0, 0.37, torch.tensor(0.37), torch.tensor(0.37, dtype=torch.float64)],
 )
 @pytest.mark.parametrize("max_norm", [None, 0.0, 0.4, 0.9999, 1.0, 1.0001, 2.0, 1e30, math.inf])
 def test_a_step_is_that_of_take_step_bit_for_bit(dtype, multiplier, max_norm):

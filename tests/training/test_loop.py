@@ -108,7 +108,12 @@ def test_equal_batches_weigh_exactly_one(world_size, batch_size):
     dealt=st.booleans(),
 )
 def test_gradients_are_those_of_the_mean_over_all_samples(
-    size, batch_size, world_size, factor, sizes, dealt
+    size,
+    batch_size,
+    world_size,
+    factor,
+    sizes,
+    dealt,
 ):
     """What every rank back-propagates, averaged over the ranks, is the gradient of one big
     batch.
@@ -477,7 +482,9 @@ BAD_LOSSES = [
 
 
 @pytest.mark.parametrize(
-    "scaler", [NO_SCALER, torch.amp.GradScaler("cpu")], ids=["plain", "scaled"]
+    "scaler",
+    [NO_SCALER, torch.amp.GradScaler("cpu")],
+    ids=["plain", "scaled"],
 )
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize(("loss", "match"), BAD_LOSSES)
@@ -527,7 +534,10 @@ def test_a_weight_has_the_bits_of_a_product(dtype):
 def test_a_complex_loss_is_refused(scale):
     with pytest.raises(RuntimeError, match="real scalar outputs"):
         backward(
-            torch.ones((), dtype=torch.complex64, requires_grad=True), scale, NO_SCALER, "Recipe"
+            torch.ones((), dtype=torch.complex64, requires_grad=True),
+            scale,
+            NO_SCALER,
+            "Recipe",
         )
 
 

@@ -181,7 +181,8 @@ def sums(*counts, **given):
 
 
 @pytest.mark.parametrize(
-    "kind", [int, float, torch.tensor, lambda count: torch.tensor([float(count)])]
+    "kind",
+    [int, float, torch.tensor, lambda count: torch.tensor([float(count)])],
 )
 def test_a_window_of_sums_is_divided_by_what_it_counts(kind):
     brain = sums(kind(3), kind(5))

@@ -60,7 +60,8 @@ def test_nothing_asked_nothing_done(modules, wrapped):
 def test_compile_means_every_module_with_the_options(modules, wrapped):
     keys = list(modules.state_dict())
     compile_modules(
-        modules, options(compile=True, compile_mode="max-autotune", compile_using_fullgraph=True)
+        modules,
+        options(compile=True, compile_mode="max-autotune", compile_using_fullgraph=True),
     )
     assert names(modules, wrapped) == ["net", "head", "loss"]
     assert wrapped[0][1] == {"mode": "max-autotune", "fullgraph": True, "dynamic": False}
@@ -108,7 +109,8 @@ def test_what_cannot_be_wrapped_is_left_with_the_reason(modules, monkeypatch, ca
 
 def test_a_mode_that_torch_does_not_know_is_logged(modules, caplog):
     compile_modules(
-        modules, options(compile=True, compile_module_keys=["net"], compile_mode="bogus")
+        modules,
+        options(compile=True, compile_module_keys=["net"], compile_mode="bogus"),
     )
     assert "Unrecognized mode=bogus" in caplog.text
     modules["net"](torch.ones(1, 2))
@@ -116,7 +118,8 @@ def test_a_mode_that_torch_does_not_know_is_logged(modules, caplog):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("gcc") is None, reason="torch.compile needs a C compiler on the CPU"
+    shutil.which("gcc") is None,
+    reason="torch.compile needs a C compiler on the CPU",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside its compiler
 def test_a_compiled_module_computes_and_copies_and_saves_as_before(modules):

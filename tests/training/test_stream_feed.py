@@ -45,7 +45,8 @@ class Ranks:
             def finish():
                 with self.changed:
                     assert self.changed.wait_for(
-                        lambda: len(self.brought[call]) == self.world_size, timeout=60
+                        lambda: len(self.brought[call]) == self.world_size,
+                        timeout=60,
                     )
                 return [sum(numbers) for numbers in zip(*self.brought[call], strict=True)]
 
@@ -133,7 +134,10 @@ def test_every_global_batch_weighs_the_same_if_asked(sizes, factor):
 @given(sizes=SIZES, factor=st.integers(1, 4))
 def test_every_batch_of_the_data_weighs_the_same_if_asked(sizes, factor):
     ranks = Ranks(len(sizes)).run(
-        batches_of(sizes), factor, weighting="batches", whole_batches=True
+        batches_of(sizes),
+        factor,
+        weighting="batches",
+        whole_batches=True,
     )
     for window in weights_of(ranks):
         present = [weight for steps in window for count, weight in steps if count]

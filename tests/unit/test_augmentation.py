@@ -86,7 +86,8 @@ class Noisy(Dataset):
     def __getitem__(self, index):
         self.loaded.append(index)
         return torch.tensor(
-            [index, *(draw(self.kind) if index >= self.first else [])], dtype=torch.float64
+            [index, *(draw(self.kind) if index >= self.first else [])],
+            dtype=torch.float64,
         )
 
 
@@ -254,7 +255,10 @@ def test_streams_that_only_some_samples_draw_from(num_workers):
     expected = [[*expected_of(index, kinds[index // 4 % 4]), 0, 0][:3] for index in range(SIZE)]
     for batch_size in (1, 2, 5):
         loader = shard(
-            Ragged(""), Sharding(seed=SEED), batch_size=batch_size, num_workers=num_workers
+            Ragged(""),
+            Sharding(seed=SEED),
+            batch_size=batch_size,
+            num_workers=num_workers,
         )
         assert sorted(samples(loader)) == expected
     for start in (1, 9):
@@ -368,7 +372,8 @@ def test_errors_come_out_as_they_are(batch_size):
     assert states() == before
     assert ddpkit.augmentation._NOW.batch is None
     with pytest.raises(
-        IndexError, match=r"(?s)DataLoader worker process 0.*no sample 6 here"
+        IndexError,
+        match=r"(?s)DataLoader worker process 0.*no sample 6 here",
     ) as caught:
         list(shard(Failing("all"), Sharding(), batch_size=batch_size, num_workers=1))
     assert 'in __getitem__\n    raise IndexError("no sample 6 here")' in str(caught.value)
@@ -403,7 +408,11 @@ def test_collating_is_keyed_on_the_first_sample(kind, num_workers):
     dataset = Noisy("nothing")
     before = states()
     loader = shard(
-        dataset, Sharding(seed=SEED), batch_size=4, collate_fn=collate, num_workers=num_workers
+        dataset,
+        Sharding(seed=SEED),
+        batch_size=4,
+        collate_fn=collate,
+        num_workers=num_workers,
     )
     found = list(loader)
     assert states() == before
@@ -500,7 +509,11 @@ def test_a_dataset_that_makes_the_batch_itself_is_keyed_by_the_batch():
     for num_workers in (0, 2):
         before = states()
         loader = shard(
-            Made(""), Sharding(seed=SEED), batch_size=4, collate_fn=dict, num_workers=num_workers
+            Made(""),
+            Sharding(seed=SEED),
+            batch_size=4,
+            collate_fn=dict,
+            num_workers=num_workers,
         )
         found = list(loader)
         assert states() == before
@@ -512,7 +525,11 @@ def test_a_dataset_that_makes_the_batch_itself_is_keyed_by_the_batch():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_of_whole_batches(num_workers):
     loader = shard(
-        Noisy("all"), Sharding(seed=SEED), batch_size=None, shuffle=True, num_workers=num_workers
+        Noisy("all"),
+        Sharding(seed=SEED),
+        batch_size=None,
+        shuffle=True,
+        num_workers=num_workers,
     )
     assert sorted(batch.tolist() for batch in loader) == [
         expected_of(index, "all") for index in range(SIZE)
@@ -571,7 +588,11 @@ def test_a_repeated_sample_is_augmented_anew(make, num_workers):
             options = {"num_workers": num_workers}
             if make == "sampler":
                 loader = shard(
-                    Noisy("all"), sharding, sampler=weighted(), batch_size=size, **options
+                    Noisy("all"),
+                    sharding,
+                    sampler=weighted(),
+                    batch_size=size,
+                    **options,
                 )
             elif make == "batch_sampler":
                 loader = shard(
@@ -582,7 +603,10 @@ def test_a_repeated_sample_is_augmented_anew(make, num_workers):
                 )
             else:
                 loader = SaveableDataLoader(
-                    Noisy("all"), batch_size=6, sampler=weighted(), **options
+                    Noisy("all"),
+                    batch_size=6,
+                    sampler=weighted(),
+                    **options,
                 )
             parts += epochs_of(loader, (2,))[0]
         found[world_size] = sorted(parts)
@@ -630,7 +654,9 @@ def test_indices_that_are_no_numbers():
     assert found[0] == found[1]
     assert len({sample[2] for sample in found[0]}) == 4
     tensors = shard(
-        Noisy("all"), Sharding(seed=SEED), batch_sampler=[torch.tensor([3, 4]), np.array([5])]
+        Noisy("all"),
+        Sharding(seed=SEED),
+        batch_sampler=[torch.tensor([3, 4]), np.array([5])],
     )
     assert samples(tensors) == [expected_of(index, "all") for index in (3, 4, 5)]
 
@@ -643,7 +669,11 @@ def test_indices_that_are_no_numbers():
 def test_the_rest_of_an_epoch_after_a_recovery(num_workers, done):
     def make():
         loader = shard(
-            Noisy("all"), Sharding(seed=SEED), batch_size=4, shuffle=True, num_workers=num_workers
+            Noisy("all"),
+            Sharding(seed=SEED),
+            batch_size=4,
+            shuffle=True,
+            num_workers=num_workers,
         )
         loader.set_epoch(2)
         return loader
@@ -694,7 +724,11 @@ def test_workers_know_the_dataset_and_the_epoch(persistent):
 
 def test_persistent_workers_end_with_their_loader():
     loader = shard(
-        Noisy("all", size=4), Sharding(), batch_size=1, num_workers=1, persistent_workers=True
+        Noisy("all", size=4),
+        Sharding(),
+        batch_size=1,
+        num_workers=1,
+        persistent_workers=True,
     )
     others = set(multiprocessing.active_children())
     list(loader)
@@ -752,7 +786,9 @@ def _looks(request, monkeypatch):
     """Look at the generators' memory, or read their states as where that shows nothing."""
     views = random_streams._memory_of_process(np.random.get_bit_generator())
     monkeypatch.setattr(
-        random_streams, "_memory_of_process", lambda bits: views if request.param else ()
+        random_streams,
+        "_memory_of_process",
+        lambda bits: views if request.param else (),
     )
     assert views, "else the fast way was never tried"
 

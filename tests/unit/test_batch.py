@@ -102,11 +102,14 @@ def test_padding_can_be_chosen_by_key():
     assert batch.a.data.tolist() == [[1, 2], [3, -100]]
     assert batch.b.tolist() == [[5], [6]]
     batch = PaddedBatch(
-        pair, padding_kwargs={"value": 9}, per_key_padding_kwargs={"b": {"value": 0}}
+        pair,
+        padding_kwargs={"value": 9},
+        per_key_padding_kwargs={"b": {"value": 0}},
     )
     assert batch.a.data.tolist() == [[1, 2], [3, 9]]
     flipped = PaddedBatch(
-        pair, padding_func=lambda values: (torch.stack([v[:1] for v in values]), torch.zeros(2))
+        pair,
+        padding_func=lambda values: (torch.stack([v[:1] for v in values]), torch.zeros(2)),
     )
     assert flipped.a.data.tolist() == [[1], [3]]
 
@@ -166,7 +169,10 @@ def test_a_batch_can_be_copied_and_sent(again):
 
 def test_it_comes_out_of_workers():
     loader = DataLoader(
-        samples(), 2, collate_fn=functools.partial(PaddedBatch, padded_keys=["sig"]), num_workers=1
+        samples(),
+        2,
+        collate_fn=functools.partial(PaddedBatch, padded_keys=["sig"]),
+        num_workers=1,
     )
     assert [(batch.id, batch.sig.data.shape[1]) for batch in loader] == [
         (["s0", "s1"], 4),
@@ -201,7 +207,8 @@ def test_no_tensors_cannot_be_padded():
 
 
 @pytest.mark.parametrize(
-    "options", [{"batch_size": 2}, {"batch_sampler": [[0, 1], [2]], "batch_size": None}]
+    "options",
+    [{"batch_size": 2}, {"batch_sampler": [[0, 1], [2]], "batch_size": None}],
 )
 def test_a_dataset_that_offers_keys_gets_padded_batches(options):
     assert [batch.id for batch in make_dataloader(Offering(), **options)] == [["s0", "s1"], ["s2"]]

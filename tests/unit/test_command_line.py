@@ -34,7 +34,8 @@ def test_c1_optimizer_step_limit_is_an_int():
         limit = parse("h.yaml", *words)[1].optimizer_step_limit
         assert (limit, type(limit)) == (10, int)
     with pytest.raises(
-        ConfigError, match="--optimizer_step_limit expects a whole number, got 'ten'"
+        ConfigError,
+        match="--optimizer_step_limit expects a whole number, got 'ten'",
     ):
         parse("h.yaml", "--optimizer_step_limit=ten")
 
@@ -353,7 +354,8 @@ def test_data_parallel_in_the_yaml_under_a_launcher(launched, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["-h"], ["h.yaml", "--seed", "3", "--help"], ["--flag", "-h"]]
+    "words",
+    [["--help"], ["-h"], ["h.yaml", "--seed", "3", "--help"], ["--flag", "-h"]],
 )
 def test_help_prints_and_stops(capsys, words):
     with pytest.raises(SystemExit) as caught:
@@ -385,7 +387,8 @@ def test_version(capsys):
 @pytest.mark.parametrize("value", ["[1,2", "{a: 1", "[[1]", " {"])
 def test_a_bracket_that_is_not_closed_is_an_error_and_no_text(value):
     with pytest.raises(
-        ConfigError, match="is not valid YAML: the bracket at its beginning is not closed. Close it"
+        ConfigError,
+        match="is not valid YAML: the bracket at its beginning is not closed. Close it",
     ):
         parse("h.yaml", f"--seed={value}")
 

@@ -105,7 +105,10 @@ def test_shard_divides_without_repeats(num_workers):
         found = [
             counted(
                 shard(
-                    Numbers(11), Sharding(rank, world_size), batch_size=2, num_workers=num_workers
+                    Numbers(11),
+                    Sharding(rank, world_size),
+                    batch_size=2,
+                    num_workers=num_workers,
                 )
             )
             for rank in range(world_size)
@@ -150,7 +153,11 @@ def test_samplers_and_batch_samplers_are_dealt_out():
 
     def of_batches(sharding):
         return shard(
-            range(8), sharding, batch_sampler=[[0, 1, 2], [3], [4, 5]], batch_size=1, drop_last=True
+            range(8),
+            sharding,
+            batch_sampler=[[0, 1, 2], [3], [4, 5]],
+            batch_size=1,
+            drop_last=True,
         )
 
     assert over(2, of_batches) == [[[0, 1, 2]], [[3]]]
@@ -245,10 +252,12 @@ READY = {
     "sampler": lambda data: DataLoader(data, 3, sampler=range(13, 0, -1)),
     "part of the data": lambda data: DataLoader(data, 3, sampler=SequentialSampler(range(5))),
     "explicit batches": lambda data: DataLoader(
-        data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False)
+        data,
+        batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False),
     ),
     "explicit batches, drop_last": lambda data: DataLoader(
-        data, batch_sampler=BatchSampler(range(2, 13), 3, drop_last=True)
+        data,
+        batch_sampler=BatchSampler(range(2, 13), 3, drop_last=True),
     ),
     "whole batches": lambda data: DataLoader(data, batch_size=None),
     "whole batches, sampler": lambda data: DataLoader(data, batch_size=None, sampler=range(4, 9)),
@@ -257,7 +266,9 @@ READY = {
     "ours, drop_last": lambda data: shard(data, Sharding(), batch_size=3, drop_last=True),
     "ours, sampler": lambda data: shard(data, Sharding(), batch_size=3, sampler=[5, 3, 4, 1]),
     "ours, batch sampler": lambda data: shard(
-        data, Sharding(), batch_sampler=[[0, 1], [2], [3, 4, 5]]
+        data,
+        Sharding(),
+        batch_sampler=[[0, 1], [2], [3, 4, 5]],
     ),
     "ours, whole batches": lambda data: shard(data, Sharding(), batch_size=None),
     "saveable": lambda data: SaveableDataLoader(data, 3, shuffle=False),
@@ -299,7 +310,8 @@ def test_ready_made_loaders_keep_their_order_and_sizes(kind):
     [
         lambda data: DataLoader(data, 3, shuffle=True),
         lambda data: DataLoader(
-            data, batch_sampler=BatchSampler(RandomSampler(data), 3, drop_last=False)
+            data,
+            batch_sampler=BatchSampler(RandomSampler(data), 3, drop_last=False),
         ),
         lambda data: shard(data, Sharding(), batch_size=3, shuffle=True),
     ],
@@ -353,7 +365,8 @@ def test_resharding_keeps_the_other_settings():
     assert again.multiprocessing_context is context
     assert again.dataset is ready.dataset
     stream = reshard(
-        DataLoader(Stream(6), 2, drop_last=True, collate_fn=add_hundred), Sharding(0, 2)
+        DataLoader(Stream(6), 2, drop_last=True, collate_fn=add_hundred),
+        Sharding(0, 2),
     )
     assert list(stream) == [[100, 102]]
 
@@ -365,12 +378,15 @@ def test_set_epoch_reaches_samplers_and_datasets():
     for make in (
         lambda sampler: shard(Numbers(6), Sharding(), batch_size=2, sampler=sampler),
         lambda sampler: shard(
-            Numbers(6), Sharding(), batch_sampler=BatchSampler(sampler, 2, drop_last=False)
+            Numbers(6),
+            Sharding(),
+            batch_sampler=BatchSampler(sampler, 2, drop_last=False),
         ),
         lambda sampler: shard(Numbers(6), Sharding(), batch_size=None, sampler=sampler),
         lambda sampler: SaveableDataLoader(Numbers(6), 2, sampler=sampler),
         lambda sampler: DataLoader(
-            Numbers(6), batch_sampler=BatchSampler(sampler, 2, drop_last=False)
+            Numbers(6),
+            batch_sampler=BatchSampler(sampler, 2, drop_last=False),
         ),
     ):
         sampler = Knowing(6)
@@ -692,7 +708,11 @@ def test_a_looped_stream_goes_on_where_it_was(tmp_path, drawn, state):
 @pytest.mark.parametrize("drawn", [1, 2, 5, 7])
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (4, 2), (1, 2)])
 def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(
-    tmp_path, before, now, drawn, state
+    tmp_path,
+    before,
+    now,
+    drawn,
+    state,
 ):
     """Its place is that of the batches of all ranks, in the pass as in the nominal epoch."""
 

@@ -34,7 +34,9 @@ def machine(monkeypatch):
     def have(**counts):
         monkeypatch.setattr(device, "count_devices", lambda kind: counts.get(kind, 0))
         monkeypatch.setattr(
-            device, "accelerator_kind", lambda: next((k for k, n in counts.items() if n), "cpu")
+            device,
+            "accelerator_kind",
+            lambda: next((k for k, n in counts.items() if n), "cpu"),
         )
 
     return have
@@ -235,12 +237,15 @@ def test_processes_of_torchrun_that_nothing_is_hidden_from_see_the_same_gpu(mach
 
 
 @pytest.mark.parametrize(
-    ("visible", "number"), [("0", "GPU-1"), ("MIG-aa", "GPU-1 MIG-aa"), ("MIG-bb", "GPU-1 MIG-bb")]
+    ("visible", "number"),
+    [("0", "GPU-1"), ("MIG-aa", "GPU-1 MIG-aa"), ("MIG-bb", "GPU-1 MIG-bb")],
 )
 def test_parts_of_a_divided_gpu_are_devices_of_their_own(monkeypatch, visible, number):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1")
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(uuid="GPU-1"),
     )
     assert device.physical_device("cuda:0") == number
 

@@ -287,7 +287,8 @@ def test_tied_weights_have_one_average_under_both_names():
 
 
 @pytest.mark.parametrize(
-    "modules", [{}, {"relu": nn.ReLU()}, {"frozen": nn.Linear(1, 1).requires_grad_(False)}]
+    "modules",
+    [{}, {"relu": nn.ReLU()}, {"frozen": nn.Linear(1, 1).requires_grad_(False)}],
 )
 def test_modules_without_anything_to_train(modules):
     average = averaged(nn.ModuleDict(modules), steps=2)
@@ -310,7 +311,8 @@ def test_weights_that_are_made_in_the_first_batch():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize(
-    "how", ["plain", "parallel", "compiled", "nested", "synchronised", "scripted"]
+    "how",
+    ["plain", "parallel", "compiled", "nested", "synchronised", "scripted"],
 )
 def test_names_are_those_without_wrappers(how):
     """The compiled ones are never run: only their names matter here."""
@@ -334,7 +336,8 @@ def test_names_are_those_without_wrappers(how):
     with average.applied():
         inside = tensors(average._modules)
     assert_same(
-        dict(zip(plain.state_dict(), inside.values(), strict=True)), dict(plain.state_dict())
+        dict(zip(plain.state_dict(), inside.values(), strict=True)),
+        dict(plain.state_dict()),
     )
     assert any(not torch.equal(inside[name], before[name]) for name in before)
     assert_same(tensors(average._modules), before)
@@ -477,7 +480,10 @@ def test_the_average_is_updated_once_per_step_that_was_made(factor):
     steps = {1: 8, 2: 4}[factor]
     assert brain.ema.updates == brain.optimizer_step == len(brain.after_steps) == steps
     torch.testing.assert_close(
-        brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14
+        brain.ema.state_dict()["net.weight"],
+        lerped(brain.after_steps),
+        rtol=0,
+        atol=1e-14,
     )
 
 
@@ -491,7 +497,10 @@ def test_a_layer_that_is_unfrozen_when_an_epoch_begins_is_averaged_from_there():
     assert torch.equal(brain.after_steps[0], brain.after_steps[2])
     assert not torch.equal(brain.after_steps[2], brain.after_steps[3])
     torch.testing.assert_close(
-        brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14
+        brain.ema.state_dict()["net.weight"],
+        lerped(brain.after_steps),
+        rtol=0,
+        atol=1e-14,
     )
 
 
@@ -521,7 +530,10 @@ def test_a_recipe_that_steps_by_itself_is_told_and_can_update_by_itself(caplog):
     assert brain.ema.updates == 3
     assert "ema.update()" not in caplog.text
     Gan(gan_modules(), None, None, options).fit(
-        [1], points(6), points(2), train_loader_kwargs={"batch_size": 2}
+        [1],
+        points(6),
+        points(2),
+        train_loader_kwargs={"batch_size": 2},
     )
     assert "calls self.ema.update()" in caplog.text
 
@@ -558,7 +570,8 @@ def test_validation_and_test_see_the_average_and_hooks_see_the_weights(evaluate,
         assert torch.equal(brain.seen["VALID", "end"][epoch], own)
         for batch in (0, 1):
             torch.testing.assert_close(
-                brain.seen["VALID", "batch"][2 * epoch + batch], average if evaluate else own
+                brain.seen["VALID", "batch"][2 * epoch + batch],
+                average if evaluate else own,
             )
     loss = brain.evaluate(data[:4])
     torch.testing.assert_close(brain.seen["TEST", "batch"][0], average if evaluate else own)
@@ -648,7 +661,10 @@ def test_a_run_without_an_average_goes_on_with_one(tmp_path, caplog):
     assert "The average of the weights (ema_decay=0.9) starts" in caplog.text
     assert torch.equal(brain.seen["TRAIN", "start"][0], before.after_steps[-1])
     torch.testing.assert_close(
-        brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14
+        brain.ema.state_dict()["net.weight"],
+        lerped(brain.after_steps),
+        rtol=0,
+        atol=1e-14,
     )
 
 
@@ -726,7 +742,8 @@ def test_a_loaded_state_shares_nothing_with_its_source_and_can_be_saved_at_once(
         if "frozen" not in name and "num_batches" not in name and "mask" not in name
     ]
     assert_same(
-        {name: found[name] for name in trained_names}, {name: saved[name] for name in trained_names}
+        {name: found[name] for name in trained_names},
+        {name: saved[name] for name in trained_names},
     )
 
 

@@ -92,10 +92,12 @@ def test_resume(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [EpochCounter, lambda limit: EpochCounterWithStopper(limit, 0, 1, "min")]
+    "make",
+    [EpochCounter, lambda limit: EpochCounterWithStopper(limit, 0, 1, "min")],
 )
 def test_a_counter_of_a_later_call_begins_with_epoch_1_after_a_checkpoint_inside_of_an_epoch(
-    tmp_path, make
+    tmp_path,
+    make,
 ):
     find_save_hook(make(2))(make(2), tmp_path / "counter.ckpt")
     resumed = make(2)

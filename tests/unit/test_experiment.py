@@ -75,7 +75,9 @@ def test_what_is_in_the_folder(tmp_path, recipe, capsys):
     get_logger("ddpkit.tests").debug("detail")
     get_logger("ddpkit.tests").info("news")
     FileTrainLogger(tmp_path / "train_log.txt").log_stats(
-        {"epoch": 1}, {"loss": 0.5}, verbose=False
+        {"epoch": 1},
+        {"loss": 0.5},
+        verbose=False,
     )
     names = ["env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "test_experiment.py"]
     assert names_in(folder) == names
@@ -99,7 +101,8 @@ def test_hyperparams_are_resolved(tmp_path, recipe):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"seed": 4, "model": {"out_features": 5}}, ("seed: 4\nmodel: {out_features: 5}")]
+    "overrides",
+    [{"seed": 4, "model": {"out_features": 5}}, ("seed: 4\nmodel: {out_features: 5}")],
 )
 def test_overrides(tmp_path, recipe, overrides):
     before = repr(overrides)
@@ -218,7 +221,8 @@ def test_log_config_that_is_not_there(tmp_path, recipe):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match="experiment_directory='.*file/out' cannot be written: Not a directory"
+        ConfigError,
+        match="experiment_directory='.*file/out' cannot be written: Not a directory",
     ):
         create(tmp_path / "file" / "out")
     assert PROCESS.log is None
@@ -230,7 +234,8 @@ def test_a_read_only_folder(tmp_path):
     if os.access(folder, os.W_OK):
         pytest.skip("this user may write everywhere")
     with pytest.raises(
-        ConfigError, match="experiment_directory='.*out' cannot be written: Permission denied"
+        ConfigError,
+        match="experiment_directory='.*out' cannot be written: Permission denied",
     ):
         create(folder)
 
@@ -247,7 +252,8 @@ def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(
-        ConfigError, match="experiment_directory='.*out' cannot be written: No space left"
+        ConfigError,
+        match="experiment_directory='.*out' cannot be written: No space left",
     ):
         create(folder, recipe)
     assert (folder / "hyperparams.yaml").read_text() == before
@@ -256,7 +262,8 @@ def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
 
 def test_missing_hyperparams(tmp_path):
     with pytest.raises(
-        MissingFileError, match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist"
+        MissingFileError,
+        match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist",
     ):
         create(tmp_path / "out", tmp_path / "none.yaml")
     assert not (tmp_path / "out").exists()
@@ -275,7 +282,8 @@ def test_missing_hyperparams(tmp_path):
 def test_hyperparams_that_cannot_be_resolved(tmp_path, recipe, text, overrides):
     recipe.write_text(text)
     with pytest.raises(
-        ConfigError, match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved"
+        ConfigError,
+        match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved",
     ):
         create(tmp_path / "out", recipe, overrides)
 
@@ -324,7 +332,11 @@ def test_2_5_the_exception_of_another_rank_is_logged_and_left_for_torchrun(tmp_p
     report = tmp_path / "error.json"
     (tmp_path / "out").mkdir()
     done = start(
-        tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report)
+        tmp_path,
+        RANK="1",
+        LOCAL_RANK="1",
+        WORLD_SIZE="2",
+        TORCHELASTIC_ERROR_FILE=str(report),
     )
     assert done.code == 1
     assert "ERROR: [rank: 1] Uncaught ValueError:" in done.err

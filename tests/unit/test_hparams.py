@@ -199,7 +199,8 @@ def test_the_command_line_loads_nothing_and_leaves_the_rest_to_the_recipe(folder
 
 def test_a_missing_file_is_told():
     with pytest.raises(
-        MissingFileError, match="There is no file 'nowhere.yaml' to read hyperparameters from"
+        MissingFileError,
+        match="There is no file 'nowhere.yaml' to read hyperparameters from",
     ):
         ddpkit.load_hparams("nowhere.yaml")
 

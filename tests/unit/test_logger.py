@@ -151,7 +151,8 @@ def test_the_environment_sets_the_level(variable, value, monkeypatch, capsys):
 def test_an_unknown_level_is_an_error(monkeypatch):
     monkeypatch.setenv("DDPKIT_LOG_LEVEL", "loud")
     with pytest.raises(
-        ConfigError, match="DDPKIT_LOG_LEVEL expects a logging level .*, got 'loud'"
+        ConfigError,
+        match="DDPKIT_LOG_LEVEL expects a logging level .*, got 'loud'",
     ):
         setup_logging()
     monkeypatch.delenv("DDPKIT_LOG_LEVEL")
@@ -160,7 +161,9 @@ def test_an_unknown_level_is_an_error(monkeypatch):
 
 
 def test_other_ranks_show_warnings_of_libraries_and_what_is_meant_for_all(
-    tmp_path, capsys, as_rank
+    tmp_path,
+    capsys,
+    as_rank,
 ):
     as_rank(1)
     setup_logging(log_file=tmp_path / "log.txt")

@@ -39,7 +39,8 @@ def test_an_optimizer_object_is_no_opt_class():
 
 def test_the_name_of_a_class_is_no_opt_class():
     with pytest.raises(
-        ConfigError, match="opt_class='Adam' is a text: give a class or a function that makes it"
+        ConfigError,
+        match="opt_class='Adam' is a text: give a class or a function that makes it",
     ):
         fit("Adam")
 
@@ -47,6 +48,7 @@ def test_the_name_of_a_class_is_no_opt_class():
 def test_a_scheduler_object_is_no_scheduler_class():
     scheduler = torch.optim.lr_scheduler.StepLR(sgd(nn.Linear(1, 1).parameters()), 1)
     with pytest.raises(
-        ConfigError, match="scheduler_class is an object of the class StepLR, which is made already"
+        ConfigError,
+        match="scheduler_class is an object of the class StepLR, which is made already",
     ):
         fit(sgd, scheduler)

@@ -55,7 +55,8 @@ def test_the_order_does_not_matter():
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
         stats = MetricStats(lambda values: values)
         stats.append(
-            [f"s{k}" for k in order], torch.tensor([scores[k] for k in order], dtype=torch.float64)
+            [f"s{k}" for k in order],
+            torch.tensor([scores[k] for k in order], dtype=torch.float64),
         )
         found.append(stats.summarize())
     assert found[0] == found[1]
@@ -90,7 +91,9 @@ def test_nan_is_neither_the_lowest_nor_the_highest_score_where_it_comes_first():
 def test_scores_are_detached_and_ids_may_be_a_tensor():
     stats = MetricStats(distance)
     stats.append(
-        torch.tensor([3, 4]), torch.ones(2, 3, requires_grad=True), target=torch.zeros(2, 3)
+        torch.tensor([3, 4]),
+        torch.ones(2, 3, requires_grad=True),
+        target=torch.zeros(2, 3),
     )
     assert stats.ids == [3, 4]
     assert stats.scores == [1.0, 1.0]

@@ -64,7 +64,8 @@ def test_accuracy_of_scores_and_of_classes():
 
 
 @pytest.mark.parametrize(
-    ("predictions", "labels"), [((3, 2), (4,)), ((3,), (3, 2)), ((2, 5, 3), (2, 3))]
+    ("predictions", "labels"),
+    [((3, 2), (4,)), ((3,), (3, 2)), ((2, 5, 3), (2, 3))],
 )
 def test_shapes_that_do_not_fit(predictions, labels):
     with pytest.raises(ConfigError, match=r"predictions of shape .* do not fit labels of shape"):
@@ -168,7 +169,8 @@ def test_reduced_refuses_what_it_cannot_tell_how_to_exchange():
         Reduced(Plain())
     Plain.sync_on_compute = False
     with pytest.raises(
-        ConfigError, match="Plain cannot be reduced .*, or was made with sync_on_compute=False"
+        ConfigError,
+        match="Plain cannot be reduced .*, or was made with sync_on_compute=False",
     ):
         Reduced(Plain())
 

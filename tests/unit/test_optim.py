@@ -163,7 +163,9 @@ def test_a_tensor_multiplies_like_a_number_and_the_host_reads_once(max_norm, dty
     norm = take_step([by_number], max_norm, multiplier=0.125).norm
     with HostReads() as reads:
         assert take_step(
-            [by_tensor], max_norm, multiplier=torch.tensor(0.125, dtype=dtype)
+            [by_tensor],
+            max_norm,
+            multiplier=torch.tensor(0.125, dtype=dtype),
         ).norm == pytest.approx(norm)
     assert reads.count == 1
     for one, other in zip(by_tensor.given[0], by_number.given[0], strict=True):
@@ -200,7 +202,10 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, kind):
     assert not math.isfinite(result.norm)
     assert all(torch.equal(one.detach(), other) for one, other in zip(mine, weights, strict=True))
     torch.testing.assert_close(
-        [optimizer.state_dict() for optimizer in optimizers], states, rtol=0, atol=0
+        [optimizer.state_dict() for optimizer in optimizers],
+        states,
+        rtol=0,
+        atol=0,
     )
     assert all(one.grad is None for one in mine), "the gradients are dropped"
 
@@ -311,7 +316,9 @@ def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
     made = make_optimizer(lambda those: torch.optim.Adam(those, lr=0.1), net)
     assert len(made.param_groups[0]["params"]) == 6  # the frozen ones may be unfrozen later
     split = make_optimizer(
-        lambda those: torch.optim.AdamW(those, lr=0.1, weight_decay=0.5), net, split_vectors=True
+        lambda those: torch.optim.AdamW(those, lr=0.1, weight_decay=0.5),
+        net,
+        split_vectors=True,
     )
     vectors, others = split.param_groups
     assert (vectors["weight_decay"], others["weight_decay"]) == (0.0, 0.5)
@@ -434,7 +441,8 @@ def test_an_opt_class_that_cannot_be_called_is_named():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_minor_1_the_count_multiplies_gradients_in_their_own_dtype_which_is_one_kernel_on_a_gpu(
-    monkeypatch, dtype
+    monkeypatch,
+    dtype,
 ):
     """``_foreach_mul_`` falls back to a kernel per parameter where the factor is of another
     dtype.

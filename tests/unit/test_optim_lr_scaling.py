@@ -125,14 +125,18 @@ def options(rule="linear", reference=8, **more):
 
 def sizes_of(batch_size, world=1, factor=1):
     return batch_sizes(
-        shard(range(50), Sharding(0, world), batch_size=batch_size), None, factor, world
+        shard(range(50), Sharding(0, world), batch_size=batch_size),
+        None,
+        factor,
+        world,
     )
 
 
 def scaling_of(rule="linear", *, batch_size=4, world=1, **more):
     scaling = LrScaling()
     scaling.choose(
-        options(rule, **more), sizes_of(batch_size, world, more.get("grad_accumulation_factor", 1))
+        options(rule, **more),
+        sizes_of(batch_size, world, more.get("grad_accumulation_factor", 1)),
     )
     return scaling
 

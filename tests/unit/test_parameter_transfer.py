@@ -41,7 +41,9 @@ def test_modules_come_from_their_files(tmp_path):
     first = nn.Linear(2, 1)
     second = nn.Linear(2, 1)
     pretrainer = Pretrainer(
-        tmp_path / "none", {"first": first}, {"first": saved(tmp_path / "best.pt", 3)}
+        tmp_path / "none",
+        {"first": first},
+        {"first": saved(tmp_path / "best.pt", 3)},
     )
     pretrainer.loadables["second"] = second
     saved(tmp_path / "hub" / "second.ckpt", 4)
@@ -72,7 +74,9 @@ def test_a_link_that_is_itself_the_source_is_left_alone(tmp_path):
     (tmp_path / "model.ckpt").symlink_to(saved(tmp_path / "blob" / "file", 5))
     model = nn.Linear(2, 1)
     pretrainer = Pretrainer(
-        tmp_path / "blob" / "..", {"model": model}, {"model": tmp_path / "model.ckpt"}
+        tmp_path / "blob" / "..",
+        {"model": model},
+        {"model": tmp_path / "model.ckpt"},
     )
     pretrainer.collect_files()
     pretrainer.load_collected()
@@ -80,7 +84,8 @@ def test_a_link_that_is_itself_the_source_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["speechbrain/asr-crdnn/model.ckpt", "https://example.org/model.ckpt"]
+    "source",
+    ["speechbrain/asr-crdnn/model.ckpt", "https://example.org/model.ckpt"],
 )
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_was_put_there_stands_for_a_source_that_is_elsewhere(tmp_path, source, is_link):
@@ -178,14 +183,16 @@ def test_parameters_that_only_one_side_has_are_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("held", "names"), [({"model": {}, "epoch": 3}, "model, epoch"), ({}, "nothing")]
+    ("held", "names"),
+    [({"model": {}, "epoch": 3}, "model, epoch"), ({}, "nothing")],
 )
 def test_a_file_with_none_of_the_parameters_is_refused(tmp_path, held, names):
     torch.save(held, tmp_path / "m.ckpt")
     words = f"m.ckpt has none of the parameters of this Linear, such as 'weight'; it has {names}."
     with pytest.raises(CheckpointError, match=words):
         Pretrainer(
-            loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}
+            loadables={"m": nn.Linear(2, 1)},
+            paths={"m": tmp_path / "m.ckpt"},
         ).load_collected()
     nothing = nn.ReLU()
     Pretrainer(loadables={"m": nothing}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
@@ -195,10 +202,12 @@ def test_a_file_with_none_of_the_parameters_is_refused(tmp_path, held, names):
 def test_a_file_of_something_else_is_told_in_words(tmp_path, content):
     (tmp_path / "m.ckpt").write_bytes(content)
     with pytest.raises(
-        CheckpointError, match="m.ckpt: it is damaged, or was not written by torch.save."
+        CheckpointError,
+        match="m.ckpt: it is damaged, or was not written by torch.save.",
     ):
         Pretrainer(
-            loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}
+            loadables={"m": nn.Linear(2, 1)},
+            paths={"m": tmp_path / "m.ckpt"},
         ).load_collected()
 
 
@@ -211,13 +220,15 @@ def test_a_file_that_could_run_code_is_refused(tmp_path, capsys):
     torch.save({"weight": Code()}, tmp_path / "m.ckpt")
     with pytest.raises(CheckpointError):
         Pretrainer(
-            loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}
+            loadables={"m": nn.Linear(2, 1)},
+            paths={"m": tmp_path / "m.ckpt"},
         ).load_collected()
     assert "code has run" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "source", ["https://example.org/m.ckpt", "speechbrain/asr/m.ckpt", "folder"]
+    "source",
+    ["https://example.org/m.ckpt", "speechbrain/asr/m.ckpt", "folder"],
 )
 def test_what_is_not_on_disk_is_told_before_anything_is_loaded(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
@@ -232,7 +243,8 @@ def test_what_is_not_on_disk_is_told_before_anything_is_loaded(tmp_path, monkeyp
         lambda: run_on_main(pretrainer.collect_files),
     ):
         with pytest.raises(
-            MissingFileError, match=f"{source}, for 'other'.*Download it first .*links/other.ckpt"
+            MissingFileError,
+            match=f"{source}, for 'other'.*Download it first .*links/other.ckpt",
         ):
             call()
     assert value_of(model) == before
@@ -244,6 +256,7 @@ def test_what_nothing_loads_is_told(tmp_path):
     with pytest.raises(ConfigError, match="nothing loads 'thing', an object: .*custom_hooks"):
         Pretrainer(loadables={"thing": object()}, paths={"thing": path}).load_collected()
     with pytest.raises(
-        ConfigError, match="'thing' has no path: .* with a default_source on every rank"
+        ConfigError,
+        match="'thing' has no path: .* with a default_source on every rank",
     ):
         Pretrainer(loadables={"thing": nn.Linear(2, 1)}).load_collected()

@@ -94,7 +94,7 @@ def test_float32_costs_nothing_to_speak_of():
 
     calls = []
     sys.setprofile(
-        lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
+        lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None,
     )
     with context:
         pass

@@ -108,7 +108,8 @@ def test_assignment_is_checked():
     with pytest.raises(ConfigError, match="precision expects one of .* got 'fp8' in run_opts"):
         options["precision"] = "fp8"
     with pytest.raises(
-        ConfigError, match="grad_accumulation_factor expects a number >= 1, got 0 in run_opts"
+        ConfigError,
+        match="grad_accumulation_factor expects a number >= 1, got 0 in run_opts",
     ):
         RunOptions(grad_accumulation_factor=0)
     with pytest.raises(ConfigError, match="debug expects true or false, got None in run_opts"):
@@ -126,7 +127,8 @@ def test_from_dictionary_keeps_unknown_keys():
 
 
 @pytest.mark.parametrize(
-    "twin", [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))]
+    "twin",
+    [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))],
 )
 def test_copies(twin):
     options = RunOptions(debug=True, mine=[1])
@@ -255,7 +257,8 @@ def test_old_precision_switches(given, hparams, precision, caplog):
 
 
 @pytest.mark.parametrize(
-    ("given", "hparams"), [({"jit": True}, {}), ({}, {"jit_module_keys": ["net"]})]
+    ("given", "hparams"),
+    [({"jit": True}, {}), ({}, {"jit_module_keys": ["net"]})],
 )
 def test_torchscript_has_no_effect_and_says_so(given, hparams, caplog):
     RunOptions(**given).resolved(hparams)
@@ -307,7 +310,8 @@ def test_the_line_of_given_options_leaves_out_defaults_that_override_nothing(cap
 
 
 @pytest.mark.parametrize(
-    "key", ["global_batchsize", "gradient_acumulation_factor", "grad_accumulation_facto"]
+    "key",
+    ["global_batchsize", "gradient_acumulation_factor", "grad_accumulation_facto"],
 )
 def test_a_key_with_nearly_the_name_of_an_option_is_warned_of(caplog, key):
     RunOptions(device="cpu").resolved({key: 3, "number_of_epochs": 2, "batch_size": 4})

@@ -103,13 +103,20 @@ def dynamic(lengths=LENGTHS, longest=100.0, buckets=8, **options):
 MAKERS = {
     "random": lambda **options: ReproducibleRandomSampler(range(500), **options),
     "random, replacement": lambda **options: ReproducibleRandomSampler(
-        range(500), replacement=True, **options
+        range(500),
+        replacement=True,
+        **options,
     ),
     "weighted": lambda **options: ReproducibleWeightedRandomSampler(
-        [1.0, 2.0] * 250, 300, True, **options
+        [1.0, 2.0] * 250,
+        300,
+        True,
+        **options,
     ),
     "balancing": lambda **options: BalancingDataSampler(
-        [{"y": k % 3} for k in range(500)], "y", **options
+        [{"y": k % 3} for k in range(500)],
+        "y",
+        **options,
     ),
     "dynamic": dynamic,
     "wrapper": lambda **options: DistributedSamplerWrapper(range(500), 2, 1, **options),
@@ -229,7 +236,8 @@ def test_balancing_draws_the_classes_alike():
 
 def test_balancing_computes_the_key_alone_where_it_is_dynamic():
     data = Items(
-        {str(k): {"n": k} for k in range(20)}, {"y": lambda entry: entry["n"] % 2, "heavy": None}
+        {str(k): {"n": k} for k in range(20)},
+        {"y": lambda entry: entry["n"] % 2, "heavy": None},
     )
     balancing = BalancingDataSampler(data, "y", num_samples=7)
     assert len(list(balancing)) == len(balancing) == 7
@@ -303,7 +311,10 @@ def test_dynamic_batches(ordering, shuffle, drop_last, most):
     for.
     """
     batches = dynamic(
-        batch_ordering=ordering, shuffle=shuffle, drop_last=drop_last, max_batch_ex=most
+        batch_ordering=ordering,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        max_batch_ex=most,
     )
     bounds = batches._bucket_boundaries
     for epoch in (1, 2, 3):
@@ -355,7 +366,9 @@ def test_dynamic_batches_are_made_once_an_epoch(monkeypatch):
     batches = dynamic()
     original = DynamicBatchSampler._make
     monkeypatch.setattr(
-        DynamicBatchSampler, "_make", lambda self: made.append(self.epoch) or original(self)
+        DynamicBatchSampler,
+        "_make",
+        lambda self: made.append(self.epoch) or original(self),
     )
     for epoch in (1, 2):
         batches.set_epoch(epoch)
@@ -415,7 +428,11 @@ def test_lengths_are_asked_of_the_entries_and_nothing_is_loaded():
 )
 def test_degenerate_lengths(lengths, longest, expected):
     batches = DynamicBatchSampler(
-        lengths, longest, None, bucket_boundaries=[3.0, 5.0, 10.0], lengths_list=lengths
+        lengths,
+        longest,
+        None,
+        bucket_boundaries=[3.0, 5.0, 10.0],
+        lengths_list=lengths,
     )
     drawn = list(batches)
     assert sorted(len(batch) for batch in drawn) == expected
@@ -550,7 +567,11 @@ def test_a_random_sampler_inside_the_wrapper_is_drawn_alike(own):
         generator = torch.Generator().manual_seed(seed) if own else None
         inner = RandomSampler(range(12), generator=generator)
         wrapper = DistributedSamplerWrapper(
-            inner, 3, rank, shuffle=False, seed=None if own else seed
+            inner,
+            3,
+            rank,
+            shuffle=False,
+            seed=None if own else seed,
         )
         wrapper.set_epoch(epoch)
         return list(wrapper)

@@ -32,7 +32,8 @@ OF_STEPS = {
 
 def optimizer(lr=1.0, groups=1):
     return torch.optim.SGD(
-        [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=lr
+        [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)],
+        lr=lr,
     )
 
 
@@ -185,7 +186,8 @@ def test_a_file_of_something_else_is_told(tmp_path):
     checkpointer = Checkpointer(tmp_path, {"schedule": NewBobScheduler(1.0)})
     checkpointer.save_checkpoint()
     with pytest.raises(
-        CheckpointError, match="NoamScheduler: it has hyperparam_value, .* and not losses, n_steps"
+        CheckpointError,
+        match="NoamScheduler: it has hyperparam_value, .* and not losses, n_steps",
     ):
         Checkpointer(tmp_path, {"schedule": NoamScheduler(1.0, 2)}).recover_if_possible()
 
@@ -202,7 +204,7 @@ class Annealed(Regression):
         super().on_fit_start()
         self.rates = []
         self.optimizer.register_step_pre_hook(
-            lambda sgd, *_: self.rates.append(sgd.param_groups[0]["lr"])
+            lambda sgd, *_: self.rates.append(sgd.param_groups[0]["lr"]),
         )
 
     def on_fit_batch_start(self, batch, should_step):
@@ -228,7 +230,11 @@ def anneal(folder, dies_at=None):
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter, "noam": noam})
     options = {**QUIET, "ckpt_interval_steps": 1}
     brain = Annealed(
-        {"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), {"noam": noam}, options, checkpointer
+        {"net": net},
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        {"noam": noam},
+        options,
+        checkpointer,
     )
     brain.dies_at = dies_at
     brain.fit(counter, points(10), train_loader_kwargs={"batch_size": 2, "shuffle": True})

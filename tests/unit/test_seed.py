@@ -210,10 +210,16 @@ def _in_a_group(monkeypatch):
 @pytest.mark.usefixtures("_in_a_group")
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 @pytest.mark.parametrize(
-    ("before", "after"), [((8, 3), (1, 0)), ((1, 0), (8, 3)), ((8, 3), (8, 5)), ((8, 3), (8, 3))]
+    ("before", "after"),
+    [((8, 3), (1, 0)), ((1, 0), (8, 3)), ((8, 3), (8, 5)), ((8, 3), (8, 3))],
 )
 def test_m4_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_number_it_sees_it(
-    before, after, kind, monkeypatch, tmp_path, caplog
+    before,
+    after,
+    kind,
+    monkeypatch,
+    tmp_path,
+    caplog,
 ):
     """Under torchrun a rank sees all GPUs of its node; under ``srun --gpus-per-task=1`` its own
     alone, as number 0.

@@ -15,7 +15,8 @@ from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4), (5, 3, 4, 2), (5, 3, 2, 2, 2)])
 @pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+    "options",
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
 )
 def test_it_is_batchnorm_in_one_process(shape, options):
     torch.manual_seed(0)

@@ -125,7 +125,8 @@ def test_a_line_is_written_in_one_piece(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
 def test_a_full_disk_names_the_file():
     with pytest.raises(
-        ConfigError, match="the run's log '/dev/full' cannot be written: No space left"
+        ConfigError,
+        match="the run's log '/dev/full' cannot be written: No space left",
     ):
         RunLog("/dev/full").write("a")
     with pytest.raises(ConfigError, match="save_file='/dev/full' cannot be written: No space left"):
@@ -292,7 +293,9 @@ def test_wandb():
     picture = object()
     train_logger = WandBLogger(initializer=Run, project="p")
     train_logger.log_stats(
-        {"epoch": 3, "lr": 0.1}, {"loss": torch.tensor(0.5)}, {"picture": picture}
+        {"epoch": 3, "lr": 0.1},
+        {"loss": torch.tensor(0.5)},
+        {"picture": picture},
     )
     train_logger.log_stats({"lr": np.float64(0.1)}, test_stats={"loss": 1})
     assert train_logger.run.given == ((), {"project": "p"})
@@ -366,7 +369,10 @@ def test_progress_samples_are_saved_by_epoch_and_name(tmp_path):
 
     text = {"extension": "txt", "saver": write, "kwargs": {"end": "!"}}
     samples = ProgressSampleLogger(
-        tmp_path / "out", {"batch": "raw", "words": "text"}, {"text": text}, 2
+        tmp_path / "out",
+        {"batch": "raw", "words": "text"},
+        {"text": text},
+        2,
     )
     weight = torch.ones(3, requires_grad=True)
     batch = {"x": weight * 2, "names": ["a", "b", "c"], "lengths": (1, 2, 3)}
@@ -395,6 +401,7 @@ def test_progress_samples_that_cannot_be_saved(tmp_path, monkeypatch):
         ProgressSampleLogger(tmp_path).save_item("picture", torch.ones(3, 2, 2), 1)
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigError, match="output_path='.*file': '.*x.pth' cannot be written: Not a directory"
+        ConfigError,
+        match="output_path='.*file': '.*x.pth' cannot be written: Not a directory",
     ):
         ProgressSampleLogger(tmp_path / "file", {"x": "raw"}).save_item("x", 1, 1)

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store
 
-SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 64 * 2**20)  # bytes
+SIZES = (
+    4 * 2**10,
+    64 * 2**10,
+    2**20,
+    8 * 2**20,
+    64 * 2**20,
+)  # bytes
 MORE_SIZES = (*SIZES, 256 * 2**20)  # NVLink needs more to show what it can
 PAIR_BYTES = 4 * 2**20
 FIRST_PAIR_BYTES = 64 * 2**10
@@ -79,7 +85,10 @@ def process_group(place: Place, store: Store, seconds: float) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def all_reduce_seconds(place: Place, sizes: Sequence[int] = SIZES) -> dict[int, list[float]]:
+def all_reduce_seconds(
+    place: Place,
+    sizes: Sequence[int] = SIZES,
+) -> dict[int, list[float]]:
     """Return the seconds of some all-reduces, by bytes; what would take too long is left out.
 
     Args:
@@ -106,7 +115,9 @@ def all_reduce_seconds(place: Place, sizes: Sequence[int] = SIZES) -> dict[int, 
 
 
 def pair_seconds(
-    place: Place, pairs: Sequence[tuple[int, int]], times: int
+    place: Place,
+    pairs: Sequence[tuple[int, int]],
+    times: int,
 ) -> dict[tuple[int, int], tuple[int, float]]:
     """Have pairs of ranks send to each other, one pair after another.
 
@@ -142,14 +153,24 @@ def _between(place: Place, other: int, times: int) -> tuple[int, float]:
     return PAIR_BYTES, _exchanged(place, other, PAIR_BYTES, times)
 
 
-def _exchanged(place: Place, other: int, size: int, times: int) -> float:
+def _exchanged(
+    place: Place,
+    other: int,
+    size: int,
+    times: int,
+) -> float:
     own = torch.ones(size // 4, device=place.device)
     theirs = torch.empty_like(own)
     _swap(place, other, own, theirs)  # the first time connects
     return min(_timed(place, lambda: _swap(place, other, own, theirs)) for _ in range(times))
 
 
-def _swap(place: Place, other: int, own: Tensor, theirs: Tensor) -> None:
+def _swap(
+    place: Place,
+    other: int,
+    own: Tensor,
+    theirs: Tensor,
+) -> None:
     """Send to another rank, and receive from it, at the same time."""
     operations = [dist.P2POp(dist.isend, own, other), dist.P2POp(dist.irecv, theirs, other)]
     if place.rank > other and not place.is_gpu:
@@ -184,7 +205,11 @@ def _times(seconds: float) -> int:
 
 def _agreed(place: Place, seconds: float) -> float:
     """Return the largest number of all ranks."""
-    value = torch.tensor([seconds], dtype=torch.float32, device=place.device)
+    value = torch.tensor(
+        [seconds],
+        dtype=torch.float32,
+        device=place.device,
+    )
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 

@@ -184,7 +184,12 @@ def _planned(request: Request, plan: RecipePlan, launch: LaunchInfo) -> PlannedR
     )
 
 
-def _as_text(examination: Examination, site: Site, *, verbose: bool) -> str:
+def _as_text(
+    examination: Examination,
+    site: Site,
+    *,
+    verbose: bool,
+) -> str:
     hosts = list(dict.fromkeys(examination.hosts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     processes = counted(examination.world_size, "process")
@@ -206,9 +211,17 @@ def _as_json(examination: Examination, site: Site) -> str:
             "world_size": examination.world_size,
             "hosts": examination.hosts,
             "device": site.run.device,
-            "verdict": max(verdicts, key=VERDICTS.index, default=VERDICTS[0]),
+            "verdict": max(
+                verdicts,
+                key=VERDICTS.index,
+                default=VERDICTS[0],
+            ),
             "findings": [
-                {"host": one.host, "rank": one.rank, **dataclasses.asdict(one.finding)}
+                {
+                    "host": one.host,
+                    "rank": one.rank,
+                    **dataclasses.asdict(one.finding),
+                }
                 for one in examination.placed
             ],
         },

@@ -117,7 +117,12 @@ def collect(site: Site, own: Iterable[Placed]) -> Examination:
 def _placed(fields: dict[str, Any]) -> Placed:
     finding = fields["finding"]
     finding["lines"] = tuple(finding["lines"])
-    return Placed(Finding(**finding), fields["host"], fields["rank"], fields["is_of_host"])
+    return Placed(
+        Finding(**finding),
+        fields["host"],
+        fields["rank"],
+        fields["is_of_host"],
+    )
 
 
 def _silence(site: Site) -> Finding:

@@ -55,10 +55,18 @@ def file_system_of(machine: Machine, folder: Path) -> FileSystem:
     for line in machine.read(MOUNTS).splitlines():
         before, _, after = line.partition(" - ")
         words = before.split()
-        mount = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[4])
+        mount = re.sub(
+            r"\\([0-7]{3})",
+            lambda found: chr(int(found[1], 8)),
+            words[4],
+        )
         is_above = path == mount or path.startswith(mount.rstrip("/") + "/")
         if is_above and len(mount) >= len(best.mount):
-            best = FileSystem(after.split()[0], mount, tuple(words[5].split(",")))
+            best = FileSystem(
+                after.split()[0],
+                mount,
+                tuple(words[5].split(",")),
+            )
     return best
 
 

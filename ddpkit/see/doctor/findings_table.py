@@ -77,7 +77,12 @@ def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
     return list(groups.values())
 
 
-def _row(group: Sequence[Placed], everywhere: _Everywhere, *, is_block: bool) -> list[str]:
+def _row(
+    group: Sequence[Placed],
+    everywhere: _Everywhere,
+    *,
+    is_block: bool,
+) -> list[str]:
     finding = group[0].finding
     start = f"{_WORDS[finding.verdict]:{VERDICT_COLUMNS}}{finding.name:{NAME_COLUMNS}} "
     measured = _measured(group, everywhere)

@@ -15,7 +15,13 @@ from ddpkit.see.doctor.interfaces import taken_by_nccl
 
 # Bytes per second of a link in one direction, by version. Source: NVIDIA's data sheets of P100,
 # V100, A100, H100 and B200.
-NVLINK = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+NVLINK = {
+    1: 20e9,
+    2: 25e9,
+    3: 25e9,
+    4: 25e9,
+    5: 50e9,
+}
 MEGABIT = 1e6 / 8
 GOOD_FOR_GLOO = 1e9  # bytes per second that a rank sends over sockets: more is not asked of it
 SHARE_OF_NETWORK = 0.5
@@ -95,7 +101,12 @@ def _gpu_link(gpu: Gpu) -> tuple[str, float]:
     return f"PCIe generation {gpu.pcie_max_generation} x{width}", lane * width
 
 
-def expected_speed(links: Sequence[LinkSpeed], backend: str, hosts: int, copied: float) -> Expected:
+def expected_speed(
+    links: Sequence[LinkSpeed],
+    backend: str,
+    hosts: int,
+    copied: float,
+) -> Expected:
     """Say what may be expected of an all-reduce.
 
     Args:

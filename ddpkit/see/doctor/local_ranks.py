@@ -71,7 +71,10 @@ def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
 
 
 def _start(
-    rank: int, number: int, store: TCPStore, words: Sequence[str]
+    rank: int,
+    number: int,
+    store: TCPStore,
+    words: Sequence[str],
 ) -> subprocess.Popen[bytes]:
     environment = {
         **without_launch(os.environ),
@@ -84,7 +87,8 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     environment.setdefault(
-        "OMP_NUM_THREADS", str(max(1, cores() // number))
+        "OMP_NUM_THREADS",
+        str(max(1, cores() // number)),
     )  # as --nproc of a recipe
     return subprocess.Popen(
         [sys.executable, "-m", "ddpkit", "doctor", *words],

@@ -51,7 +51,10 @@ class Ranks:
     """
 
     def __init__(
-        self, launch: LaunchInfo, store: Store | None = None, timeout: float = 120.0
+        self,
+        launch: LaunchInfo,
+        store: Store | None = None,
+        timeout: float = 120.0,
     ) -> None:
         is_alone = store is None
         self.rank = 0 if is_alone else launch.rank
@@ -122,7 +125,8 @@ class Ranks:
         values: list[Any] = []
         for rank in range(self.world_size):
             is_there = self._await(
-                f"{key}/{rank}", 0.0 if rank in self.silent else end - time.monotonic()
+                f"{key}/{rank}",
+                0.0 if rank in self.silent else end - time.monotonic(),
             )
             if not is_there:
                 self.silent.add(rank)

@@ -83,7 +83,10 @@ def _overrides(words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _scalars(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+def _scalars(
+    node: Node,
+    path: tuple[str, ...] = (),
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the plain values below a node with their keys."""
     from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 

@@ -116,15 +116,31 @@ class Attempt:
         Ranks: local.
         """
         latest = self.tail or self.training
-        self._add(self.tail, latest[-1].end if latest else math.nan, record)
+        self._add(
+            self.tail,
+            latest[-1].end if latest else math.nan,
+            record,
+        )
 
-    def _add(self, spans: list[Span], begin: float, record: Record) -> None:
+    def _add(
+        self,
+        spans: list[Span],
+        begin: float,
+        record: Record,
+    ) -> None:
         steps = number_of(record.get("optimizer_step"))
         seconds = number_of(record.get("seconds"))
         if steps is None or seconds is None or not math.isfinite(seconds):
             return
         self.note_steps(steps)
-        spans.append(Span(begin, steps, max(0.0, seconds), number_of(record.get("time")) or 0.0))
+        spans.append(
+            Span(
+                begin,
+                steps,
+                max(0.0, seconds),
+                number_of(record.get("time")) or 0.0,
+            )
+        )
 
     def note_save(self, record: Record) -> None:
         """Take in a save.

@@ -66,7 +66,11 @@ def checkpoint_rows(run: RunFiles, history: RunHistory) -> list[CheckpointRow]:
     for key, name in history.best.items():
         if name in rows:
             rows[name].best_of += (key,)
-    return sorted(rows.values(), key=lambda row: (row.time or 0.0, row.name), reverse=True)
+    return sorted(
+        rows.values(),
+        key=lambda row: (row.time or 0.0, row.name),
+        reverse=True,
+    )
 
 
 def shown_rows(rows: list[CheckpointRow]) -> list[CheckpointRow]:

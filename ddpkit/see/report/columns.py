@@ -107,7 +107,11 @@ def thin(x: Numbers, y: Numbers, points: int) -> tuple[Numbers, Numbers]:
     return x[order], y[order]
 
 
-def means(x: Numbers, columns: Sequence[Numbers], points: int) -> tuple[Numbers, list[Numbers]]:
+def means(
+    x: Numbers,
+    columns: Sequence[Numbers],
+    points: int,
+) -> tuple[Numbers, list[Numbers]]:
     """Average columns over as many stretches as there may be points.
 
     Args:
@@ -133,6 +137,11 @@ def means(x: Numbers, columns: Sequence[Numbers], points: int) -> tuple[Numbers,
         finite = np.isfinite(column)
         total = np.add.reduceat(np.where(finite, column, 0.0), begins)
         count = np.add.reduceat(finite.astype(float), begins)
-        return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+        return np.divide(
+            total,
+            count,
+            out=np.full_like(total, np.nan),
+            where=count > 0,
+        )
 
     return mean(x), [mean(column) for column in columns]

@@ -28,7 +28,12 @@ DPI = 72  # so that a point is a pixel
 NUM_COLOURS = 8
 LOG_FROM = 100.0  # times the smallest value
 FEW_POINTS = 30  # that are drawn as dots, too
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (4, 2)),
+    (0, (1, 1.5)),
+    (0, (6, 2, 1, 2)),
+)
 CALM_ALPHA = 0.85
 
 # Colours that stand for variables of the page's style sheet.
@@ -114,7 +119,12 @@ def dash_of(line: Line, num_runs: int) -> int:
     return line.stage % len(DASHES) if num_runs > 1 else 0
 
 
-def draw_frame(panel: Panel, name: str, num_runs: int, points: int) -> Frame:
+def draw_frame(
+    panel: Panel,
+    name: str,
+    num_runs: int,
+    points: int,
+) -> Frame:
     """Draw a panel as SVG.
 
     Args:
@@ -133,15 +143,37 @@ def draw_frame(panel: Panel, name: str, num_runs: int, points: int) -> Frame:
         FigureCanvasSVG(figure)
         wide = WIDTH - LEFT - RIGHT
         high = HEIGHT - TOP - BOTTOM
-        axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, wide / WIDTH, high / HEIGHT))
+        axes = figure.add_axes(
+            (
+                LEFT / WIDTH,
+                BOTTOM / HEIGHT,
+                wide / WIDTH,
+                high / HEIGHT,
+            )
+        )
         is_log = draw_panel(axes, panel, page_palette(), num_runs, points, name)
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-        return Frame(small_svg(file.getvalue()), axes.get_xlim(), axes.get_ylim(), is_log)
+        figure.savefig(
+            file,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None},
+        )
+        return Frame(
+            small_svg(file.getvalue()),
+            axes.get_xlim(),
+            axes.get_ylim(),
+            is_log,
+        )
 
 
 def draw_panel(
-    axes: Any, panel: Panel, palette: Palette, num_runs: int, points: int, name: str = ""
+    axes: Any,
+    panel: Panel,
+    palette: Palette,
+    num_runs: int,
+    points: int,
+    name: str = "",
 ) -> bool:
     """Draw a panel into axes of matplotlib; return whether its values are on a logarithmic scale.
 
@@ -161,15 +193,44 @@ def draw_panel(
     return is_log
 
 
-def _curve(axes: Any, line: Line, palette: Palette, num_runs: int, points: int, name: str) -> None:
-    x, y = thin(line.x, np.where(np.isfinite(line.y), line.y, np.nan), points)
+def _curve(
+    axes: Any,
+    line: Line,
+    palette: Palette,
+    num_runs: int,
+    points: int,
+    name: str,
+) -> None:
+    x, y = thin(
+        line.x,
+        np.where(
+            np.isfinite(line.y),
+            line.y,
+            np.nan,
+        ),
+        points,
+    )
     colour = palette.lines[colour_of(line, num_runs)]
     dash = DASHES[dash_of(line, num_runs)]
     marker = {"marker": "o", "markersize": 3} if len(x) <= FEW_POINTS else {}
-    axes.plot(x, y, color=colour, linestyle=dash, linewidth=1.5, gid=name, **marker)
+    axes.plot(
+        x,
+        y,
+        color=colour,
+        linestyle=dash,
+        linewidth=1.5,
+        gid=name,
+        **marker,
+    )
     alone = _alone(y) if not marker else np.array([], dtype=int)
     if len(alone):  # a point between two gaps is no line
-        axes.plot(x[alone], y[alone], ".", color=colour, markersize=3)
+        axes.plot(
+            x[alone],
+            y[alone],
+            ".",
+            color=colour,
+            markersize=3,
+        )
 
 
 def _alone(y: Numbers) -> Any:
@@ -179,10 +240,20 @@ def _alone(y: Numbers) -> Any:
     return np.flatnonzero(is_there & ~padded[:-2] & ~padded[2:])
 
 
-def _stack(axes: Any, lines: Sequence[Line], palette: Palette, points: int, name: str) -> None:
+def _stack(
+    axes: Any,
+    lines: Sequence[Line],
+    palette: Palette,
+    points: int,
+    name: str,
+) -> None:
     if not lines:
         return
-    x, columns = means(lines[0].x, [line.y for line in lines], max(2, points // 2))
+    x, columns = means(
+        lines[0].x,
+        [line.y for line in lines],
+        max(2, points // 2),
+    )
     if len(x) == 1:  # a second alone has no width
         x = np.array([x[0] - 0.5, x[0] + 0.5])
         columns = [np.repeat(column, 2) for column in columns]
@@ -191,7 +262,13 @@ def _stack(axes: Any, lines: Sequence[Line], palette: Palette, points: int, name
         above = below + column
         outline = np.concatenate([x, x[::-1]]), np.concatenate([above, below[::-1]])
         colour = palette.lines[line.stage % NUM_COLOURS]
-        axes.fill(*outline, facecolor=colour, alpha=CALM_ALPHA, linewidth=0, gid=f"{name}-{number}")
+        axes.fill(
+            *outline,
+            facecolor=colour,
+            alpha=CALM_ALPHA,
+            linewidth=0,
+            gid=f"{name}-{number}",
+        )
         below = above
 
 
@@ -210,7 +287,12 @@ def _is_wide(lines: Sequence[Line]) -> bool:
     return bool(len(values) and values.min() > 0 and values.max() / values.min() >= LOG_FROM)
 
 
-def _limit(axes: Any, panel: Panel, *, is_log: bool) -> None:
+def _limit(
+    axes: Any,
+    panel: Panel,
+    *,
+    is_log: bool,
+) -> None:
     x = _finite(panel.lines, is_y=False)
     low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 1.0)
     room = (high - low) * 0.02 or 1.0
@@ -232,10 +314,21 @@ def _limit_height(axes: Any, panel: Panel) -> None:
     axes.set_ylim(low if low == 0 else low - room, high + room)
 
 
-def _tick(axes: Any, panel: Panel, *, is_log: bool) -> None:
+def _tick(
+    axes: Any,
+    panel: Panel,
+    *,
+    is_log: bool,
+) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(
+        MaxNLocator(
+            5,
+            integer=True,
+            steps=[1, 2, 5, 10],
+        )
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.number(value)))
     if is_log:
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
@@ -295,7 +388,11 @@ def _calm(axes: Any, palette: Palette) -> None:
     axes.grid(visible=True, color=palette.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(
-        which="both", length=0, colors=palette.muted, labelsize=palette.label_size, pad=4
+        which="both",
+        length=0,
+        colors=palette.muted,
+        labelsize=palette.label_size,
+        pad=4,
     )
     for side in axes.spines.values():
         side.set_visible(False)
@@ -331,9 +428,14 @@ def small_svg(text: str) -> str:
     text = re.sub(r' (?:xmlns(?::xlink)?|version)="[^"]*"', "", text)
     text = re.sub(r"font: [^;\"]*;?", "", text)
     text = re.sub(r"(?:stroke-linecap|stroke-linejoin): \w+;? ?", "", text)
-    text = re.sub(r"<[^>]*>", lambda tag: _LONG_NUMBER.sub(_short, tag[0]), text)
+    text = re.sub(
+        r"<[^>]*>",
+        lambda tag: _LONG_NUMBER.sub(_short, tag[0]),
+        text,
+    )
     text = _STANDS_FOR.sub(
-        lambda found: f"var(--{_VARIABLES.get(found[1], f'c{int(found[1], 16)}')})", text
+        lambda found: f"var(--{_VARIABLES.get(found[1], f'c{int(found[1], 16)}')})",
+        text,
     )
     text = text.replace("xlink:href", "href")
     text = re.sub(r"<defs>\s*</defs>", "", text)
@@ -347,7 +449,12 @@ def _short(number: re.Match[str]) -> str:
 # ---------------------------------------------------------------------------- one picture
 
 
-def draw_picture(panels: Sequence[Panel], title: str, labels: Sequence[str], points: int) -> bytes:
+def draw_picture(
+    panels: Sequence[Panel],
+    title: str,
+    labels: Sequence[str],
+    points: int,
+) -> bytes:
     """Draw panels as one PNG.
 
     Args:
@@ -363,14 +470,27 @@ def draw_picture(panels: Sequence[Panel], title: str, labels: Sequence[str], poi
 
     columns = max(1, min(3, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
-    figure = Figure(figsize=(4.6 * columns, 0.7 + 2.9 * rows), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(4.6 * columns, 0.7 + 2.9 * rows),
+        dpi=130,
+        layout="constrained",
+    )
     FigureCanvasAgg(figure)
-    figure.suptitle(words.visible(title), fontsize=12, color=PICTURE_INK, parse_math=False)
+    figure.suptitle(
+        words.visible(title),
+        fontsize=12,
+        color=PICTURE_INK,
+        parse_math=False,
+    )
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
         draw_panel(axes, panel, picture_palette(), len(labels), points)
         axes.set_title(
-            words.visible(panel.title), fontsize=10, color=PICTURE_INK, loc="left", parse_math=False
+            words.visible(panel.title),
+            fontsize=10,
+            color=PICTURE_INK,
+            loc="left",
+            parse_math=False,
         )
         axes.set_xlabel(panel.axis, fontsize=8, color=PICTURE_MUTED)
         _name_lines(axes, panel, labels)
@@ -404,7 +524,13 @@ def _name_lines(axes: Any, panel: Panel, labels: Sequence[str]) -> None:
     where: dict[str, Any] = {"loc": "best", "framealpha": 0.8}
     if panel.is_stack:
         where = {"loc": "upper left", "bbox_to_anchor": (1, 1), "reverse": True}
-    legend = axes.legend(handles, texts, fontsize=7, edgecolor="none", **where)
+    legend = axes.legend(
+        handles,
+        texts,
+        fontsize=7,
+        edgecolor="none",
+        **where,
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)
         text.set_color(PICTURE_MUTED)

@@ -120,7 +120,8 @@ def goodput_of(history: RunHistory) -> Goodput:
 
 
 def _resume_points(
-    attempts: Sequence[Attempt], checkpoints: Mapping[str, Record]
+    attempts: Sequence[Attempt],
+    checkpoints: Mapping[str, Record],
 ) -> list[float | None]:
     """Return for each attempt how many optimizer steps it went on from; None where it has not
     trained.
@@ -134,7 +135,9 @@ def _resume_points(
 
 
 def _resume_point(
-    attempt: Attempt, before: Sequence[Attempt], checkpoints: Mapping[str, Record]
+    attempt: Attempt,
+    before: Sequence[Attempt],
+    checkpoints: Mapping[str, Record],
 ) -> float | None:
     if attempt.resumed_at is not None:
         return attempt.resumed_at
@@ -175,7 +178,11 @@ def _with_begins(attempt: Attempt, resumed_at: float) -> Attempt:
             for span in spans
         ]
 
-    return replace(attempt, training=known(attempt.training), tail=known(attempt.tail))
+    return replace(
+        attempt,
+        training=known(attempt.training),
+        tail=known(attempt.tail),
+    )
 
 
 # ---------------------------------------------------------------------------- where the time went
@@ -248,7 +255,10 @@ def _restarts(
             reason=str(told) if told else before.words or before.outcome,
             resumed_at=resumed[number],
             resumed_from=now.resumed_from,
-            steps=max(0.0, before.reached - max(limits[number - 1], resumed[number - 1] or 0.0)),
+            steps=max(
+                0.0,
+                before.reached - max(limits[number - 1], resumed[number - 1] or 0.0),
+            ),
             again=again[number - 1],
             down=gaps[number],
             starting=starting_seconds(now),

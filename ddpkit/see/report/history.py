@@ -48,7 +48,12 @@ class LateRanks:
         self.counts: dict[tuple[int, str], int] = {}
         self.behind: dict[tuple[int, str], float] = {}
 
-    def add(self, phase: str, spread: Mapping[str, Any], world_size: float) -> None:
+    def add(
+        self,
+        phase: str,
+        spread: Mapping[str, Any],
+        world_size: float,
+    ) -> None:
         """Take in who was the slowest in a phase, in one second.
 
         Ranks: local.
@@ -212,7 +217,11 @@ class RunHistory:
         stage = str(record.get("stage", "")).lower()
         epoch = self._epoch_of(record)
         values = {"loss": number_of(record.get("loss"))}
-        self._set(stage, epoch, {name: one for name, one in values.items() if one is not None})
+        self._set(
+            stage,
+            epoch,
+            {name: one for name, one in values.items() if one is not None},
+        )
         self._set(stage, epoch, numbers_in(record.get("logged")))
         if stage != TRAIN:
             self.now.evaluating += max(0.0, number_of(record.get("seconds")) or 0.0)
@@ -233,7 +242,11 @@ class RunHistory:
 
     def _logged(self, record: Record) -> None:
         stage = str(record.get("stage", "")).lower()
-        self._set(stage, self._epoch_of(record), numbers_in(record.get("values")))
+        self._set(
+            stage,
+            self._epoch_of(record),
+            numbers_in(record.get("values")),
+        )
 
     def _step(self, record: Record) -> None:
         steps = number_of(record.get(STEP))
@@ -307,7 +320,12 @@ class RunHistory:
             return epoch
         return self._epoch
 
-    def _set(self, stage: str, epoch: float, values: Mapping[str, float]) -> None:
+    def _set(
+        self,
+        stage: str,
+        epoch: float,
+        values: Mapping[str, float],
+    ) -> None:
         for name, value in values.items():
             self.epochs.setdefault((name, stage), {})[epoch] = value
 

@@ -46,7 +46,11 @@ def tiles_of(run: RunReport) -> list[Tile]:
 
     Ranks: local.
     """
-    return [*_progress(run), *_speed(run), *_results(run)]
+    return [
+        *_progress(run),
+        *_speed(run),
+        *_results(run),
+    ]
 
 
 def _progress(run: RunReport) -> Iterator[Tile]:

@@ -103,7 +103,12 @@ def write_page(runs: Sequence[RunReport]) -> str:
             points = max(LEAST_POINTS, int(points * share))
         else:
             number = int(number * share)
-    return _fill(runs, [], [panel.title for panel in panels], points)
+    return _fill(
+        runs,
+        [],
+        [panel.title for panel in panels],
+        points,
+    )
 
 
 def write_picture(runs: Sequence[RunReport]) -> bytes:
@@ -129,11 +134,23 @@ def _draw(panels: Sequence[Panel], num_runs: int, points: int) -> list[Drawn]:
     for number, panel in enumerate(panels):
         name = f"p{number}"
         frame = draw_frame(panel, name, num_runs, points)
-        found.append(Drawn(panel, frame, name, _keys(panel, name, num_runs), _notes(panel, frame)))
+        found.append(
+            Drawn(
+                panel,
+                frame,
+                name,
+                _keys(panel, name, num_runs),
+                _notes(panel, frame),
+            )
+        )
     return found
 
 
-def _keys(panel: Panel, name: str, num_runs: int) -> tuple[Mapping[str, Any], ...]:
+def _keys(
+    panel: Panel,
+    name: str,
+    num_runs: int,
+) -> tuple[Mapping[str, Any], ...]:
     own_runs = 1 if panel.is_stack else num_runs
     return tuple(
         {
@@ -161,7 +178,10 @@ def _notes(panel: Panel, frame: Frame) -> tuple[str, ...]:
 
 
 def _fill(
-    runs: Sequence[RunReport], drawn: Sequence[Drawn], left_out: Sequence[str], points: int
+    runs: Sequence[RunReport],
+    drawn: Sequence[Drawn],
+    left_out: Sequence[str],
+    points: int,
 ) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

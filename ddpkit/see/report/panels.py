@@ -115,10 +115,23 @@ def _by_epoch(runs: Sequence[RunReport]) -> Iterator[Panel]:
             if (name, stage) in run.history.epochs
         ]
         gaps = sum(int(np.isnan(line.y).sum()) for line in found)
-        yield Panel(name, RESULTS, EPOCH_AXIS, NUMBER, tuple(found), not_numbers=gaps)
+        yield Panel(
+            name,
+            RESULTS,
+            EPOCH_AXIS,
+            NUMBER,
+            tuple(found),
+            not_numbers=gaps,
+        )
 
 
-def _epoch_line(run: RunReport, number: int, name: str, stage: str, place: int) -> Line:
+def _epoch_line(
+    run: RunReport,
+    number: int,
+    name: str,
+    stage: str,
+    place: int,
+) -> Line:
     values = sorted(run.history.epochs[name, stage].items())
     x = np.array([epoch for epoch, _ in values])
     y = np.array([value for _, value in values])
@@ -133,7 +146,10 @@ def _by_step(runs: Sequence[RunReport]) -> Iterator[Panel]:
 
 
 def _column_lines(
-    runs: Sequence[RunReport], source: str, columns: Mapping[str, str], scale: float = 1.0
+    runs: Sequence[RunReport],
+    source: str,
+    columns: Mapping[str, str],
+    scale: float = 1.0,
 ) -> Iterator[Line]:
     """Yield the curves of columns that some run has, where there is a number in them."""
     for number, run in enumerate(runs):
@@ -144,7 +160,13 @@ def _column_lines(
                 yield Line(label, number, place, table[STEP], values * scale)
 
 
-def _one(runs: Sequence[RunReport], section: str, title: str, column: str, unit: str) -> Panel:
+def _one(
+    runs: Sequence[RunReport],
+    section: str,
+    title: str,
+    column: str,
+    unit: str,
+) -> Panel:
     lines = tuple(_column_lines(runs, "speed", {column: title}))
     return Panel(title, section, STEP_AXIS, unit, lines)
 
@@ -157,7 +179,11 @@ def _optimisation(runs: Sequence[RunReport]) -> Iterator[Panel]:
     yield _one(runs, OPTIMISATION, "learning rate", "learning_rate", NUMBER)
     yield _one(runs, OPTIMISATION, "gradient norm", "gradient_norm", NUMBER)
     yield Panel(
-        "steps with clipped gradients", OPTIMISATION, EPOCH_AXIS, SHARE, tuple(_clipped(runs))
+        "steps with clipped gradients",
+        OPTIMISATION,
+        EPOCH_AXIS,
+        SHARE,
+        tuple(_clipped(runs)),
     )
     yield Panel("skipped steps, in all", OPTIMISATION, STEP_AXIS, NUMBER, tuple(_skipped(runs)))
 
@@ -184,7 +210,11 @@ def _speed(runs: Sequence[RunReport]) -> Iterator[Panel]:
     if all(_has_one_process(run) for run in runs):
         spread = {"step.median": "one step"}
     yield Panel(
-        "time of a step", SPEED, STEP_AXIS, SECONDS, tuple(_column_lines(runs, "speed", spread))
+        "time of a step",
+        SPEED,
+        STEP_AXIS,
+        SECONDS,
+        tuple(_column_lines(runs, "speed", spread)),
     )
     for number, run in enumerate(runs):
         yield _split(run, number, f" of {run.label}" if len(runs) > 1 else "")
@@ -204,9 +234,25 @@ def _split(run: RunReport, number: int, words: str) -> Panel:
     for place, phase in enumerate(PHASES):
         values = run.speed.get(f"phases.{phase}.median")
         if values is not None and np.nansum(values) > 0:
-            lines.append(Line(phase, number, place, run.speed[STEP], np.nan_to_num(values)))
+            lines.append(
+                Line(
+                    phase,
+                    number,
+                    place,
+                    run.speed[STEP],
+                    np.nan_to_num(values),
+                )
+            )
     note = "Medians over the ranks; averaged where points lie close."
-    return Panel(f"split of a step{words}", SPEED, STEP_AXIS, SECONDS, tuple(lines), True, note)
+    return Panel(
+        f"split of a step{words}",
+        SPEED,
+        STEP_AXIS,
+        SECONDS,
+        tuple(lines),
+        True,
+        note,
+    )
 
 
 def _waits(runs: Sequence[RunReport]) -> Iterator[Line]:
@@ -236,4 +282,10 @@ def _memory(runs: Sequence[RunReport]) -> Iterator[Panel]:
         if all(_has_one_process(run) for run in runs):
             columns = {f"memory.{name}.max": "process"}
         lines = tuple(_column_lines(runs, "speed", columns))
-        yield Panel(words.get(name, f"memory: {name}"), MEMORY, STEP_AXIS, BYTES, lines)
+        yield Panel(
+            words.get(name, f"memory: {name}"),
+            MEMORY,
+            STEP_AXIS,
+            BYTES,
+            lines,
+        )

@@ -108,7 +108,11 @@ def hyperparameters_of(run: RunFiles) -> dict[str, str]:
     try:
         if path.stat().st_size > MOST_BYTES:
             return {"": f"{HYPERPARAMETERS} has more than {MOST_BYTES} bytes"}
-        for key, value in _leaves(read_document(str(path)).root, "", ()):
+        for key, value in _leaves(
+            read_document(str(path)).root,
+            "",
+            (),
+        ):
             if len(found) >= MOST_VALUES:
                 found[_SHORT] = f"only the first {MOST_VALUES} values are shown"
                 break
@@ -118,7 +122,11 @@ def hyperparameters_of(run: RunFiles) -> dict[str, str]:
     return found
 
 
-def _leaves(node: Any, key: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def _leaves(
+    node: Any,
+    key: str,
+    above: tuple[int, ...],
+) -> Iterator[tuple[str, str]]:
     """Yield the values below a node of a YAML file, with what is called and made as a text."""
     if id(node) in above:  # an anchor inside of itself
         return
@@ -171,7 +179,11 @@ def environment_of(history: RunHistory) -> dict[str, str]:
 
 def _place_of(rank: Any) -> str:
     facts = rank if isinstance(rank, dict) else {}
-    device = re.sub(r":\d+", "", str(facts.get("device", "?")))  # cuda:3 is one of its kind
+    device = re.sub(
+        r":\d+",
+        "",
+        str(facts.get("device", "?")),
+    )  # cuda:3 is one of its kind
     return f"{facts.get('host', '?')}, {device}"
 
 

@@ -12,7 +12,12 @@ HOUR = 3600
 DAY = 86400
 UNKNOWN = "-"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+PREFIXES = (
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+)
 THOUSANDTH = 1e-3
 MILLIONTH = 1e-6
 

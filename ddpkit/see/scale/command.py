@@ -16,7 +16,9 @@ from ddpkit.see.scale.this_launch import measure_this_launch
 
 
 def run_scale(
-    request: ScaleRequest, say: Callable[[str], object], tell: Callable[[str], object]
+    request: ScaleRequest,
+    say: Callable[[str], object],
+    tell: Callable[[str], object],
 ) -> int:
     """Measure a recipe, and say what was found.
 
@@ -49,7 +51,10 @@ def run_scale(
 
 
 def join_results(
-    files: Sequence[Path], plot: Path | None, json: Path | None, say: Callable[[str], object]
+    files: Sequence[Path],
+    plot: Path | None,
+    json: Path | None,
+    say: Callable[[str], object],
 ) -> int:
     """Make one answer of result files.
 
@@ -74,7 +79,10 @@ def join_results(
 
 
 def _answer(
-    measurement: Measurement, plot: Path | None, json: Path | None, say: Callable[[str], object]
+    measurement: Measurement,
+    plot: Path | None,
+    json: Path | None,
+    say: Callable[[str], object],
 ) -> None:
     """Say what was found, and then write it: a full disk must not take minutes of measuring."""
     rows = rows_of(measurement.slices)

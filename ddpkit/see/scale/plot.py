@@ -47,7 +47,10 @@ def draw(measurement: Measurement, rows: Sequence[Row], path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
                 figure.savefig(
-                    unfinished, format=path.suffix[1:], dpi=DPI, metadata=_metadata(path)
+                    unfinished,
+                    format=path.suffix[1:],
+                    dpi=DPI,
+                    metadata=_metadata(path),
                 )
 
 
@@ -60,11 +63,24 @@ def _draw_speed_up(axes: Any, rows: Sequence[Row]) -> None:
     base = rows[0]
     sizes = sorted({row.slice.size for row in rows})
     ideal = [size / base.slice.size for size in sizes]
-    axes.plot(sizes, ideal, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="ideal")
+    axes.plot(
+        sizes,
+        ideal,
+        color=MUTED,
+        linestyle=(0, (4, 3)),
+        linewidth=1.2,
+        label="ideal",
+    )
     ways = dict.fromkeys(row.slice.way for row in rows[1:]) or {base.slice.way: None}
     for number, way in enumerate(ways):
         points = [base, *(row for row in rows[1:] if row.slice.way == way)]
-        _draw_way(axes, points, COLOURS[number % len(COLOURS)], way, is_below=number % 2 == 0)
+        _draw_way(
+            axes,
+            points,
+            COLOURS[number % len(COLOURS)],
+            way,
+            is_below=number % 2 == 0,
+        )
     clean(axes)
     axes.set_xticks(sizes)
     axes.set_xlabel("processes", color=MUTED)
@@ -74,11 +90,26 @@ def _draw_speed_up(axes: Any, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False, loc="upper left")
 
 
-def _draw_way(axes: Any, points: Sequence[Row], colour: str, way: str, *, is_below: bool) -> None:
+def _draw_way(
+    axes: Any,
+    points: Sequence[Row],
+    colour: str,
+    way: str,
+    *,
+    is_below: bool,
+) -> None:
     sizes = [row.slice.size for row in points]
     ups = [row.speed_up for row in points]
     errors = [row.speed_up * row.spread for row in points]
-    axes.errorbar(sizes, ups, yerr=errors, color=colour, marker="o", capsize=3, label=way)
+    axes.errorbar(
+        sizes,
+        ups,
+        yerr=errors,
+        color=colour,
+        marker="o",
+        capsize=3,
+        label=way,
+    )
     for row in points[1:]:
         text = f"{row.speed_up:.2f}x\n{100 * row.efficiency:.0f} %"
         place = (row.slice.size, row.speed_up)
@@ -104,7 +135,14 @@ def _draw_split(axes: Any, rows: Sequence[Row]) -> None:
         times = [MILLI * row.slice.phase(phase) for row in rows]
         is_seen = max(times) > LEAST_SHARE * MILLI * longest
         label = phase if is_seen else None
-        axes.barh(names, times, left=ends, color=PHASE_COLOURS[phase], label=label, height=0.6)
+        axes.barh(
+            names,
+            times,
+            left=ends,
+            color=PHASE_COLOURS[phase],
+            label=label,
+            height=0.6,
+        )
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     for name, end, row in zip(names, ends, rows, strict=True):
         axes.annotate(
@@ -122,5 +160,9 @@ def _draw_split(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("milliseconds, mean of the processes", color=MUTED)
     axes.set_title("where the time of a step goes", loc="left", fontsize=10)
     axes.legend(
-        frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.16), fontsize=9
+        frameon=False,
+        ncols=4,
+        loc="upper center",
+        bbox_to_anchor=(0.45, -0.16),
+        fontsize=9,
     )

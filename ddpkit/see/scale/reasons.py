@@ -64,7 +64,8 @@ def _of_base(row: Row) -> str:
 def _data(row: Row) -> str:
     share = _percent(row.slice.phase(DATA) / row.slice.step)
     slowest = max(
-        range(len(row.slice.phases)), key=lambda rank: row.slice.phases[rank].get(DATA, 0.0)
+        range(len(row.slice.phases)),
+        key=lambda rank: row.slice.phases[rank].get(DATA, 0.0),
     )
     seconds = row.slice.phases[slowest].get(DATA, 0.0)
     who = f"rank {slowest} most, {_milliseconds(seconds)}" if row.slice.world_size > 1 else ""

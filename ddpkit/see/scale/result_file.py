@@ -37,7 +37,9 @@ class Measurement:
 
 
 def write_measurement(
-    path: Path, measurement: Measurement, table: Sequence[Mapping[str, Any]]
+    path: Path,
+    measurement: Measurement,
+    table: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write a file of results.
 

@@ -54,7 +54,15 @@ def measured(request: ScaleRequest, tell: Callable[[str], object]) -> Measuremen
                     tell(str(error))
                     continue
                 slices.append(found)
-                tell(_progress(cell, found, number, request.rounds, time.monotonic() - began))
+                tell(
+                    _progress(
+                        cell,
+                        found,
+                        number,
+                        request.rounds,
+                        time.monotonic() - began,
+                    )
+                )
     is_strong = scales_strongly(request.scaling, slices[0])
     return Measurement(request.recipe.shown, is_strong, slices, failed)
 
@@ -63,7 +71,13 @@ def _still(cells: Sequence[Cell], failed: dict[str, str]) -> Iterator[Cell]:
     return (cell for cell in cells if cell.name not in failed)
 
 
-def _progress(cell: Cell, found: SliceResult, number: int, rounds: int, seconds: float) -> str:
+def _progress(
+    cell: Cell,
+    found: SliceResult,
+    number: int,
+    rounds: int,
+    seconds: float,
+) -> str:
     rate = f"{found.samples_per_second:,.0f} samples/s"
     return (
         f"  {cell.name}, round {number} of {rounds}: {rate} ({found.steps} steps, {seconds:.0f} s)"
@@ -71,12 +85,19 @@ def _progress(cell: Cell, found: SliceResult, number: int, rounds: int, seconds:
 
 
 def _plan(
-    request: ScaleRequest, folder: Path, cell: Cell, slices: Sequence[SliceResult]
+    request: ScaleRequest,
+    folder: Path,
+    cell: Cell,
+    slices: Sequence[SliceResult],
 ) -> SlicePlan:
     options = dict(cell.run_options)
     if slices:
         options |= batch_options(request.scaling, slices[0], cell)
-    plan = SlicePlan(str(folder), str(folder / "result.json"), seconds=request.seconds)
+    plan = SlicePlan(
+        str(folder),
+        str(folder / "result.json"),
+        seconds=request.seconds,
+    )
     return replace(plan, options=options)
 
 

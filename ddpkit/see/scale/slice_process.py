@@ -111,7 +111,10 @@ def run_slice(
 
 @contextlib.contextmanager
 def _processes(
-    recipe: MeasuredCommand, cell: Cell, plan: SlicePlan, log: Path
+    recipe: MeasuredCommand,
+    cell: Cell,
+    plan: SlicePlan,
+    log: Path,
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes; end all that is left of them."""
     started: list[subprocess.Popen[bytes]] = []
@@ -120,7 +123,12 @@ def _processes(
         if cell.processes > 1:
             store = _open_store()
         for rank in range(cell.processes):
-            environment = environment_of(cell, plan, rank, 0 if store is None else store.port)
+            environment = environment_of(
+                cell,
+                plan,
+                rank,
+                0 if store is None else store.port,
+            )
             with _log_of(log, rank).open("wb") as file:
                 started.append(
                     subprocess.Popen(
@@ -139,7 +147,12 @@ def _processes(
         del store
 
 
-def environment_of(cell: Cell, plan: SlicePlan, rank: int, port: int) -> dict[str, str]:
+def environment_of(
+    cell: Cell,
+    plan: SlicePlan,
+    rank: int,
+    port: int,
+) -> dict[str, str]:
     """Return the environment of a process of a slice: what ``--nproc`` of a recipe gives it, and
     the plan.
 

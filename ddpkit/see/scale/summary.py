@@ -103,7 +103,11 @@ def word_for(efficiency: float) -> str:
     """
     if efficiency > TOO_GOOD:
         return "doubtful"
-    for bound, word in ((GOOD, "good"), (FAIR, "fair"), (POOR, "poor")):
+    for bound, word in (
+        (GOOD, "good"),
+        (FAIR, "fair"),
+        (POOR, "poor"),
+    ):
         if efficiency >= bound:
             return word
     return "bad"

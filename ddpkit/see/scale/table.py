@@ -27,9 +27,18 @@ def report(measurement: Measurement, rows: Sequence[Row]) -> str:
 
     Ranks: local.
     """
-    parts = [_heading(measurement, rows), _rates(rows), _split(rows)]
+    parts = [
+        _heading(measurement, rows),
+        _rates(rows),
+        _split(rows),
+    ]
     reasons = [reason_of(row) for row in rows]
-    told = [*filter(None, reasons), *_failures(measurement), *_unsteady(rows), *_busy(rows)]
+    told = [
+        *filter(None, reasons),
+        *_failures(measurement),
+        *_unsteady(rows),
+        *_busy(rows),
+    ]
     parts += ["\n".join(map(_wrapped, told))] if told else []
     if len(rows) > 1:
         parts.append(_legend())
@@ -145,5 +154,9 @@ def _as_percent(share: float) -> str:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(
-        text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        text,
+        WIDTH,
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+        break_long_words=False,
     )

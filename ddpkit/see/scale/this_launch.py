@@ -39,7 +39,11 @@ def measure_this_launch(request: ScaleRequest, info: LaunchInfo) -> Measurement 
     path = (request.json or Path(f"scale_{info.world_size}.json")).absolute()
     scratch = path.with_suffix(".scratch")  # beside the results, where all nodes see it
     result = scratch / "result.json"
-    plan = SlicePlan(str(scratch), str(result), seconds=request.seconds)
+    plan = SlicePlan(
+        str(scratch),
+        str(result),
+        seconds=request.seconds,
+    )
     is_main = info.rank == 0
     if is_main:
         scratch.mkdir(parents=True, exist_ok=True)

@@ -125,7 +125,11 @@ def _joined(seconds: Sequence[SecondOfSteps]) -> Stretch:
     weights = np.array([second.windows for second in seconds], dtype=np.float64)
 
     def mean(rows_of: Callable[[SecondOfSteps], object]) -> NDArray[np.float64]:
-        return np.average([np.asarray(rows_of(one)) for one in seconds], axis=0, weights=weights)
+        return np.average(
+            [np.asarray(rows_of(one)) for one in seconds],
+            axis=0,
+            weights=weights,
+        )
 
     world_size = seconds[-1].world_size
     return Stretch(

@@ -77,7 +77,12 @@ class LateRank:
                 continue  # its batches are larger: a verdict of its own
             yield self._verdict(history, rank, late)
 
-    def _verdict(self, history: History, rank: int, late: float) -> Verdict:
+    def _verdict(
+        self,
+        history: History,
+        rank: int,
+        late: float,
+    ) -> Verdict:
         phase = self._phase(history, rank)
         others = history.newest.last.world_size - 1
         who = "the other rank waits" if others == 1 else f"the other {others} ranks wait"
@@ -98,7 +103,13 @@ class LateRank:
             advice=self._advice(history, rank, phase, share),
         )
 
-    def _advice(self, history: History, rank: int, phase: str, share: float) -> str:
+    def _advice(
+        self,
+        history: History,
+        rank: int,
+        phase: str,
+        share: float,
+    ) -> str:
         """Say what to try; a machine that others keep busy explains more than a phase."""
         waits = history.typical(lambda stretch: stretch.core_waits)
         if above_others(waits)[rank] < BUSY * share:

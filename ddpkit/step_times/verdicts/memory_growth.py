@@ -65,7 +65,10 @@ class MemoryGrowth:
                 return  # on a GPU the memory of the process tells little
 
     def _of_memory(
-        self, history: History, name: str, points: list[MemoryPoint]
+        self,
+        history: History,
+        name: str,
+        points: list[MemoryPoint],
     ) -> Iterator[Verdict]:
         used = np.array([[rank[name] for rank in point.used] for point in points])
         if (used.max(axis=0) - used.min(axis=0)).max() < FEWEST_BYTES:
@@ -95,7 +98,9 @@ class MemoryGrowth:
 
 
 def growth_per_step(
-    steps: NDArray[np.float64], used: NDArray[np.float64], share: float
+    steps: NDArray[np.float64],
+    used: NDArray[np.float64],
+    share: float,
 ) -> NDArray[np.float64]:
     """Return how much the memory of each rank grows; 0 where it stands still, or slows down.
 
@@ -119,4 +124,8 @@ def growth_per_step(
     total = np.median(parts[-1], axis=0) - np.median(parts[0], axis=0)
     is_even = (rises.min(axis=0) > 0) & (rises.min(axis=0) >= EVEN_RISE * rises.mean(axis=0))
     is_much = total >= np.maximum(FEWEST_BYTES, share * levels[0])
-    return np.where(is_even & is_much, total / max(middles[-1] - middles[0], 1.0), 0.0)
+    return np.where(
+        is_even & is_much,
+        total / max(middles[-1] - middles[0], 1.0),
+        0.0,
+    )

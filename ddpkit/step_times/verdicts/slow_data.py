@@ -61,7 +61,12 @@ class SlowData:
             advice=self._advice(history.num_workers),
         )
 
-    def _how_much(self, history: History, rank: int, seconds: float) -> str:
+    def _how_much(
+        self,
+        history: History,
+        rank: int,
+        seconds: float,
+    ) -> str:
         """Say what the slowest loader delivers, and what the step could take without a wait."""
         samples = float(history.typical(lambda stretch: stretch.samples)[rank])
         step = history.step

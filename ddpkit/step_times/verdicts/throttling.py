@@ -65,7 +65,12 @@ class Throttling:
             if bit and history.agrees(functools.partial(_is_slow, rank=rank)):
                 yield self._verdict(history, rank, bit)
 
-    def _verdict(self, history: History, rank: int, bit: int) -> Verdict:
+    def _verdict(
+        self,
+        history: History,
+        rank: int,
+        bit: int,
+    ) -> Verdict:
         words, advice = REASONS[bit]
         share = float(history.typical(lambda one: (one.last.gpu_clocks or [])[rank]["share"]))
         host = history.host(rank)

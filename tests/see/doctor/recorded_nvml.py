@@ -141,7 +141,10 @@ class RecordedLoad:
     """Stands in for GPUs at work."""
 
     def __init__(
-        self, copied: float = 50e9, computed: float = 7e14, slow: Mapping[int, float] | None = None
+        self,
+        copied: float = 50e9,
+        computed: float = 7e14,
+        slow: Mapping[int, float] | None = None,
     ) -> None:
         self.copied = copied
         self.computed = computed

@@ -176,11 +176,13 @@ def test_what_is_expected_follows_from_the_slowest_link(links, backend, hosts, c
 
 def test_links_of_a_gpu_have_their_speed():
     linked = Gpu(
-        0, links=tuple(NvLink(number, is_up=number != 3, version=4) for number in range(18))
+        0,
+        links=tuple(NvLink(number, is_up=number != 3, version=4) for number in range(18)),
     )
     assert _gpu_link(linked) == ("NVLink, 17 links of 25.0 GB/s", 17 * 25e9)
     assert _gpu_link(Gpu(0, pcie_max_generation=5, pcie_max_width=16))[1] == pytest.approx(
-        63e9, rel=0.01
+        63e9,
+        rel=0.01,
     )
 
 

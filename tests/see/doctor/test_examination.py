@@ -168,7 +168,8 @@ def test_ranks_that_cannot_meet_are_a_problem_and_the_machine_is_looked_at_all_t
 
 
 @pytest.mark.parametrize(
-    "words", [["--workers", "-1"], ["--no-such-option"], ["--recipe", "train.py"]]
+    "words",
+    [["--workers", "-1"], ["--no-such-option"], ["--recipe", "train.py"]],
 )
 def test_wrong_words_are_refused(words):
     with pytest.raises(SystemExit, match="2"):

@@ -50,7 +50,9 @@ def site_of(rest, work=None, seen=None, load=None, environ=None, device="cuda", 
     )
     launch = LaunchInfo()
     return Site(
-        Machine(environ=environ or {}, gpus=sight), PlannedRun(launch, device, **run), Ranks(launch)
+        Machine(environ=environ or {}, gpus=sight),
+        PlannedRun(launch, device, **run),
+        Ranks(launch),
     )
 
 
@@ -131,7 +133,10 @@ def test_gpus_are_left_alone_where_the_run_is_to_be_on_the_cpu():
 
 def test_at_rest_the_generation_of_a_link_is_lower_and_nothing_is_said():
     rest = change(
-        machine_of(1), 0, nvmlDeviceGetCurrPcieLinkGeneration=1, nvmlDeviceGetPerformanceState=8
+        machine_of(1),
+        0,
+        nvmlDeviceGetCurrPcieLinkGeneration=1,
+        nvmlDeviceGetPerformanceState=8,
     )
     seen = found(site_of(rest, machine_of(1, "h200_at_work")))
     assert bad(seen) == {}

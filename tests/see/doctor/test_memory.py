@@ -83,7 +83,11 @@ def shm(total, free):
     ],
 )
 def test_shared_memory_is_compared_with_the_batches_of_loader_workers(
-    tmp_path, total, free, workers, verdict
+    tmp_path,
+    total,
+    free,
+    workers,
+    verdict,
 ):
     machine = machine_with(tmp_path, {}, disk=shm(total, free))
     finding = found(shared_memory, site_of(machine, workers=workers))["shared memory"]

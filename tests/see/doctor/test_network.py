@@ -28,7 +28,10 @@ def machine(addresses=("10.0.0.5",), interfaces=ALL, **environ):
         return list(addresses)
 
     return Machine(
-        environ=environ, name=lambda: "gpu07", resolve=resolve, interfaces=lambda: list(interfaces)
+        environ=environ,
+        name=lambda: "gpu07",
+        resolve=resolve,
+        interfaces=lambda: list(interfaces),
     )
 
 

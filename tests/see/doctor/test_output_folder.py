@@ -15,7 +15,11 @@ from tests.disks import fill, mounted
 from tests.see.doctor.sites import TWO_HOSTS, found, machine_with, site_of
 
 LARGE = SimpleNamespace(
-    f_frsize=4096, f_bavail=10**8, f_blocks=10**9, f_files=10**6, f_favail=10**6
+    f_frsize=4096,
+    f_bavail=10**8,
+    f_blocks=10**9,
+    f_files=10**6,
+    f_favail=10**6,
 )
 
 
@@ -73,7 +77,9 @@ def test_the_deepest_and_last_mount_has_the_folder(tmp_path):
     assert file_system_of(machine, Path("/data/x")).kind == "ext4"
     assert file_system_of(machine, Path("/database")).kind == "overlay"
     assert file_system_of(machine, Path("/data of us/x")) == FileSystem(
-        "nfs4", "/data of us", ("rw", "nolock")
+        "nfs4",
+        "/data of us",
+        ("rw", "nolock"),
     )
 
 

@@ -13,7 +13,11 @@ OLDER = {"proc/self/cgroup": "3:memory:/x\n2:cpu,cpuacct:/docker/abc\n0::/\n"}
 
 def cores(root, *, files=NEWER, affinity=range(8), threads=1, environ=None, **run):
     machine = machine_with(
-        root, files, affinity=lambda: set(affinity), threads=lambda: threads, environ=environ or {}
+        root,
+        files,
+        affinity=lambda: set(affinity),
+        threads=lambda: threads,
+        environ=environ or {},
     )
     return found(processor_cores, site_of(machine, **run))
 

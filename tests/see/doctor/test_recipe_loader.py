@@ -132,7 +132,11 @@ def test_without_a_recipe_nothing_is_said():
 
 def speed(waits, *, needed=1000.0, own=0, **rates):
     return LoaderSpeed(
-        {int(name[1:]): rate for name, rate in rates.items()}, own, needed, waits, len(rates) > 1
+        {int(name[1:]): rate for name, rate in rates.items()},
+        own,
+        needed,
+        waits,
+        len(rates) > 1,
     )
 
 

@@ -39,7 +39,11 @@ def main():
     hparams = ddpkit.load_hparams(file, overrides)
     ddpkit.create_experiment_directory(hparams["output_folder"], file, overrides)
     brain = Line(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     sizes = {"batch_size": 4}
     brain.fit(

@@ -156,7 +156,12 @@ def test_an_old_run_without_measured_seconds(tmp_path):
     for epoch in (1, 2):
         run.time += 10.0
         run.event(
-            "stage", stage="TRAIN", epoch=epoch, loss=0.5, optimizer_step=30 * epoch, seconds=8.0
+            "stage",
+            stage="TRAIN",
+            epoch=epoch,
+            loss=0.5,
+            optimizer_step=30 * epoch,
+            seconds=8.0,
         )
         run.event("stats", meta={"epoch": epoch}, train={"loss": 0.5}, valid={"error": 0.1})
     page = page_of(tmp_path, run.close())
@@ -181,14 +186,20 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{ 
 def test_a_runs_text_is_data(tmp_path):
     run = Writer(tmp_path / "<b>run<script>")
     run.start(
-        arguments=["train.py", HOSTILE], options={HOSTILE: HOSTILE}, environment={"a": HOSTILE}
+        arguments=["train.py", HOSTILE],
+        options={HOSTILE: HOSTILE},
+        environment={"a": HOSTILE},
     )
     run.event("stats", meta={"epoch": 1}, train={HOSTILE: 1.0}, valid={HOSTILE: 2.0})
     run.event("stage", stage=HOSTILE, epoch=1, loss=1.0, seconds=1.0)
     run.event("step", optimizer_step=1, values={HOSTILE: 1.0})
     run.event("verdict", kind=HOSTILE, what=HOSTILE, how_much=HOSTILE, **{"try": HOSTILE})
     run.event(
-        "checkpoint", path=HOSTILE, epoch=HOSTILE, meta={HOSTILE: 1.0}, best={HOSTILE: HOSTILE}
+        "checkpoint",
+        path=HOSTILE,
+        epoch=HOSTILE,
+        meta={HOSTILE: 1.0},
+        best={HOSTILE: HOSTILE},
     )
     run.event("exception", type=HOSTILE, message=HOSTILE)
     run.start(reason=HOSTILE, resumed_from=HOSTILE)

@@ -64,7 +64,9 @@ def test_weak_scaling_keeps_the_samples_of_a_process():
     assert batch_options("weak", result(1), TWO) == {}
     assert batch_options("weak", result(1, global_batch_size=48), TWO) == {"global_batch_size": 96}
     assert batch_options(
-        "weak", result(2, per_process=24.0, global_batch_size=48), Cell("", 6)
+        "weak",
+        result(2, per_process=24.0, global_batch_size=48),
+        Cell("", 6),
     ) == {"global_batch_size": 144}
 
 
@@ -78,6 +80,7 @@ def test_the_smallest_size_keeps_the_batch_of_the_recipe():
 
 def test_batches_that_the_recipe_makes_itself_cannot_be_set():
     with pytest.raises(
-        ConfigError, match="--strong sets the samples of a step, and this recipe's batch sampler"
+        ConfigError,
+        match="--strong sets the samples of a step, and this recipe's batch sampler",
     ):
         batch_options("strong", result(1, can_fix_step=False, samples_per_step=None), TWO)

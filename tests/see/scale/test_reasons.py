@@ -25,7 +25,10 @@ REASONS = {
     ),
     "gradients that are rounded already": (
         result(
-            2, ranks=[WAITING] * 2, exchanged_bytes=50_400_000, options={"ddp_comm_hook": "bf16"}
+            2,
+            ranks=[WAITING] * 2,
+            exchanged_bytes=50_400_000,
+            options={"ddp_comm_hook": "bf16"},
         ),
         "50.4 MB at 1.6 GB/s. Try larger batches or accumulation",
     ),

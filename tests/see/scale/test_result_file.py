@@ -24,7 +24,10 @@ def test_a_file_holds_all_slices_and_the_table(tmp_path):
     path = tmp_path / "scale.json"
     written(path, *slices, failed={"fsdp, 2 processes": "no memory"})
     assert read_measurement(path) == Measurement(
-        "train.py hparams.yaml", False, list(slices), {"fsdp, 2 processes": "no memory"}
+        "train.py hparams.yaml",
+        False,
+        list(slices),
+        {"fsdp, 2 processes": "no memory"},
     )
     row = json.loads(path.read_text())["table"][1]
     assert (row["size"], row["speed_up"], row["word"]) == (2, pytest.approx(0.978, abs=1e-3), "bad")

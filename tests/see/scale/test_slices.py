@@ -137,7 +137,9 @@ def test_weak_scaling_multiplies_a_global_batch(scale):
 @pytest.mark.slow
 def test_a_run_that_is_there_is_neither_resumed_nor_touched(scale):
     first = Run(
-        python("train.py", "trains", "hparams.yaml"), scale("leaves").wait().folder, warm=True
+        python("train.py", "trains", "hparams.yaml"),
+        scale("leaves").wait().folder,
+        warm=True,
     ).wait()
     assert "after fit" in first.out, first.err
     files = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
@@ -273,6 +275,9 @@ def test_the_ranks_of_a_launcher_measure_its_size_and_write_a_result_file(scale)
     assert (found["world_size"], found["samples"]) == (2, [4.0, 4.0])
     assert not (folder / "two.scratch").exists()
     joined = Run(
-        python("-m", "ddpkit", "scale", "--join", "two.json"), folder, name="../join", warm=True
+        python("-m", "ddpkit", "scale", "--join", "two.json"),
+        folder,
+        name="../join",
+        warm=True,
     ).wait()
     assert joined.code == 0, joined.err

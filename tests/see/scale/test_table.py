@@ -56,14 +56,16 @@ def test_no_line_is_wider_than_a_terminal(is_strong):
 def test_strong_and_weak_scaling_are_told_apart():
     fixed = (result(1), result(2, per_process=24.0))
     assert "Strong scaling: a step has 48 samples on any number of processes." in answer(
-        *fixed, is_strong=True
+        *fixed,
+        is_strong=True,
     )
     assert "Weak scaling: a step has 48 samples for each process" in answer(*SLICES)
 
 
 def test_a_size_that_has_failed_is_named_with_the_last_line_that_it_said():
     text = answer(
-        *SLICES, failed={"zero1, 4 processes": ("It said last:\nMemoryError: no more\n  ^^^^")}
+        *SLICES,
+        failed={"zero1, 4 processes": ("It said last:\nMemoryError: no more\n  ^^^^")},
     )
     assert "zero1, 4 processes: failed. MemoryError: no more" in text
 

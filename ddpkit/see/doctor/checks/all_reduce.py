@@ -168,19 +168,33 @@ def _by_pairs(site: Site, members: Mapping[int, Member]) -> list[Finding]:
     """Measure pairs; those that seem slow once more: other work slows them for a moment, too."""
     ranks = _chosen(members)
     pairs = [(i, j) for i in ranks for j in ranks if i < j]
-    measured = _shared(site, "pairs", _pairs(site, members, "pairs", pairs, FEW_TIMES))
+    measured = _shared(
+        site,
+        "pairs",
+        _pairs(site, members, "pairs", pairs, FEW_TIMES),
+    )
     failed = _failures(measured)
     speeds = _pair_speeds(measured)
     again = slow_pairs(speeds)
     if again and not failed:
-        measured = _shared(site, "pairs", _pairs(site, members, "again", list(again), MANY_TIMES))
+        measured = _shared(
+            site,
+            "pairs",
+            _pairs(site, members, "again", list(again), MANY_TIMES),
+        )
         failed = _failures(measured)
         for pair, speed in _pair_speeds(measured).items():
             speeds[pair] = max(speed, speeds[pair])
     if failed:
         return [dataclasses.replace(_failed(members, failed), name="pairs of ranks")]
     hosts = {rank: one.host for rank, one in members.items()}
-    return [pair_finding(speeds, hosts, is_between_hosts=len(set(hosts.values())) > 1)]
+    return [
+        pair_finding(
+            speeds,
+            hosts,
+            is_between_hosts=len(set(hosts.values())) > 1,
+        )
+    ]
 
 
 def _failures(measured: Mapping[int, Measured]) -> dict[int, str]:
@@ -226,7 +240,9 @@ def _chosen(members: Mapping[int, Member]) -> list[int]:
 
 
 def _of_whole(
-    site: Site, members: Mapping[int, Member], measured: Mapping[int, Measured]
+    site: Site,
+    members: Mapping[int, Member],
+    measured: Mapping[int, Measured],
 ) -> Iterator[Finding]:
     failed = _failures(measured)
     if failed:
@@ -326,7 +342,10 @@ def _latency(backend: str, seconds: Mapping[int, float]) -> Finding:
     )
 
 
-def _lines(seconds: Mapping[int, float], speeds: Mapping[int, float]) -> tuple[str, ...]:
+def _lines(
+    seconds: Mapping[int, float],
+    speeds: Mapping[int, float],
+) -> tuple[str, ...]:
     rows = [f"{'size':>10} {'time':>12} {'bandwidth':>14}"]
     rows += [
         f"{in_bytes(size):>10} {1000 * value:>9.3f} ms {_speed(speeds[size]):>14}"
@@ -367,7 +386,10 @@ def slow_pairs(speeds: Mapping[tuple[int, int], float]) -> dict[tuple[int, int],
 
 
 def pair_finding(
-    speeds: Mapping[tuple[int, int], float], hosts: Mapping[int, str], *, is_between_hosts: bool
+    speeds: Mapping[tuple[int, int], float],
+    hosts: Mapping[int, str],
+    *,
+    is_between_hosts: bool,
 ) -> Finding:
     """Compare pairs with each other.
 
@@ -415,7 +437,8 @@ def _slow_words(
 
 
 def _pair_lines(
-    speeds: Mapping[tuple[int, int], float], names: Mapping[int, str]
+    speeds: Mapping[tuple[int, int], float],
+    names: Mapping[int, str],
 ) -> tuple[str, ...]:
     slowest = sorted(speeds.items(), key=lambda item: item[1])
     return tuple(

@@ -17,7 +17,12 @@ def look(site: Site) -> Iterator[Finding]:
 
     Ranks: collective.
     """
-    own = answering(site.ranks.exchange("processes", [site.machine.name(), site.machine.pid()]))
+    own = answering(
+        site.ranks.exchange(
+            "processes",
+            [site.machine.name(), site.machine.pid()],
+        )
+    )
     ranks_here = {pid for host, pid in own.values() if host == site.machine.name()}
     if not site.ranks.is_first_on_host:
         return

@@ -143,7 +143,9 @@ def _clocks_row(gpu: Gpu, *, is_loaded: bool) -> Row:
             return Row(gpu, verdict, ", ".join(found) + clocks)
     if (gpu.thermal_seconds or 0) >= MUCH_HEAT_SECONDS:
         return Row(
-            gpu, LOOK, f"{gpu.thermal_seconds:.0f} s of heat since the driver was loaded{clocks}"
+            gpu,
+            LOOK,
+            f"{gpu.thermal_seconds:.0f} s of heat since the driver was loaded{clocks}",
         )
     return Row(gpu, OK, f"not slowed{clocks}" if is_loaded else "not slowed, at rest")
 

@@ -12,7 +12,14 @@ from ddpkit.see.doctor.gpus.told import Row, Rule, told
 
 # Bytes per second of a lane, in one direction, after encoding.
 # Source: PCI Express Base Specification: 2.5 to 64 GT/s; 8b/10b, from 8 GT/s on 128b/130b.
-LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+LANE = {
+    1: 0.25e9,
+    2: 0.5e9,
+    3: 0.985e9,
+    4: 1.969e9,
+    5: 3.938e9,
+    6: 7.563e9,
+}
 FULL_STATES = (0, 1)  # performance states in which a GPU does not save power
 
 PCIE = Rule(
@@ -196,7 +203,10 @@ def peers(driver: Driver, seen: ByTorch, indices: Sequence[int]) -> Iterator[Fin
     )
 
 
-def _linked(driver: Driver, indices: Sequence[int]) -> dict[tuple[int, int], int]:
+def _linked(
+    driver: Driver,
+    indices: Sequence[int],
+) -> dict[tuple[int, int], int]:
     """Count the links between two GPUs; by way of a switch those of the one that has fewer."""
     of = {gpu.index: gpu for gpu in driver.gpus}
     buses = {gpu.bus: gpu.index for gpu in driver.gpus}

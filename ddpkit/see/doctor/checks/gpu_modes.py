@@ -45,7 +45,11 @@ def persistence(gpus: Sequence[Gpu]) -> Finding | None:
     Ranks: local.
     """
     rows = [
-        Row(gpu, OK if gpu.persistence else LOOK, "on" if gpu.persistence else "off")
+        Row(
+            gpu,
+            OK if gpu.persistence else LOOK,
+            "on" if gpu.persistence else "off",
+        )
         for gpu in gpus
         if gpu.persistence is not None
     ]

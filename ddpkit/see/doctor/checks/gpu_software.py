@@ -64,7 +64,11 @@ def hidden(environ: Mapping[str, str], driver: Driver) -> tuple[Visible, Finding
         verdict = LOOK
     names = {gpu.name for gpu in driver.gpus if gpu.name}
     if len(names) > 1 and visible.gpus and environ.get(ORDER) != IN_ORDER:
-        verdict = max(verdict, LOOK, key=(OK, LOOK, PROBLEM).index)
+        verdict = max(
+            verdict,
+            LOOK,
+            key=(OK, LOOK, PROBLEM).index,
+        )
         words += (
             f"; {ORDER} is not {IN_ORDER}: CUDA begins with the fastest GPU, nvidia-smi does not"
         )
@@ -82,7 +86,12 @@ def hidden(environ: Mapping[str, str], driver: Driver) -> tuple[Visible, Finding
     )
 
 
-def seen_by_torch(seen: ByTorch, visible: Visible, *, is_wanted: bool) -> Finding:
+def seen_by_torch(
+    seen: ByTorch,
+    visible: Visible,
+    *,
+    is_wanted: bool,
+) -> Finding:
     """Compare the GPUs that torch sees with those that the driver has and nothing hides.
 
     Args:

@@ -110,7 +110,11 @@ def _by_torch(here: _Look) -> None:
     if here.seen.gpus or site.run.device != "cpu":
         here.seat = _seat(site, here.seen)
     if here.driver is not None:
-        here.indices = _indices(here.seen, here.driver, site.machine.environ.get(VARIABLE))
+        here.indices = _indices(
+            here.seen,
+            here.driver,
+            site.machine.environ.get(VARIABLE),
+        )
 
 
 def _seat(site: Site, seen: ByTorch) -> Seat:
@@ -120,13 +124,26 @@ def _seat(site: Site, seen: ByTorch) -> Seat:
     try:
         device = site.machine.gpus.device_of(site.run.device, site.run.launch)
     except (ConfigError, LaunchError) as error:
-        return Seat(rank, host, site.run.device, problem=str(error))
+        return Seat(
+            rank,
+            host,
+            site.run.device,
+            problem=str(error),
+        )
     if not device.startswith("cuda"):
         return Seat(rank, host, device)
     gpu = seen.gpus[_number(device)]
     part = site.machine.environ.get(VARIABLE, "")  # of a GPU that is divided
     uuid = f"{gpu.uuid} {part}" if gpu.uuid and part.startswith("MIG-") else gpu.uuid or ""
-    return Seat(rank, host, device, "", uuid, gpu.name, gpu.memory_total)
+    return Seat(
+        rank,
+        host,
+        device,
+        "",
+        uuid,
+        gpu.name,
+        gpu.memory_total,
+    )
 
 
 def _number(device: str) -> int:
@@ -181,7 +198,15 @@ def _of_run(here: _Look, seats: Sequence[Seat], speeds: dict[str, float]) -> Non
         here.add(gpu_ranks.seats(seats), gpu_ranks.alike(seats, is_run=True))
     else:
         each = [
-            Seat(0, seats[0].host, f"cuda:{gpu.index}", "", "", gpu.name, gpu.memory_total)
+            Seat(
+                0,
+                seats[0].host,
+                f"cuda:{gpu.index}",
+                "",
+                "",
+                gpu.name,
+                gpu.memory_total,
+            )
             for gpu in here.seen.gpus
         ]
         here.add(gpu_ranks.seats(seats), gpu_ranks.alike(each, is_run=False))
@@ -220,7 +245,11 @@ def _not_wanted(driver: Driver) -> Finding:
     )
 
 
-def _chosen(here: _Look, seats: Sequence[Seat], visible: Sequence[int]) -> list[int]:
+def _chosen(
+    here: _Look,
+    seats: Sequence[Seat],
+    visible: Sequence[int],
+) -> list[int]:
     """Return the driver's numbers of the GPUs of this host that ranks have."""
     assert here.driver is not None  # noqa: S101 -- the caller has looked
     if here.site.ranks.world_size == 1:

@@ -49,7 +49,9 @@ def _fault(port: str) -> str:
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         with socket.create_server(
-            ("", int(port)), family=family, dualstack_ipv6=family == socket.AF_INET6
+            ("", int(port)),
+            family=family,
+            dualstack_ipv6=family == socket.AF_INET6,
         ):
             return ""
     except OSError as error:

@@ -57,7 +57,12 @@ def _reason(error: ConfigError) -> str:
     return f"cannot be written: {getattr(cause, 'strerror', None) or error}"
 
 
-def _folder(site: Site, system: FileSystem, verdict: str, fault: str) -> Finding:
+def _folder(
+    site: Site,
+    system: FileSystem,
+    verdict: str,
+    fault: str,
+) -> Finding:
     path = site.run.output_folder.absolute()
     return Finding(
         "output folder",
@@ -68,7 +73,11 @@ def _folder(site: Site, system: FileSystem, verdict: str, fault: str) -> Finding
         cost="the run ends when it saves, or its checkpoints are lost",
         advice="Give a folder on a disk that stays, such as --output_folder /scratch/results "
         "(docker: -v /path/on/host:/results).",
-        details={"path": str(path), "file_system": system.kind, "mount": system.mount},
+        details={
+            "path": str(path),
+            "file_system": system.kind,
+            "mount": system.mount,
+        },
     )
 
 

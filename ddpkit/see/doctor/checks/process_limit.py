@@ -26,7 +26,11 @@ def look(site: Site) -> Iterator[Finding]:
     of_user = site.machine.limit(resource.RLIMIT_NPROC)
     if of_user >= 0 and not site.machine.is_root():  # root is not limited by it
         limits.append(Limit(of_user, "ulimit -u"))
-    found = min((one for one in limits if one), key=lambda one: one.value, default=None)
+    found = min(
+        (one for one in limits if one),
+        key=lambda one: one.value,
+        default=None,
+    )
     yield Finding(
         "process limit",
         OK if found is None or found.value >= wanted else PROBLEM,

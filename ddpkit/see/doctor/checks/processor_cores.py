@@ -71,9 +71,17 @@ def _share(site: Site, everybody: list[Any]) -> Share:
     limit = cpu_limit(site.machine)
     if limit is None or limit.value >= cores:
         return Share(
-            cores, cores, "the affinity of the processes", [one["threads"] for one in here]
+            cores,
+            cores,
+            "the affinity of the processes",
+            [one["threads"] for one in here],
         )
-    return Share(cores, limit.value, limit.file, [one["threads"] for one in here])
+    return Share(
+        cores,
+        limit.value,
+        limit.file,
+        [one["threads"] for one in here],
+    )
 
 
 def _cores(site: Site, share: Share) -> Finding:
@@ -95,7 +103,11 @@ def _cores(site: Site, share: Share) -> Finding:
         cost="processes take turns on a core: each step waits for the last of them",
         advice="Ask for more cores (docker --cpus, Slurm --cpus-per-task), or start fewer "
         "processes or loader workers.",
-        details={"cores": share.cores, "usable": share.usable, "processes": share.processes},
+        details={
+            "cores": share.cores,
+            "usable": share.usable,
+            "processes": share.processes,
+        },
     )
 
 

@@ -45,7 +45,11 @@ def _listen(site: Site, stack: contextlib.ExitStack) -> dict[str, Any]:
     listener = stack.enter_context(socket.socket(family))
     listener.bind((address, 0))
     listener.listen()
-    return {"host": site.machine.name(), "address": address, "port": listener.getsockname()[1]}
+    return {
+        "host": site.machine.name(),
+        "address": address,
+        "port": listener.getsockname()[1],
+    }
 
 
 def _connect(other: dict[str, Any]) -> Finding:

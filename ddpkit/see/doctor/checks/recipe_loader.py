@@ -82,7 +82,10 @@ class LoaderSpeed:
     @property
     def still_grows(self) -> bool:
         """Whether the most workers are much faster than the next smaller number."""
-        *_, before, last = (0.0, *(rate for _, rate in sorted(self.rates.items())))
+        *_, before, last = (
+            0.0,
+            *(rate for _, rate in sorted(self.rates.items())),
+        )
         return last > STILL_GROWS * before
 
     @property

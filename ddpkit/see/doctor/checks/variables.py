@@ -400,7 +400,10 @@ def _differences(site: Site) -> Iterator[Finding]:
         )
 
 
-def _groups(name: str, everybody: dict[int, Any]) -> dict[str, list[int]]:
+def _groups(
+    name: str,
+    everybody: dict[int, Any],
+) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for rank, variables in everybody.items():
         groups.setdefault(variables.get(name, "not set"), []).append(rank)

@@ -37,7 +37,10 @@ def look(site: Site) -> Iterator[Finding]:
     )
 
 
-def _groups(name: str, everybody: dict[int, dict[str, str]]) -> dict[str, list[int]]:
+def _groups(
+    name: str,
+    everybody: dict[int, dict[str, str]],
+) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for rank, versions in everybody.items():
         groups.setdefault(versions.get(name, "missing"), []).append(rank)

@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 # What two GPUs have in common on their way, by NVML's number, with the letters of nvidia-smi.
-TOPOLOGY = {0: "SAME", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+TOPOLOGY = {
+    0: "SAME",
+    10: "PIX",
+    20: "PXB",
+    30: "PHB",
+    40: "NODE",
+    50: "SYS",
+}
 
 
 @dataclass(frozen=True)

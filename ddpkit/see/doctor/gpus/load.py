@@ -50,7 +50,12 @@ class Load:
         self.done = {device: Busy() for device in devices}
         self._over = threading.Event()
         self._threads = [
-            threading.Thread(target=self._work, args=(device,), daemon=True) for device in devices
+            threading.Thread(
+                target=self._work,
+                args=(device,),
+                daemon=True,
+            )
+            for device in devices
         ]
 
     def __enter__(self) -> Load:

@@ -74,7 +74,12 @@ def _read(nvml: Any) -> Driver:
         cuda=(cuda // 1000, cuda % 1000 // 10),
         gpus=tuple(gpus),
         common=_of_pairs(nvml, common, handles, pairs),
-        peers=_of_pairs(nvml, lambda *two: nvml.nvmlDeviceGetP2PStatus(*two, READ), handles, pairs),
+        peers=_of_pairs(
+            nvml,
+            lambda *two: nvml.nvmlDeviceGetP2PStatus(*two, READ),
+            handles,
+            pairs,
+        ),
     )
 
 
@@ -87,7 +92,13 @@ def _of_pairs(
     found = []
     for i, j in pairs:
         try:
-            found.append((i, j, int(ask(handles[i], handles[j]))))
+            found.append(
+                (
+                    i,
+                    j,
+                    int(ask(handles[i], handles[j])),
+                )
+            )
         except nvml.NVMLError:  # not known here: the pair is then not in the answer
             continue
     return tuple(found)
@@ -101,7 +112,12 @@ class _Questions:
         self.handle = handle
         self.unanswered: dict[str, str] = {}
 
-    def ask(self, name: str, function: str, *arguments: Any) -> Any:
+    def ask(
+        self,
+        name: str,
+        function: str,
+        *arguments: Any,
+    ) -> Any:
         """Return the answer; None where the driver has none for this GPU."""
         ask = getattr(self.nvml, function, None)
         if ask is None:
@@ -193,7 +209,11 @@ class _Questions:
         if found is None:
             return None
         return tuple(
-            GpuProcess(int(one.pid), one.usedGpuMemory, self._name_of(int(one.pid)))
+            GpuProcess(
+                int(one.pid),
+                one.usedGpuMemory,
+                self._name_of(int(one.pid)),
+            )
             for one in found
         )
 
@@ -256,7 +276,9 @@ class _Questions:
             "sm_max_clock": self.ask("sm_max_clock", "nvmlDeviceGetMaxClockInfo", sm),
             "temperature": self.ask("temperature", "nvmlDeviceGetTemperature", degrees),
             "slowdown_temperature": self.ask(
-                "slowdown_temperature", "nvmlDeviceGetTemperatureThreshold", limit
+                "slowdown_temperature",
+                "nvmlDeviceGetTemperatureThreshold",
+                limit,
             ),
             "utilization": None if busy is None else int(busy.gpu),
         }

@@ -124,5 +124,7 @@ if __name__ == "__main__":
         train_loader_kwargs=hparams["train_options"],
     )
     brain.evaluate(
-        Noisy(8, hparams["length"]), min_key="loss", test_loader_kwargs={"batch_size": 4}
+        Noisy(8, hparams["length"]),
+        min_key="loss",
+        test_loader_kwargs={"batch_size": 4},
     )

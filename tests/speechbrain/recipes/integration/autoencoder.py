@@ -24,7 +24,9 @@ class Autoencoder(Recorded):
     def on_evaluate_start(self, max_key=None, min_key=None):
         super().on_evaluate_start(max_key, min_key)
         found = self.checkpointer.find_checkpoints(
-            max_key=max_key, min_key=min_key, max_num_checkpoints=2
+            max_key=max_key,
+            min_key=min_key,
+            max_num_checkpoints=2,
         )
         self.hparams.model.load_state_dict(ckpts.average_checkpoints(found, "model"), strict=True)
 

@@ -11,7 +11,9 @@ import speechbrain
 
 class G2P(Recorded):
     def compute_forward(
-        self, batch: speechbrain.dataio.batch.PaddedBatch, stage: speechbrain.Stage
+        self,
+        batch: speechbrain.dataio.batch.PaddedBatch,
+        stage: speechbrain.Stage,
     ):
         batch = batch.to(self.device)
         letters, lens = batch.char_encoded
@@ -23,7 +25,10 @@ class G2P(Recorded):
     def compute_objectives(self, predictions, batch, stage):
         after, lens = batch.phn_eos
         return speechbrain.nnet.losses.nll_loss(
-            predictions, after, length=lens, label_smoothing=0.1
+            predictions,
+            after,
+            length=lens,
+            label_smoothing=0.1,
         )
 
 

@@ -18,7 +18,12 @@ from speechbrain.processing.PLDA_LDA import PLDA, Ndx, StatObject_SB, fast_PLDA_
 def statistics(names, vectors):
     none = np.array([None] * len(names))
     return StatObject_SB(
-        np.array(names), np.array(names), none, none, np.ones((len(names), 1)), vectors
+        np.array(names),
+        np.array(names),
+        none,
+        none,
+        np.ones((len(names), 1)),
+        vectors,
     )
 
 

@@ -48,11 +48,16 @@ def make_samples(folder, lengths):
                 "spk_id": f"speaker{speaker}",
             }
             for kind, wav in zip(
-                ("wav", "noisy", "other"), waves(said, speaker, number), strict=True
+                ("wav", "noisy", "other"),
+                waves(said, speaker, number),
+                strict=True,
             ):
                 row[kind] = f"$data_root/{row['ID']}_{kind}.wav"
                 soundfile.write(
-                    f"{folder}/{row['ID']}_{kind}.wav", wav.numpy(), RATE, subtype="FLOAT"
+                    f"{folder}/{row['ID']}_{kind}.wav",
+                    wav.numpy(),
+                    RATE,
+                    subtype="FLOAT",
                 )
             rows.append(row)
         with Path(folder, f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -113,7 +118,8 @@ def read_samples(hparams):
 
     sets = [
         DynamicItemDataset.from_csv(
-            f"{hparams['data']}/{split}.csv", replacements={"data_root": hparams["data"]}
+            f"{hparams['data']}/{split}.csv",
+            replacements={"data_root": hparams["data"]},
         )
         for split in SIZES
     ]
@@ -139,7 +145,9 @@ class Recorded(sb.Brain):
         if stage == sb.Stage.VALID:
             self.hparams.train_logger.log_stats({"epoch": epoch}, {"loss": self.train_loss}, stats)
             self.checkpointer.save_and_keep_only(
-                meta={"loss": stage_loss}, min_keys=["loss"], num_to_keep=1
+                meta={"loss": stage_loss},
+                min_keys=["loss"],
+                num_to_keep=1,
             )
         elif if_main_process():
             self.hparams.train_logger.log_stats({"epoch": "test"}, test_stats=stats)
@@ -159,7 +167,11 @@ def run(brain_class, words):
     run_on_main(make_samples, args=[hparams["data"], hparams["lengths"]])
     train, valid = read_samples(hparams)
     brain = brain_class(
-        hparams["modules"], hparams.get("opt_class"), hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams.get("opt_class"),
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     options = hparams["dataloader_options"]
     brain.fit(

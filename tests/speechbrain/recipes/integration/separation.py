@@ -30,7 +30,9 @@ class Separation(Recorded):
 
     def fit_batch(self, batch):
         loss = self.compute_objectives(
-            self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN
+            self.compute_forward(batch, sb.Stage.TRAIN),
+            batch,
+            sb.Stage.TRAIN,
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.modules.parameters(), 5.0)

@@ -52,7 +52,8 @@ class Keywords(sb.Brain):
             self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
         else:
             self.hparams.train_logger.log_stats(
-                {"Epoch loaded": self.hparams.epoch_counter.current}, test_stats=stats
+                {"Epoch loaded": self.hparams.epoch_counter.current},
+                test_stats=stats,
             )
             if if_main_process():
                 with open(self.hparams.error_file, "w", encoding="utf-8") as file:

@@ -23,7 +23,8 @@ class Phones(sb.core.Brain):
         batch = batch.to(self.device)
         frames, lengths = batch.frames
         hidden, _ = self.modules.rnn(
-            self.modules.normalize(self.modules.project(frames), lengths), lengths=lengths
+            self.modules.normalize(self.modules.project(frames), lengths),
+            lengths=lengths,
         )
         return self.hparams.log_softmax(self.modules.output(hidden)), lengths
 
@@ -40,10 +41,17 @@ class Phones(sb.core.Brain):
         )
         if stage != sb.core.Stage.TRAIN:
             sequences = sb.decoders.ctc_greedy_decode(
-                log_probabilities, lengths, self.hparams.blank_index
+                log_probabilities,
+                lengths,
+                self.hparams.blank_index,
             )
             self.per_metrics.append(
-                batch.id, sequences, phones, None, phone_lengths, self.encoder.decode_ndim
+                batch.id,
+                sequences,
+                phones,
+                None,
+                phone_lengths,
+                self.encoder.decode_ndim,
             )
         return loss
 
@@ -60,10 +68,14 @@ class Phones(sb.core.Brain):
             old_lr, new_lr = self.hparams.lr_annealing(stats["PER"])
             sb.nnet.schedulers.update_learning_rate(self.optimizer, new_lr)
             self.hparams.train_logger.log_stats(
-                {"epoch": epoch, "lr": old_lr}, self.train_stats, stats
+                {"epoch": epoch, "lr": old_lr},
+                self.train_stats,
+                stats,
             )
             self.checkpointer.save_and_keep_only(
-                meta={"PER": stats["PER"]}, min_keys=["PER"], num_to_keep=2
+                meta={"PER": stats["PER"]},
+                min_keys=["PER"],
+                num_to_keep=2,
             )
         else:
             self.hparams.train_logger.log_stats({"epoch": "test"}, test_stats=stats)
@@ -129,11 +141,17 @@ if __name__ == "__main__":
     run_on_main(hparams["pretrainer"].collect_files)
     hparams["pretrainer"].load_collected()
     brain = Phones(
-        hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"]
+        hparams["modules"],
+        hparams["opt_class"],
+        hparams,
+        run_opts,
+        hparams["checkpointer"],
     )
     brain.encoder = encoder
     batches = DynamicBatchSampler(
-        sets["train"], **hparams["batches"], length_func=lambda row: row["duration"]
+        sets["train"],
+        **hparams["batches"],
+        length_func=lambda row: row["duration"],
     )
     brain.fit(
         hparams["epoch_counter"],

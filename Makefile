@@ -55,7 +55,7 @@ faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: h
 mutants: $(VENV)/.installed-dev  ## plant each fault of a list, run the tests that could see it: half an hour or more (MUTANTS_ARGS="--only optim")
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-house: $(VENV)/.installed-dev  ## sizes of classes, packages and layers, and what a module loads
+house: $(VENV)/.installed-dev  ## the measures that may only get better: tokens of a line, dense lines, and others
 	$(BIN)/python -m tests.house
 
 lint: $(VENV)/.installed-dev  ## ruff

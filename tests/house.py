@@ -1,18 +1,16 @@
-"""Figures of the house: sizes of classes with what they inherit, of folders, layers and imports
-(``make house``).
-"""
+"""The package as its tests see it: files, names, imports, and measures (``make house``)."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import io
-import os
-import pkgutil
+import re
+import statistics
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import ddpkit
@@ -59,18 +57,6 @@ def code_numbers(path: Path) -> list[int]:
     return [number for number, line in enumerate(lines, 1) if line.strip() and number not in others]
 
 
-def classes() -> list[type]:
-    """All classes of the package."""
-    found = []
-    for module in pkgutil.walk_packages([str(PACKAGE)], "ddpkit."):
-        if not module.name.endswith("__main__"):
-            members = vars(importlib.import_module(module.name)).values()
-            found += [
-                one for one in members if isinstance(one, type) and one.__module__ == module.name
-            ]
-    return found
-
-
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -88,33 +74,6 @@ def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
         timeout=500,
         check=False,
     )
-
-
-@functools.cache
-def class_sizes() -> dict[tuple[str, str], int]:
-    """Code lines of each class of the package, by its module and its name."""
-    sizes = {}
-    for path in FILES:
-        for node in nodes_of(path):
-            if isinstance(node, ast.ClassDef):
-                start = min(one.lineno for one in (node, *node.decorator_list))
-                own = sum(start <= number <= node.end_lineno for number in code_numbers(path))
-                sizes[module_name(path), node.name] = own
-    return sizes
-
-
-def inherited_size(owner: type) -> int:
-    """Code lines of a class and of those of the package that it inherits from."""
-    own = [one for one in owner.__mro__ if one.__module__.startswith("ddpkit")]
-    return sum(class_sizes()[one.__module__, one.__name__] for one in own)
-
-
-def modules_per_folder() -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for path in FILES:
-        folder = str(path.parent.relative_to(ROOT))
-        counts[folder] = counts.get(folder, 0) + 1
-    return counts
 
 
 def pulled_in(module: str) -> int:
@@ -146,36 +105,6 @@ def homes() -> dict[tuple[str, str], str]:
                     }
                 )
     return found
-
-
-def longest_chain() -> list[str]:
-    """The longest chain of modules each of which imports the next when it is imported itself."""
-    places = homes()
-    chains = dict[str, list[str]]()
-    files = {module_name(path): path for path in FILES}
-
-    def chain(module: str) -> list[str]:
-        if module not in chains:
-            chains[module] = []
-            body = nodes_of(files[module])[0].body
-            names = [
-                (node.module, one.name)
-                for node in body
-                if isinstance(node, ast.ImportFrom)
-                for one in node.names
-            ]
-            nexts = {
-                places.get(
-                    pair,
-                    f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0],
-                )
-                for pair in names
-            }
-            tails = [chain(name) for name in sorted(nexts & set(files) - {module, "ddpkit"})]
-            chains[module] = [module, *max(tails, key=len, default=[])]
-        return chains[module]
-
-    return max(map(chain, files), key=len)
 
 
 def imports_of_files() -> dict[str, set[str]]:
@@ -315,39 +244,121 @@ def process_state(path: Path) -> set[str]:
     return {f"{module_name(path).removeprefix('ddpkit.')}.{name}" for name in found}
 
 
-def layers() -> int:
-    contract = (
-        (ROOT / "pyproject.toml")
-        .read_text(encoding="utf-8")
-        .partition("layers = [")[2]
-        .partition("]")[0]
+# ---------------------------------------------------------------------------------------- measures
+
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+}
+DENSE = 30  # tokens of a line, from which it is counted as dense
+
+# Words in the code of the modules that know a feature.
+FEATURES = {
+    "averaged weights": r"\bema\b|WeightAverage",
+    "local SGD": r"local_?sgd",
+    "comm hooks": r"comm_hook",
+    "virtual ranks": r"virtual_?ranks",
+    "auto_micro_batch": r"auto_?micro_?batch",
+    "prefetch": r"prefetch_to_device|move_ahead",
+    "profiler": r"profil",
+    "lr_scaling": r"lr_?scal",
+    "late steps": r"late_step|LateStep|leave_open|take_late",
+    "gc_interval": r"gc_interval",
+    "zero1": r"zero1",
+    "schedule": r"scheduler_class|scheduler_every",
+    "looped": r"looped",
+    "compile": r"compile_m|compile_b|compile_modules",
+    "checkpointing of blocks": r"activation_checkpointing|checkpoint_blocks",
+}
+
+
+def docstring_numbers(tree: ast.AST) -> set[int]:
+    """Number the lines of docstrings."""
+    numbers: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            numbers.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return numbers
+
+
+def tokens_by_line(source: str) -> list[int]:
+    """Count the tokens of each code line; a change of the layout leaves their sum as it is."""
+    documented = docstring_numbers(ast.parse(source))
+    counts = Counter(
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in LAYOUT and token.start[0] not in documented
     )
-    return sum(line.strip().startswith('"') for line in contract.splitlines())
+    return list(counts.values())
 
 
-def figures() -> dict[str, int]:
-    folders = modules_per_folder()
-    sizes = {inherited_size(one): one for one in classes() if one is not ddpkit.Brain}
-    largest = max(sizes)
+def comment_count(source: str) -> int:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type == tokenize.COMMENT for token in tokens)
+
+
+def pack_count(source: str) -> int:
+    """Count assignments of several values to several targets at once."""
+    return sum(
+        isinstance(node, ast.Assign)
+        and len(node.targets) == 1
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def writes_progress(source: str) -> bool:
+    """Return whether an attribute is set of something that is called ``progress``."""
+    for node in ast.walk(ast.parse(source)):
+        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_stored and ast.unparse(node.value).rpartition(".")[2] == "progress":
+            return True
+    return False
+
+
+def names_feature(source: str, pattern: str) -> bool:
+    """Return whether the code or a comment has a word of a feature; docstrings may name it."""
+    documented = docstring_numbers(ast.parse(source))
+    lines = enumerate(source.splitlines(), 1)
+    code = "\n".join(line for number, line in lines if number not in documented)
+    return re.search(pattern, code, re.IGNORECASE) is not None
+
+
+def modules_by_feature() -> dict[str, int]:
+    sources = [source_of(path) for path in FILES]
+    return {
+        feature: sum(names_feature(source, pattern) for source in sources)
+        for feature, pattern in FEATURES.items()
+    }
+
+
+def measures() -> dict[str, float]:
+    """Return what the ratchets of ``tests/test_house.py`` hold; the smaller each is, the better."""
+    sources = [source_of(path) for path in FILES]
+    lines = [count for source in sources for count in tokens_by_line(source)]
+    features = modules_by_feature().values()
     faces = ("epoch_loop", "sampler", "metrics", "distributed")
     return {
-        "classes that Brain inherits from": len(ddpkit.Brain.__mro__) - 2,
-        "code lines of Brain": inherited_size(ddpkit.Brain),
-        f"code lines of the next largest class ({sizes[largest].__name__})": largest,
         "public names of Brain": sum(not name.startswith("_") for name in dir(ddpkit.Brain)),
-        "modules at the top": folders.pop("ddpkit"),
-        "modules in the fullest package": max(folders.values()),
-        "layers": layers(),
+        "tokens per code line": round(sum(lines) / len(lines), 2),
+        f"lines of {DENSE} tokens or more": sum(count >= DENSE for count in lines),
+        "assignments that pack several": sum(map(pack_count, sources)),
+        "files that write a Progress": sum(map(writes_progress, sources)),
+        "circles of files": len(circles_of_files()),
+        "modules that name a feature, median": statistics.median_high(features),
+        "modules that name a feature, most": max(features),
+        "lines of the longest file": max(len(source.splitlines()) for source in sources),
+        "code lines per comment": round(len(lines) / sum(map(comment_count, sources)), 1),
         **{f"modules that {name} loads": pulled_in(name) for name in faces},
-        "modules in the longest chain of imports": len(longest_chain()),
-        "private reaches outside compat": private_reaches(),
-        "pages of the reference": len(list((ROOT / "docs/reference").glob("*.md"))),
-        "code lines": sum(map(code_lines, FILES)),
     }
 
 
 if __name__ == "__main__":
-    # importing ddpkit.speechbrain, as `classes` does, then changes nothing
-    os.environ["DDPKIT_SPEECHBRAIN"] = "0"
-    for name, number in figures().items():
-        print(f"{number:>7,}  {name}")
+    for measure, number in measures().items():
+        print(f"{number:>8,}  {measure}")

@@ -308,8 +308,7 @@ def test_call_sites():
     """The same path is the same site; another line, or another way to the same line, is another."""
     again = [helper() for _ in range(3)]
     assert len(set(again)) == 1
-    one = helper()
-    other = helper()
+    one, other = [helper() for _ in range(2)]
     assert one == other != again[0]
     elsewhere = helper()
     assert elsewhere not in (*again, one)

@@ -214,7 +214,10 @@ FAULTS = in_room(
         Fault(
             "a save in the background writes the weights of later steps",
             "CheckpointFolder._collect",
-            "states, is_copy = (self.copy(states), True)",
+            """
+            states = self.copy(states)
+            is_copy = True
+            """,
             "is_copy = True",
             ASYNC,
         ),

@@ -58,7 +58,11 @@ DATA = in_room(
         Fault(
             "a sampler is not told of the next epoch",
             "RankBatchSampler.set_epoch",
-            "self.epoch, self._drawn, self._repeats = (epoch, None, None)",
+            """
+            self.epoch = epoch
+            self._drawn = None
+            self._repeats = None
+            """,
             "pass",
         ),
         Fault(
@@ -70,7 +74,10 @@ DATA = in_room(
         Fault(
             "after a resume the next epoch begins in its middle, too",
             "PlannedBatchSampler.__iter__",
-            "skip, self.skip = (self.skip, 0)",
+            """
+            skip = self.skip
+            self.skip = 0
+            """,
             "skip = self.skip",
         ),
         Fault(

@@ -255,7 +255,10 @@ EMA = in_room(
         Fault(
             "averaged weights follow modules that the recipe has replaced",
             "WeightAverage.modules",
-            "self._modules, self._followed = (modules, [])",
+            """
+            self._modules = modules
+            self._followed = []
+            """,
             "pass",
             "tests/unit/test_ema.py tests/contract/test_replaced_parts.py",
         ),

@@ -135,8 +135,14 @@ METRIC_FAULTS = in_room(
         Fault(
             "the mean of a metric weighs each batch alike",
             "Mean.update",
-            "values, counts = ((values * counts).sum(), counts.sum())",
-            "values, counts = (values.mean(), counts.new_ones(()))",
+            """
+            values = (values * counts).sum()
+            counts = counts.sum()
+            """,
+            """
+            values = values.mean()
+            counts = counts.new_ones(())
+            """,
         ),
         Fault(
             "an accuracy counts what is wrong",

@@ -184,6 +184,17 @@ class SpeedReport:
             self._report_rest(self.timer)
         timer.stop()
 
+    def stop(self) -> None:
+        """Measure nothing any more, whatever has ended the call of ``fit``; nothing is exchanged.
+
+        After a failure the other ranks are elsewhere: an exchange would wait for them.
+
+        Ranks: local.
+        """
+        timer = self.timer or self._marking
+        if timer is not None:
+            timer.stop()
+
     @property
     def _measures_all(self) -> bool:
         return bool(self._train_step.options.measure_steps == ALL)

@@ -171,7 +171,7 @@ class StageRunner:
         finally:  # a recipe's own profiler is for this call, too
             self.progress.is_fitting = False
             self.profiler = None
-            self.speed.end_pass()
+            self.speed.stop()
 
     def _read_options(self) -> None:
         """Read, when a call begins, the options that its steps are not to ask for."""

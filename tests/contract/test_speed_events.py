@@ -75,6 +75,20 @@ def test_a_run_of_one_step_has_no_event(speed):
     assert not speed()
 
 
+def test_a_failure_in_a_short_run_exchanges_nothing(speed):
+    class Fails(Regression):
+        def compute_forward(self, batch, stage):
+            if self.step == 4:
+                raise ArithmeticError("planted")
+            return super().compute_forward(batch, stage)
+
+    brain = make(Fails, measure_steps="all")
+    with pytest.raises(ArithmeticError, match="planted"):
+        fit(brain, number=10)
+    assert not speed()  # the other ranks would be waited for
+    assert hooks(brain) == [0]
+
+
 def test_with_off_nothing_is_measured_or_written(speed):
     class Looks(Regression):
         def on_fit_batch_end(self, batch, outputs, loss, should_step):

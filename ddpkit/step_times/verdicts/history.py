@@ -234,7 +234,7 @@ class History:
                 may_miss -= 1
             if may_miss < 0:
                 return False
-        return True
+        return may_miss >= 0
 
     def host(self, rank: int) -> str | None:
         """Return the machine of a rank; None where it is not known."""

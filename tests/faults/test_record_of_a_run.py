@@ -87,6 +87,8 @@ def test_a_run_that_was_killed_and_goes_on(start, tmp_path):
     first = start("wait")
     assert wait_until(lambda: (tmp_path / "waits").exists() or not first.alive(), 60)
     assert (tmp_path / "waits").exists(), first.err
+    # The files of a checkpoint and its event are written in a thread, beside the steps.
+    assert wait_until(lambda: events_of(tmp_path, "checkpoint"), 60)
     for pid in first.alive():
         os.kill(pid, signal.SIGKILL)
     first.wait()

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # a room may have folders of its own
 FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
-PUBLIC_ROOMS = {"optim"}  # users import from them as from a module of the face
+PUBLIC_ROOMS = {"distributed", "optim"}  # users import from them as from a module of the face
 FACE = sorted(
     {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"} | PUBLIC_ROOMS
 )
@@ -76,10 +76,11 @@ def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def pulled_in(module: str) -> int:
-    """How many other modules of the package are loaded with one."""
+def pulled_in(module: str, name: str = "") -> int:
+    """How many other modules of the package are loaded with one, or with a name in it."""
+    statement = f"from ddpkit.{module} import {name}" if name else f"import ddpkit.{module}"
     script = (
-        f"import sys, ddpkit.{module}; print(sum(name.startswith('ddpkit.') for name in "
+        f"import sys; {statement}; print(sum(name.startswith('ddpkit.') for name in "
         "sys.modules) - 1)"
     )
     found = subprocess.run(
@@ -356,6 +357,9 @@ def measures() -> dict[str, float]:
         "lines of the longest file": max(len(source.splitlines()) for source in sources),
         "code lines per comment": round(len(lines) / sum(map(comment_count, sources)), 1),
         **{f"modules that {name} loads": pulled_in(name) for name in faces},
+        # a package loads nothing by itself: what does its most used name need?
+        "modules that if_main_process loads": pulled_in("distributed", "if_main_process"),
+        "modules that run_on_main loads": pulled_in("distributed", "run_on_main"),
     }
 
 

@@ -177,7 +177,7 @@ MOST_OTHERS = {
     "epoch_loop": 3,
     "metrics": 5,
     "sampler": 6,
-    "distributed": 3,
+    "distributed": 0,
 }
 
 

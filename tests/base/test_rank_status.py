@@ -232,7 +232,7 @@ def test_a_function_beside_a_marked_one_does_not_wait_for_others():
     def train():
         distributed.main_process_only(lock.acquire)()
 
-    found = status_while_waiting(train, lock, until="distributed.py")
+    found = status_while_waiting(train, lock, until="main_work.py")
     assert not found.waits
 
 

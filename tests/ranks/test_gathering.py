@@ -23,7 +23,7 @@ from torch.utils.data import (
 from ddpkit import distributed
 from ddpkit.brain import Brain
 from ddpkit.dataloader import Sharding, shard
-from ddpkit.distributed import gather_objects, run_on_main
+from ddpkit.distributed import gather_objects, object_gathering, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
 from ddpkit.training import Seen
 from ddpkit.types import Stage
@@ -559,8 +559,8 @@ def views():
     """Rows of a large batch travel without the batch."""
     large = torch.zeros(1000, 1000)
     sent = []
-    real = distributed._gather_bytes
-    distributed._gather_bytes = lambda data, **options: (
+    real = object_gathering._gather_bytes
+    object_gathering._gather_bytes = lambda data, **options: (
         sent.append(len(data)),
         real(data, **options),
     )[1]
@@ -579,7 +579,7 @@ def views():
         brain.progress.seen.close(1)
         brain.gather([large[0, : index % 3] for index in range(500)])  # many small ones
     finally:
-        distributed._gather_bytes = real
+        object_gathering._gather_bytes = real
     return sent
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ddpkit import distributed as ddp
 from ddpkit.comm import shorten_timeout
+from ddpkit.distributed import node_work
 from ddpkit.errors import LaunchError, MainProcessError, RankFailedError
 from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
 from tests.rank_pool import RankPoolError
@@ -402,7 +403,7 @@ def test_post_func_may_use_collectives(ranks):
 # ------------------------------------------------------------------------------------ once per node
 
 
-def node_work():
+def work_of_the_node():
     info = [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")]
     value = ddp.run_once_per_node(lambda: f"node {info[2]}")
     guarded = ddp.once_per_node(dist.get_rank)()
@@ -424,7 +425,7 @@ def as_two_nodes():
         "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2),
         "LOCAL_WORLD_SIZE": str(1 if rank == 2 else 2),
     }  # fmt: skip
-    return node_work()
+    return work_of_the_node()
 
 
 def test_once_per_node(ranks):
@@ -567,7 +568,8 @@ def once_per_machine(path):
     """In a group without a launcher; of three ranks the first and the last are on one machine."""
     rank = int(os.environ["RANK"])
     launched = {name: os.environ.pop(name) for name in [*os.environ] if name in LAUNCHED}
-    place, ddp.this_place = ddp.this_place, lambda: (f"host{rank % 2}", "", "")
+    place = node_work.this_place
+    node_work.this_place = lambda: (f"host{rank % 2}", "", "")
     try:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
         before = ddp.get_local_rank()
@@ -580,7 +582,7 @@ def once_per_machine(path):
         dist.destroy_process_group()
         return before, values, error, *local, ddp.get_local_rank()
     finally:
-        ddp.this_place = place
+        node_work.this_place = place
         os.environ.update(launched)
 
 

@@ -1,3 +1,4 @@
+from ddpkit.optim.clipping import StepResult as StepResult
 from ddpkit.optim.fused import GPUS as GPUS
 from ddpkit.optim.lr_scaling import (
     LrScaling as LrScaling,
@@ -18,7 +19,6 @@ from ddpkit.optim.parameters import (
 from ddpkit.optim.schedule import Schedule as Schedule
 from ddpkit.optim.step import (
     LateStep as LateStep,
-    StepResult as StepResult,
     drop_nonfinite as drop_nonfinite,
     multiply_gradients as multiply_gradients,
     take_late_step as take_late_step,

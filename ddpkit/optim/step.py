@@ -4,14 +4,13 @@ The norm is taken over the parameters of all groups of all optimizers that step,
 After the gradients have been averaged it is the same number on every rank, so that whether to skip
 needs no further agreement.
 
-Source: the clip coefficient ``max_norm / (norm + 1e-6)`` is as in
-:func:`torch.nn.utils.clip_grad_norm_`.
+What a norm means for a step says :mod:`ddpkit.optim.clipping`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,33 +18,13 @@ from torch.optim import Optimizer
 from ddpkit.base import is_sharded, local_part, reads_device
 from ddpkit.compat import multiply_all, norm_of_all, watches_all_steps
 from ddpkit.device import widest_float
+from ddpkit.optim.clipping import StepResult, gradient_factor, is_one, result_of_norm, skip_flag
 from ddpkit.optim.fused import WIDE, WITH_FUSED
 from ddpkit.optim.parameters import gradients, own_gradients, parameters_of, unscale, zero_gradients
 from ddpkit.precision import drop_casts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-
-class StepResult(NamedTuple):
-    """What became of an optimizer step.
-
-    Attributes:
-        stepped: False when it was skipped.
-        norm: the gradients' norm before clipping; not finite, or negative with the multiplier, when
-            the step was skipped.
-        clipped: whether the gradients were scaled down to the largest norm that was allowed.
-
-    Ranks: local; equal on every rank when the gradients are.
-
-    Example:
-        >>> StepResult(stepped=True, norm=1.5).stepped
-        True
-    """
-
-    stepped: bool
-    norm: float
-    clipped: bool = False
 
 
 class LateStep:
@@ -78,13 +57,7 @@ class LateStep:
         """
         if self._event is not None:
             self._event.synchronize()
-        norm = self._norm.item()
-        finite = math.isfinite(norm) and norm >= 0.0
-        return StepResult(
-            finite,
-            norm,
-            clipped=finite and self._max_norm is not None and 0.0 < self._max_norm < norm,
-        )
+        return result_of_norm(self._norm.item(), self._max_norm)
 
 
 @reads_device
@@ -125,35 +98,27 @@ def take_step(
         >>> take_step([torch.optim.SGD([weight], lr=1.0)], max_norm=None), weight.item()
         (StepResult(stepped=True, norm=3.0, clipped=False), -3.0)
     """
-    own_gradients([one for one in optimizers if not type(one).__module__.startswith("torch.")])
+    # Their steps may keep the gradients.
+    if foreign := [one for one in optimizers if not type(one).__module__.startswith("torch.")]:
+        own_gradients(foreign)
     if scaler is not None:
         optimizers = unscale(optimizers, scaler)
-    factor = multiplier
     found, total_norm = _with_norm(optimizers)
-    is_plain = isinstance(multiplier, float) and multiplier == 1.0
-    if not is_plain:
-        total_norm = total_norm * multiplier
-    norm = total_norm.item()
-    finite = math.isfinite(norm) and norm >= 0.0  # negative: counts add up to less than 0
-    # else surely nothing is clipped
-    clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5
-    if clips:
-        clip = torch.clamp((total_norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
-        factor = clip if is_plain else multiplier * clip
-    if clips or (finite and not is_plain):
-        multiply_all(found, factor)
-    stepped = finite or (alone and _zeroed(found, multiplier))
+    weight = None if is_one(multiplier) else multiplier
+    total_norm = total_norm if weight is None else total_norm * weight
+    result = result_of_norm(total_norm.item(), max_norm)
+    if result.stepped:
+        factor = gradient_factor(weight, total_norm, max_norm, result.norm)
+        if factor is not None:
+            multiply_all(found, factor)
+    stepped = result.stepped or (alone and _zeroed(found, multiplier))
     if stepped:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
     if scaler is not None and optimizers and updates:
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
-    return StepResult(
-        stepped=stepped,
-        norm=norm,
-        clipped=clips and norm > cast("float", max_norm),
-    )
+    return result if result.stepped else result._replace(stepped=stepped)
 
 
 def take_late_step(
@@ -187,22 +152,15 @@ def take_late_step(
     if not _skip_by_themselves(optimizers, found):
         return None
     norm = norm_of_all(found)
-    factor = multiplier
-    is_plain = isinstance(multiplier, float) and multiplier == 1.0
-    if not is_plain:
-        norm = norm * multiplier
+    weight = None if is_one(multiplier) else multiplier
+    norm = norm if weight is None else norm * weight
     late = LateStep(norm, max_norm)
-    # 1 where it is not finite, or made negative: in few kernels, each of which the host has to
-    # launch.
-    skip = ((norm if is_plain else norm.sqrt()) * 0.0).ne_(0.0).float()
-    clips = max_norm is not None and max_norm > 0.0
-    if clips:
-        # 1 where nothing is clipped
-        clip = torch.clamp((norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
-        factor = clip if is_plain else multiplier * clip
-    if clips or not is_plain:
+    skip = skip_flag(norm, can_be_negative=weight is not None)
+    factor = gradient_factor(weight, norm, max_norm)
+    if factor is not None:
         multiply_all(found, factor)
-    for one in cast("Any", optimizers):
+    stepping: Sequence[Any] = optimizers
+    for one in stepping:
         # as torch's GradScaler hands it over
         one.grad_scale = None
         one.found_inf = skip

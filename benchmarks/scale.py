@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ from ddpkit.data.plan import PlannedBatchSampler
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import choose_strategy
 from ddpkit.strategies.fsdp import FIRST_STEPS
-from ddpkit.training import Feed, Progress, Recipe, TrainStep, train_epoch
+from ddpkit.training import Feed, Recipe, RunContext, TrainStep, train_epoch
 
 RANKS = (2, 64, 1024, 16384)
 # a weight of fewer rows than ranks is padded: at 16,384 it takes 13 GB and more than four minutes
@@ -143,24 +144,24 @@ class Step:
             chosen["fsdp_blocks"] = ["Linear"]
         options = RunOptions(device="cpu", **chosen)
         self.strategy = choose_strategy(options)
-        self.progress = Progress()
+        context = RunContext(
+            Recipe("Step"),
+            options,
+            self.modules,
+            SimpleNamespace(),
+            self.strategy,
+        )
+        self.progress = context.progress
         self.strategy.wrap(self.modules)
         for module in getattr(self.strategy, "wrapped", ()):
             module.register_comm_hook(None, all_reduce_bucket)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        self.train_step = TrainStep(
-            Recipe("Step"),
-            self.modules,
-            self.strategy,
-            options,
-            self.progress,
-            scaler,
-        )
+        self.train_step = TrainStep(context, scaler)
         optimizer = self.train_step.optimizer = torch.optim.AdamW(
             self.modules.parameters(),
             lr=1e-4,
         )
-        self.strategy.prepare_optimizers({"optimizer": optimizer})
+        self.strategy.prepare_optimizers(self.modules, {"optimizer": optimizer})
         for divided in getattr(self.strategy, "optimizers", ()):
             divided._is_compared = True  # there are no others to compare the groups with
         if strategy == "fsdp":

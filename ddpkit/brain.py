@@ -48,8 +48,8 @@ from ddpkit.strategies import (
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     BatchSizes,
-    Progress,
     Recipe,
+    RunContext,
     RunLength,
     TrainStep,
     batch_sizes,
@@ -121,7 +121,7 @@ def run_of(brain: Brain) -> Run:
     Ranks: local.
 
     Example:
-        >>> run_of(Brain(run_opts={"device": "cpu"})).strategy.name
+        >>> run_of(Brain(run_opts={"device": "cpu"})).context.strategy.name
         'one device'
     """
     run: Run = vars(brain)[_RUN]
@@ -325,27 +325,23 @@ class Brain(_Typed):
         take_device(device)
         self.device_type = torch.device(device).type
         self.modules = modules_on_device(modules or {}, device, keeps_meta=strategy.divides)
-        self.progress = Progress()
+        context = RunContext(recipe, options, self.modules, self.hparams, strategy)
+        self.progress = context.progress
         if strategy.same_bits:
             self.progress.round_nothing()
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
         self.train_sampler: Any = None
         self.tot_prof_steps = _steps_of_profile(options)
-        ema = None if options.ema_decay is None else WeightAverage(self.modules, options.ema_decay)
+        ema = None
+        if options.ema_decay is not None:
+            ema = WeightAverage(self.modules, options.ema_decay)
+            ema.follow_modules_of(context)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
-            step = TrainStep(
-                recipe,
-                self.modules,
-                strategy,
-                options,
-                self.progress,
-                precision.scaler,
-                ema,
-            )
-            self.__run = Run(step, self.hparams, checkpointer)
+            step = TrainStep(context, precision.scaler, ema)
+            self.__run = Run(context, step, checkpointer)
         self.training_ctx = precision.training_ctx
         self.evaluation_ctx = precision.evaluation_ctx
         self.__run.policy.register(self)
@@ -1051,7 +1047,9 @@ class Brain(_Typed):
             parameter.numel() for parameter in self.modules.parameters() if parameter.requires_grad
         )
         counts = f"{format_order_of_magnitude(trained)} of {format_order_of_magnitude(total)}"
-        where = f"on {self.device} ({self.__run.strategy.name}, {get_world_size()} process(es))"
+        where = (
+            f"on {self.device} ({self.__run.context.strategy.name}, {get_world_size()} process(es))"
+        )
         logger.info("%s: %s parameters are trained, %s.", type(self).__name__, counts, where)
 
     # ------------------------------------------------------------------ the steps of fit
@@ -1113,7 +1111,7 @@ class Brain(_Typed):
         if options.auto_micro_batch:
             run.stages.auto_micro_batch.require(train)
         length = length_of(train)
-        shards = run.strategy.shards
+        shards = run.context.strategy.shards
         check_train_data(train, length)
         length = length and length // shards
         factor = options.grad_accumulation_factor // shards
@@ -1122,7 +1120,7 @@ class Brain(_Typed):
             length,
             factor,
             get_world_size(),
-            run.strategy.virtual_ranks,
+            run.context.strategy.virtual_ranks,
         )
         state = run.policy.run_state
         state.step_plan = StepPlan.of(sizes, train)
@@ -1145,7 +1143,8 @@ class Brain(_Typed):
             self.run_opts.reach(WRAPPED)
 
     def __prepare_optimizers(self) -> None:
-        self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
+        named = self.__run.train_step.named_optimizers()
+        self.__run.context.strategy.prepare_optimizers(self.modules, named)
 
     def _compile(self) -> None:
         options = self.run_opts
@@ -1156,7 +1155,7 @@ class Brain(_Typed):
 
     def _wrap_distributed(self) -> None:
         self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step
-        self.__run.strategy.wrap(self.modules)
+        self.__run.context.strategy.wrap(self.modules)
 
     def __check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -46,6 +47,17 @@ class _Weight(NamedTuple):
     def now(self) -> torch.Tensor:
         value: torch.Tensor = getattr(self.owner, self.attribute)
         return value
+
+
+class _HasModules(Protocol):
+    """What has modules: of a run they may be others in the next epoch."""
+
+    modules: nn.ModuleDict
+
+
+@dataclass
+class _Modules:
+    modules: nn.ModuleDict
 
 
 class WeightAverage:
@@ -95,7 +107,8 @@ class WeightAverage:
             )
         self.decay = decay
         self.updates = 0
-        self._modules = modules
+        self._owner: _HasModules = _Modules(modules)
+        self._looked_at: nn.ModuleDict | None = None  # whose weights are listed below
         self._lerp: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages: dict[str, torch.Tensor] = {}
         # averages: of the parameters, and then of the statistics
@@ -109,12 +122,19 @@ class WeightAverage:
     @property
     def modules(self) -> nn.ModuleDict:
         """The modules whose weights are averaged."""
-        return self._modules
+        return self._owner.modules
 
     @modules.setter
     def modules(self, modules: nn.ModuleDict) -> None:
-        self._modules = modules
-        self._followed = []
+        self._owner = _Modules(modules)
+
+    def follow_modules_of(self, owner: _HasModules) -> None:
+        """Average from now on the modules that an object has, whichever these are at a step.
+
+        Args:
+            owner: has the modules in its attribute ``modules``.
+        """
+        self._owner = owner
 
     @torch.no_grad()
     def update(self) -> None:
@@ -131,7 +151,9 @@ class WeightAverage:
             raise ConfigError(
                 "The average was updated inside `with brain.ema.applied()`: train outside of it."
             )
-        if not self.updates or not self._followed:
+        # modules may be others than in the step before: a recipe has put them in their place
+        is_known = self._followed and self._looked_at is self._owner.modules
+        if not (self.updates and is_known):
             self.follow()
         weights = self._weights_now()
         if not self.updates:
@@ -158,6 +180,7 @@ class WeightAverage:
         The Brain calls it when an epoch begins.
         """
         averages = {}
+        self._looked_at = self._owner.modules
         self._followed = []
         self._parameters = []
         self._statistics = []
@@ -290,7 +313,7 @@ class WeightAverage:
         self._averages = {
             name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()
         }
-        self._followed = []
+        self._looked_at = None
 
     # -------------------------------------------------------------------------------- what there is
 
@@ -298,7 +321,7 @@ class WeightAverage:
         """Find the parameters, and then the running statistics."""
         found: dict[int, _Weight] = {}
         statistics: dict[int, _Weight] = {}
-        for path, part in self._modules.named_modules(remove_duplicate=False):
+        for path, part in self.modules.named_modules(remove_duplicate=False):
             tensors = [
                 (found, *one)
                 for one in part.named_parameters(recurse=False, remove_duplicate=False)
@@ -308,7 +331,7 @@ class WeightAverage:
                     tensors.append((statistics, attribute, buffer))
             for kind, attribute, value in tensors:
                 weight = kind.setdefault(id(value), _Weight(part, attribute, []))
-                weight.names.append(plain_key(self._modules, f"{path}.{attribute}"))
+                weight.names.append(plain_key(self.modules, f"{path}.{attribute}"))
         return [
             weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight)
         ]
@@ -328,8 +351,7 @@ class WeightAverage:
 
     def _module_state(self) -> dict[str, Any]:
         return {
-            plain_key(self._modules, key): value
-            for key, value in self._modules.state_dict().items()
+            plain_key(self.modules, key): value for key, value in self.modules.state_dict().items()
         }
 
 

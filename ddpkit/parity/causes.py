@@ -201,7 +201,7 @@ class Diagnosis:
             _Window(side, ranks) for ranks in zip(*[one["steps"] for one in records], strict=True)
         ]
         self.tolerance = tolerance_of(side.brain, self.windows[0].found[0])
-        self.own_fit_batch = side.parts.recipe.has_own_fit_batch
+        self.own_fit_batch = side.parts.context.recipe.has_own_fit_batch
 
     def report(self) -> ParityReport:
         """Work on the steps of the ranks as one process, and return what differs and why."""

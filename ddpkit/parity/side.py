@@ -249,7 +249,7 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        self.parts.train_step.strategy.follow_batches(progress)
+        self.parts.context.strategy.follow_batches(progress)
         eager = torch.compiler.set_stance("force_eager")
         logged = progress.logged.during(Stage.TRAIN, None)
         counted = counted_by(progress.window)
@@ -288,7 +288,7 @@ class Side:
         self.is_counted = brain.progress.window.counted is not None
         multiplier = train_step.close_window()
         optimizers = train_step.note_optimizers_to_step(brain)
-        train_step.strategy.finish_gradients(optimizers)
+        self.parts.context.strategy.finish_gradients(optimizers)
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
         brain.progress.optimizer_step += 1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddpkit.data import SamplingPlan
     from ddpkit.run.memory_report import MemoryReport
     from ddpkit.run.run_state import RunState
-    from ddpkit.training import Feed, StreamFeed, TrainStep
+    from ddpkit.training import Feed, RunContext, StreamFeed, TrainStep
 
 logger = get_logger(__name__)
 
@@ -64,6 +64,7 @@ class AutoMicroBatch:
     computed.
 
     Args:
+        context: of the run.
         train_step: of the run.
         run_state: gets the step plan.
         memory: tells what took the memory, where no size fits.
@@ -76,11 +77,12 @@ class AutoMicroBatch:
 
     def __init__(
         self,
+        context: RunContext,
         train_step: TrainStep,
         run_state: RunState,
         memory: MemoryReport,
     ) -> None:
-        self.recipe = train_step.recipe
+        self.context = context
         self.train_step = train_step
         self.run_state = run_state
         self._memory = memory
@@ -105,14 +107,15 @@ class AutoMicroBatch:
         Raises:
             ConfigError: there is such a thing.
         """
-        step = self.train_step
-        options = self.train_step.options
+        context = self.context
+        options = self.context.options
         waits = get_world_size() > 1 and any(
-            isinstance(one, nn.SyncBatchNorm) for one in step.modules.modules()
+            isinstance(one, nn.SyncBatchNorm) for one in context.modules.modules()
         )
+        strategy = context.strategy
+        recipe = context.recipe
         refused = {
-            f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable
-            != "",
+            f"with {strategy.name}, {strategy.unrepeatable}": strategy.unrepeatable != "",
             (
                 "without global_batch_size, which it divides: give --global_batch_size"
             ): options.global_batch_size is None,
@@ -120,8 +123,8 @@ class AutoMicroBatch:
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             (
                 "with fp16, whose scale is agreed on inside of a step (use bf16)"
-            ): step.scaler.is_enabled(),
-            f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,  # noqa: E501
+            ): self.train_step.scaler.is_enabled(),
+            f"with a fit_batch of its own, as {recipe.name} has it": recipe.has_own_fit_batch,
             (
                 "with torch.nn.SyncBatchNorm, where a process that has run out of memory leaves "
                 "the others waiting: give the model BatchNorm, which ddpkit synchronises"
@@ -234,16 +237,16 @@ class AutoMicroBatch:
             ConfigError: the ranks have not agreed on the step before.
         """
         if self._is_open:
-            raise ConfigError(UNAGREED.format(self.recipe.name))
+            raise ConfigError(UNAGREED.format(self.context.recipe.name))
         self._is_open, self._random = True, rng_state()
         if self._searches and 0 < self._fits < self._plan.batch_size:
             weights = sum(
-                one.numel() * one.element_size() for one in self.train_step.modules.parameters()
+                one.numel() * one.element_size() for one in self.context.modules.parameters()
             )
             self._room = torch.empty(
                 2 * weights,
                 dtype=torch.uint8,
-                device=self.train_step.device,
+                device=self.context.device,
             )
         self._buffers = [
             (owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers
@@ -287,27 +290,27 @@ class AutoMicroBatch:
         from ddpkit.syncbn import SyncBatchNorm  # which few runs need
 
         step = self.train_step
-        saved = step.modules.state_dict(keep_vars=True)
-        owners = dict(step.modules.named_modules())
+        strategy = self.context.strategy
+        modules = self.context.modules
+        saved = modules.state_dict(keep_vars=True)
+        owners = dict(modules.named_modules())
         places = [
-            (name.rpartition("."), one)
-            for name, one in step.modules.named_buffers()
-            if name in saved
+            (name.rpartition("."), one) for name, one in modules.named_buffers() if name in saved
         ]
         self._buffers = [(owners[path], name, one) for (path, _, name), one in places]
-        wrapped = getattr(step.strategy, "wrapped", ())
+        wrapped = getattr(strategy, "wrapped", ())
         self._sends = [module.module for module in wrapped if module.broadcast_buffers]
         for module in wrapped:
             # else DDP sends its buffers in the first forward pass
             module.require_forward_param_sync = False
         self._random = None
         step.agree = self.agree
-        self._searches = not step.progress.optimizer_step
+        self._searches = not self.context.progress.optimizer_step
         self._fits = 0
         self._fails = 0
         try:
             with (
-                step.strategy.no_sync(),
+                strategy.no_sync(),
                 temporarily(SyncBatchNorm, before_sending=self._before_statistics),
             ):
                 yield
@@ -324,9 +327,8 @@ class AutoMicroBatch:
         error: str,
     ) -> None:
         """Go back to the end of the last step, and make micro-batches of another size."""
-        step = self.train_step
-        progress = self.train_step.progress
-        options = self.train_step.options
+        progress = self.context.progress
+        options = self.context.options
         plan = self._plan
         self._is_open = False
         self._room = None
@@ -357,8 +359,8 @@ class AutoMicroBatch:
             for owner, name, before in self._buffers:
                 getattr(owner, name).copy_(before)
         for parameter in (
-            *step.modules.parameters(),
-            *parameters_of(step.named_optimizers().values()),
+            *self.context.modules.parameters(),
+            *parameters_of(self.train_step.named_optimizers().values()),
         ):
             parameter.grad = None
         gc.collect()

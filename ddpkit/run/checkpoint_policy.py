@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ddpkit.checkpointing import Checkpoint
     from ddpkit.run.choose_start import Start
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
 
@@ -67,9 +67,9 @@ class CheckpointPolicy:
     ``optimizer``, ``scaler``, ``ema`` and ``scheduler`` where there are such.
 
     Args:
+        context: of the run.
+        train_step: has the optimizers, the scaler and the average of the weights.
         checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, or None.
-        train_step: has the options, the progress, the optimizers, the scaler and the average of the
-            weights.
 
     Attributes:
         checkpointer: as given.
@@ -79,18 +79,18 @@ class CheckpointPolicy:
     Ranks: collective, but for what is said otherwise.
     """
 
-    def __init__(self, checkpointer: Any, train_step: TrainStep) -> None:
-        self.checkpointer: Checkpointer | None = _require_checkpointer(checkpointer)
+    def __init__(
+        self,
+        context: RunContext,
+        train_step: TrainStep,
+        checkpointer: Any,
+    ) -> None:
+        self.context = context
         self.train_step = train_step
-        self.options = train_step.options
-        self.progress = train_step.progress
-        parts = self.progress, train_step.strategy, train_step.modules
-        self.rank_state = RankState(*parts, saves=checkpointer is not None)
-        self.run_state = RunState(train_step, self.rank_state)
-        self.position = SavePosition(
-            self.run_state,
-            has_own_fit_batch=train_step.recipe.has_own_fit_batch,
-        )
+        self.checkpointer: Checkpointer | None = _require_checkpointer(checkpointer)
+        self.rank_state = RankState(context, saves=checkpointer is not None)
+        self.run_state = RunState(context, train_step, self.rank_state)
+        self.position = SavePosition(context, self.run_state)
         self._saved_scaler: Any = None  # as it is registered
         self._saved_average: Any = None
         # of the checkpointer, while it saves into a temporary one
@@ -129,9 +129,9 @@ class CheckpointPolicy:
         )
         self.register_average()
         checkpointer.around_save = self._around_save
-        checkpointer.tell_epoch = lambda: self.progress.epoch or None
-        checkpointer.listener = SaveRecord(self.progress)
-        if not self.train_step.strategy.saves_alone:
+        checkpointer.tell_epoch = lambda: self.context.progress.epoch or None
+        checkpointer.listener = SaveRecord(self.context.progress)
+        if not self.context.strategy.saves_alone:
             checkpointer.whole_states = self._whole_states
 
     def register_scaler(self) -> None:
@@ -143,7 +143,7 @@ class CheckpointPolicy:
         if self.checkpointer is not None and scaler.is_enabled():
             self._require_free(
                 "scaler",
-                f"the gradient scaler of precision={self.options.precision!r}",
+                f"the gradient scaler of precision={self.context.options.precision!r}",
                 before,
             )
             self.checkpointer.add_recoverable("scaler", scaler, optional_load=True)
@@ -174,7 +174,7 @@ class CheckpointPolicy:
         before = self.checkpointer
         if checkpointer is before:
             return
-        if self.progress.is_fitting:
+        if self.context.progress.is_fitting:
             raise ConfigError(
                 "checkpointer was assigned inside of fit, which keeps the folder of the one "
                 "before. Assign it before fit, or give it to the Brain."
@@ -206,7 +206,7 @@ class CheckpointPolicy:
             return
         plan = find_slice()
         is_temporary = plan is not None or (
-            self.options.debug and not self.options.debug_persistently
+            self.context.options.debug and not self.context.options.debug_persistently
         )
         if is_temporary and self._real_folder is None:
             self._real_folder = checkpointer.checkpoints_dir
@@ -274,9 +274,12 @@ class CheckpointPolicy:
             "ckpt_errors": "on_error",
         }
         for option, attribute in attributes.items():
-            if self.options[option] != OPTION_BY_NAME[option].default or option in self._handed_on:
+            if (
+                self.context.options[option] != OPTION_BY_NAME[option].default
+                or option in self._handed_on
+            ):
                 self._handed_on.add(option)
-                setattr(checkpointer, attribute, self.options[option])
+                setattr(checkpointer, attribute, self.context.options[option])
 
     # ------------------------------------------------------------------ a call of fit
 
@@ -294,7 +297,7 @@ class CheckpointPolicy:
             return
         with (
             checkpointer.hold_folder(),
-            temporarily(checkpointer, asynchronous=self.options.ckpt_async),
+            temporarily(checkpointer, asynchronous=self.context.options.ckpt_async),
         ):
             try:
                 yield
@@ -307,7 +310,7 @@ class CheckpointPolicy:
             finally:
                 # what was recovered for this call goes, but for what the next one takes over from
                 # its end
-                keep_end = self.run_state.calls.later is None and not self.progress.step
+                keep_end = self.run_state.calls.later is None and not self.context.progress.step
                 self.rank_state.release(self._fit_loader, keep_end=keep_end)
                 self._fit_loader = self.run_state.expected_epoch = None
 
@@ -317,11 +320,11 @@ class CheckpointPolicy:
         """
         self.rank_state.end_streams()
         calls = self.run_state.calls
-        calls.finished[calls.number] = self.progress.optimizer_step
+        calls.finished[calls.number] = self.context.progress.optimizer_step
         if (
             self.checkpointer is not None
-            and self.progress.epochs
-            and not (self._has_saved or self.options.debug)
+            and self.context.progress.epochs
+            and not (self._has_saved or self.context.options.debug)
         ):
             logger.warning(NOTHING_SAVED)
 
@@ -342,13 +345,13 @@ class CheckpointPolicy:
                 choose_start,
                 is_first=state.start is None,
                 known=state.states,
-                is_debug=bool(self.options.debug),
+                is_debug=bool(self.context.options.debug),
             )
-            state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
-        elif self.options.resume not in {"auto", "never"}:
+            state.start = checkpoint_work_on_main(choose, checkpointer, self.context.options.resume)
+        elif self.context.options.resume not in {"auto", "never"}:
             logger.warning(
                 "Without effect, as the Brain has no checkpointer: resume=%s.",
-                self.options.resume,
+                self.context.options.resume,
             )
         return state.start
 
@@ -359,7 +362,7 @@ class CheckpointPolicy:
         """
         state = self.run_state
         is_from_scratch = state.start is None or state.start.resume == NEVER
-        return self.options.resume == NEVER and is_from_scratch and state.calls.number == 1
+        return self.context.options.resume == NEVER and is_from_scratch and state.calls.number == 1
 
     def keep_global_batch(
         self,
@@ -379,7 +382,7 @@ class CheckpointPolicy:
         Raises:
             ConfigError: so many processes cannot take such steps.
         """
-        options = self.options
+        options = self.context.options
         state = self.run_state
         before = None if start is None else start.step_plan
         if before is not None and before.per_process is not None and options.auto_micro_batch:
@@ -388,7 +391,7 @@ class CheckpointPolicy:
             options.derive("grad_accumulation_factor", 1)
         if before is None or options.global_batch_size is not None:
             return
-        ranks = get_world_size() * self.train_step.strategy.shards
+        ranks = get_world_size() * self.context.strategy.shards
         changed = before.on(ranks, is_looped=is_looped)
         state.asked_plan = before if changed else None
         for name, value in changed.items():
@@ -407,7 +410,7 @@ class CheckpointPolicy:
             )
             told = (
                 ""
-                if keeps_rows or not batch_norms(self.train_step.modules)
+                if keeps_rows or not batch_norms(self.context.modules)
                 else OTHER_ROWS.format(advice)
             )
             logger.announce(words, get_world_size(), before.world_size, values, told)
@@ -479,11 +482,14 @@ class CheckpointPolicy:
         end_of_epoch: bool,
     ) -> None:
         found = safe_load(path)
-        is_fitting = self.progress.is_fitting
+        is_fitting = self.context.progress.is_fitting
         if is_fitting and self.run_state.is_recovered_here:
             states.load_state_dict(found, end_of_epoch=end_of_epoch)
             self.rank_state.adopt_seed((states.loaded or {}).get("seed"))
-        if not is_fitting or self.progress.phase in {EpochPhase.OUTSIDE, EpochPhase.RECOVERED}:
+        if not is_fitting or self.context.progress.phase in {
+            EpochPhase.OUTSIDE,
+            EpochPhase.RECOVERED,
+        }:
             states.recovered = found  # in an epoch a recipe may recover something else
 
     def load_deferred(self) -> None:
@@ -533,7 +539,7 @@ class CheckpointPolicy:
         logger.announce(words, calls.number, path, state["fit"])
         steps = dict(enumerate(state.get("finished") or (), 1)).get(calls.number)
         if steps is not None:
-            self.progress.optimizer_step = steps
+            self.context.progress.optimizer_step = steps
         return True
 
     def warn_unused_entries(self) -> None:
@@ -570,10 +576,10 @@ class CheckpointPolicy:
             What was loaded, or None.
         """
         checkpointer = self.checkpointer
-        resume = self.options.resume
+        resume = self.context.options.resume
         if checkpointer is None:
             return None
-        if not self.progress.is_fitting:
+        if not self.context.progress.is_fitting:
             self.follow_options()
         if self.run_state.start is None and resume not in {NEWEST, NEVER}:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
@@ -595,8 +601,8 @@ class CheckpointPolicy:
             seconds_since_ckpt: by the main process's clock; the same on all ranks.
             batches_since_ckpt: the same on all ranks.
         """
-        minutes = self.options.ckpt_interval_minutes
-        steps = self.options.ckpt_interval_steps
+        minutes = self.context.options.ckpt_interval_minutes
+        steps = self.context.options.ckpt_interval_steps
         due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= batches_since_ckpt
         if due:
             self.save_inside_epoch()
@@ -606,15 +612,15 @@ class CheckpointPolicy:
         """Save after a batch; only the newest such checkpoint is kept."""
         if self.checkpointer is None:
             return
-        self.progress.settle()
-        sums = self.progress.add_totals(self.rank_state.own_sums())
+        self.context.progress.settle()
+        sums = self.context.progress.add_totals(self.rank_state.own_sums())
         self.rank_state.end_pass()
         with self.position.with_sums(sums):
             self._save_intra_epoch(self.checkpointer)
 
     def save_before_evaluation(self) -> None:
         """Save where training ended before the evaluation that is now stopped."""
-        progress = self.progress
+        progress = self.context.progress
         is_trained = progress.phase is EpochPhase.TRAINED and progress.train_meter is not None
         if self.checkpointer is not None and progress.is_fitting and is_trained:
             self._save_intra_epoch(self.checkpointer)
@@ -632,13 +638,14 @@ class CheckpointPolicy:
         process alone.
         """
         if get_world_size() > 1 and not all_ranks_come("save", WAIT_SECONDS):
+            given = self.context.options.strategy
             raise CheckpointError(
-                f"strategy={self.options.strategy!r} divides weights or states of optimizers over "
+                f"strategy={given!r} divides weights or states of optimizers over "
                 "the ranks, and the main process saves alone. Call save_checkpoint or "
                 "save_and_keep_only on every rank: not under `if if_main_process():`, not in "
                 "run_on_main."
             )
-        return self.train_step.strategy.whole_states(objects)
+        return self.context.strategy.whole_states(objects)
 
     @staticmethod
     def _finish_save(checkpointer: Checkpointer) -> None:
@@ -662,7 +669,7 @@ class CheckpointPolicy:
             Whether the checkpoint is of the end of an epoch, which the recipe may not know.
         """
         self._has_saved = True
-        if self.train_step.strategy.is_apart:
+        if self.context.strategy.is_apart:
             raise CheckpointError(APART)
         self.train_step.end_window()  # an own fit_batch saves after its steps
         ema = self.train_step.ema

@@ -10,26 +10,26 @@ if TYPE_CHECKING:
     import torch
 
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext
 
 _HALF = 2  # bytes of a number in fp16 and bf16
 _MATRIX = 2  # dimensions from which on PowerSGD compresses
 
 
-def exchanged_bytes(train_step: TrainStep) -> int:
+def exchanged_bytes(context: RunContext) -> int:
     """Return how many bytes of gradients this rank hands over for one optimizer step, on average.
 
     What a collective makes of them, such as a ring that sends each number twice, is not counted.
 
     Args:
-        train_step: of the run; its modules are wrapped.
+        context: of the run; its modules are wrapped.
 
     Ranks: local; equal on all ranks.
     """
     if get_world_size() == 1:
         return 0
-    options = train_step.options
-    trained = [one for one in train_step.modules.parameters() if one.requires_grad]
+    options = context.options
+    trained = [one for one in context.modules.parameters() if one.requires_grad]
     total = sum(_bytes_of(one, options) for one in trained)
     if options["ddp_comm_hook"] == "post_local_sgd":  # whole weights, once a period
         return round(total / (options["local_sgd_period"] or 1))

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from ddpkit.control import SyncReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.stop_control import StopControl
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 
 class IntraEpochSaves:
@@ -23,17 +22,17 @@ class IntraEpochSaves:
 
     def __init__(
         self,
+        context: RunContext,
         train_step: TrainStep,
-        options: RunOptions,
         policy: CheckpointPolicy,
         stop: StopControl,
     ) -> None:
-        self.progress = train_step.progress
+        self.context = context
         self.train_step = train_step
         self.policy = policy
         self.stop = stop
-        self.saves_by_steps = options.ckpt_interval_steps > 0
-        averages = train_step.strategy.averages_weights
+        self.saves_by_steps = context.options.ckpt_interval_steps > 0
+        averages = context.strategy.averages_weights
         self.follows_windows = (
             self.saves_by_steps or train_step.freezes or train_step.waits_for_window or averages
         )
@@ -52,9 +51,11 @@ class IntraEpochSaves:
         """Stop or save if any rank has been asked to, or save if the main process's clock says
         so.
         """
-        self._put_off = report if self.train_step.strategy.is_apart else None
+        self._put_off = report if self.context.strategy.is_apart else None
         if report.stop and not self._is_pending():
-            self.stop.stop_training(report.stop, is_saved=self.last_step == self.progress.step)
+            self.stop.stop_training(
+                report.stop, is_saved=self.last_step == self.context.progress.step
+            )
         if report.save_wanted and not self._is_pending():
             self.stop.signals.save_wanted = False
             self.policy.save_inside_epoch()
@@ -70,10 +71,10 @@ class IntraEpochSaves:
         """
         self.train_step.end_window()
         self.train_step.drop_frozen_gradients()
-        self.train_step.strategy.after_window()
+        self.context.strategy.after_window(self.context.modules)
         self.on_average()
         if self.saves_by_steps:
-            self._save_if_due(0.0, self.progress.step - self.last_step)
+            self._save_if_due(0.0, self.context.progress.step - self.last_step)
 
     def on_average(self) -> None:
         """Do what was put off until the ranks' weights are averaged, if they are."""
@@ -89,9 +90,9 @@ class IntraEpochSaves:
         between ranks.
         """
         return (
-            self.progress.window.pending(self.progress.step) > 0
-            or self.train_step.strategy.is_apart
+            self.context.progress.window.pending(self.context.progress.step) > 0
+            or self.context.strategy.is_apart
         )
 
     def _start_anew(self) -> None:
-        self.last_time, self.last_step = time.monotonic(), self.progress.step
+        self.last_time, self.last_step = time.monotonic(), self.context.progress.step

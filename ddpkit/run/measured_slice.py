@@ -30,7 +30,7 @@ from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
 from ddpkit.training import batch_sizes, length_of
 
 if TYPE_CHECKING:
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 #: Options that decide how fast a step is, and are told with the result where they are not the
 #: default.
@@ -60,6 +60,7 @@ class EpochTrainer(Protocol):
     Ranks: as the loops.
     """
 
+    context: RunContext
     train_step: TrainStep
 
     def train(
@@ -96,10 +97,10 @@ def measure_slice(
     Ranks: collective.
     """
     rates = _loader_rates(loader, plan)
-    facts = {**facts_of_run(stages.train_step, loader), "loader_rates": rates}
+    facts = {**facts_of_run(stages.context, loader), "loader_rates": rates}
     clock = SliceClock(plan, stages.train_step, facts)
     train_batch = brain.fit_batch
-    window = stages.train_step.progress.window
+    window = stages.context.progress.window
 
     def fit_batch(batch: Any) -> Any:
         result = train_batch(batch)
@@ -291,22 +292,22 @@ def _means(windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def facts_of_run(train_step: TrainStep, loader: Any) -> dict[str, Any]:
+def facts_of_run(context: RunContext, loader: Any) -> dict[str, Any]:
     """Return what the result tells of the run that was measured.
 
     Args:
-        train_step: of the run.
+        context: of the run.
         loader: of the training set.
 
     Ranks: local.
     """
-    options = train_step.options
-    shards = train_step.strategy.shards
+    options = context.options
+    shards = context.strategy.shards
     info = find_launch()
     world_size = get_world_size()
     length = length_of(loader)
     factor = options.grad_accumulation_factor // shards
-    virtual = train_step.strategy.virtual_ranks
+    virtual = context.strategy.virtual_ranks
     sizes = batch_sizes(loader, length and length // shards, factor, world_size, virtual)
     way = named_way(options, world_size)
     device = torch.device(str(options.device)).type
@@ -319,7 +320,7 @@ def facts_of_run(train_step: TrainStep, loader: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "loader_workers": own_workers(loader),
-        "exchanged_bytes": exchanged_bytes(train_step),
+        "exchanged_bytes": exchanged_bytes(context),
         "samples_per_step": sizes.per_step,
         "can_fix_step": sizes.alone is not None or options.global_batch_size is not None,
         "global_batch_size": options.global_batch_size,

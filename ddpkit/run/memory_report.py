@@ -19,7 +19,7 @@ from ddpkit.logger import get_logger, shown_path
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
 
@@ -70,12 +70,14 @@ class MemoryReport:
     memory when it is full.
 
     Args:
-        train_step: has the modules, the optimizers, the options and the device.
+        context: of the run.
+        train_step: has the optimizers.
 
     Ranks: local. A rank that runs out of memory tells of its own.
     """
 
-    def __init__(self, train_step: TrainStep) -> None:
+    def __init__(self, context: RunContext, train_step: TrainStep) -> None:
+        self._context = context
         self._train_step = train_step
         self._folder: Path | None = None  # where a snapshot goes; None: nothing is recorded
 
@@ -86,8 +88,8 @@ class MemoryReport:
         Args:
             output_folder: a snapshot goes into ``profiler_logs`` there.
         """
-        options = self._train_step.options
-        device = self._train_step.device
+        options = self._context.options
+        device = self._context.device
         if not (options.profile_training or options["memory_snapshot_on_oom"]):
             yield
             return
@@ -113,11 +115,11 @@ class MemoryReport:
         if _TOLD in vars(error):
             return
         vars(error)[_TOLD] = True
-        step = self._train_step
+        device = self._context.device
         rank = get_rank() or 0
-        lines = [f"Memory of rank {rank} on {step.device}, when it ran out:"]
-        lines += [f"  {line}" for line in (*memory_lines(step.device), *self._parts())]
-        if self._folder is None and torch.device(step.device).type in {"cuda", "xpu"}:
+        lines = [f"Memory of rank {rank} on {device}, when it ran out:"]
+        lines += [f"  {line}" for line in (*memory_lines(device), *self._parts())]
+        if self._folder is None and torch.device(device).type in {"cuda", "xpu"}:
             lines.append(HINT)
         logger.warning("%s", "\n".join(lines), main_process_only=False)
         if self._folder is not None:
@@ -127,7 +129,7 @@ class MemoryReport:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
-                write_memory_history(self._train_step.device, unfinished)
+                write_memory_history(self._context.device, unfinished)
         except (
             OSError,
             RuntimeError,
@@ -140,18 +142,18 @@ class MemoryReport:
         """Return lines about what ddpkit knows by name: weights, gradients, states of
         optimizers.
         """
-        step = self._train_step
-        parameters = list(step.modules.named_parameters())
+        modules = self._context.modules
+        parameters = list(modules.named_parameters())
         gradients = [one.grad for _, one in parameters if one.grad is not None]
         states = [
             value
-            for optimizer in step.named_optimizers().values()
+            for optimizer in self._train_step.named_optimizers().values()
             for state in getattr(optimizer, "state", {}).values()
             if isinstance(state, dict)
             for value in state.values()
         ]
         sizes = {
-            "weights": [one for _, one in parameters] + list(step.modules.buffers()),
+            "weights": [one for _, one in parameters] + list(modules.buffers()),
             "gradients": gradients,
             "optimizers": states,
         }

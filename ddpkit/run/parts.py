@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from ddpkit.training import LoaderFactory, RunLength, require_module_keys
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 
 logger = get_logger(__name__)
@@ -49,15 +49,13 @@ class Run:
     """What stands behind a Brain: the parts of a run, made once and wired to each other.
 
     Args:
-        train_step: one optimizer step; has the recipe, the options, the modules, the strategy and
-            the progress.
-        hparams: of the recipe.
+        context: what the parts share.
+        train_step: one optimizer step.
         checkpointer: or None.
 
     Attributes:
+        context: as given.
         train_step: as given.
-        recipe: what its class overrides.
-        strategy: how modules are wrapped and gradients averaged.
         policy: when to save, what to recover.
         stop: why and when to stop; failure notice and limits of time.
         preflight: compares the ranks, shows the start-up block.
@@ -81,21 +79,18 @@ class Run:
 
     def __init__(
         self,
+        context: RunContext,
         train_step: TrainStep,
-        hparams: SimpleNamespace,
         checkpointer: Any,
     ) -> None:
+        self.context = context
         self.train_step = train_step
-        self.recipe = train_step.recipe
-        self.strategy = train_step.strategy
-        options = train_step.options
-        progress = train_step.progress
-        self.policy = CheckpointPolicy(checkpointer, train_step)
-        self.stop = StopControl(options, hparams, progress, self.policy)
-        self.preflight = Preflight(train_step, self.policy)
-        self.record = RunRecord(train_step, self.policy, self.preflight)
-        self.stages = StageRunner(train_step, self.policy, self.stop)
-        self.loaders = LoaderFactory(options, hparams, self.strategy)
+        self.policy = CheckpointPolicy(context, train_step, checkpointer)
+        self.stop = StopControl(context, self.policy)
+        self.preflight = Preflight(context, train_step, self.policy)
+        self.record = RunRecord(context, self.policy, self.preflight)
+        self.stages = StageRunner(context, train_step, self.policy, self.stop)
+        self.loaders = LoaderFactory(context)
         self.counters = FitCounters()
         self.epochs: int | None = 1
         self.length = RunLength()
@@ -114,12 +109,13 @@ class Run:
         Raises:
             ConfigError: options that do not go together, or name what is not there.
         """
-        step = self.train_step
+        context = self.context
+        options = context.options
         with usage_errors():
-            step.options.check()
+            options.check()
             if not self.is_wrapped:
-                check_strategy(step.options, decides_late=step.recipe.has_own_fit_batch)
-                require_module_keys(step.modules, step.options)
+                check_strategy(options, decides_late=context.recipe.has_own_fit_batch)
+                require_module_keys(context.modules, options)
 
     def assigned(
         self,
@@ -158,7 +154,7 @@ class Run:
 
     def _tell_of_option(self, name: str, value: Any) -> None:
         """Warn, if an attribute of a recipe looks like a value for the option of its name."""
-        now = self.train_step.options[name]
+        now = self.context.options[name]
         with contextlib.suppress(ConfigError):
             if APART[name].coerce(value, "") != now:
                 logger.warning_once(NO_OPTION, name, value, now, name)
@@ -184,6 +180,9 @@ class Run:
         self.policy.register_scaler()
 
     def _replace_average(self, ema: Any, _: Any) -> None:
+        # of the modules of now it is an average of whatever the run trains; else of a teacher
+        if ema is not None and ema.modules is self.context.modules:
+            ema.follow_modules_of(self.context)
         self.train_step.ema = ema
         self.policy.register_average()
 
@@ -200,28 +199,21 @@ class Run:
             ConfigError: a training pass is running, whose gradients are averaged as it began; or no
                 modules are given.
         """
-        step = self.train_step
-        strategy = self.strategy
-        if step.progress.is_in_pass:
+        context = self.context
+        if context.progress.is_in_pass:
             raise ConfigError(
                 "modules was assigned in a training batch, and the pass goes on with those that "
                 "it began with. Assign it in on_stage_start, or before fit."
             )
         moved = modules_on_device(
             modules,
-            str(step.options.device),
-            keeps_meta=strategy.divides,
+            context.device,
+            keeps_meta=context.strategy.divides,
         )
-        found = modules if isinstance(modules, nn.ModuleDict) else moved
-        before = step.modules
-        for part in (step, self.stages, self.policy.run_state, self.policy.rank_state):
-            part.modules = found
-        strategy.replace_modules(found)
-        if step.ema is not None and step.ema.modules is before:
-            step.ema.modules = found
-        if not step.progress.is_fitting:
-            step.watch_anew()
-        return found
+        context.modules = modules if isinstance(modules, nn.ModuleDict) else moved
+        if not context.progress.is_fitting:
+            self.train_step.watch_anew()
+        return context.modules
 
     def replace_hparams(self, hparams: Any) -> SimpleNamespace:
         """Read other hyperparameters from now on.
@@ -234,13 +226,12 @@ class Run:
         """
         values = hparams if isinstance(hparams, Mapping) else vars(hparams)
         joined = join_loggers(values)
-        found: Any = hparams
         if isinstance(hparams, Mapping):
-            found = SimpleNamespace(**joined)
+            hparams = SimpleNamespace(**joined)
         elif "train_logger" in joined:
             hparams.train_logger = joined["train_logger"]
-        self.loaders.hparams = self.stop.hparams = found
-        return cast("SimpleNamespace", found)
+        self.context.hparams = hparams
+        return self.context.hparams
 
     def replace_options(self, options: Any) -> RunOptions:
         """Take other options over, as far as they can still be changed; all parts read the same
@@ -255,7 +246,7 @@ class Run:
         Raises:
             ConfigError: an option has another value, and was read for good.
         """
-        own = self.train_step.options
-        hparams = self.loaders.hparams
-        own.take(RunOptions.from_dictionary(options).resolved(vars(hparams)))
+        own = self.context.options
+        hparams = vars(self.context.hparams)
+        own.take(RunOptions.from_dictionary(options).resolved(hparams))
         return own

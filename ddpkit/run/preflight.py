@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
     from ddpkit.launch import LaunchInfo
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
-    from ddpkit.training import BatchSizes, RunLength, TrainStep
+    from ddpkit.training import BatchSizes, RunContext, RunLength, TrainStep
 
 logger = get_logger(__name__)
 
@@ -138,7 +138,8 @@ class Preflight:
     block.
 
     Args:
-        train_step: has the options, the progress, the optimizers and the schedule.
+        context: of the run.
+        train_step: has the optimizers and the schedule.
         policy: knows what was recovered.
 
     Attributes:
@@ -151,11 +152,15 @@ class Preflight:
     Ranks: collective.
     """
 
-    def __init__(self, train_step: TrainStep, policy: CheckpointPolicy) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        train_step: TrainStep,
+        policy: CheckpointPolicy,
+    ) -> None:
+        self.context = context
         self.train_step = train_step
         self.policy = policy
-        self.options = train_step.options
-        self.progress = train_step.progress
         self.launch = find_launch()
         self.versions = software_facts()
         self.places: list[Place] = []
@@ -172,7 +177,7 @@ class Preflight:
         Raises:
             RankMismatchError: on every rank, naming what differs and on which rank.
         """
-        options = self.options
+        options = self.context.options
         checkpointer = self.policy.checkpointer
         self.policy.run_state.recovered = None
         place = Place.here(self.launch.node_rank, str(options.device))
@@ -187,7 +192,7 @@ class Preflight:
                 **recipe_facts(recipe, options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
                 **option_facts(options),
-                **model_facts(self.train_step.modules),
+                **model_facts(self.context.modules),
             }
             try:
                 self.places = list(require_agreement(facts, about=place, site=AT_START))
@@ -240,7 +245,7 @@ class Preflight:
             if not if_main_process():
                 return None
             try:
-                require_outputs(hparams, self.options, folder)
+                require_outputs(hparams, self.context.options, folder)
                 self._require_room()
             except ConfigError as error:
                 return error
@@ -297,7 +302,7 @@ class Preflight:
             contexts: of the forward pass in training and in evaluation; a recipe may have others
                 than the options say.
         """
-        options = self.options
+        options = self.context.options
         checkpointer = self.policy.checkpointer
         state = self.policy.run_state
         folder = getattr(checkpointer, "checkpoints_dir", None)
@@ -313,14 +318,14 @@ class Preflight:
         # someone has thought about it
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"
         # on the number of processes, whatever the size
-        depends = self.train_step.strategy.averages_weights
+        depends = self.context.strategy.averages_weights
         optimizers = self.train_step.named_optimizers()
-        told = self.train_step.strategy.start_rows(self.train_step.modules)
+        told = self.context.strategy.start_rows(self.context.modules)
         first = {
             "strategy": told["strategy"],
             "batch": batch_row(sizes, batch_size, options.global_batch_size),
             "per step": ""
-            if is_asked or depends or self.progress.optimizer_step
+            if is_asked or depends or self.context.progress.optimizer_step
             else sizes.advice(),
             "epochs": epochs_row(length, options.optimizer_step_limit),
             "valid set": "" if valid_set is None else evaluation_set_row(valid_set),
@@ -369,7 +374,7 @@ class Preflight:
         if get_rank():
             return
         step = self.train_step
-        options = self.options
+        options = self.context.options
         use = "" if options.evaluate_ema else "not "
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
@@ -379,20 +384,20 @@ class Preflight:
             "precision": precision_row(
                 *contexts,
                 step.scaler,
-                step.modules,
+                self.context.modules,
                 trains=what == "Training",
             ),
             "average": ""
             if step.ema is None
             else (f"of the weights, decay {step.ema.decay}, {use}used in evaluation"),
             "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
-            "logs": logs_row(self.progress.logged.train_logger),
+            "logs": logs_row(self.context.progress.logged.train_logger),
             **last,
         }
         self.report.announce(what, rows)
 
     def _position(self, expected_epoch: int | None) -> str:
-        progress = self.progress
+        progress = self.context.progress
         done = (
             f"{progress.optimizer_step} optimizer "
             f"step{'' if progress.optimizer_step == 1 else 's'} done"

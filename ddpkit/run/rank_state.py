@@ -41,10 +41,7 @@ from ddpkit.seed import global_seed, restore_rng_state, rng_state, seed_epoch_st
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
-
-    from ddpkit.strategies import Strategy
-    from ddpkit.training import Progress
+    from ddpkit.training import RunContext
 
 logger = get_logger(__name__)
 
@@ -191,9 +188,7 @@ class RankState:
     """The state of this rank. In a checkpoint, :class:`RankStates` holds the states of all.
 
     Args:
-        progress: of the run.
-        strategy: knows the order in which gradients were averaged.
-        modules: for the strategy.
+        context: of the run.
         saves: whether there is a checkpointer.
 
     Attributes:
@@ -208,23 +203,25 @@ class RankState:
     Ranks: local, but for :meth:`end_pass`.
 
     Example:
-        >>> from ddpkit.training import Progress
+        >>> from types import SimpleNamespace
+        >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> RankState(Progress(), Strategy(), torch.nn.ModuleDict(), saves=False).own_sums()
+        >>> from ddpkit.training import Recipe, RunContext
+        >>> modules = torch.nn.ModuleDict()
+        >>> context = RunContext(
+        ...     Recipe("Line"), RunOptions(), modules, SimpleNamespace(), Strategy()
+        ... )
+        >>> RankState(context, saves=False).own_sums()
         [0.0, 0.0, 0]
     """
 
     def __init__(
         self,
-        progress: Progress,
-        strategy: Strategy,
-        modules: nn.ModuleDict,
+        context: RunContext,
         *,
         saves: bool,
     ) -> None:
-        self.progress = progress
-        self.strategy = strategy
-        self.modules = modules
+        self.context = context
         self.states: RankStates | None = None
         self.saves(saves)
         self.base_seed: int | None = None
@@ -276,26 +273,26 @@ class RankState:
         """Seed this rank's random streams for an epoch; a resume in mid-epoch also starts from the
         epoch's seed.
         """
-        self.progress.epoch = epoch
-        if not self.progress.step:
-            self.progress.began_at = self.progress.optimizer_step
-            self.progress.clipped = 0
-        self._seed(epoch, self.progress.began_at)
+        self.context.progress.epoch = epoch
+        if not self.context.progress.step:
+            self.context.progress.began_at = self.context.progress.optimizer_step
+            self.context.progress.clipped = 0
+        self._seed(epoch, self.context.progress.began_at)
 
     def end_streams(self) -> None:
         """Set the random streams to fixed values at the end of ``fit``, equal in a resumed and an
         uninterrupted run.
         """
-        self._seed(0, self.progress.optimizer_step)
+        self._seed(0, self.context.progress.optimizer_step)
 
     def _seed_anew(self) -> None:
         """Seed in the middle of an epoch when the random state is lost: not with the seed of the
         epoch's beginning.
         """
-        self._seed(self.progress.epoch, self.progress.optimizer_step)
+        self._seed(self.context.progress.epoch, self.context.progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
-        rank = 0 if self.strategy.same_bits else None
+        rank = 0 if self.context.strategy.same_bits else None
         self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step, rank)
 
     # -------------------------------------------------------------- one pass over the training data
@@ -310,7 +307,7 @@ class RankState:
             How many batches the loader yields again, to be left out; and what to call when those
             are behind.
         """
-        progress = self.progress
+        progress = self.context.progress
         states = self.states
         progress.loader = loader
         self._resumed_at = {}
@@ -327,8 +324,10 @@ class RankState:
             states.loaded = None
             self._from_last_call = None
             if states.is_complete:
-                self.strategy.load_gradient_orders(self.modules, own.get("gradients", {}))
-                self.strategy.load_hook_states(own.get("hooks", {}))
+                self.context.strategy.load_gradient_orders(
+                    self.context.modules, own.get("gradients", {})
+                )
+                self.context.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
             return _begin_data(loader, own), bool
         if own.get("loss") is not None and states is not None and states.is_complete:
@@ -360,7 +359,7 @@ class RankState:
 
         A loader that is not iterated cannot tell where it is.
         """
-        self._unread = self.progress.loader, self._resumed_at
+        self._unread = self.context.progress.loader, self._resumed_at
 
     def _load_metrics(self, saved: Any) -> None:
         """Restore the recipe's metrics in mid-epoch; with a different number of ranks, all counts
@@ -375,11 +374,11 @@ class RankState:
             else:
                 missing.append(name.partition(".")[2])
         if missing:
-            logger.warning(METRICS, ", ".join(missing), self.progress.step)
+            logger.warning(METRICS, ", ".join(missing), self.context.progress.step)
 
     def end_pass(self) -> None:
         """Collect what a save after the epoch will need of every rank."""
-        if self.strategy.same_bits:
+        if self.context.strategy.same_bits:
             self._seed_anew()  # after what each rank has drawn in its batches
         if self.states is not None:
             self.states.gather()
@@ -417,20 +416,20 @@ class RankState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own part of a checkpoint."""
-        loader = self.progress.loader
-        step = self.progress.step
+        loader = self.context.progress.loader
+        step = self.context.progress.step
         return {
             "seed": self.base_seed,
             "random": rng_state(),
             "loss": self._losses_so_far().state_dict(),
-            "logged": self.progress.logged.state_dict(step),
+            "logged": self.context.progress.logged.state_dict(step),
             "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
             "loader": state_at(loader, step),
             "loader_end": state_at_end(loader),
             **({"loader_begin": state_at_begin(loader)} if self.goes_back_to_begin else {}),
             **({"stream": stream_state(loader)} if isinstance(loader, LoopedLoader) else {}),
-            "gradients": self.strategy.gradient_orders(),
-            "hooks": self.strategy.hook_states(),
+            "gradients": self.context.strategy.gradient_orders(),
+            "hooks": self.context.strategy.hook_states(),
             **self._unread_place(loader),
         }
 
@@ -448,7 +447,7 @@ class RankState:
 
     def _losses_so_far(self) -> LossMeter:
         """Return the losses of this rank, including the current batch if it has been trained on."""
-        progress = self.progress
+        progress = self.context.progress
         if (
             not self.is_inside_batch
             or progress.result is None

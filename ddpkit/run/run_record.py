@@ -11,7 +11,7 @@ from ddpkit.train_logger import run_event
 if TYPE_CHECKING:
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.preflight import Preflight
-    from ddpkit.training import BatchSizes, RunLength, TrainStep
+    from ddpkit.training import BatchSizes, RunContext, RunLength
     from ddpkit.types import FitResult
 
 
@@ -19,7 +19,7 @@ class RunRecord:
     """Writes the begin and the end of each call of ``fit``.
 
     Args:
-        train_step: has the options, the progress, the strategy and the modules.
+        context: of the run.
         policy: knows what the run goes on from.
         preflight: knows where each rank runs.
 
@@ -28,11 +28,11 @@ class RunRecord:
 
     def __init__(
         self,
-        train_step: TrainStep,
+        context: RunContext,
         policy: CheckpointPolicy,
         preflight: Preflight,
     ) -> None:
-        self._train_step = train_step
+        self._context = context
         self._policy = policy
         self._preflight = preflight
         self._began = 0.0
@@ -47,7 +47,7 @@ class RunRecord:
         self._began = time.monotonic()
         if not if_main_process():
             return
-        step = self._train_step
+        context = self._context
         state = self._policy.run_state
         run_event(
             "fit",
@@ -58,13 +58,13 @@ class RunRecord:
             samples_per_step=sizes.per_step,
             grad_accumulation_factor=sizes.factor,
             world_size=get_world_size(),
-            strategy=step.strategy.name,
+            strategy=context.strategy.name,
             ranks=[
                 {"host": place.host, "device": place.device} for place in self._preflight.places
             ],
-            parameters=_parameters(step.modules),
-            options=step.options.changed(),
-            optimizer_step=step.progress.optimizer_step,
+            parameters=_parameters(context.modules),
+            options=context.options.changed(),
+            optimizer_step=context.progress.optimizer_step,
             resumed_from=self._resumed_from(),
         )
 
@@ -87,7 +87,7 @@ class RunRecord:
 
     def _resumed_from(self) -> dict[str, Any] | None:
         """Return the checkpoint that the run goes on from; None where it begins."""
-        progress = self._train_step.progress
+        progress = self._context.progress
         state = self._policy.run_state
         if state.recovered is None:
             return None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ddpkit.run.choose_start import Start, States
     from ddpkit.run.rank_state import RankState
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
 
@@ -79,8 +79,8 @@ class RunState:
     given back.
 
     Args:
-        train_step: has the options, the progress, the modules, the optimizers, and the divisor of
-            sums.
+        context: of the run.
+        train_step: has the optimizers, and the divisor of sums.
         rank_state: of this rank.
 
     Attributes:
@@ -102,12 +102,15 @@ class RunState:
     Ranks: local; every rank recovers, the main process saves.
     """
 
-    def __init__(self, train_step: TrainStep, rank_state: RankState) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        train_step: TrainStep,
+        rank_state: RankState,
+    ) -> None:
+        self.context = context
         self.train_step = train_step
         self.rank_state = rank_state
-        self.options = train_step.options
-        self.progress = train_step.progress
-        self.modules = train_step.modules
         self.calls = FitCalls()
         self.start: Start | None = None
         self.states: States = {}
@@ -142,12 +145,12 @@ class RunState:
         Args:
             path: of the file.
         """
-        progress = self.progress
+        progress = self.context.progress
         divisor = self.train_step.sum_divisor
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
-        shards = self.train_step.strategy.shards
+        shards = self.context.strategy.shards
         # a recipe may have changed it since fit began
-        factor = self.options["grad_accumulation_factor"] // shards
+        factor = self.context.options["grad_accumulation_factor"] // shards
         state = {
             "step": progress.step // shards,
             "epoch": progress.epoch,
@@ -175,10 +178,10 @@ class RunState:
                 if one.requires_grad is not begun
             },
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "options": {name: self.options[name] for name in TELLING},
+            "options": {name: self.context.options[name] for name in TELLING},
             "whole": progress.is_whole,
             "stages_done": progress.has_done_stages,
-            DEBUG: bool(self.options.debug),
+            DEBUG: bool(self.context.options.debug),
             **({} if (passed_on := self.passed_on) is None else passed_on.state),
         }
         from ddpkit.base import dump_plain_yaml  # loads yaml: not for a Brain alone
@@ -187,10 +190,10 @@ class RunState:
 
     def _loss_sums_by_itself(self) -> Sequence[Any]:
         """Return the sums for a save that a recipe makes, perhaps on the main process alone."""
-        if not self.modules.training:
+        if not self.context.modules.training:
             return 0.0, 0.0, 0  # the meter holds losses of an evaluation
-        if self.progress.step and self.progress.train_sums is not None:
-            return self.progress.train_sums  # the epoch's training is over
+        if self.context.progress.step and self.context.progress.train_sums is not None:
+            return self.context.progress.train_sums  # the epoch's training is over
         # its own share stands for all
         return [one * get_world_size() for one in self.rank_state.own_sums()]
 
@@ -203,8 +206,13 @@ class RunState:
         if later is not None:  # this call of fit is done; the next one goes on from there
             return PassedOn(later[1], self._later_end)
         # in an own loop
-        trains = self.progress.is_fitting or (self.train_step.optimizers and not self.calls.number)
-        if trains or self._evaluated_at != (self.calls.number, self.progress.optimizer_step):
+        trains = self.context.progress.is_fitting or (
+            self.train_step.optimizers and not self.calls.number
+        )
+        if trains or self._evaluated_at != (
+            self.calls.number,
+            self.context.progress.optimizer_step,
+        ):
             return None
         return PassedOn({**(self._evaluated_state or {}), EVALUATED: True}, self._evaluated_end)
 
@@ -215,7 +223,7 @@ class RunState:
         They are those of the checkpoint that was recovered last outside of ``fit``, or of the last
         training. The epoch is None where nothing was trained, or the checkpoint does not say it.
         """
-        progress = self.progress
+        progress = self.context.progress
         state = self._evaluated_state
         is_loaded = (
             self._evaluated_at == (self.calls.number, progress.optimizer_step)
@@ -253,9 +261,9 @@ class RunState:
             CheckpointError: it cannot be read, or is damaged.
         """
         folder = self.recovered = path.parent
-        if not self.progress.is_fitting:
+        if not self.context.progress.is_fitting:
             found = brain_file_or_nothing(folder)
-            at = (self.calls.number, self.progress.optimizer_step)
+            at = (self.calls.number, self.context.progress.optimizer_step)
             self._evaluated_state = found if "step" in found else None
             self._evaluated_at = at
             self._evaluated_end = end_of_epoch
@@ -273,8 +281,8 @@ class RunState:
             raise CheckpointError(
                 f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}"
             )
-        self.progress.look()
-        self.progress.optimizer_step = state.get("optimizer_step", state["step"])
+        self.context.progress.look()
+        self.context.progress.optimizer_step = state.get("optimizer_step", state["step"])
         self._fitted_epoch = state.get("epoch")
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")
@@ -296,13 +304,13 @@ class RunState:
             self._go_on_inside_epoch(state)
 
     def _go_on_inside_epoch(self, state: Mapping[str, Any]) -> None:
-        progress = self.progress
+        progress = self.context.progress
         if state.get("lacks") is not None:
             logger.warning(LACKS, state["lacks"])
         samples = state.get("samples", 0)
         before = StepPlan.read(state)
         batches, told = self.step_plan.place(before, state["step"], samples)
-        progress.step = batches * self.train_step.strategy.shards
+        progress.step = batches * self.context.strategy.shards
         for one in filter(
             None,
             (told, self.step_plan.other_data(before) if state["step"] else None),
@@ -333,7 +341,9 @@ class RunState:
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         options = state.get("options")
         own_seed = self.rank_state.base_seed
-        changes = changed_options(options, self.options) if isinstance(options, Mapping) else []
+        changes = (
+            changed_options(options, self.context.options) if isinstance(options, Mapping) else []
+        )
         changes += self.step_plan.changes(StepPlan.read(state))
         seed = state.get("seed")
         if None not in {seed, own_seed} and seed != own_seed:
@@ -349,8 +359,8 @@ class RunState:
         """Warn where the epoch counter does not go on with the epoch of the checkpoint."""
         expected = self.expected_epoch
         self.expected_epoch = None
-        if expected is not None and epoch == expected + 1 and self.progress.is_whole:
-            self.progress.forget_position()  # saved between two epochs: the next one begins
+        if expected is not None and epoch == expected + 1 and self.context.progress.is_whole:
+            self.context.progress.forget_position()  # saved between two epochs: the next one begins
         elif expected not in {None, epoch}:
             words = (
                 "The checkpoint goes on with epoch %d, the epoch counter with %d: make the "

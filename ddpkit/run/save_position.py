@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpkit.run.run_state import RunState
-    from ddpkit.training import Progress
+    from ddpkit.training import Progress, RunContext
 
 logger = get_logger(__name__)
 
@@ -43,18 +43,17 @@ class SavePosition:
     """Gives each save the position of the training.
 
     Args:
+        context: of the run.
         run_state: of the run.
-        has_own_fit_batch: whether the recipe overrides ``fit_batch``.
 
     Ranks: local, but inside of a training batch, where the ranks that save together exchange their
     states.
     """
 
-    def __init__(self, run_state: RunState, *, has_own_fit_batch: bool) -> None:
+    def __init__(self, context: RunContext, run_state: RunState) -> None:
+        self.context = context
         self.run_state = run_state
         self.rank_state = run_state.rank_state
-        self.progress = run_state.progress
-        self._has_own_fit_batch = has_own_fit_batch
 
     @contextlib.contextmanager
     def of_save(
@@ -73,7 +72,7 @@ class SavePosition:
         Yields:
             Whether the checkpoint is of the end of an epoch.
         """
-        phase = self.progress.phase
+        phase = self.context.progress.phase
         passed_on = self.run_state.passed_on
         if passed_on is not None:
             yield passed_on.end_of_epoch
@@ -93,7 +92,7 @@ class SavePosition:
 
     def _has_ended(self, end_of_epoch: bool) -> bool:
         """Return whether an epoch has ended where the run is now, outside of a training pass."""
-        progress = self.progress
+        progress = self.context.progress
         phase = progress.phase
         if phase is EpochPhase.OUTSIDE:
             return True
@@ -116,7 +115,7 @@ class SavePosition:
         """Return a context with the position, and the losses, of the last batch that was trained
         on.
         """
-        progress = self.progress
+        progress = self.context.progress
         sums = progress.train_sums or (0.0, 0.0, 0)
         mean = float(Fraction(sums[0]) / Fraction(sums[1])) if sums[1] else 0.0
         with (
@@ -143,14 +142,14 @@ class SavePosition:
         """Return a context for a save that a recipe makes in a hook of a training batch, with what
         that lacks.
         """
-        progress = self.progress
-        step = self.progress.step
+        progress = self.context.progress
+        step = self.context.progress.step
         states = self.rank_state.states
         pending, is_before = self._undone()
         if pending:
             logger.warning_once(INSIDE_STEP, pending)
         is_known = self._is_known()
-        lacks_loss = self._has_own_fit_batch and not (is_known or is_before)
+        lacks_loss = self.context.recipe.has_own_fit_batch and not (is_known or is_before)
         self.run_state.lacks = step if lacks_loss else None
         self.rank_state.is_inside_batch = not is_before
         self.rank_state.goes_back_to_begin = is_before and not progress.window_end
@@ -170,8 +169,8 @@ class SavePosition:
         """Return whether the loss of the current batch is known, and its step was made if it was
         due.
         """
-        progress = self.progress
-        step = self.progress.step
+        progress = self.context.progress
+        step = self.context.progress.step
         has_stepped = progress.result_of == step and progress.window_end == step
         return progress.result is not None and (progress.result_at == step or has_stepped)
 
@@ -182,12 +181,12 @@ class SavePosition:
         The second value says whether the position goes back to the last optimizer step instead, and
         lacks nothing.
         """
-        progress = self.progress
-        window = self.progress.window
+        progress = self.context.progress
+        window = self.context.progress.window
         if self._is_known():
             return window.pending(progress.step), False
         undone = progress.step - progress.window_end
-        if self._has_own_fit_batch and self._may_have_stepped():
+        if self.context.recipe.has_own_fit_batch and self._may_have_stepped():
             return window.pending(progress.step) or window.pending(progress.step - 1), False
         return (0, True) if undone == 1 else (undone, False)
 
@@ -195,8 +194,8 @@ class SavePosition:
         """Return whether an own ``fit_batch`` has stepped in this window, or steps where no one
         sees it.
         """
-        progress = self.progress
-        window = self.progress.window
+        progress = self.context.progress
+        window = self.context.progress.window
         is_seen = progress.optimizer_step or not (progress.window_end or progress.epochs)
         is_over = window.number in {window.stepped_in, window.skipped_in}
         return is_over or progress.window_end == progress.step or not is_seen

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ddpkit.control import PeriodicSync, SyncReport
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
 
@@ -63,6 +63,7 @@ class SpeedReport:
     """Measures the steps of a training as ``--measure_steps`` says, and reports them.
 
     Args:
+        context: of the run.
         train_step: gets the timer.
 
     Attributes:
@@ -74,13 +75,13 @@ class SpeedReport:
     Ranks: collective: all ranks make the same calls.
     """
 
-    def __init__(self, train_step: TrainStep) -> None:
+    def __init__(self, context: RunContext, train_step: TrainStep) -> None:
         self.timer: StepTimer | None = None
         self.last: SecondOfSteps | None = None
         self.flops_per_step: float | None = None
         self.peak_per_second: float | None = None
         self._train_step = train_step
-        self._progress = train_step.progress
+        self._context = context
         self._marking: StepTimer | None = None  # for a profile alone: it reports nothing
         self._hosts: tuple[str, ...] = ()
         self._since = 0.0
@@ -98,29 +99,29 @@ class SpeedReport:
         machines.
         """
         train_step = self._train_step
-        options = self._train_step.options
+        options = self._context.options
         self.last = None
         if options.measure_steps == OFF:
             self.timer = self._marking = None
-            train_step.timer = train_step.strategy.timer = None
+            train_step.timer = self._context.strategy.timer = None
             return
         self.timer = self._give(self._new_timer())
-        self._clocks = GpuClocks(train_step.device)
+        self._clocks = GpuClocks(self._context.device)
         if len(self._hosts) != get_world_size():
             self._hosts = tuple(exchange(host_name(), site="machines of measured steps"))
 
     def _new_timer(self) -> StepTimer:
         return StepTimer(
-            self._progress,
+            self._context.progress,
             self._models,
             every=self._measures_all,
-            exchanges=self._train_step.strategy.is_distributed,
-            device=self._train_step.device,
+            exchanges=self._context.strategy.is_distributed,
+            device=self._context.device,
         )
 
     def _give(self, timer: StepTimer) -> StepTimer:
         """Have the parts of a step tell a timer what happens."""
-        self._train_step.timer = self._train_step.strategy.timer = timer
+        self._train_step.timer = self._context.strategy.timer = timer
         return timer
 
     def mark_ranges(self, *, once: bool) -> NamedRanges:
@@ -141,7 +142,7 @@ class SpeedReport:
         return ranges
 
     def _models(self) -> Iterable[torch.nn.Module]:
-        return self._train_step.modules.values()
+        return self._context.modules.values()
 
     def begin_pass(self, feed: Any, loader: Any) -> Any:
         """Note that a pass of training begins; return its feed, whose batches the timer sees.
@@ -156,7 +157,7 @@ class SpeedReport:
         if not self._windows:
             self._since = time.monotonic()
         self._is_near = True
-        self._bytes = exchanged_bytes(self._train_step)
+        self._bytes = exchanged_bytes(self._context)
         self._core_waits.share()  # from now on
         self._verdicts.num_workers = getattr(loader, "num_workers", None)
         return FeedThrough(feed, functools.partial(timer.batches, feed))
@@ -197,18 +198,18 @@ class SpeedReport:
 
     @property
     def _measures_all(self) -> bool:
-        return bool(self._train_step.options.measure_steps == ALL)
+        return bool(self._context.options.measure_steps == ALL)
 
     def _report_rest(self, timer: StepTimer) -> None:
         self._windows += timer.taken()
         if not self._windows:
             return
-        losses = list(self._progress.meter.sums()[:2])
+        losses = list(self._context.progress.meter.sums()[:2])
         own = [*self._facts_of_main(timer), *self._own_slots()]
         sums = sum_over_ranks([*losses, *own], "steps of a short run")
         self._take(sums[len(losses) :])
         loss_sum, count = sums[: len(losses)]
-        self._report(self._progress.step, loss_sum / count if count else _NONE)
+        self._report(self._context.progress.step, loss_sum / count if count else _NONE)
 
     # ------------------------------------------------------------------ at a sync of the ranks
 
@@ -255,7 +256,7 @@ class SpeedReport:
     def _own_slots(self) -> list[float]:
         row = RankRow(
             summarized(self._windows),
-            memory_use(self._train_step.device),
+            memory_use(self._context.device),
             self._core_waits.share(),
             self._clocks.read(),
         )
@@ -342,9 +343,9 @@ class SpeedReport:
         tokens = [row.tokens or 0.0 for row in rows]
         has_tokens = any(row.tokens is not None for row in rows)
         facts: dict[str, Any] = {
-            "epoch": self._progress.epoch,
+            "epoch": self._context.progress.epoch,
             "step": step,
-            "optimizer_step": self._progress.optimizer_step,
+            "optimizer_step": self._context.progress.optimizer_step,
             "loss": loss,
         }
         return SecondOfSteps(

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.stage_hooks import StageHooks
     from ddpkit.run.stop_control import StopControl
-    from ddpkit.training import TrainStep
+    from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
 
@@ -92,6 +92,7 @@ class StageRunner:
     """Runs one stage: a training epoch, a validation, a test, or a prediction.
 
     Args:
+        context: of the run.
         train_step: makes the optimizer steps.
         policy: saves in the middle of an epoch; its rank state puts the data where a checkpoint
             left it.
@@ -109,29 +110,28 @@ class StageRunner:
 
     def __init__(
         self,
+        context: RunContext,
         train_step: TrainStep,
         policy: CheckpointPolicy,
         stop: StopControl,
     ) -> None:
+        self.context = context
         self.train_step = train_step
         self.policy = policy
         self.stop = stop
-        self.options = train_step.options
-        self.progress = train_step.progress
-        self.modules = train_step.modules
-        self.memory = MemoryReport(train_step)
+        self.memory = MemoryReport(context, train_step)
         self.rank_state = policy.rank_state
-        self.auto_micro_batch = AutoMicroBatch(train_step, policy.run_state, self.memory)
+        self.auto_micro_batch = AutoMicroBatch(context, train_step, policy.run_state, self.memory)
         self.profiler: Any = None
         self.time_left = TimeLeft()
         self._has_graphs = False
-        self.speed = SpeedReport(train_step)
-        self.flops = StepFlops(train_step, self.speed.note_flops)
-        add_up = self.speed.adding(self.progress.logged.sync)
+        self.speed = SpeedReport(context, train_step)
+        self.flops = StepFlops(context, train_step, self.speed.note_flops)
+        add_up = self.speed.adding(context.progress.logged.sync)
         self._sync = PeriodicSync(add_up, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
-        self._stop_sync = StopsOfEvaluation(self.progress, stop.cause)
-        self._skipped = SkippedSteps(self.progress)
+        self._stop_sync = StopsOfEvaluation(context.progress, stop.cause)
+        self._skipped = SkippedSteps(context.progress)
 
     @contextlib.contextmanager
     def session(self, output_folder: str) -> Iterator[None]:
@@ -143,11 +143,11 @@ class StageRunner:
         Args:
             output_folder: for the profiler's records.
         """
-        options = self.options
-        self.progress.is_fitting = True
+        options = self.context.options
+        self.context.progress.is_fitting = True
         self._read_options()
         self.speed.prepare()
-        self.progress.restart()
+        self.context.progress.restart()
         self.train_step.forget_window()
         try:
             if options.profile_training:
@@ -169,16 +169,16 @@ class StageRunner:
                 )
                 logger.warning(words, options.profile_warmup)
         finally:  # a recipe's own profiler is for this call, too
-            self.progress.is_fitting = False
+            self.context.progress.is_fitting = False
             self.profiler = None
             self.speed.stop()
 
     def _read_options(self) -> None:
         """Read, when a call begins, the options that its steps are not to ask for."""
-        self.train_step.gc_interval = self.options.gc_interval
-        self._has_graphs = has_cuda_graphs(self.options)
+        self.train_step.gc_interval = self.context.options.gc_interval
+        self._has_graphs = has_cuda_graphs(self.context.options)
         if self._has_graphs:
-            self.progress.copy_losses()
+            self.context.progress.copy_losses()
 
     # ------------------------------------------------------------------ training
 
@@ -224,7 +224,7 @@ class StageRunner:
         """
         self.note_logger(brain)
         with self._logging(Stage.TRAIN, epoch):
-            progress = self.progress
+            progress = self.context.progress
             train_step = self.train_step
             self.time_left.begin_training(epoch, self._done_before(loader))
             self.policy.run_state.check_epoch(epoch)
@@ -232,14 +232,14 @@ class StageRunner:
             progress.begin_training()
             # The hook comes before all that reads what it may change: frozen parameters, metrics,
             # the data's origin.
-            with stage_mode(lambda: self.modules, training=True):
+            with stage_mode(lambda: self.context.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
                 # to draw anew, but from no generator: the hook may have changed what it draws from
                 plan.epoch = 0
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
-            train_step.strategy.follow(self.modules)
+            self.context.strategy.follow(self.context.modules)
             if train_step.ema is not None:
                 train_step.ema.follow()
             brain.zero_grad()  # what was computed before, such as in the hook, is of no step
@@ -255,7 +255,7 @@ class StageRunner:
             with self._explaining(brain):
                 found = (
                     self.auto_micro_batch.run(one_pass, loader)
-                    if self.options.auto_micro_batch
+                    if self.context.options.auto_micro_batch
                     else one_pass()
                 )
             progress.avg_train_loss = progress.train_loss = found
@@ -280,8 +280,8 @@ class StageRunner:
         enable_bar: bool,
     ) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
-        progress = self.progress
-        options = self.options
+        progress = self.context.progress
+        options = self.context.options
         length = length_of(loader)
         if length is not None:
             # another world size may have a shorter last step
@@ -292,7 +292,7 @@ class StageRunner:
         if options.auto_micro_batch:
             ready = self.auto_micro_batch.ready(ready)
         feed: Any = self._feed(loader, left_out, ready)
-        feed = self.train_step.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
+        feed = self.context.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
@@ -305,7 +305,7 @@ class StageRunner:
         if options.count_flops:
             feed = self.flops.feed(feed, is_profiled=self.profiler is not None)
         self.train_step.forget_window()
-        saves = IntraEpochSaves(self.train_step, options, self.policy, self.stop)
+        saves = IntraEpochSaves(self.context, self.train_step, self.policy, self.stop)
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         bar_of_pass = self._bar(
@@ -356,7 +356,7 @@ class StageRunner:
 
     def _after_last_batch(self, brain: StageHooks, saves: IntraEpochSaves) -> None:
         """Step on what a cut window has left; make equal on all ranks what a pass lets differ."""
-        progress = self.progress
+        progress = self.context.progress
         train_step = self.train_step
         if train_step.prepare_flush(brain):
             brain.optimizers_step()
@@ -364,7 +364,7 @@ class StageRunner:
         train_step.end_window()
         progress.window.stepped()
         train_step.drop_frozen_gradients()
-        train_step.strategy.end_pass(self.modules)
+        self.context.strategy.end_pass(self.context.modules)
         saves.on_average()
         train_step.warn_if_diverged()
         # an evaluation follows, whose batches all count
@@ -376,10 +376,10 @@ class StageRunner:
         """Return the optimizer step that ends the pass; if it is made already, do what the feed
         would have done.
         """
-        limit = self.options.optimizer_step_limit
+        limit = self.context.options.optimizer_step_limit
         if limit is None:
             return float("inf")
-        if self.progress.optimizer_step >= limit:
+        if self.context.progress.optimizer_step >= limit:
             ready()  # the feed calls it before its next batch, and none is read
             self.rank_state.read_nothing()
         return limit
@@ -393,8 +393,8 @@ class StageRunner:
         """Make the feed of a training pass. For a stream the ranks exchange the sizes of their
         batches.
         """
-        options = self.options
-        strategy = self.train_step.strategy
+        options = self.context.options
+        strategy = self.context.strategy
         length = length_of(loader)
         batches = self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
@@ -407,7 +407,7 @@ class StageRunner:
             "factor": options.grad_accumulation_factor,
             "weighting": options.loss_weighting,
             "world_size": get_world_size(),
-            "start": self.progress.step,
+            "start": self.context.progress.step,
             "left_out": left_out,
             "ready": ready,
         }
@@ -418,7 +418,7 @@ class StageRunner:
             loader.keep_step = True
         if options.debug:
             most = options.debug_batches * strategy.shards
-            batches = first_of(batches, max(most - self.progress.step + left_out, 0))
+            batches = first_of(batches, max(most - self.context.progress.step + left_out, 0))
         return StreamFeed(
             loader=batches,
             whole_batches=getattr(loader, "batch_size", None) is None,
@@ -451,20 +451,20 @@ class StageRunner:
         Returns:
             The mean loss over all samples, one number for all ranks.
         """
-        if not self.progress.is_fitting:
+        if not self.context.progress.is_fitting:
             self._read_options()
         self.note_logger(brain)
-        place = epoch, self.progress.optimizer_step
+        place = epoch, self.context.progress.optimizer_step
         if epoch is None:
             place = self.policy.run_state.place_of_weights()
         with self._logging(stage, place[0]), self._modes_of_fit(stage):
-            progress = self.progress
+            progress = self.context.progress
             schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
             if stage is Stage.VALID:
                 self.time_left.begin_validation()
-            with stage_mode(lambda: self.modules, training=False):
+            with stage_mode(lambda: self.context.modules, training=False):
                 brain.on_stage_start(stage, epoch)
             progress.step = 0
             with (
@@ -504,12 +504,12 @@ class StageRunner:
     ) -> float:
         """Evaluate every batch; ``trained``: the epoch and the optimizer steps of the weights."""
         require_same_draw(loader)
-        self.progress.meter = self.progress.new_meter()
+        self.context.progress.meter = self.context.progress.new_meter()
         self._begin(stage, loader)
         started = time.monotonic()
-        progress = self.progress
-        strategy = self.train_step.strategy
-        is_shared = self.options.shard_evaluation
+        progress = self.context.progress
+        strategy = self.context.strategy
+        is_shared = self.context.options.shard_evaluation
         shards = strategy.shards if is_shared else 1
         with self._bar(
             stage,
@@ -563,7 +563,7 @@ class StageRunner:
             One output per sample of all ranks, in dataset order, on every rank.
         """
         with self._modes_of_fit(Stage.TEST):
-            self.modules.eval()
+            self.context.modules.eval()
             return self._predict(brain, loader, precision, enable_bar=enable_bar)
 
     def _predict(
@@ -574,7 +574,7 @@ class StageRunner:
         *,
         enable_bar: bool,
     ) -> list[Any]:
-        progress = self.progress
+        progress = self.context.progress
         seen = Seen(
             Stage.TEST,
             loader,
@@ -606,7 +606,7 @@ class StageRunner:
         enable_bar: bool,
     ) -> list[Any]:
         """Run the model over this rank's batches; return one output per sample, on the CPU."""
-        progress = self.progress
+        progress = self.context.progress
         counts = counts_of(loader)
         makes_batches = (
             getattr(loader, "batch_size", 0) is None
@@ -621,7 +621,7 @@ class StageRunner:
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
             place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
             batches = first_of(self._batches(loader, Stage.TEST), self._limited(None))
-            for number, batch in enumerate(self.train_step.strategy.evaluated(batches, *place), 1):
+            for number, batch in enumerate(self.context.strategy.evaluated(batches, *place), 1):
                 progress.step = number
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
@@ -646,20 +646,20 @@ class StageRunner:
     @contextlib.contextmanager
     def _logging(self, stage: Stage, epoch: int | None) -> Iterator[None]:
         """Return a context for a stage with its hooks, in which a recipe may log values."""
-        with self.progress.logged.during(stage, epoch):
-            self.progress.window.weight = 1.0  # of what is logged before the first batch
+        with self.context.progress.logged.during(stage, epoch):
+            self.context.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
 
     def note_logger(self, brain: StageHooks) -> None:
         """Note the train logger of the recipe, which gets what is logged per step."""
-        self.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
+        self.context.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
 
     def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
         """Return a context after which the modules are in their modes again, where a hook of
         ``fit`` evaluates.
         """
-        is_inside = stage is Stage.TEST and self.progress.is_fitting
-        return kept_modes(self.modules) if is_inside else contextlib.nullcontext()
+        is_inside = stage is Stage.TEST and self.context.progress.is_fitting
+        return kept_modes(self.context.modules) if is_inside else contextlib.nullcontext()
 
     def _begin(
         self,
@@ -672,15 +672,15 @@ class StageRunner:
         """
         is_training = stage is Stage.TRAIN
         if is_training:
-            self._skipped = SkippedSteps(self.progress)
+            self._skipped = SkippedSteps(self.context.progress)
         divided = get_world_size() > 1 and (
-            is_training or is_divided(loader, unknown=self.options.shard_evaluation)
+            is_training or is_divided(loader, unknown=self.context.options.shard_evaluation)
         )
         begin_stage(divided=divided)
         POSITION.stage_begins()
-        before = self.progress.meter.samples
-        first = self.progress.step if is_training else 0
-        self.progress.seen = Seen(
+        before = self.context.progress.meter.samples
+        first = self.context.progress.step if is_training else 0
+        self.context.progress.seen = Seen(
             stage,
             loader,
             divided,
@@ -697,9 +697,9 @@ class StageRunner:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None:
         all.
         """
-        if not self.options.debug:
+        if not self.context.options.debug:
             return length
-        most = self.options.debug_batches * shards
+        most = self.context.options.debug_batches * shards
         return most if length is None else min(length, most)
 
     def _bar(
@@ -711,7 +711,7 @@ class StageRunner:
         initial: int = 0,
         enable: bool,
     ) -> ProgressBar:
-        options = self.options
+        options = self.context.options
         last = self.time_left.last
         of_how_many = "" if epoch is None or last is None or epoch > last else f" of {last}"
         return ProgressBar(
@@ -750,27 +750,27 @@ class StageRunner:
         """Return the part of an epoch's training that was done before a restart; None: a part that
         is not known.
         """
-        if not self.progress.step:
+        if not self.context.progress.step:
             return 0.0
         length = length_of(loader)
-        return self.progress.step / length if length else None
+        return self.context.progress.step / length if length else None
 
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
         ema = self.train_step.ema
         return (
             ema.evaluated(stage)
-            if self.options.evaluate_ema and ema is not None
+            if self.context.options.evaluate_ema and ema is not None
             else contextlib.nullcontext()
         )
 
     def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
-        divided = is_divided(loader, unknown=self.options.shard_evaluation)
-        strategy = self.train_step.strategy
+        divided = is_divided(loader, unknown=self.context.options.shard_evaluation)
+        strategy = self.context.strategy
         gathered = {id(one) for root in strategy.roots for one in root.parameters()}
         if divided and any(
-            is_sharded(one) and id(one) not in gathered for one in self.modules.parameters()
+            is_sharded(one) and id(one) not in gathered for one in self.context.modules.parameters()
         ):
-            raise ConfigError(words.format(self.options.shard_evaluation))
+            raise ConfigError(words.format(self.context.options.shard_evaluation))
         return strategy.evaluating(None if divided else length_of(loader))
 
     @contextlib.contextmanager
@@ -781,19 +781,19 @@ class StageRunner:
             self.stop.stop_evaluation(stopped)
 
     def _explaining(self, brain: StageHooks) -> AbstractContextManager[None]:
-        return explaining(brain, self.options, self.train_step.strategy, self.memory)
+        return explaining(brain, self.context.options, self.context.strategy, self.memory)
 
     @contextlib.contextmanager
     def _unsaved(self) -> Iterator[None]:
         """Return a context for a hook that must not run twice: a stop inside of it saves no
         checkpoint.
         """
-        meter = self.progress.train_meter
-        self.progress.train_meter = None
+        meter = self.context.progress.train_meter
+        self.context.progress.train_meter = None
         try:
             yield
         finally:  # a recipe may catch what a hook of its own evaluation raises
-            self.progress.train_meter = meter
+            self.context.progress.train_meter = meter
 
     def _finish(
         self,
@@ -813,7 +813,7 @@ class StageRunner:
             before: samples trained before a restart.
         """
         epoch, steps = trained
-        progress = self.progress
+        progress = self.context.progress
         copies = 1
         meter = progress.meter
         seen = progress.seen
@@ -853,14 +853,14 @@ class StageRunner:
 
     def _write_steps(self, step: int) -> None:
         """Write what was logged per step, and which steps were skipped, since the last time."""
-        self.progress.logged.write_steps(step, self.progress.optimizer_step)
+        self.context.progress.logged.write_steps(step, self.context.progress.optimizer_step)
         self._skipped.write()
 
     def _tell_clipped(self, epoch: int | None) -> None:
         """Say in how many steps of the epoch gradients were clipped; the first time also without
         any logging.
         """
-        progress = self.progress
+        progress = self.context.progress
         if progress.clipped:
             say = logger.info if progress.has_told_clipping else logger.announce
             progress.has_told_clipping = True
@@ -873,5 +873,5 @@ class StageRunner:
                 epoch,
                 progress.clipped,
                 progress.optimizer_step - progress.began_at,
-                self.options.max_grad_norm,
+                self.context.options.max_grad_norm,
             )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.step_times import FlopCounter
-    from ddpkit.training import TrainStep, Window
+    from ddpkit.training import RunContext, TrainStep, Window
 
 logger = get_logger(__name__)
 
@@ -46,7 +46,8 @@ class StepFlops:
     That step takes longer than others. It is not measured, on any rank.
 
     Args:
-        train_step: of the run.
+        context: of the run.
+        train_step: has the timer.
         on_count: is given the operations, and the peak of the device or None.
 
     Attributes:
@@ -57,11 +58,13 @@ class StepFlops:
 
     def __init__(
         self,
+        context: RunContext,
         train_step: TrainStep,
         on_count: Callable[[int, float | None], object],
     ) -> None:
         self.is_done = False
         self._has_told = False
+        self._context = context
         self._train_step = train_step
         self._on_count = on_count
         self._steps = 0  # that are over
@@ -127,14 +130,14 @@ class StepFlops:
         if self._counter is None:
             from ddpkit.step_times import FlopCounter  # which a step needs once
 
-            blocks = [recomputed(one) for one in self._train_step.modules.modules()]
+            blocks = [recomputed(one) for one in self._context.modules.modules()]
             found = [one for one in blocks if one is not None]
             self._counter = FlopCounter(lambda: any(one.is_recomputing for one in found))
         self._running.enter_context(self._counter)
 
     def _problem(self) -> str:
         """Return why the operations of this run cannot be counted; empty if they can."""
-        modules = self._train_step.modules
+        modules = self._context.modules
         if any(isinstance(one, nn.DataParallel) for one in modules.modules()):
             return THREADS
         if has_compiled_code() or any(map(is_compiled, modules.modules())):
@@ -148,7 +151,7 @@ class StepFlops:
         problem = self._problem()
         if counter is not None and not problem:
             problem = counter.problem
-        name = device_name(self._train_step.device)
+        name = device_name(self._context.device)
         if counter is None or problem:
             if if_main_process():
                 run_event("flops", per_step=None, device=name, problem=problem)

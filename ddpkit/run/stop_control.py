@@ -29,11 +29,9 @@ from ddpkit.train_logger import run_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import SimpleNamespace
 
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training import Progress
+    from ddpkit.training import RunContext
 
 logger = get_logger(__name__)
 
@@ -45,9 +43,7 @@ class StopControl:
     the other ranks.
 
     Args:
-        options: of the run.
-        hparams: of the recipe; ``output_folder`` in it is where the note goes.
-        progress: of the run.
+        context: of the run; ``output_folder`` in its hparams is where the note goes.
         policy: saves.
 
     Attributes:
@@ -58,15 +54,12 @@ class StopControl:
 
     def __init__(
         self,
-        options: RunOptions,
-        hparams: SimpleNamespace,
-        progress: Progress,
+        context: RunContext,
         policy: CheckpointPolicy,
     ) -> None:
+        options = context.options
         self.signals = SignalListener(options.stop_signals, options.save_signals)
-        self._options = options
-        self.hparams = hparams
-        self._progress = progress
+        self._context = context
         self._policy = policy
 
     @contextlib.contextmanager
@@ -81,7 +74,7 @@ class StopControl:
         """
         with (
             self._own_limits(),
-            POSITION.inside(self._progress, call),
+            POSITION.inside(self._context.progress, call),
             self.signals.listening(),
             failure_notice(),
         ):
@@ -91,7 +84,7 @@ class StopControl:
         """Shorten the time for which collectives wait. At every sync: another Brain may have set a
         longer one.
         """
-        timeout = self._options.hang_timeout
+        timeout = self._context.options.hang_timeout
         if timeout:
             shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
 
@@ -101,7 +94,7 @@ class StopControl:
         if not is_distributed_initialized():
             yield
             return
-        options = self._options
+        options = self._context.options
         watchdog = get_runtime().watchdog
         limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
         get_runtime().report.limits |= limits_by_option(
@@ -117,7 +110,9 @@ class StopControl:
             shorten_timeout(self._longest_wait())
 
     def _longest_wait(self) -> float:
-        return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
+        return longest_wait(
+            self._context.options.distributed_timeout_minutes, self._context.options.hang_timeout
+        )
 
     def cause(self) -> str:
         """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`;
@@ -125,7 +120,7 @@ class StopControl:
         """
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
-        limit = self._options.time_limit
+        limit = self._context.options.time_limit
         over = (
             limit is not None and not get_rank() and seconds_since_start() > parse_duration(limit)
         )
@@ -164,7 +159,7 @@ class StopControl:
         its logs.
         """
         if self._policy.begins_anew:
-            train_logger = getattr(self.hparams, "train_logger", None)
+            train_logger = getattr(self._context.hparams, "train_logger", None)
             run_on_main(getattr(train_logger, "begin_anew", lambda: None))
         folder = self._folder()
         if folder is not None:
@@ -181,7 +176,7 @@ class StopControl:
         """Write down that the run has stopped, and where; return that in words."""
         checkpointer = self._policy.checkpointer
         folder = self._folder()
-        progress = self._progress
+        progress = self._context.progress
         newest = None
         if checkpointer is not None:
             checkpointer.wait()
@@ -222,7 +217,7 @@ class StopControl:
     def _folder(self) -> Path | None:
         """Return the output folder of the run, or else its checkpoint folder."""
         checkpoints = getattr(self._policy.checkpointer, "checkpoints_dir", None)
-        folder = getattr(self.hparams, "output_folder", None) or checkpoints
+        folder = getattr(self._context.hparams, "output_folder", None) or checkpoints
         return None if folder is None else Path(folder)
 
 

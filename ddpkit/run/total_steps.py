@@ -61,7 +61,7 @@ def note_epoch(
 
     Ranks: local; equal on all ranks.
     """
-    steps = RunLength.of(length, factor, None, run_state.options).steps_per_epoch
+    steps = RunLength.of(length, factor, None, run_state.context.options).steps_per_epoch
     run_state.steps_per_epoch = steps
     run_state.steps_ahead = 0
     if steps is not None and length is not None:

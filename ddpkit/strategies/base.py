@@ -77,15 +77,14 @@ class Strategy:
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
-    def replace_modules(self, modules: nn.ModuleDict) -> None:
-        """Know other modules from now on; :meth:`wrap` or :meth:`follow` wraps them before they are
-        trained.
-        """
-
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
-    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:
         """Prepare optimizers before a checkpoint is loaded into them; refuse those that the
         strategy cannot step.
         """
@@ -136,6 +135,7 @@ class Strategy:
 
     def without_backward(
         self,
+        modules: nn.ModuleDict,
         *,
         closes: bool,
         counts: bool = True,
@@ -153,7 +153,7 @@ class Strategy:
             optimizers: that step now.
         """
 
-    def after_window(self) -> None:
+    def after_window(self, modules: nn.ModuleDict) -> None:
         """Average over the ranks, after an optimizer step, what the strategy has let differ, if it
         is time.
         """

@@ -131,7 +131,6 @@ class DDP(Strategy):
         self._noting: list[GradientOrder] = []
         # parameters with a gradient that counts; None: all that have one
         self._used: set[int] | None = None
-        self._modules = nn.ModuleDict()
         self._outside: list[nn.Parameter] = []  # of the optimizers, but in no entry of the modules
         self._order = 0  # a number that follows from the entries that each optimizer step has used
         self._clock = BatchClock()
@@ -149,7 +148,6 @@ class DDP(Strategy):
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
         """
         refuse_shared_parameters(modules)
-        self._modules = modules
         for name, module in modules.items():
             trained = trained_parameters(module)
             if self._trained.get(name) == trained:
@@ -195,10 +193,6 @@ class DDP(Strategy):
         matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
         return averages and matters and not options.find_unused_parameters
 
-    def replace_modules(self, modules: nn.ModuleDict) -> None:
-        """Know other modules from now on."""
-        self._modules = modules
-
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap new entries, and those again whose trainable parameters have changed since they were
         wrapped.
@@ -225,14 +219,18 @@ class DDP(Strategy):
                 modules[name] = module.module
         self.wrap(modules)
 
-    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, Any],
+    ) -> None:
         """Set to rank 0's values what the optimizers step and no entry has; its gradients are
         averaged in each step.
 
         Raises:
             RankMismatchError: the ranks have other parameters of that kind. On every rank.
         """
-        known = set(map(id, self._modules.parameters()))
+        known = set(map(id, modules.parameters()))
         self._outside = [one for one in parameters_of(optimizers.values()) if id(one) not in known]
         shapes = str([tuple(one.shape) for one in self._outside])
         require_agreement(
@@ -309,6 +307,7 @@ class DDP(Strategy):
 
     def without_backward(
         self,
+        modules: nn.ModuleDict,
         *,
         closes: bool,
         counts: bool = True,
@@ -318,6 +317,7 @@ class DDP(Strategy):
         in theirs.
 
         Args:
+            modules: the trained modules.
             closes: whether the micro-batch is the last of its window.
             counts: whether this rank's gradients count.
             retain_graph: whether another loss of the batch follows.
@@ -325,13 +325,19 @@ class DDP(Strategy):
         Raises:
             BatchError: it is not known what the others send.
         """
-        if self._clock.outputs is not None and has_batch_statistics(self._modules):
-            return self._backward_of_zeros(retain_graph=retain_graph, closes=closes, counts=counts)
+        if self._clock.outputs is not None and has_batch_statistics(modules):
+            return self._backward_of_zeros(
+                modules,
+                retain_graph=retain_graph,
+                closes=closes,
+                counts=counts,
+            )
         return self._without_backward(closes=closes)
 
     @contextlib.contextmanager
     def _backward_of_zeros(
         self,
+        modules: nn.ModuleDict,
         *,
         retain_graph: bool,
         closes: bool,
@@ -348,7 +354,7 @@ class DDP(Strategy):
         defers = self._defers(closes=closes)
         armed = [one for one, state in reductions.items() if state.batch == batch and state.reduced]
         averaged = [one for one in armed if not (defers and reductions[one].watched)]
-        backward_pass = self.backward_pass(self._modules, closes=closes, counts=counts)
+        backward_pass = self.backward_pass(modules, closes=closes, counts=counts)
         self._zeros.go_backwards(starts, without, averaged, f"{self._steps}/{batch}", backward_pass)
 
     @contextlib.contextmanager

@@ -276,7 +276,11 @@ class FSDP(Strategy):
         """
         self._require_same_order(exchange(self._order, site="blocks"))
 
-    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:
         """Refuse optimizers with parameters that are not divided, and optimizers that need whole
         parameters.
 
@@ -337,6 +341,7 @@ class FSDP(Strategy):
 
     def without_backward(
         self,
+        modules: nn.ModuleDict,
         *,
         closes: bool,
         counts: bool = True,

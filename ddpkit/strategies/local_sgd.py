@@ -81,13 +81,17 @@ class LocalSGD(DDP):
         self._progress: Any = None
         self._is_compared = False
 
-    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, Any],
+    ) -> None:
         """Note what to average.
 
         Raises:
             ConfigError: an optimizer is not torch's, so its state is unknown.
         """
-        super().prepare_optimizers(optimizers)
+        super().prepare_optimizers(modules, optimizers)
         for name, one in optimizers.items():
             if not isinstance(one, Optimizer):
                 raise ConfigError(
@@ -129,18 +133,18 @@ class LocalSGD(DDP):
         else:
             super().finish_gradients(optimizers)
 
-    def after_window(self) -> None:
+    def after_window(self, modules: nn.ModuleDict) -> None:
         """Average if it is time, by the optimizer steps of the run: then a resume does not move
         it.
         """
         if self.is_apart and (self._progress.optimizer_step - self.start) % self.period == 0:
-            self._average()
+            self._average(modules)
         self._choose_phase()
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
         """Average at the end of an epoch, whatever the period."""
         if self.is_apart:
-            self._average()
+            self._average(modules)
         super().end_pass(modules)
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
@@ -156,12 +160,12 @@ class LocalSGD(DDP):
 
     # ------------------------------------------------------------------ averages
 
-    def _average(self) -> None:
+    def _average(self, modules: nn.ModuleDict) -> None:
         if not self._is_compared:
             for name, one in self._optimizers.items():
                 require_equal_groups(CANNOT_AVERAGE, name, one)
             self._is_compared = True
-        parts = list(self._parts())
+        parts = list(self._parts(modules))
         progress = self._progress
         sizes = [[one.numel() for one in part] for part in parts]
         own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
@@ -175,7 +179,7 @@ class LocalSGD(DDP):
         self.is_apart = False
         progress.require_patience("on the rank with the most", self.options["nonfinite_patience"])
 
-    def _parts(self) -> Iterator[list[torch.Tensor]]:
+    def _parts(self, modules: nn.ModuleDict) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors to average by parameter, and those of the modules, in the same order on
         all ranks.
         """
@@ -185,7 +189,7 @@ class LocalSGD(DDP):
                 own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
                 known.add(id(parameter))
                 yield [*own, *_state_of(name, optimizer, parameter)]
-        for module in map(unwrap, self._modules.values()):
+        for module in map(unwrap, modules.values()):
             saved = module.state_dict(keep_vars=True)
             yield [one for key, one in module.named_buffers() if key in saved]
 

@@ -177,13 +177,17 @@ class VirtualRanks(Strategy):
         self._sum = OrderedSum([wide, wide, *moves, *self._like], self.virtual_ranks)
         self._begin_step()
 
-    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:
         """Refuse optimizers with parameters that are in no module.
 
         Raises:
             ConfigError: a parameter of an optimizer is in no module.
         """
-        known = {id(one) for one in self._parameters}
+        known = set(map(id, modules.parameters()))
         for name, optimizer in optimizers.items():
             given = [
                 one

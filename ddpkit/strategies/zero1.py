@@ -36,6 +36,8 @@ from ddpkit.strategies.equal_groups import require_equal_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
+
     from ddpkit.run_opts import RunOptions
 
 PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
@@ -279,14 +281,18 @@ class Zero1(DDP):
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 
-    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, Any],
+    ) -> None:
         """Divide the state of optimizers over the ranks.
 
         Raises:
             ConfigError: an optimizer updates all its parameters together, or keeps its state in its
                 own way.
         """
-        super().prepare_optimizers(optimizers)
+        super().prepare_optimizers(modules, optimizers)
         for name, one in optimizers.items():
             kind = type(one)
             is_torchs = isinstance(one, Optimizer) and kind.state_dict is Optimizer.state_dict

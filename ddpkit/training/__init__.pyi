@@ -1,3 +1,6 @@
+from ddpkit.training.context import (
+    RunContext as RunContext,
+)
 from ddpkit.training.device_prefetch import (
     move_ahead as move_ahead,
 )

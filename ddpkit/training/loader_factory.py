@@ -30,10 +30,8 @@ from ddpkit.types import Stage
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
-    from types import SimpleNamespace
 
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.strategies import Strategy
+    from ddpkit.training.context import RunContext
 
 logger = get_logger(__name__)
 
@@ -42,30 +40,27 @@ class LoaderFactory:
     """Makes the loader that gives this rank its part of a dataset, for a stage.
 
     Args:
-        options: of the run.
-        hparams: of the recipe; ``sorting`` in it decides about shuffling.
-        strategy: says over how many ranks data is divided.
+        context: of the run; ``sorting`` in its hparams decides about shuffling.
 
     Ranks: local; alike on every rank.
 
     Example:
         >>> from types import SimpleNamespace
+        >>> from torch import nn
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> factory = LoaderFactory(RunOptions(device="cpu"), SimpleNamespace(), Strategy())
+        >>> from ddpkit.training import Recipe, RunContext
+        >>> options = RunOptions(device="cpu")
+        >>> modules = nn.ModuleDict()
+        >>> factory = LoaderFactory(
+        ...     RunContext(Recipe("Line"), options, modules, SimpleNamespace(), Strategy())
+        ... )
         >>> len(factory.make(range(10), Stage.TRAIN, {"batch_size": 4}))
         3
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        hparams: SimpleNamespace,
-        strategy: Strategy,
-    ) -> None:
-        self._options = options
-        self.hparams = hparams
-        self._strategy = strategy
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
         self._divides_evaluation = False
         # what a recipe asked for, and what that came to
         self._accumulation: tuple[int, int] | None = None
@@ -76,8 +71,8 @@ class LoaderFactory:
         Raises:
             ConfigError: sizes that contradict each other.
         """
-        options = self._options
-        shards = self._strategy.shards
+        options = self.context.options
+        shards = self.context.strategy.shards
         if (
             self._accumulation is not None
             and self._accumulation[1] == options.grad_accumulation_factor
@@ -109,7 +104,7 @@ class LoaderFactory:
         )
         require_dataset(dataset, is_read_again=is_read_again, has_own_indices=has_own_indices)
         looped = loader_kwargs.pop("looped_nominal_epoch", None)
-        if str(self._options.device).startswith("cuda") and (
+        if str(self.context.options.device).startswith("cuda") and (
             loader_kwargs or not is_batches(dataset)
         ):
             loader_kwargs.setdefault("pin_memory", True)
@@ -157,8 +152,8 @@ class LoaderFactory:
         """Return a loader, which with the option ``prefetch_to_device`` moves its batches to the
         GPU.
         """
-        if self._options.prefetch_to_device:
-            move_ahead(loader, str(self._options.device))
+        if self.context.options.prefetch_to_device:
+            move_ahead(loader, str(self.context.options.device))
         return loader
 
     def dividing_evaluation(self) -> AbstractContextManager[None]:
@@ -171,9 +166,9 @@ class LoaderFactory:
         """Refuse nominal epochs whose batches are another part of a step on another number of
         processes.
         """
-        size = self._options.micro_batch_size
-        strategy = self._strategy
-        if strategy.same_bits and (stage is Stage.TRAIN or self._options.shard_evaluation):
+        size = self.context.options.micro_batch_size
+        strategy = self.context.strategy
+        if strategy.same_bits and (stage is Stage.TRAIN or self.context.options.shard_evaluation):
             raise ConfigError(
                 "nominal epochs (looped_nominal_epoch, LoopedLoader) do not work with "
                 f"{strategy.name}: they count batches of a process. Leave one of them out."
@@ -191,16 +186,16 @@ class LoaderFactory:
             key for key, value in loader_kwargs.items() if value is not None
         }
         is_ordered = isinstance(dataset, IterableDataset) or is_batches(dataset)
-        if hasattr(self.hparams, "sorting") and not given and not is_ordered:
-            return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
+        if hasattr(self.context.hparams, "sorting") and not given and not is_ordered:
+            return {**loader_kwargs, "shuffle": self.context.hparams.sorting == "random"}
         return loader_kwargs
 
     def _sharding(self, stage: Stage) -> Sharding:
-        options = self._options
-        virtual_ranks = self._strategy.virtual_ranks
+        options = self.context.options
+        virtual_ranks = self.context.strategy.virtual_ranks
         if stage is Stage.TRAIN:
             size = options.global_batch_size
-            factor = options.grad_accumulation_factor // self._strategy.shards
+            factor = options.grad_accumulation_factor // self.context.strategy.shards
             micro = 1 if size is None else factor
             return Sharding.of_this_rank(
                 global_batch_size=size,

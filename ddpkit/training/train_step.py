@@ -21,22 +21,18 @@ from ddpkit.device import widest_float
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
 from ddpkit.precision import StepScaler, drop_casts
+from ddpkit.training.context import RunContext
 from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.training.losses import backward, sum_and_count
-from ddpkit.training.progress import Progress
-from ddpkit.training.recipe import Recipe, StepHooks
+from ddpkit.training.recipe import StepHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
     from ddpkit.ema import WeightAverage
-    from ddpkit.run_opts import RunOptions
     from ddpkit.step_times import StepTimer
-    from ddpkit.strategies import Strategy
 
 
 logger = get_logger(__name__)
@@ -66,7 +62,7 @@ NOT_STATIC = (
 APART = (
     "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the "
     "weights of %s are not the same on all of them, and rank 0's are saved. DDP averages what is "
-    "computed through self.modules, not through hparams or a module's inner parts. Call "
+    "computed through self.context.modules, not through hparams or a module's inner parts. Call "
     "self.optimizers_step(), which averages the rest, and not the optimizer's own step(); "
     "--check_parity 2 shows whether the gradients are then those of one process."
 )
@@ -103,11 +99,7 @@ class TrainStep:
     """The backward passes of an accumulation window, and the optimizer step at its end.
 
     Args:
-        recipe: for messages, and whether it says which optimizers step.
-        modules: whose gradients they are.
-        strategy: how the ranks average them.
-        options: of the run.
-        progress: its counters and window are kept up to date.
+        context: of the run.
         scaler: of fp16 gradients; may be disabled.
         ema: follows every step; or None.
 
@@ -125,43 +117,38 @@ class TrainStep:
     Ranks: collective.
 
     Example:
+        >>> from types import SimpleNamespace
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> net, scaler = torch.nn.Linear(1, 1), torch.amp.GradScaler("cpu", enabled=False)
-        >>> step = TrainStep(Recipe("Line"), net, Strategy(), RunOptions(), Progress(), scaler)
+        >>> from ddpkit.training import Recipe
+        >>> options = RunOptions(device="cpu")
+        >>> context = RunContext(
+        ...     Recipe("Line"), options, torch.nn.ModuleDict(), SimpleNamespace(), Strategy()
+        ... )
+        >>> step = TrainStep(context, torch.amp.GradScaler("cpu", enabled=False))
         >>> step.should_step
         True
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        modules: nn.ModuleDict,
-        strategy: Strategy,
-        options: RunOptions,
-        progress: Progress,
+        context: RunContext,
         scaler: torch.amp.GradScaler,
         ema: WeightAverage | None = None,
     ) -> None:
-        self.recipe = recipe
-        self.name = recipe.name
-        self.device = str(options.device)
-        self.modules = modules
-        self.strategy = strategy
-        self.options = options
-        self.progress = progress
+        self.context = context
         self.ema = ema
         self.scaler = scaler
         self.optimizers: dict[str, torch.optim.Optimizer] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
-        self.first_gradients: FirstGradients | None = FirstGradients(self.name)
+        self.first_gradients: FirstGradients | None = FirstGradients(context.recipe.name)
         self.agree: Callable[[], None] | None = None
         self.timer: StepTimer | None = None
         self._dropping_casts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.gc_interval = options.gc_interval
-        self._is_on_gpu = self.device.partition(":")[0] in optim.GPUS
+        self.gc_interval = context.options.gc_interval
+        self._is_on_gpu = context.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._prepared: _Prepared | None = None
         self._stepped: list[torch.optim.Optimizer] | None = None
@@ -177,7 +164,7 @@ class TrainStep:
     @property
     def should_step(self) -> bool:
         """Whether the current micro-batch closes its window."""
-        window = self.progress.window
+        window = self.context.progress.window
         if window.closes:
             window.is_asked = True
             window.deferred_at = -1
@@ -185,8 +172,8 @@ class TrainStep:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        self.progress.window.defer(self.progress.step)
-        return self.strategy.no_sync()
+        self.context.progress.window.defer(self.context.progress.step)
+        return self.context.strategy.no_sync()
 
     def backward(
         self,
@@ -205,17 +192,18 @@ class TrainStep:
             BatchError: the loss is not one number, does not depend on a parameter, or cannot be
                 added to earlier ones.
         """
-        window = self.progress.window
-        if window.deferred_at != self.progress.step and (
-            not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1)
+        window = self.context.progress.window
+        if window.deferred_at != self.context.progress.step and (
+            not window.closes
+            or (not window.is_asked and self.context.options.grad_accumulation_factor > 1)
         ):
-            window.defer(self.progress.step)
+            window.defer(self.context.progress.step)
         count = None
         scale = 0.0
         if loss.__class__ is tuple:
-            loss, count = sum_and_count(loss, self.name)
+            loss, count = sum_and_count(loss, self.context.recipe.name)
         elif window.counted is not None:
-            raise BatchError(MIXED.format(self.name), hook="compute_objectives")
+            raise BatchError(MIXED.format(self.context.recipe.name), hook="compute_objectives")
         else:
             window.has_means = window.is_weighed = True
             scale = window.loss_scale
@@ -227,11 +215,11 @@ class TrainStep:
             self._pass_without_backward(count, retain_graph=retain_graph)
             return
         if self.first_gradients is not None:
-            self.first_gradients.note(loss, self.progress.step)
+            self.first_gradients.note(loss, self.context.progress.step)
         if count is not None:
             scale = self._count(count)
-        with self.strategy.backward_pass(
-            self.modules,
+        with self.context.strategy.backward_pass(
+            self.context.modules,
             closes=window.closes,
             counts=window.count > 0,
         ):
@@ -239,9 +227,9 @@ class TrainStep:
                 loss,
                 scale,
                 self._active_scaler,
-                self.name,
+                self.context.recipe.name,
                 retain_graph=retain_graph,
-                has_own_fit_batch=self.recipe.has_own_fit_batch,
+                has_own_fit_batch=self.context.recipe.has_own_fit_batch,
                 timer=self.timer,
             )
 
@@ -251,8 +239,9 @@ class TrainStep:
         *,
         retain_graph: bool,
     ) -> None:
-        window = self.progress.window
-        with self.strategy.without_backward(
+        window = self.context.progress.window
+        with self.context.strategy.without_backward(
+            self.context.modules,
             closes=window.closes,
             counts=window.count > 0,
             retain_graph=retain_graph,
@@ -272,11 +261,11 @@ class TrainStep:
         if loss.numel() != 1:
             return False  # an error follows
         if loss.requires_grad:
-            is_meant = all(loss is not one for one in self.modules.parameters())
+            is_meant = all(loss is not one for one in self.context.modules.parameters())
         else:
             is_meant = count is not None and float(count) == 0.0
-        if is_meant and self.options.static_graph:
-            raise BatchError(NOT_STATIC.format(self.name), hook="compute_objectives")
+        if is_meant and self.context.options.static_graph:
+            raise BatchError(NOT_STATIC.format(self.context.recipe.name), hook="compute_objectives")
         return is_meant
 
     def note_loss(self, loss: Any) -> tuple[Any, Any]:
@@ -288,10 +277,10 @@ class TrainStep:
         Returns:
             What ``fit_batch`` returns, detached; and the mean loss, attached.
         """
-        progress = self.progress
+        progress = self.context.progress
         result = loss
         if loss.__class__ is tuple:
-            loss_sum, count = sum_and_count(loss, self.name)
+            loss_sum, count = sum_and_count(loss, self.context.recipe.name)
             result = (loss_sum.detach(), count if progress.window.count else 0.0)
             loss = loss_sum / count
         else:
@@ -303,14 +292,14 @@ class TrainStep:
         """Add to the window's count, and return the factor for the loss sum; at the window's end,
         start to average.
         """
-        window = self.progress.window
+        window = self.context.progress.window
         if window.has_means:
-            raise BatchError(MIXED.format(self.name), hook="compute_objectives")
+            raise BatchError(MIXED.format(self.context.recipe.name), hook="compute_objectives")
         if window.counted is not None and (
-            window.is_overdue or window.counted_at == self.progress.step
+            window.is_overdue or window.counted_at == self.context.progress.step
         ):
             words = NOT_DIVIDED if window.is_overdue else TWO_SUMS
-            raise BatchError(words.format(self.name), hook="fit_batch")
+            raise BatchError(words.format(self.context.recipe.name), hook="fit_batch")
         if not window.count:
             count = 0.0
         elif isinstance(count, torch.Tensor):
@@ -320,11 +309,13 @@ class TrainStep:
         if window.counted is None:
             window.divisor = self._divisor_of_sums(count)
         window.counted = count if window.counted is None else window.counted + count
-        window.counted_at = self.progress.step
+        window.counted_at = self.context.progress.step
         if self.timer is not None and self.timer.measures:
             self.timer.note_count(count)
         if window.closes and self.agree is None:
-            window.average = self.strategy.start_average(window.counted, self.device)
+            window.average = self.context.strategy.start_average(
+                window.counted, self.context.device
+            )
         return 1.0 / window.divisor if window.count else 0.0
 
     @reads_device
@@ -335,10 +326,10 @@ class TrainStep:
         A power of two, near what the ranks' first sums of the run count. It is agreed on once, and
         saved.
         """
-        if self._active_scaler is None and self.options["ddp_comm_hook"] != "fp16":
+        if self._active_scaler is None and self.context.options["ddp_comm_hook"] != "fp16":
             return 1.0
         if self.sum_divisor is None:
-            average = float(self.strategy.start_average(count, self.device)())
+            average = float(self.context.strategy.start_average(count, self.context.device)())
             if not 0.0 < average < math.inf:
                 return 1.0
             self.sum_divisor = 2.0 ** max(round(math.log2(average)), 0)
@@ -367,7 +358,7 @@ class TrainStep:
         timer.end_optimizer()
 
     def _step_optimizers(self, brain: StepHooks) -> None:
-        progress = self.progress
+        progress = self.context.progress
         if progress.follow is not None or progress.error is not None:
             progress.settle()
         prepared = self._prepared
@@ -378,7 +369,7 @@ class TrainStep:
         is_ready = prepared is not None and prepared.optimizers == optimizers
         if progress.phase is not _IN_PASS:  # in a loop of the recipe's own each call is a step
             progress.window.number += 1
-        finish = _no_more if is_ready else self.strategy.finish_gradients
+        finish = _no_more if is_ready else self.context.strategy.finish_gradients
         finish(optimizers)
         if self.first_gradients is not None:
             self._compare_first_gradients(brain)
@@ -389,7 +380,7 @@ class TrainStep:
         # to wait for, and not every optimizer can skip by itself.
         scaler = self._active_scaler
         # by name: a call less in every step
-        if scaler is None and self.options["skip_nonfinite_grads"]:
+        if scaler is None and self.context.options["skip_nonfinite_grads"]:
             optim.own_gradients(optimizers)
             brain.check_gradients()
         elif scaler is None and self._is_on_gpu and self._step_late(optimizers, multiplier):
@@ -398,11 +389,11 @@ class TrainStep:
         updates = scaler is None or (self._note_unscaled(optimizers) if known is None else known)
         result = optim.take_step(
             optimizers,
-            self.options["max_grad_norm"],
+            self.context.options["max_grad_norm"],
             scaler,
             multiplier,
             updates=updates,
-            alone=self.strategy.steps_alone,
+            alone=self.context.strategy.steps_alone,
         )
         if progress.window.closes:
             progress.window_end = progress.step
@@ -436,12 +427,12 @@ class TrainStep:
             self._prepared = None
 
     def _prepare(self, brain: StepHooks) -> _Prepared:
-        self.progress.settle()
+        self.context.progress.settle()
         multiplier = self.close_window()
         optimizers = self.optimizers_to_step(brain)
         if not optimizers:
             return _Prepared(optimizers, multiplier)
-        self.strategy.finish_gradients(optimizers)
+        self.context.strategy.finish_gradients(optimizers)
         scaler = self._active_scaler
         updates = None
         if isinstance(scaler, StepScaler):  # another's would refuse to unscale again
@@ -452,7 +443,9 @@ class TrainStep:
             return _Prepared(optimizers, multiplier, updates)
         if factor != 1.0:
             stepped = optim.parameters_of(list(self.named_optimizers().values()))
-            optim.multiply_gradients(dict.fromkeys((*self.modules.parameters(), *stepped)), factor)
+            optim.multiply_gradients(
+                dict.fromkeys((*self.context.modules.parameters(), *stepped)), factor
+            )
         return _Prepared(optimizers, 1.0, updates)
 
     def drop_casts_after_steps(self, optimizers: Mapping[str, Any]) -> None:
@@ -462,8 +455,10 @@ class TrainStep:
         Args:
             optimizers: by name.
         """
-        kinds = {"cpu", self.device.partition(":")[0]} - {"meta"}
-        if not (self.recipe.has_own_fit_batch or any(map(torch.is_autocast_enabled, kinds))):
+        kinds = {"cpu", self.context.device.partition(":")[0]} - {"meta"}
+        if not (
+            self.context.recipe.has_own_fit_batch or any(map(torch.is_autocast_enabled, kinds))
+        ):
             return  # then the library steps, outside of it
         for one in optimizers.values():
             if isinstance(one, torch.optim.Optimizer) and one not in self._dropping_casts:
@@ -474,14 +469,14 @@ class TrainStep:
         """Look once more, at the next step, at what is not trained: the modules are others."""
         if self.first_gradients is not None:
             self.first_gradients.stop()
-        self.first_gradients = FirstGradients(self.name)
+        self.first_gradients = FirstGradients(self.context.recipe.name)
 
     def watch_first_step(self, brain: StepHooks) -> None:
         """Have the first step compared, too, that a ``fit_batch`` of the recipe makes by itself."""
         first = self.first_gradients
-        if first is not None and self.recipe.has_own_fit_batch:
+        if first is not None and self.context.recipe.has_own_fit_batch:
             named = self.named_optimizers()
-            first.watch(named, lambda *_: first.compare(brain, self.modules, named))
+            first.watch(named, lambda *_: first.compare(brain, self.context.modules, named))
 
     def _compare_first_gradients(self, brain: StepHooks) -> None:
         """Warn, before the first step with gradients, of parameters that are not trained; look no
@@ -494,15 +489,15 @@ class TrainStep:
             first.stop()
             self.first_gradients = None
         else:
-            first.compare(brain, self.modules, self.named_optimizers())
+            first.compare(brain, self.context.modules, self.named_optimizers())
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
         """Step without a wait for the GPU, if that can be; look at it at once where something
         follows each step.
         """
-        progress = self.progress
-        norm = self.options["max_grad_norm"]
-        alone = self.strategy.steps_alone
+        progress = self.context.progress
+        norm = self.context.options["max_grad_norm"]
+        alone = self.context.strategy.steps_alone
         if alone or (late := optim.take_late_step(optimizers, norm, multiplier)) is None:
             return False
         if progress.window.closes:
@@ -520,7 +515,7 @@ class TrainStep:
             )
         )
         by_step = self.schedule is not None and self.schedule.every == "step"
-        if self.ema is not None or by_step or self.options["ddp_comm_hook"] is not None:
+        if self.ema is not None or by_step or self.context.options["ddp_comm_hook"] is not None:
             progress.settle()
         return True
 
@@ -528,17 +523,21 @@ class TrainStep:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
             chosen = (
-                brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
+                brain.freeze_optimizers(self.optimizers)
+                if self.context.recipe.freezes
+                else self.optimizers
             )
             if chosen is None:
-                raise BatchError(NO_OPTIMIZERS.format(self.name), hook="freeze_optimizers")
+                raise BatchError(
+                    NO_OPTIMIZERS.format(self.context.recipe.name), hook="freeze_optimizers"
+                )
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
     def note_optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return :meth:`optimizers_to_step`; remember them, where a recipe freezes some."""
         stepping = self.optimizers_to_step(brain)
-        if self.recipe.freezes and self.optimizers:
+        if self.context.recipe.freezes and self.optimizers:
             self._stepped = [*(self._stepped or ()), *stepping]
         return stepping
 
@@ -549,7 +548,7 @@ class TrainStep:
     @property
     def freezes(self) -> bool:
         """Whether the recipe says which optimizers step."""
-        return self.recipe.freezes and bool(self.optimizers)
+        return self.context.recipe.freezes and bool(self.optimizers)
 
     def drop_frozen_gradients(self) -> None:
         """Drop a window's gradients that no step has used, also those that came after an
@@ -562,7 +561,7 @@ class TrainStep:
         self._stepped = None
         if stepped is not None:
             unused = [*(self.optimizers or {}).values()]
-            if self.progress.window.pending(self.progress.step):
+            if self.context.progress.window.pending(self.context.progress.step):
                 unused = [one for one in unused if all(one is not other for other in stepped)]
             optim.zero_gradients(unused, set_to_none=True)
             if self._unscaled:  # no gradient waits for their step any more
@@ -573,13 +572,13 @@ class TrainStep:
         """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set
         its multiplier.
         """
-        window = self.progress.window
-        pending = window.pending(self.progress.step)
+        window = self.context.progress.window
+        pending = window.pending(self.context.progress.step)
         if not (pending and optim.gradients(self.optimizers_to_step(brain))):
             return False
         if not (window.is_weighed or window.has_means or window.counted is not None):
             # it was divided by the factor
-            window.multiplier = self.options.grad_accumulation_factor / pending
+            window.multiplier = self.context.options.grad_accumulation_factor / pending
         return True
 
     def warn_if_diverged(self) -> None:
@@ -587,12 +586,14 @@ class TrainStep:
         entry once.
         """
         diverged = (
-            self.strategy.diverged_entries(self.modules) if self.recipe.has_own_fit_batch else []
+            self.context.strategy.diverged_entries(self.context.modules)
+            if self.context.recipe.has_own_fit_batch
+            else []
         )
         if diverged:
             logger.warning_once(
                 APART,
-                self.name,
+                self.context.recipe.name,
                 ", ".join(f"modules[{name!r}]" for name in diverged),
             )
 
@@ -604,7 +605,7 @@ class TrainStep:
         Raises:
             ConfigError: no optimizer has had a gradient in any step.
         """
-        progress = self.progress
+        progress = self.context.progress
         first = progress.window_end
         before = progress.optimizer_step
         yield
@@ -613,7 +614,7 @@ class TrainStep:
         if progress.window_end > first and not (
             has_stepped or progress.epochs or self.scaler.is_enabled()
         ):
-            logger.warning(NO_STEP, self.name)
+            logger.warning(NO_STEP, self.context.recipe.name)
         if self.first_gradients is not None and progress.window_end > first:
             self.first_gradients.require(self.named_optimizers())
             self.first_gradients.stop()
@@ -623,9 +624,11 @@ class TrainStep:
         """Return the factor for the gradients before the step, and reset the count."""
         if self.agree is not None:
             self.agree()
-        window = self.progress.window
+        window = self.context.progress.window
         if window.counted is not None:
-            average = window.average or self.strategy.start_average(window.counted, self.device)
+            average = window.average or self.context.strategy.start_average(
+                window.counted, self.context.device
+            )
             count = average()  # of sums, averaged over the ranks as their gradients are
             window.multiplier = (
                 window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
@@ -657,11 +660,11 @@ class TrainStep:
     ) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
         scaler = self._active_scaler
-        window = self.progress.window
+        window = self.context.progress.window
         if result.norm < 0:  # by the multiplier's sign
             raise BatchError(
-                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add "
-                "up to less than 0: count must be >= 0.",
+                f"{self.context.recipe.name}.compute_objectives returned (loss_sum, count) with "
+                "counts that add up to less than 0: count must be >= 0.",
                 hook="compute_objectives",
             )
         if math.isinf(multiplier):
@@ -671,10 +674,12 @@ class TrainStep:
             )
         elif scaler is None or scaler.get_scale() < 1.0:
             # at 1 or more the scale is to blame, and has been lowered
-            self.strategy.forget_errors()
+            self.context.strategy.forget_errors()
             if window.skipped_in != number:
                 window.skipped_in = number
-                self.progress.count_skipped(result.norm, self.options.nonfinite_patience, step)
+                self.context.progress.count_skipped(
+                    result.norm, self.context.options.nonfinite_patience, step
+                )
 
     def _follow_step(
         self,
@@ -688,8 +693,8 @@ class TrainStep:
 
         Several steps in one window count once, as ``total_steps`` counts windows.
         """
-        progress = self.progress
-        window = self.progress.window
+        progress = self.context.progress
+        window = self.context.progress.window
         if result.clipped and window.clipped_in != n:
             window.clipped_in = n
             progress.clipped += 1
@@ -712,7 +717,7 @@ class TrainStep:
         several times.
         """
         by_step = self.schedule is not None and self.schedule.every == "step"
-        return self.recipe.has_own_fit_batch and (self.ema is not None or by_step)
+        return self.context.recipe.has_own_fit_batch and (self.ema is not None or by_step)
 
     def forget_window(self) -> None:
         """Forget what an interrupted pass has left; drop its gradients, where ``zero_grad`` sees a

@@ -147,9 +147,9 @@ def report_of(**options):
     optimizer.step()
     given = {"profile_training": False, "memory_snapshot_on_oom": False, **options}
     options = type("Options", (dict,), {"profile_training": given["profile_training"]})(given)
-    step = SimpleNamespace(modules=net, device="cuda:0", options=options)
-    step.named_optimizers = lambda: {"optimizer": optimizer}
-    return MemoryReport(step)
+    context = SimpleNamespace(modules=net, device="cuda:0", options=options)
+    step = SimpleNamespace(named_optimizers=lambda: {"optimizer": optimizer})
+    return MemoryReport(context, step)
 
 
 @pytest.mark.parametrize("option", ["profile_training", "memory_snapshot_on_oom"])

@@ -122,7 +122,7 @@ class Host:
 
 
 def runner_of(host):
-    runner = StageRunner(*[host] * 3)
+    runner = StageRunner(*[host] * 4)
     runner.profiler = host.profiler
     return runner
 

@@ -332,15 +332,15 @@ def test_names_are_those_without_wrappers(how):
     other = WeightAverage(plain, DECAY)
     other.load_state_dict(average.state_dict())
     plain.module.load_state_dict(of_entry(average.state_dict(), "module"))
-    before = tensors(average._modules)
+    before = tensors(average.modules)
     with average.applied():
-        inside = tensors(average._modules)
+        inside = tensors(average.modules)
     assert_same(
         dict(zip(plain.state_dict(), inside.values(), strict=True)),
         dict(plain.state_dict()),
     )
     assert any(not torch.equal(inside[name], before[name]) for name in before)
-    assert_same(tensors(average._modules), before)
+    assert_same(tensors(average.modules), before)
 
 
 # ------------------------------------------------------------------------------------------ applied

@@ -251,11 +251,8 @@ EMA = in_room(
         ),
         Fault(
             "averaged weights follow modules that the recipe has replaced",
-            "WeightAverage.modules",
-            """
-            self._modules = modules
-            self._followed = []
-            """,
+            "WeightAverage.follow_modules_of",
+            "self._owner = owner",
             "pass",
             "tests/unit/test_ema.py tests/contract/test_replaced_parts.py",
         ),

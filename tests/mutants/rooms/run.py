@@ -25,8 +25,8 @@ FAULTS = in_room(
         Fault(
             "a resumed epoch goes on with the batch after the next one",
             "RunState._go_on_inside_epoch",
-            "batches * self.train_step.strategy.shards",
-            "(batches + 1) * self.train_step.strategy.shards",
+            "batches * self.context.strategy.shards",
+            "(batches + 1) * self.context.strategy.shards",
             f"{STATE} {RESUME}",
         ),
         Fault(
@@ -118,7 +118,7 @@ FAULTS = in_room(
         Fault(
             "options that are assigned are not checked",
             "Run.check_options",
-            "step.options.check()",
+            "options.check()",
             "pass",
             "tests/contract/test_assigned_options.py tests/contract/test_bad_input.py",
         ),

@@ -1,0 +1,62 @@
+"""What all parts of a run share, each fact in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ddpkit.training.progress import Progress
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies import Strategy
+    from ddpkit.training.recipe import Recipe
+
+
+@dataclass(eq=False, slots=True)
+class RunContext:
+    """What all parts of a run share. A part keeps the context and copies nothing of it.
+
+    So what a recipe puts in the place of its modules or hparams is what every part sees next. The
+    objects in ``options``, ``strategy`` and ``progress`` stay the same for the whole run.
+
+    Attributes:
+        recipe: what its class says of itself.
+        options: of the run.
+        modules: what is trained and evaluated, by name.
+        hparams: of the recipe.
+        strategy: how modules are wrapped and gradients averaged.
+        progress: how far the run has come.
+        device: of this rank, such as ``"cuda:1"``; an option that cannot be changed any more.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from ddpkit.run_opts import RunOptions
+        >>> from ddpkit.strategies import Strategy
+        >>> from ddpkit.training import Recipe
+        >>> options = RunOptions(device="cpu")
+        >>> context = RunContext(
+        ...     Recipe("Line"), options, nn.ModuleDict(), SimpleNamespace(), Strategy()
+        ... )
+        >>> context.device, context.progress.optimizer_step
+        ('cpu', 0)
+    """
+
+    recipe: Recipe
+    options: RunOptions
+    modules: nn.ModuleDict
+    hparams: SimpleNamespace
+    strategy: Strategy
+    progress: Progress = field(default_factory=Progress)
+    device: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # once: to ask the options in each step costs a call, and the device stays the same
+        self.device = str(self.options.device)

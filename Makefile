@@ -16,6 +16,8 @@ JOBS ?= 4
 FAULTS_ARGS ?=
 # For planted faults: --only optim, --only "clipped before", --new --record, --all (python -m tests.mutants --help).
 MUTANTS_ARGS ?=
+# For drawn trainings: --seed S, --minutes M, --only N of a seed (python -m tests.model --help).
+MODEL_ARGS ?=
 
 # Several processes share the cores in most of what runs here: one thread each is several times faster.
 export OMP_NUM_THREADS ?= 1
@@ -23,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick house faults mutants lint format types layers docs check bench bench-peers clean
+.PHONY: help venv demo test launch quick house faults mutants model lint format types layers docs check bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +56,9 @@ faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: h
 
 mutants: $(VENV)/.installed-dev  ## plant each fault of a list, run the tests that could see it: half an hour or more (MUTANTS_ARGS="--only optim")
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
+model: $(VENV)/.installed-dev  ## compare drawn trainings with a plain loop, for ten minutes (MODEL_ARGS="--seed 3 --minutes 300")
+	$(BIN)/python -m tests.model $(MODEL_ARGS)
 
 house: $(VENV)/.installed-dev  ## the measures that may only get better: tokens of a line, dense lines, and others
 	$(BIN)/python -m tests.house

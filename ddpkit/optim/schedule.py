@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+
+NO_STEP_BEFORE = r"Detected call of `lr_scheduler\.step\(\)` before"  # torch's warning
 
 
 class Schedule:
@@ -97,7 +100,11 @@ class Schedule:
             return
         if optimizer_step != self.stepped_at:
             self.stepped_at = optimizer_step
-            self._step(*([loss] if self.follows_loss else []))
+            with warnings.catch_warnings():
+                # An epoch that a resumed run ends without a step had its steps before: torch looks
+                # at this process alone.
+                warnings.filterwarnings("ignore", NO_STEP_BEFORE)
+                self._step(*([loss] if self.follows_loss else []))
 
     def _step(self, *loss: float) -> None:
         try:

@@ -354,7 +354,7 @@ def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     ):
         return torch.stack(cast("Any", numbers)).detach().reshape(-1).to(device, wide)
     tensors = [
-        number if isinstance(number, Tensor) else torch.full((), number, device=device)
+        number if isinstance(number, Tensor) else torch.full((), number, dtype=wide, device=device)
         for number in numbers
     ]
     return torch.stack([one.detach().reshape(()).to(device, wide) for one in tensors])

@@ -4,6 +4,7 @@ by itself.
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -550,6 +551,28 @@ def test_a_schedule_that_was_given_its_length_follows_nothing_else(tmp_path, cap
         "run"
     ) in caplog.text
     assert "(T_max 9 -> 20), without effect" in caplog.text
+
+
+def test_an_epoch_that_a_resumed_run_ends_without_a_step_steps_its_schedule(tmp_path):
+    """Without torch's warning that the optimizer has not stepped before: it has, in another
+    process.
+    """
+
+    class DiesInItsFirstValidation(Tracing):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage is Stage.VALID:
+                raise Killed
+
+    gamma = partial(ExponentialLR, gamma=0.5)
+    options = {"scheduler_every": "epoch", "ckpt_interval_steps": 2}
+    net = linear()
+    for recipe in (DiesInItsFirstValidation, Tracing):
+        checkpointer = Checkpointer(tmp_path, {"net": net, "counter": (counter := EpochCounter(2))})
+        brain = recipe({"net": net}, sgd(), None, {**QUIET, **options}, checkpointer, gamma)
+        with contextlib.suppress(Killed):
+            brain.fit(counter, points(8), VALID, train_loader_kwargs={"batch_size": 4})
+    assert brain.rates == [0.05, 0.05]
+    assert brain.optimizer.param_groups[0]["lr"] == 0.025
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,14 @@ def test_loss_meter_takes_every_form_of_a_number():
     assert meter.sums() == (23.5, 9.5, 0)
 
 
+def test_a_count_is_not_rounded_to_single_precision_beside_tensors():
+    meter = LossMeter()
+    loss = torch.tensor(1.0, dtype=torch.float64)
+    meter.append_sum(loss, torch.tensor(1.0))
+    meter.append_sum(loss, 2.0**24 + 1)
+    assert meter.sums() == (2.0, 2.0**24 + 2, 0)
+
+
 @pytest.mark.parametrize("steps", [1, FLUSH_AFTER - 1, FLUSH_AFTER, FLUSH_AFTER + 1, 1000])
 def test_loss_meter_equals_the_plain_sum_over_any_number_of_flushes(steps):
     torch.manual_seed(0)

@@ -44,6 +44,13 @@ DATA = in_room(
             "(start, start + each)",
         ),
         Fault(
+            "the last sample of an epoch is left out",
+            "SamplingPlan._span",
+            "min(self.global_batch_size, self.num_samples - start)",
+            "min(self.global_batch_size, self.num_samples - start - 1)",
+            "tests/model/test_model.py",
+        ),
+        Fault(
             "drop_last keeps the last batch",
             "SamplingPlan.__len__",
             "self._pieces(rest) if rest and (not self.drop_last) else 0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault, in_room
 
 FP16 = "tests/unit/test_optim.py tests/unit/test_precision.py tests/contract/test_fp16_sums.py"
+MODEL = "tests/model/test_model.py"
 SCHEDULES = "tests/unit/test_optim.py tests/contract/test_schedules.py"
 
 STEPS = in_room(
@@ -37,6 +38,27 @@ STEPS = in_room(
             "total_norm if weight is None else total_norm * weight",
             "total_norm",
             "tests/unit/test_optim.py tests/contract/test_brain_gradients.py",
+        ),
+        Fault(
+            "only the gradients of the first optimizer are clipped",
+            "take_step",
+            "_with_norm(optimizers)",
+            "_with_norm(optimizers[:1])",
+            MODEL,
+        ),
+        Fault(
+            "gradients of which each rank has a part are clipped by the norm of that part",
+            "_with_norm",
+            "torch.distributed.all_reduce(shared, group=found[0].device_mesh.get_group())",
+            "pass",
+            MODEL,
+        ),
+        Fault(
+            "an epoch that a resumed run ends without a step warns of its schedule",
+            "Schedule.after_stage",
+            "warnings.filterwarnings('ignore', NO_STEP_BEFORE)",
+            "pass",
+            SCHEDULES,
         ),
         Fault(
             "a step is taken with gradients that are not finite",

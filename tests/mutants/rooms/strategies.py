@@ -32,6 +32,7 @@ WITHOUT_GRAPH = (
     "tests/ranks/test_losses_without_graph.py "
     "tests/ranks/test_losses_without_graph_of_batch_norm.py"
 )
+MODEL = "tests/model/test_model.py"
 
 FAULTS = in_room(
     "strategies",
@@ -142,6 +143,20 @@ FAULTS = in_room(
             "options.strategy == 'single' and world_size > 1",
             "False",
             f"{UNIT} tests/ranks/test_usage_errors.py",
+        ),
+        Fault(
+            "each rank clips its own gradients before they are averaged",
+            "_average_of_pair",
+            "own.div_(2)",
+            "own.div_(2 * (own.norm() / 0.1).clamp(min=1.0))",
+            MODEL,
+        ),
+        Fault(
+            "zero1 leaves out the first parameter of a rank",
+            "DividedOptimizer._plan",
+            "[[one for one in group if self._is_mine(one)] for group in groups]",
+            "[[one for one in group if self._is_mine(one)][1:] for group in groups]",
+            MODEL,
         ),
     ],
 )

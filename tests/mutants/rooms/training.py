@@ -10,6 +10,7 @@ STEP = (
     "tests/contract/test_brain_gradients.py"
 )
 RANKS = "tests/ranks/test_arithmetic.py"
+MODEL = "tests/model/test_model.py"
 
 FAULTS = in_room(
     "training",
@@ -129,6 +130,42 @@ FAULTS = in_room(
             "progress.optimizer_step % self.gc_interval == 0",
             "progress.optimizer_step % self.gc_interval == 1",
             "tests/contract/test_garbage.py",
+        ),
+        Fault(
+            "averaged weights move after every batch of a window",
+            "TrainStep.backward",
+            "scale = 0.0",
+            """
+            scale = 0.0
+            if self.ema is not None:
+                self.ema.update()
+            """,
+            MODEL,
+        ),
+        Fault(
+            "a schedule by steps counts the batches of a window",
+            "TrainStep.backward",
+            "scale = 0.0",
+            """
+            scale = 0.0
+            if self.schedule is not None and self.progress.optimizer_step:
+                self.schedule.after_step(list(self.named_optimizers().values()))
+            """,
+            MODEL,
+        ),
+        Fault(
+            "the reported loss of a training is a mean over batches of any size",
+            "train_epoch",
+            "meter.append(one_number(loss, name, 'fit_batch'), window.weight)",
+            "meter.append(one_number(loss, name, 'fit_batch'), 1.0)",
+            MODEL,
+        ),
+        Fault(
+            "counts that are no whole numbers are rounded to single precision",
+            "_column",
+            "torch.full((), number, dtype=wide, device=device)",
+            "torch.full((), number, device=device)",
+            f"tests/unit/test_metrics.py {MODEL}",
         ),
     ],
 )

@@ -30,8 +30,8 @@ from torch import nn
 from ddpkit.brain import Brain, run_of
 from ddpkit.comm.mailbox import get_runtime
 from ddpkit.control import PeriodicSync, Watchdog
-from ddpkit.control.signals import Requests
-from ddpkit.control.watchdog import Heartbeat
+from ddpkit.control.heartbeat import Heartbeat
+from ddpkit.control.periodic_sync import Requests
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.training import Progress, train_epoch

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.data import DistributedSampler
 
-from ddpkit.data.plan import PlannedBatchSampler
+from ddpkit.data.planned_batches import PlannedBatchSampler
 
 BATCH = 32
 ENOUGH = 2_000_000

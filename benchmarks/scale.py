@@ -32,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpkit.base import FailureReport
 from ddpkit.comm import agreement
 from ddpkit.control import PeriodicSync
-from ddpkit.control.watchdog import BEAT_SECONDS, Watchdog
-from ddpkit.data.plan import PlannedBatchSampler
+from ddpkit.control.heartbeat import BEAT_SECONDS
+from ddpkit.control.watchdog import Watchdog
+from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import choose_strategy
 from ddpkit.strategies.fsdp import FIRST_STEPS

@@ -105,9 +105,10 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
             SpeechBrain's ``DynamicItemDataset`` is known, gets :class:`ddpkit.batch.PaddedBatch`.
 
     Returns:
-        The loader; its ``batch_sampler`` is a :class:`~ddpkit.data.plan.PlannedBatchSampler` or
-        :class:`~ddpkit.data.plan.DealtBatchSampler`, but for iterable datasets, and where a
-        ``DistributedSampler`` was given, which has divided the data already.
+        The loader; its ``batch_sampler`` is a
+        :class:`~ddpkit.data.planned_batches.PlannedBatchSampler` or
+        :class:`~ddpkit.data.dealt_batches.DealtBatchSampler`, but for iterable datasets, and where
+        a ``DistributedSampler`` was given, which has divided the data already.
 
     Raises:
         ConfigError: an argument that no loader takes, ``shuffle`` with a sampler, a bad batch size,

@@ -20,7 +20,11 @@ PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # a room may have folders of its own
 FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
-PUBLIC_ROOMS = {"distributed", "optim"}  # users import from them as from a module of the face
+PUBLIC_ROOMS = {
+    "distributed",
+    "optim",
+    "train_logger",
+}  # users import from them as from a module of the face
 FACE = sorted(
     {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"} | PUBLIC_ROOMS
 )

@@ -1,6 +1,6 @@
 """Where each rank was at its last heartbeat: what the ranks post in the store of their group.
 
-The heartbeats are sent by :class:`ddpkit.control.watchdog.Heartbeat`. Here they are read by a rank
+The heartbeats are sent by :class:`ddpkit.control.heartbeat.Heartbeat`. Here they are read by a rank
 that waits, or has waited, for others.
 """
 

@@ -20,6 +20,7 @@ from ddpkit.checkpointing.checkpoint import (
     Checkpoint as Checkpoint,
     ckpt_recency as ckpt_recency,
 )
+from ddpkit.checkpointing.file_loading import safe_load as safe_load
 from ddpkit.checkpointing.folder import (
     CheckpointFolder as CheckpointFolder,
     run_savers as run_savers,
@@ -32,9 +33,6 @@ from ddpkit.checkpointing.hook_lookup import (
     saves_on_every_rank as saves_on_every_rank,
 )
 from ddpkit.checkpointing.hooks import (
-    map_old_state_dict_weights as map_old_state_dict_weights,
-    plain_key as plain_key,
-    safe_load as safe_load,
     torch_parameter_transfer as torch_parameter_transfer,
     torch_recovery as torch_recovery,
     torch_save as torch_save,
@@ -63,6 +61,10 @@ from ddpkit.checkpointing.selection import (
     Retention as Retention,
     Selection as Selection,
     ranked as ranked,
+)
+from ddpkit.checkpointing.state_names import (
+    map_old_state_dict_weights as map_old_state_dict_weights,
+    plain_key as plain_key,
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,

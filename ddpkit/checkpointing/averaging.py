@@ -9,7 +9,7 @@ import torch
 
 from ddpkit.base import kind_of
 from ddpkit.checkpointing.checkpoint import Checkpoint
-from ddpkit.checkpointing.hooks import safe_load
+from ddpkit.checkpointing.file_loading import safe_load
 from ddpkit.errors import CheckpointError, ConfigError
 
 

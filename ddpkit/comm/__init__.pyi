@@ -23,19 +23,19 @@ from ddpkit.comm.mailbox import (
     outside_frame as outside_frame,
     raise_as_reader as raise_as_reader,
 )
-from ddpkit.comm.process_group import (
-    AFTER_WATCH_SECONDS as AFTER_WATCH_SECONDS,
-    init_group as init_group,
-    limits_by_option as limits_by_option,
-    longest_wait as longest_wait,
-    open_store as open_store,
-    shorten_timeout as shorten_timeout,
-)
+from ddpkit.comm.process_group import init_group as init_group
+from ddpkit.comm.rendezvous import open_store as open_store
 from ddpkit.comm.tensor_sums import (
     exchange_tensor as exchange_tensor,
     is_exchanged as is_exchanged,
     keep_alive as keep_alive,
     start_sum as start_sum,
+)
+from ddpkit.comm.time_limits import (
+    AFTER_WATCH_SECONDS as AFTER_WATCH_SECONDS,
+    limits_by_option as limits_by_option,
+    longest_wait as longest_wait,
+    shorten_timeout as shorten_timeout,
 )
 from ddpkit.comm.tree_sum import (
     OrderedSum as OrderedSum,

@@ -1,29 +1,8 @@
-"""The default process group: how its processes find each other, how it is made, and its end when
-they exit.
-
-One store, and a name in it that no other attempt has used. Where the launcher keeps a store
-(torchrun, ddpkit itself), all connect to it; otherwise rank 0 hosts it at ``MASTER_ADDR`` and
-``MASTER_PORT``. Slurm and Open MPI tell all ranks the same id of the run, from which a port is made
-where none was given. Another run may have that port: the store names the run that it belongs to.
-
-Then every process says that it is there (:func:`join_attempt`). That finds ranks that are missing
-or there twice, and gives the attempt a name of its own: torchrun reuses its store after a restart,
-and with the same names in it the new processes would read the addresses of the dead ones. See
-https://github.com/pytorch/pytorch/issues/135712. The name is not made from torchrun's count of
-restarts, which differs between nodes and stands still when nodes come and go.
-"""
+"""The default process group: how it is made, on which device and with which backend."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import multiprocessing
 import os
-import socket
-import threading
-import time
-import weakref
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -33,54 +12,31 @@ import torch.distributed as dist
 
 from ddpkit.base import (
     POSITION,
-    PROCESS,
     FailureReport,
     Reason,
     host_name,
     is_distributed_initialized,
     is_second_hand,
-    spans,
-    state_and_start,
     this_place,
 )
-from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
-from ddpkit.comm.mailbox import Runtime, control_group, get_runtime
-from ddpkit.compat import all_groups
-from ddpkit.control import (
-    FINAL_REPORT_SECONDS,
-    Watchdog,
-    at_exit,
-    kill_workers,
-    usage_errors,
-    watch_uncaught,
-)
+from ddpkit.comm.agreement import code_facts, compare_over_store, software_facts
+from ddpkit.comm.group_end import DEPARTURE_SECONDS, guard_group
+from ddpkit.comm.mailbox import control_group, get_runtime
+from ddpkit.comm.rendezvous import open_store
+from ddpkit.comm.time_limits import limits_by_option, longest_wait
+from ddpkit.control import Watchdog, usage_errors
 from ddpkit.device import default_backend, physical_device, resolve_device, sees_own_alone
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.launch import (
-    LOOPBACK,
-    find_launch,
-    mark_rank_process,
-    refuse_child_of_rank,
-    refuse_lonely_node,
-)
+from ddpkit.launch import find_launch, refuse_child_of_rank, refuse_lonely_node
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ddpkit.launch import LaunchInfo
 
-logger = get_logger(__name__)
 
-DEFAULT_TIMEOUT_MINUTES = 30.0
-AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watchdog that says why
-DEPARTURE_SECONDS = 5.0
-SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times
-NAP_SECONDS = 0.02
-ANSWER_SECONDS = 2.0
-CONNECT_SECONDS = 60.0
-UNKNOWN_HOST_SECONDS = 30.0
-WARNING_SECONDS = 30.0
+logger = get_logger(__name__)
 
 
 def init_group(run_opts: Mapping[str, Any]) -> None:
@@ -103,7 +59,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
         >>> init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
     if is_distributed_initialized():
-        _guard_group(hosts_store=False, destroy=False)
+        guard_group(hosts_store=False, destroy=False)
         return
     info = find_launch()
     if not info.is_distributed:
@@ -144,7 +100,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
                 run_opts.get("distributed_timeout_minutes"),
                 hang_timeout,
             )
-            _guard_group(hosts_store=hosts, destroy=True)
+            guard_group(hosts_store=hosts, destroy=True)
             # a rank that ended now would fail those still connecting to it
             dist.barrier(group=control_group())
             watchdog.heartbeat.is_starting = False
@@ -244,56 +200,6 @@ def _join(
         ) from error
 
 
-def longest_wait(minutes: float | None, hang_timeout: float) -> float:
-    """Return how long collectives wait: longer than the watchdog, which says why, unless the user
-    wants something else.
-
-    Args:
-        minutes: the option ``distributed_timeout_minutes``; None: its default.
-        hang_timeout: seconds; 0: never.
-
-    Returns:
-        Seconds.
-
-    Ranks: local; every rank must give the same.
-
-    Example:
-        >>> longest_wait(30.0, 1800.0), longest_wait(None, 0.0), longest_wait(5.0, 1800.0)
-        (1830.0, 1800.0, 300.0)
-    """
-    seconds = 60.0 * float(minutes or DEFAULT_TIMEOUT_MINUTES)
-    if seconds != 60.0 * DEFAULT_TIMEOUT_MINUTES:
-        return seconds
-    return max(seconds, hang_timeout + AFTER_WATCH_SECONDS)
-
-
-def limits_by_option(minutes: float | None, hang_timeout: float) -> dict[int, str]:
-    """Say by which option collectives have their limits of time.
-
-    Args:
-        minutes: the option ``distributed_timeout_minutes``; None: its default.
-        hang_timeout: seconds; 0: never.
-
-    Returns:
-        The option, for messages, by milliseconds: as the errors of backends give them.
-
-    Ranks: local.
-
-    Example:
-        >>> limits_by_option(5.0, 60.0)
-        {90000: '30 s more than --hang_timeout=60', 300000: '--distributed_timeout_minutes=5'}
-    """
-    found = {}
-    if hang_timeout:
-        seconds = hang_timeout + AFTER_WATCH_SECONDS
-        found[round(1000 * seconds)] = (
-            f"{AFTER_WATCH_SECONDS:g} s more than --hang_timeout={hang_timeout:g}"
-        )
-    longest = longest_wait(minutes, hang_timeout)
-    found.setdefault(round(1000 * longest), f"--distributed_timeout_minutes={longest / 60:g}")
-    return found
-
-
 def check_backend(backend: str | None, device: str) -> str:
     """Check that a process-group backend is known, built in, and fits the device.
 
@@ -330,402 +236,3 @@ def check_backend(backend: str | None, device: str) -> str:
             f"({torch.cuda.device_count()} GPUs found). Run with --distributed_backend=gloo."
         )
     return str(backend)
-
-
-def shorten_timeout(seconds: float) -> None:
-    """Set how long the collectives of the default process group wait from now on.
-
-    Startup may be slow (compiling, reading data). After the first step a missing rank should be
-    detected quickly. Nothing happens without a process group, nor where this torch or the backend
-    cannot do it (``mpi``).
-
-    Args:
-        seconds: the new limit.
-
-    Raises:
-        ConfigError: it is not above zero.
-
-    Ranks: local; every rank should call it, with the same number.
-
-    State: the default process group's limit, on each of its backends.
-
-    Example:
-        >>> shorten_timeout(60.0)  # no process group: nothing happens
-    """
-    if not seconds > 0:
-        raise ConfigError(
-            f"a timeout of {seconds!r} seconds would end every collective at once. Give one above "
-            "0."
-        )
-    if not is_distributed_initialized():
-        return
-    set_timeout = getattr(dist.group.WORLD, "set_timeout", None)
-    if set_timeout is not None:
-        with contextlib.suppress(RuntimeError):  # a backend that has none says so by this
-            set_timeout(timedelta(seconds=seconds))
-
-
-def _guard_group(*, hosts_store: bool, destroy: bool) -> None:
-    """Make sure, once per group, that its end and its failures are told to the other ranks.
-
-    Args:
-        hosts_store: whether this process keeps the store.
-        destroy: whether the group ends with it.
-    """
-    runtime = get_runtime()
-    if runtime.is_guarded:
-        return
-    runtime.is_guarded = True
-    runtime.hosts_store = hosts_store
-    watch_uncaught(runtime.report)
-    mark_rank_process()
-    POSITION.waits_for_device = "nccl" in dist.get_backend()
-    # Groups before the current one are over: their connections close, but for a store that others
-    # may still ask.
-    kept: Callable[[], Runtime | None] = (lambda: runtime) if hosts_store else weakref.ref(runtime)
-    at_exit(functools.partial(_leave, kept, destroy=destroy))
-
-
-def _leave(kept: Callable[[], Runtime | None], *, destroy: bool) -> None:
-    """Announce a normal exit, even if the script destroyed the group; otherwise others report this
-    rank as lost.
-
-    Args:
-        kept: returns the group's runtime, if that is still there.
-        destroy: whether it was started by :func:`init_group`, and is to be destroyed.
-    """
-    runtime = kept()
-    if runtime is None or runtime.report.is_forked or runtime.has_left:
-        return
-    runtime.has_left = True
-    has_group = is_distributed_initialized() and get_runtime() is runtime
-    if has_group or not (runtime.is_over or runtime.watchdog is None):
-        _leave_group(runtime, destroy=destroy and has_group)
-
-
-def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
-    report = runtime.report
-    failed = PROCESS.failed
-    # what ends a process of multiprocessing reaches no excepthook
-    has_failed = failed is not None or (
-        PROCESS.left and multiprocessing.parent_process() is not None
-    )
-    kill_workers()
-    report.depart()
-    if has_failed and destroy:
-        # the others wait; a module may hold a group that has been destroyed
-        for group in all_groups():
-            # a backend, or a torch, that cannot
-            with contextlib.suppress(RuntimeError, AttributeError):
-                group.abort()
-    if destroy:
-        _destroy_groups(failed=has_failed)
-    if runtime.hosts_store:  # the others may still look something up: who failed, or who has left
-        report.await_departures(FINAL_REPORT_SECONDS if has_failed else DEPARTURE_SECONDS)
-    if (
-        failed is not None
-        and is_second_hand(failed)
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):
-        _let_launcher_see(report.first_failure())
-    if runtime.watchdog is not None:
-        runtime.watchdog.stop()
-
-
-def _let_launcher_see(reason: Reason | None) -> None:
-    """Wait until torchrun has seen the end of the process behind this one's failure: it blames who
-    ends first.
-
-    Ranks that are in a collective with this one wait too: gloo closes no connection before the
-    process ends.
-
-    Args:
-        reason: the failed process; if it is unknown or on another machine, wait a fixed time.
-    """
-    end = time.monotonic() + FINAL_REPORT_SECONDS
-    pid = reason.pid if reason is not None and reason.host == host_name() else os.getpid()
-    while time.monotonic() < end and state_and_start(pid)[0] not in {"", "Z", "X"}:
-        time.sleep(NAP_SECONDS)
-    time.sleep(SEEN_SECONDS)
-
-
-def _destroy_groups(*, failed: bool) -> None:
-    """Destroy all groups of this process; after a failure not NCCL groups, which would wait for
-    others' kernels.
-    """
-    if not (failed and "nccl" in dist.get_backend()):
-        dist.destroy_process_group()
-        return
-    for group in all_groups():
-        # the process would abort at exit: it has threads of its own
-        if "nccl" not in dist.get_backend(group):
-            dist.destroy_process_group(group)
-
-
-# ----------------------------------------------------------------------------------- the rendezvous
-
-
-def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Connect all processes of a run to one store, each with the same prefix.
-
-    Args:
-        info: the place of this process.
-        timeout: how long to wait for the others; the store's own limit too.
-
-    Returns:
-        The store, and whether this process hosts it.
-
-    Raises:
-        LaunchError: the rendezvous address is missing, the port is taken, or other ranks do not
-            come.
-
-    Ranks: collective.
-
-    Example:
-        >>> from ddpkit.launch import LaunchInfo, derived_port
-        >>> alone = LaunchInfo(
-        ...     "slurm", address="127.0.0.1", port=derived_port("doctest"), run_id="doctest"
-        ... )
-        >>> store, hosts = open_store(alone, timedelta(seconds=10))
-        >>> store.set("key", "value"); hosts
-        True
-    """
-    if not info.address or not info.port:
-        raise LaunchError(
-            f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but MASTER_ADDR "
-            "and MASTER_PORT are not both set: the processes cannot find each other. Give every "
-            "rank MASTER_ADDR, the host name of rank 0, and MASTER_PORT, a free port there "
-            "(mpirun -x, mpiexec -genv, jsrun -E), or launch with torchrun."
-        )
-    hosts = info.rank == 0 and not info.agent_hosts_store
-    end = time.monotonic() + timeout.total_seconds()
-    try:
-        store = _host(info, timeout) if hosts else _find(info, end, timeout)
-        name = join_attempt(store, info, end, once=not info.agent_hosts_store)
-    except (dist.DistNetworkError, FutureTimeoutError) as error:
-        raise LaunchError(
-            f"rank {info.rank} has lost the store at {info.address}:{info.port} (see the output "
-            "of rank 0), or what has that port does not answer as torch's store does: give every "
-            "process another MASTER_PORT."
-        ) from error
-    return dist.PrefixStore(name, store), hosts
-
-
-# ---------------------------------------------------------------------------------------- the store
-
-
-def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
-    """Host the store at the port where the others look for it."""
-    port = info.port
-    try:
-        return dist.TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:  # torch.distributed.DistError derives from it
-        if "EADDRINUSE" not in str(error):
-            raise
-        origin = (
-            f"made from the id of this run ({info.run_id})" if info.run_id else ("of MASTER_PORT")
-        )
-        raise LaunchError(
-            f"port {port} {origin} is taken on this machine, where rank 0 was to be met "
-            f"({info.address}:{port}): by another run, or by what an earlier run has left behind. "
-            "Give MASTER_PORT another number, the same to every process; `ss -ltnp | grep "
-            f":{port}` shows who has it."
-        ) from error
-
-
-def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
-    """Connect to the store; not to that of an earlier command of the same job step, which has the
-    same port.
-    """
-    for _ in poll_until(end):
-        store = _connect(info.address, info.port, end, timeout)
-        if not info.run_id or _is_ours(store, info):
-            break
-    return store
-
-
-def _is_ours(store: dist.Store, info: LaunchInfo) -> bool:
-    with contextlib.suppress(dist.DistNetworkError):  # the earlier command ends at this moment
-        is_full = store.check([f"ddpkit/rendezvous/done/{info.run_id}"])
-        # this rank completed that rendezvous itself, and joins again
-        return not is_full or store.get(f"ddpkit/here/{info.rank}").decode() == _me()
-    return False
-
-
-def _connect(
-    address: str,
-    port: int,
-    end: float,
-    timeout: timedelta,
-) -> dist.Store:
-    """Connect to a store on another process, as soon as it is there."""
-    _await_listener(address, port, end)
-    made = Future[dist.Store]()
-
-    def connect() -> None:
-        try:
-            made.set_result(
-                dist.TCPStore(
-                    address,
-                    port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timeout,
-                )
-            )
-        except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
-            made.set_exception(error)
-
-    # What is not a store of torch's may take the connection and never answer; torch then waits
-    # without a limit.
-    threading.Thread(target=connect, name="ddpkit-connect", daemon=True).start()
-    return made.result(CONNECT_SECONDS)
-
-
-def _await_listener(address: str, port: int, end: float) -> None:
-    """Wait until the port accepts connections; torch would wait too, but print a stack for each
-    attempt.
-    """
-    began = time.monotonic()
-    last = ""
-    for _ in poll_until(end):
-        try:
-            with socket.create_connection((address, port), timeout=ANSWER_SECONDS):
-                return
-        except OSError as error:
-            last = str(error)
-            # a name that has not been found for so long will not be
-            if (
-                isinstance(error, socket.gaierror)
-                and time.monotonic() - began > UNKNOWN_HOST_SECONDS
-            ):
-                break
-    raise LaunchError(
-        f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s "
-        f"({last}). Was rank 0 started, and does this machine know the machine of rank 0 as "
-        f"{address!r}? The address is MASTER_ADDR and MASTER_PORT."
-    )
-
-
-# --------------------------------------------------------------------------------------- rendezvous
-
-
-def join_attempt(
-    store: dist.Store,
-    info: LaunchInfo,
-    end: float,
-    *,
-    once: bool,
-) -> str:
-    """Wait until every rank is there, and agree on a name for this attempt.
-
-    Each rank leaves a token of this attempt, and rank 0 answers to it with the name; tokens of dead
-    processes of an earlier attempt are answered too, but the answers are not read.
-
-    Args:
-        store: the same on all ranks; it may hold what earlier attempts have left.
-        info: the place of this process.
-        end: when to give up, as ``time.monotonic()`` counts.
-        once: whether the store serves one attempt only, so that a rank can be found to be there
-            twice.
-
-    Returns:
-        A prefix for all that this attempt keeps in the store.
-
-    Raises:
-        LaunchError: a rank is missing, or there twice.
-
-    Ranks: collective.
-
-    Example:
-        >>> from ddpkit.launch.launchers import LaunchInfo
-        >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith(
-        ...     "ddpkit/"
-        ... )
-        True
-    """
-    token = os.urandom(8).hex()
-    if once:
-        _take_rank_slot(store, info)
-    if info.rank == 0:
-        _await_all(store, info, token, end)
-        store.set(f"ddpkit/rendezvous/done/{info.run_id}", "1")
-        return f"ddpkit/{token}"
-    store.set(_place(info.rank), token)
-    answer = f"{_place(info.rank)}/{token}"
-    for _ in poll_until(end):
-        if store.check([answer]):
-            name = store.get(answer).decode()
-            store.set(f"ddpkit/rendezvous/joined/{name}/{info.rank}", "1")
-            return f"ddpkit/{name}"
-    raise LaunchError(
-        f"rank {info.rank} of {info.world_size} has waited at {info.address}:{info.port} for rank "
-        "0, which did not come. Was it started? --distributed_timeout_minutes says how long to "
-        "wait."
-    )
-
-
-def _await_all(
-    store: dist.Store,
-    info: LaunchInfo,
-    name: str,
-    end: float,
-) -> None:
-    """Answer to every token until each rank has read its answer."""
-    missing = set(range(1, info.world_size))
-    warned = time.monotonic() + WARNING_SECONDS
-    for _ in poll_until(end):
-        for rank in sorted(missing):
-            if store.check([_place(rank)]):
-                store.set(f"{_place(rank)}/{store.get(_place(rank)).decode()}", name)
-            if store.check([f"ddpkit/rendezvous/joined/{name}/{rank}"]):
-                missing.discard(rank)
-        if not missing:
-            return
-        if time.monotonic() > warned:
-            warned += 2 * WARNING_SECONDS
-            logger.warning("Rank 0 waits for %s of %d processes.", _named(missing), info.world_size)
-    raise LaunchError(
-        f"{_named(missing)} of {info.world_size} processes did not come to rank 0 at "
-        f"{info.address}:{info.port} in time. Were they started, and can their machines reach "
-        "this one? --distributed_timeout_minutes says how long to wait."
-    )
-
-
-def _take_rank_slot(store: dist.Store, info: LaunchInfo) -> None:
-    """Take this rank's place in the store, if it is the store of this run, and the place is
-    free.
-    """
-    owner = store.compare_set("ddpkit/run", "", info.run_id).decode() if info.run_id else ""
-    if owner != info.run_id:
-        raise LaunchError(
-            f"the store at {info.address}:{info.port} is another run's ({owner}; this one is "
-            f"{info.run_id}): both have made the same port from their ids. Give MASTER_PORT "
-            "another number, the same to every process."
-        )
-    holder = store.compare_set(f"ddpkit/here/{info.rank}", "", _me()).decode()
-    if holder != _me():
-        raise LaunchError(
-            f"two processes are rank {info.rank} of the run at {info.address}:{info.port}: "
-            f"{holder} came first, then {_me()}. Either two runs use the same MASTER_ADDR and "
-            "MASTER_PORT (give one another port), or two processes were given the same RANK."
-        )
-
-
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _place(rank: int) -> str:
-    return f"ddpkit/rendezvous/token/{rank}"
-
-
-def _named(ranks: set[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} ({len(ranks)})"

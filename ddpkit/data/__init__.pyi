@@ -1,3 +1,5 @@
+from ddpkit.data.batch_size_guess import guess_batch_size as guess_batch_size
+from ddpkit.data.dealt_batches import DealtBatchSampler as DealtBatchSampler
 from ddpkit.data.likeness import (
     FEW_ITEMS as FEW_ITEMS,
     MOST_ITEMS as MOST_ITEMS,
@@ -29,17 +31,15 @@ from ddpkit.data.looped_loader import (
 )
 from ddpkit.data.plan import (
     CHUNK as CHUNK,
-    DealtBatchSampler as DealtBatchSampler,
     Order as Order,
-    PlannedBatchSampler as PlannedBatchSampler,
-    RankBatchSampler as RankBatchSampler,
     SamplingPlan as SamplingPlan,
-    count_repeats as count_repeats,
-    index_number as index_number,
     layers as layers,
     require_positive as require_positive,
     set_epoch_inside as set_epoch_inside,
 )
+from ddpkit.data.planned_batches import PlannedBatchSampler as PlannedBatchSampler
+from ddpkit.data.rank_batches import RankBatchSampler as RankBatchSampler
+from ddpkit.data.repeats import count_repeats as count_repeats, index_number as index_number
 from ddpkit.data.saveable_loader import (
     SaveableDataLoader as SaveableDataLoader,
 )
@@ -49,16 +49,15 @@ from ddpkit.data.sharding import (
     Sharding as Sharding,
     default_seed as default_seed,
 )
+from ddpkit.data.stream_kinds import is_sharded as is_sharded
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,
     is_stateful as is_stateful,
     one_by_one as one_by_one,
 )
+from ddpkit.data.stream_shard import StreamShard as StreamShard
 from ddpkit.data.streams import (
     StreamLoader as StreamLoader,
-    StreamShard as StreamShard,
-    guess_batch_size as guess_batch_size,
-    is_sharded as is_sharded,
     stream_loader as stream_loader,
     worker_key as worker_key,
 )

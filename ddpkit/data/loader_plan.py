@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.data.dealt_batches import DealtBatchSampler
+from ddpkit.data.planned_batches import PlannedBatchSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.utils.data import IterableDataset
 
 from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.data.batch_size_guess import guess_batch_size
 from ddpkit.data.loader_epoch import set_epoch
 from ddpkit.data.loader_plan import plan_of
 from ddpkit.data.pass_progress import batches_after, batches_from, done_in, stream_marks
-from ddpkit.data.plan import PlannedBatchSampler
+from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.data.saveable_loader import SaveableDataLoader
-from ddpkit.data.streams import guess_batch_size
 from ddpkit.errors import DataError
 
 if TYPE_CHECKING:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.data.dealt_batches import DealtBatchSampler
 from ddpkit.data.loader_plan import plan_of
-from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.data.streams import StreamLoader, StreamShard
+from ddpkit.data.planned_batches import PlannedBatchSampler
+from ddpkit.data.stream_shard import StreamShard
+from ddpkit.data.streams import StreamLoader
 
 if TYPE_CHECKING:
     from ddpkit.data.stream_position import StreamPosition

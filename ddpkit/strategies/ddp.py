@@ -36,6 +36,7 @@ from ddpkit.strategies.entries import (
 )
 from ddpkit.strategies.gradient_average import average_gradients
 from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
+from ddpkit.strategies.switched_attribute import SwitchedAttribute
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.strategies.zero_gradients import COMPLETED, ZeroGradients
 from ddpkit.syncbn import convert_sync_batchnorm
@@ -46,52 +47,30 @@ if TYPE_CHECKING:
 
     from ddpkit.run_opts import RunOptions
 
+
 logger = get_logger(__name__)
+
 
 # relative difference of the sums of absolute weights, in float64: below it is rounding
 APART = 1e-9
+
+
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
+
+
 OTHER_ENTRIES = (
     "the ranks have used different entries of modules in the same steps. Their gradients were "
     "averaged together: checkpoints of this pass are wrong. Use the same, or one entry for all "
     "choices (--find_unused_parameters)."
 )
+
+
 UNKNOWN_PART = (
     "the loss of a batch depends on no parameter. With a fit_batch of the recipe, several entries "
     "of modules, accumulation and --find_unused_parameters it is not known what the other "
     "processes send in this batch. Put `with self.no_sync(not self.should_step):` around forward "
     "and backward, or return 0.0 * outputs.sum()."
 )
-
-
-class _Switched:
-    """A context in which an attribute of some objects has another value. A class: a window enters
-    it in each batch.
-    """
-
-    __slots__ = ("_before", "_during", "_name", "_owners")
-
-    def __init__(
-        self,
-        owners: Sequence[Any],
-        name: str,
-        *,
-        during: bool,
-    ) -> None:
-        self._owners = owners
-        self._name = name
-        self._during = during
-        self._before: list[Any] = []
-
-    def __enter__(self) -> None:
-        name = self._name
-        self._before = [getattr(one, name) for one in self._owners]
-        for one in self._owners:
-            setattr(one, name, self._during)
-
-    def __exit__(self, *_: object) -> None:
-        for one, before in zip(self._owners, self._before, strict=True):
-            setattr(one, self._name, before)
 
 
 class DDP(Strategy):
@@ -242,8 +221,8 @@ class DDP(Strategy):
         """Return a context in which gradients are accumulated without being averaged over ranks."""
         if self.options.static_graph:  # torch's own way averages in the wrong backward passes then
             held = [one.gradient_reduction for one in self.wrapped]
-            return _Switched(held, "held", during=True)
-        return _Switched(self.wrapped, "require_backward_grad_sync", during=False)
+            return SwitchedAttribute(held, "held", during=True)
+        return SwitchedAttribute(self.wrapped, "require_backward_grad_sync", during=False)
 
     def backward_pass(
         self,
@@ -620,6 +599,3 @@ class DDP(Strategy):
 
 def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
-
-
-# ------------------------------------------------------------------------------------- DataParallel

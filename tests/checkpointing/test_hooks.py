@@ -19,7 +19,8 @@ from torch.profiler import profile
 
 from ddpkit import checkpoints
 from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
-from ddpkit.checkpointing import hooks
+from ddpkit.checkpointing import threaded_loading
+from ddpkit.checkpointing.file_loading import safe_load
 from ddpkit.checkpointing.hook_lookup import (
     find_load_hook,
     find_save_hook,
@@ -31,12 +32,11 @@ from ddpkit.checkpointing.hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
-    map_old_state_dict_weights,
-    safe_load,
     torch_parameter_transfer,
     torch_recovery,
     torch_save,
 )
+from ddpkit.checkpointing.state_names import map_old_state_dict_weights
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from tests.speechbrain_marks import CHECKPOINTS, Normalization, Scheduler, mark
 
@@ -681,7 +681,7 @@ def loaded_into_an_optimizer(path, state, monkeypatch, how="new", threads=True):
     optimizer = KeepsState()
     stored(path, how, {"state": state, "param_groups": []})
     if threads:
-        monkeypatch.setattr(hooks, "LEAST_MEAN_BYTES", 0)
+        monkeypatch.setattr(threaded_loading, "LEAST_MEAN_BYTES", 0)
     torch_recovery(optimizer, path, end_of_epoch=True)
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
@@ -790,7 +790,7 @@ def test_a_tensor_that_is_larger_than_its_record_is_refused(tmp_path, monkeypatc
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content[:10000] if name.endswith("data/0") else content)
-    monkeypatch.setattr(hooks, "LEAST_MEAN_BYTES", 0)
+    monkeypatch.setattr(threaded_loading, "LEAST_MEAN_BYTES", 0)
     with pytest.raises(CheckpointError, match="record size"):
         torch_recovery(KeepsState(), path, end_of_epoch=True)
 

@@ -12,14 +12,14 @@ import time
 import pytest
 
 from ddpkit.base import Reason, host_name
-from ddpkit.comm import process_group
-from ddpkit.comm.process_group import SEEN_SECONDS, _let_launcher_see
+from ddpkit.comm import group_end
+from ddpkit.comm.group_end import SEEN_SECONDS, _let_launcher_see
 
 
 @pytest.fixture
 def long(monkeypatch):
     """Have the longest wait be one that a test notices."""
-    monkeypatch.setattr(process_group, "FINAL_REPORT_SECONDS", 20.0)
+    monkeypatch.setattr(group_end, "FINAL_REPORT_SECONDS", 20.0)
     return 20.0
 
 
@@ -59,11 +59,11 @@ def test_it_stays_until_the_other_process_has_ended(long):
 
 
 def test_one_that_does_not_end_is_not_awaited_for_ever(monkeypatch):
-    monkeypatch.setattr(process_group, "FINAL_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(group_end, "FINAL_REPORT_SECONDS", 0.2)
     assert seconds_for(reason(os.getpid())) >= 0.2
 
 
 @pytest.mark.parametrize("known", [None, reason(1, "another machine")])
 def test_one_that_is_not_known_or_elsewhere_is_given_a_while(monkeypatch, known):
-    monkeypatch.setattr(process_group, "FINAL_REPORT_SECONDS", 0.4)
+    monkeypatch.setattr(group_end, "FINAL_REPORT_SECONDS", 0.4)
     assert seconds_for(known) >= 0.4

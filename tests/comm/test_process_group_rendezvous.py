@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ddpkit.comm import process_group
-from ddpkit.comm.process_group import join_attempt, open_store
+from ddpkit.comm import rendezvous
+from ddpkit.comm.rendezvous import join_attempt, open_store
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LaunchInfo, derived_port
 from tests.launching import free_port, soon
@@ -129,7 +129,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id,
     found = []
     calls = []
     again = threading.Event()
-    connect = process_group._connect
+    connect = rendezvous._connect
 
     def watched(*args):
         calls.append(args)
@@ -140,7 +140,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id,
         return store or connect(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "_connect", watched)
+        patch.setattr(rendezvous, "_connect", watched)
         thread = threading.Thread(target=lambda: found.append(open_store(late, LIMIT)))
         thread.start()
         assert again.wait(20)
@@ -181,10 +181,10 @@ def test_the_port_of_the_user_is_taken(stranger):
 
 def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     """torch alone waits for ever there, whatever its timeout."""
-    monkeypatch.setattr(process_group, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
     made = threading.Event()
     end = threading.Event()
-    monkeypatch.setattr(process_group.dist, "TCPStore", lambda *_, **__: made.set() or end.wait(60))
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: made.set() or end.wait(60))
     with pytest.raises(LaunchError, match="does not answer as torch's store does"):
         open_store(info(1, port=stranger), LIMIT)
     assert made.wait(20)
@@ -257,7 +257,7 @@ def test_a_rank_that_died_in_the_rendezvous_is_replaced():
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
-    monkeypatch.setattr(process_group, "WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "WARNING_SECONDS", 0.1)
     with pytest.raises(
         LaunchError,
         match=r"ranks 1-2 \(2\) of 3 processes did not come to rank "
@@ -290,7 +290,7 @@ def test_the_same_process_may_start_a_group_again():
 
 
 def test_an_unknown_host_is_not_waited_for_half_an_hour(monkeypatch, run_id):
-    monkeypatch.setattr(process_group, "UNKNOWN_HOST_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "UNKNOWN_HOST_SECONDS", 0.2)
     for place in ({"port": 29500}, {"port": derived_port(run_id), "run_id": run_id}):
         with pytest.raises(LaunchError, match="no-such-host.invalid"):
             open_store(info(1, address="no-such-host.invalid", **place), timedelta(minutes=30))

@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ddpkit.control import SignalListener
-from ddpkit.control.signals import ignored_signals, kill_workers, show_workers, start_loading
+from ddpkit.control.loader_workers import ignored_signals, kill_workers, show_workers, start_loading
 from tests.launching import Run, python
 
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.control.signals import CAUSES, TIME_LIMIT, PeriodicSync, Requests
+from ddpkit.control.periodic_sync import PeriodicSync, Requests
+from ddpkit.control.signals import CAUSES, TIME_LIMIT
 
 
 class Clock(threading.local):
@@ -22,7 +23,9 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("ddpkit.control.signals.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "ddpkit.control.periodic_sync.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
     return clock
 
 

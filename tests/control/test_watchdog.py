@@ -27,15 +27,8 @@ from ddpkit.base import (
     state_and_start,
     this_place,
 )
-from ddpkit.control.watchdog import (
-    BEAT_SECONDS,
-    FIRST_BEATS,
-    GRACE_SECONDS,
-    LOOK_SECONDS,
-    SEARCH_SECONDS,
-    SILENT_SECONDS,
-    Watchdog,
-)
+from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS
+from ddpkit.control.watchdog import GRACE_SECONDS, LOOK_SECONDS, Watchdog
 from ddpkit.training import Progress
 from ddpkit.types import Stage
 from tests.launching import wait_until
@@ -81,7 +74,8 @@ class Here(Position):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("ddpkit.control.watchdog.time", clock)
+    for module in ("heartbeat", "watchdog"):
+        monkeypatch.setattr(f"ddpkit.control.{module}.time", clock)
     monkeypatch.setattr("ddpkit.base.failure_report.POSITION", Position(session=1))
     return clock
 
@@ -398,7 +392,7 @@ def test_the_reason_waits_for_a_call_of_the_store_that_is_under_way(store, monke
     """What torch writes of a lost connection stands above it; afterwards the store is not asked
     again.
     """
-    monkeypatch.setattr("ddpkit.control.watchdog.QUIET_SECONDS", 30.0)
+    monkeypatch.setattr("ddpkit.control.heartbeat.QUIET_SECONDS", 30.0)
     monkeypatch.setattr(PROCESS, "failed", None)
     begun = threading.Event()
     answer = threading.Event()
@@ -597,7 +591,7 @@ def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothin
     """
     assert listen(clock, store, (0, 1, 2), 10.0, met=True) is None
     monkeypatch.setattr(
-        "ddpkit.control.watchdog.state_and_start",
+        "ddpkit.control.heartbeat.state_and_start",
         lambda pid: ("T", state_and_start(pid)[1]),
     )
     assert listen(clock, store, (0, 1, 2), 10.0, met=True) == 12.0, (

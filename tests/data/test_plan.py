@@ -19,16 +19,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpkit.data import plan
-from ddpkit.data.plan import (
-    CHUNK,
-    SMALL,
-    DealtBatchSampler,
-    Order,
-    PlannedBatchSampler,
-    SamplingPlan,
-    layers,
-)
+from ddpkit.data import sampler_drawing
+from ddpkit.data.dealt_batches import DealtBatchSampler
+from ddpkit.data.plan import CHUNK, SMALL, Order, SamplingPlan, layers
+from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import ConcatDatasetBatchSampler
 
@@ -596,7 +590,7 @@ class Endless:
 
 
 def test_a_sampler_without_an_end_is_an_error_and_no_hang(monkeypatch):
-    monkeypatch.setattr(plan, "MOST_DRAWN", 1000)
+    monkeypatch.setattr(sampler_drawing, "MOST_DRAWN", 1000)
     with pytest.raises(
         DataError,
         match=r"^Endless seems to have no end: it has yielded 1,001 "

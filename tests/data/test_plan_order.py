@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpkit.data.plan import SMALL, Order, PlannedBatchSampler
+from ddpkit.data.plan import SMALL, Order
+from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.seed import mix, mix_key
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data._utils import worker as torch_worker
 
 from ddpkit.data import streams
-from ddpkit.data.streams import StreamShard, is_sharded
+from ddpkit.data.stream_kinds import is_sharded
+from ddpkit.data.stream_shard import StreamShard
 from ddpkit.dataloader import Sharding, deal_batches, is_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
 

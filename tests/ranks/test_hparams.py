@@ -8,8 +8,8 @@ import pytest
 
 from tests.launching import Run, python, start_by_hand, torchrun
 
-SCRIPT = """from ddpkit.comm import process_group; from ddpkit.control import failure
-failure.FIRST_WORD_SECONDS = process_group.FINAL_REPORT_SECONDS = 60.0
+SCRIPT = """from ddpkit.comm import group_end; from ddpkit.control import failure
+failure.FIRST_WORD_SECONDS = group_end.FINAL_REPORT_SECONDS = 60.0
 import ddpkit
 
 hparams_file, run_opts, overrides = ddpkit.parse_arguments()

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import process_group, shorten_timeout
+from ddpkit.comm import group_end, shorten_timeout, time_limits
 from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
 from tests.contract.recipes import Regression, make
@@ -258,12 +258,12 @@ def leave_groups_of_nccl():
         ),
         distributed_c10d=dist.distributed_c10d,
     )
-    process_group.dist, before = fake, process_group.dist
+    group_end.dist, before = fake, group_end.dist
     try:
-        process_group._destroy_groups(failed=True)
-        process_group._destroy_groups(failed=False)
+        group_end._destroy_groups(failed=True)
+        group_end._destroy_groups(failed=False)
     finally:
-        process_group.dist = before
+        group_end.dist = before
     dist.barrier()  # else the first rank may be gone before the other has connected
     return destroyed
 
@@ -303,9 +303,9 @@ def test_a_backend_without_timeouts_is_left_alone(monkeypatch):
             asked.append(limit)
             raise RuntimeError("Backend mpi does not support setting a timeout")
 
-    monkeypatch.setattr(process_group, "is_distributed_initialized", lambda: True)
+    monkeypatch.setattr(time_limits, "is_distributed_initialized", lambda: True)
     monkeypatch.setattr(
-        process_group,
+        time_limits,
         "dist",
         SimpleNamespace(group=SimpleNamespace(WORLD=NoTimeouts())),
     )
@@ -313,7 +313,7 @@ def test_a_backend_without_timeouts_is_left_alone(monkeypatch):
     assert asked == [timedelta(seconds=5)]
     # an older torch
     monkeypatch.setattr(
-        process_group,
+        time_limits,
         "dist",
         SimpleNamespace(group=SimpleNamespace(WORLD=object())),
     )

@@ -13,8 +13,8 @@ from ddpkit.errors import ConfigError
 from ddpkit.run_opts import parse_arguments
 from tests.launching import Run, python, start_by_hand, torchrun
 
-SCRIPT = """import os; from ddpkit.comm import process_group; from ddpkit.control import failure
-failure.FIRST_WORD_SECONDS = process_group.FINAL_REPORT_SECONDS = 2.0 if "WRONG_ON" in os.environ else 60.0
+SCRIPT = """import os; from ddpkit.comm import group_end; from ddpkit.control import failure
+failure.FIRST_WORD_SECONDS = group_end.FINAL_REPORT_SECONDS = 2.0 if "WRONG_ON" in os.environ else 60.0
 import torch
 import ddpkit
 from ddpkit.distributed import ddp_barrier

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.comm import get_runtime
-from ddpkit.control import watchdog
+from ddpkit.control import heartbeat, watchdog
 from ddpkit.distributed import ddp_barrier
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
@@ -171,14 +171,14 @@ def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_o
 @contextlib.contextmanager
 def busy_watch():
     """Have the watchdog do in a blink what takes it seconds."""
-    before = watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
-    watchdog.BEAT_SECONDS = 0.01
+    before = heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
+    heartbeat.BEAT_SECONDS = 0.01
     watchdog.LOOK_SECONDS = 0.003
     watchdog.GRACE_SECONDS = 0.3
     try:
         yield
     finally:
-        watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
+        heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
         if dist.is_initialized():
             get_runtime().watchdog.stop()
 
@@ -328,7 +328,7 @@ def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_on
 WAITING = """\
 import atexit, os, signal, time
 from ddpkit.comm import mailbox, process_group
-from ddpkit.control import watchdog
+from ddpkit.control import heartbeat, watchdog
 from ddpkit.distributed import ddp_init_group, exchange, get_rank
 
 mailbox.TROUBLE_SECONDS = 0.2
@@ -410,7 +410,7 @@ def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, cal
     connection to it.
     """
     dies = (
-        f"watchdog.START_SECONDS = 2.0\nif os.environ['RANK'] == '1': process_group.{call} = "
+        f"heartbeat.START_SECONDS = 2.0\nif os.environ['RANK'] == '1': process_group.{call} = "
         f"lambda *_: {KILL}"
     )
     main, other = wait_outside(tmp_path, 1, "pass", "1", 1800.0, dies)

@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from ddpkit.checkpointing.hooks import safe_load, torch_save
+from ddpkit.checkpointing.file_loading import safe_load
+from ddpkit.checkpointing.hooks import torch_save
 from ddpkit.errors import CheckpointError
 from ddpkit.run import rank_state
 from ddpkit.run.rank_state import RankStates

@@ -364,7 +364,9 @@ def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     now = [1000.0]
     for module in (stage_runner, intra_epoch_saves):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("ddpkit.control.signals.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "ddpkit.control.periodic_sync.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
 
     class Slow(Host):
         def fit_batch(self, batch):

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ddpkit.control import PeriodicSync, Requests, SyncReport
-from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.data.dealt_batches import DealtBatchSampler
+from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.training.feed import Feed

@@ -21,8 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data import guess_batch_size
-from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, guess_batch_size
 from ddpkit.dataloader import (
     LoopedLoader,
     SaveableDataLoader,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 import ddpkit
 from ddpkit import sampler
-from ddpkit.data.plan import PlannedBatchSampler
+from ddpkit.data import PlannedBatchSampler
 from ddpkit.dataloader import (
     Sharding,
     default_seed,

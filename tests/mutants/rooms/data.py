@@ -102,14 +102,14 @@ DATA = in_room(
         ),
         Fault(
             "a sampler without an end fills the memory",
-            "_draw_alike",
+            "draw_alike",
             "len(drawn) > most",
             "False",
         ),
         Fault(
             "the epoch reaches the outer sampler only",
             "set_epoch_inside",
-            "if isinstance(one, RankBatchSampler):\n    return",
+            "if getattr(one, 'passes_epoch_on', False):\n    return",
             "return",
             f"{PLAN} {SAMPLER}",
         ),

@@ -61,7 +61,7 @@ FAULTS = in_room(
         ),
         Fault(
             "--no_sync of a recipe stays on after the block",
-            "_Switched.__exit__",
+            "SwitchedAttribute.__exit__",
             "setattr(one, self._name, before)",
             "pass",
             f"{UNIT} tests/ranks/test_own_fit_batch.py {DDP}",

@@ -1,0 +1,99 @@
+"""A file of ``torch.save`` is loaded without running code from it.
+
+Source: https://pytorch.org/docs/stable/notes/serialization.html#weights-only says what
+``torch.load(weights_only=True)`` accepts; that the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``
+changes only calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.py`` and
+is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpkit.checkpointing.storage import BLOCK_BYTES
+from ddpkit.errors import CheckpointError
+
+_DAMAGED = frozenset({"UnpicklingError", "EOFError", "KeyError", "BadZipFile"})
+
+
+def safe_load(
+    path: Path,
+    map_location: Any = "cpu",
+    *,
+    mmap: bool = False,
+) -> Any:
+    """Load a file of ``torch.save`` without running any code from it, whatever the environment
+    says.
+
+    Args:
+        path: the file.
+        map_location: where tensors go, as in ``torch.load``.
+        mmap: the tensors may be pages of the file, which costs no memory and a third of the time:
+            for a caller that copies them at once. A file that is not as ``torch.save`` writes it is
+            read all the same.
+
+    Returns:
+        What the file holds: tensors, numbers, strings, plain containers, and the types that were
+        allowed with ``torch.serialization.add_safe_globals``.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else. It is not retried with
+            unsafe pickling.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
+        >>> torch.save({"step": 3}, path)
+        >>> safe_load(path)
+        {'step': 3}
+    """
+    try:
+        mapped = mmap and _can_be_mapped(path)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
+            reason = "it is damaged, or was not written by torch.save"
+            with contextlib.suppress(Exception):  # of a damaged file
+                if names := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+                    reason = (
+                        f"it names {', '.join(sorted(names))}, and loading those would run code. "
+                        "If you trust the file, allow them with "
+                        "torch.serialization.add_safe_globals"
+                    )
+        raise CheckpointError(f"cannot load {path}: {reason}.") from error
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Say whether a file is as ``torch.save`` writes it, and its file system can map it.
+
+    It is read into the page cache, where a disk that fails raises; a page of a mapping would end
+    the process.
+    """
+    if torch.serialization.get_default_mmap_options() != mmap.MAP_PRIVATE:
+        return False  # torch would write into the file, to swap the bytes of another machine's
+    block = bytearray(BLOCK_BYTES)
+    with Path(path).open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+        with (
+            contextlib.suppress(OSError, UnicodeError, zipfile.BadZipFile),
+            zipfile.ZipFile(path) as archive,
+        ):
+            str(path).encode()  # torch maps no file of another name
+            mmap.mmap(
+                file.fileno(),
+                1,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ,
+            ).close()
+            return all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
+    return False

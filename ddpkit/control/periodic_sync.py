@@ -1,0 +1,179 @@
+"""The sync of all ranks: what they must agree on is agreed on about once a second, not once a step.
+
+Every ``k`` steps, with ``k`` itself agreed on at the previous sync, the ranks add up a few numbers
+in one small all-reduce on a group of their own (gloo, on the CPU). All of them act on the same sums
+at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpkit.control.signals import CAUSES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+INTERVAL_SECONDS = 1.0
+# times: the distance of syncs that an epoch may begin with, against that of the epoch before
+MOST_SHORTER = 4
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What all ranks learnt at a sync; every number is the same on every rank.
+
+    Attributes:
+        step: the step of the sync, within the epoch.
+        loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
+        samples: samples seen by all ranks since the epoch began, with those whose loss was not
+            finite.
+        main_seconds: the main process's answer to how long ago it last saved an intra-epoch
+            checkpoint.
+        save_wanted: whether some rank has been asked for a checkpoint, by a signal.
+        stop: what has asked some rank to stop, one of :data:`CAUSES`; empty: nothing has.
+
+    Ranks: local.
+
+    Example:
+        >>> SyncReport(step=4, loss=0.5, samples=32, main_seconds=1.0).loss
+        0.5
+    """
+
+    step: int
+    loss: float
+    samples: int
+    main_seconds: float
+    save_wanted: bool = False
+    stop: str = ""
+
+
+class Requests(NamedTuple):
+    """What a rank sends at a sync besides its losses.
+
+    Attributes:
+        main_seconds: seconds since the last intra-epoch checkpoint; only the main process's value
+            counts.
+        save: whether a checkpoint was requested on this rank.
+        stop: the cause of a stop request, one of :data:`CAUSES`; empty: none.
+
+    Ranks: local.
+
+    Example:
+        >>> Requests(save=True).stop
+        ''
+    """
+
+    main_seconds: float = 0.0
+    save: bool = False
+    stop: str = ""
+
+
+class PeriodicSync:
+    """Decides at which steps the ranks sync, and syncs them.
+
+    Args:
+        add_up: sums a list of floats over the ranks, such as
+            :func:`ddpkit.distributed.sum_over_ranks`.
+        world_size: number of ranks.
+        is_main: whether this is the main process.
+        interval: seconds between syncs, about.
+
+    Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed
+    on.
+
+    Example:
+        >>> sync = PeriodicSync(add_up=list, world_size=1, is_main=True)
+        >>> sync.start(step=0); sync.due
+        1
+        >>> sync(step=1, loss_sum=3.0, count=2, samples=2, requests=Requests()).loss
+        1.5
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[list[float]], list[float]],
+        world_size: int,
+        *,
+        is_main: bool,
+        interval: float = INTERVAL_SECONDS,
+    ) -> None:
+        self.add_up = add_up
+        self.world_size = world_size
+        self.is_main = is_main
+        self.interval = interval
+        self.due = 1
+        self.steps_per_interval = 1  # as all ranks have found together at the last sync
+        self._last_step = 0
+        self._last_time = 0.0
+        self._steps_apart = self._known = 1
+
+    def start(self, step: int) -> None:
+        """Begin an epoch, or go on with one, after ``step`` steps.
+
+        The first step also waits for the loader, and a few come before the next sync. Only where
+        they were quick are the syncs soon as far apart as in the epoch before.
+        """
+        self._last_step = step
+        self._last_time = time.monotonic()
+        self.due = step + 1
+        self._known = self._steps_apart
+        self._steps_apart = 1
+
+    def __call__(
+        self,
+        step: int,
+        loss_sum: float,
+        count: float,
+        samples: int,
+        requests: Requests,
+    ) -> SyncReport:
+        """Exchange these numbers with the other ranks and fix the step of the next sync.
+
+        Args:
+            step: the current step, equal on all ranks.
+            loss_sum: this rank's sum of losses since the epoch began.
+            count: what that sum counts on this rank.
+            samples: this rank's number of samples since the epoch began.
+            requests: what this rank tells beyond that.
+
+        Returns:
+            What all ranks learnt.
+        """
+        now = time.monotonic()
+        per_step = (now - self._last_time) / max(step - self._last_step, 1)
+        # all but one add zero, so that the sum is what the main process says
+        main_seconds = requests.main_seconds if self.is_main else 0.0
+        stops = [float(cause == requests.stop) for cause in CAUSES]
+        total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
+            [
+                loss_sum,
+                count,
+                samples,
+                per_step,
+                main_seconds,
+                float(requests.save),
+                *stops,
+            ]
+        )
+        stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
+        # of the mean over the ranks, and so the same number on each of them
+        wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
+        # one step tells little
+        known = 0 if self._steps_apart == 1 else self._known // MOST_SHORTER
+        self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, known)))
+        self.steps_per_interval = max(1, wanted)
+        self.due = step + self._steps_apart
+        self._last_step = step
+        self._last_time = time.monotonic()  # the exchange itself is no part of a step
+        mean = total_loss / total if total else float("nan")
+        return SyncReport(
+            step,
+            mean,
+            int(seen),
+            main_seconds=main,
+            save_wanted=wanted_by > 0,
+            stop=stop,
+        )

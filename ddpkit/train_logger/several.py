@@ -1,0 +1,155 @@
+"""Several train loggers as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base import kind_of
+from ddpkit.errors import ConfigError
+from ddpkit.reporting import Current, Stats
+from ddpkit.train_logger.interface import TrainLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class TrainLoggers(TrainLogger):
+    """Several train loggers as one: each reports the same.
+
+    A Brain makes one of a list under ``train_logger`` in its hparams, so that
+    ``self.hparams.train_logger.log_stats`` reports to all of them.
+
+    Args:
+        loggers: each with a method ``log_stats``.
+
+    Raises:
+        ConfigError: an object is not a train logger.
+
+    Ranks: as the loggers.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from ddpkit.train_logger import FileTrainLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     both = TrainLoggers(
+        ...         FileTrainLogger(f"{folder}/a.txt"),
+        ...         FileTrainLogger(f"{folder}/b.txt", precision=3),
+        ...     )
+        ...     both.log_stats({"epoch": 1}, {"loss": 2.5}, verbose=False)
+        ...     [Path(folder, name).read_text().split() for name in ("a.txt", "b.txt")]
+        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch:', '1', '-', 'train', 'loss:',
+        '2.500']]
+    """
+
+    def __init__(self, *loggers: Any) -> None:
+        for one in loggers:
+            if isinstance(one, type) or not callable(getattr(one, "log_stats", None)):
+                raise ConfigError(
+                    f"train_logger: {one!r} is not a train logger: it has no log_stats, or is a "
+                    "class."
+                )
+        self.loggers = loggers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loggers)
+
+    def require_writable(self) -> None:
+        """Refuse files that cannot be written, of every logger that has this method.
+
+        Raises:
+            ConfigError: a file or folder cannot be written.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if callable(getattr(one, "require_writable", None)):
+                one.require_writable()
+
+    def _report(
+        self,
+        meta: Stats,
+        stages: Mapping[str, Stats],
+        verbose: bool | None,
+    ) -> None:
+        stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
+        for one in self.loggers:
+            one.log_stats(
+                meta,
+                **stats,
+                **({} if verbose is None else {"verbose": verbose}),
+            )
+
+    def begin_anew(self) -> None:
+        """Call this method of every logger that has it.
+
+        Raises:
+            ConfigError: as the loggers.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if hasattr(one, "begin_anew"):
+                one.begin_anew()
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Report to every logger that has this method.
+
+        Args:
+            values: as in :meth:`TrainLogger.log_step`.
+            step: likewise.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if hasattr(one, "log_step"):
+                one.log_step(values, step)
+
+
+def log_places(train_logger: Any) -> list[str]:
+    """Return the files and folders that the events and the statistics of a run are written to.
+
+    Args:
+        train_logger: of the recipe, or None.
+
+    Ranks: local; what the main process writes.
+
+    Example:
+        >>> from ddpkit.train_logger import FileTrainLogger
+        >>> log_places(FileTrainLogger("results/train_log.txt"))
+        ['results/metrics.jsonl', 'results/train_log.txt']
+    """
+    if isinstance(train_logger, TrainLoggers):
+        return list(dict.fromkeys(place for one in train_logger for place in log_places(one)))
+    beside = getattr(train_logger, "run_log_beside", None)
+    run_log = beside if Current.log is None else Current.log.path
+    own = [getattr(train_logger, name, None) for name in ("save_file", "save_dir")]
+    return [os.fspath(one) for one in (run_log, *own) if isinstance(one, (str, os.PathLike))]
+
+
+def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters in which a list under ``train_logger`` is one :class:`TrainLoggers`.
+
+    Args:
+        hparams: as a recipe gives them; not changed.
+
+    Raises:
+        ConfigError: they are no mapping, or an object in the list is not a train logger.
+
+    Ranks: local.
+
+    Example:
+        >>> len(
+        ...     list(join_loggers({"train_logger": [TrainLogger(), TrainLogger()]})["train_logger"])
+        ... )
+        2
+    """
+    if not isinstance(hparams, Mapping):
+        raise ConfigError(
+            f"hparams is {kind_of(hparams)}, not a mapping: give what load_hparams returns."
+        )
+    found = hparams.get("train_logger")
+    joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
+    return {**hparams, **joined}

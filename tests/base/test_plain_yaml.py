@@ -55,14 +55,14 @@ class Kind(IntEnum):
         (None, None),
     ],
 )
-def test_k7_values_come_back_plain(value, expected):
+def test_values_come_back_plain(value, expected):
     found = round_trip({"value": value})["value"]
     assert found == expected
     assert type(found) is type(expected)
     yaml.safe_load(dump_plain_yaml({"value": value}))  # readable by anybody
 
 
-def test_k7_nan_comes_back():
+def test_nan_comes_back():
     assert math.isnan(round_trip({"loss": np.float32("nan")})["loss"])
 
 
@@ -80,19 +80,19 @@ def test_k7_nan_comes_back():
         torch.nn.Parameter(torch.ones(2)),
     ],
 )
-def test_k7_tensors_come_back_as_tensors(tensor):
+def test_tensors_come_back_as_tensors(tensor):
     found = round_trip({"t": tensor})["t"]
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
     assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(tensor.detach()))
 
 
-def test_k7_what_has_no_plain_form_is_stored_as_text_with_a_warning(caplog):
+def test_what_has_no_plain_form_is_stored_as_text_with_a_warning(caplog):
     assert "object" in round_trip({"x": object()})["x"]
     assert "cannot be stored in YAML" in caplog.text
 
 
-def test_k7_what_older_libraries_wrote_is_understood():
+def test_what_older_libraries_wrote_is_understood():
     meta = {
         "loss": np.float64(0.25),
         "epoch": np.int64(7),
@@ -136,7 +136,7 @@ EVIL = [
 
 
 @pytest.mark.parametrize("text", EVIL)
-def test_k7_nothing_executes(tmp_path, text):
+def test_nothing_executes(tmp_path, text):
     target = tmp_path / "touched"
     loaded = load_plain_yaml("a: " + text.format(target))
     assert isinstance(loaded["a"], UnreadableValue)
@@ -144,7 +144,7 @@ def test_k7_nothing_executes(tmp_path, text):
 
 
 @pytest.mark.parametrize("poisoned", [yaml.SafeLoader, SafeConstructor])
-def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch, poisoned):
+def test_a_poisoned_safe_loader_changes_nothing(monkeypatch, poisoned):
     called = []
 
     def construct(loader, suffix, node):
@@ -163,7 +163,7 @@ def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch, poisoned):
     assert called == []
 
 
-def test_k7_reading_and_writing_leaves_yaml_as_it_was():
+def test_reading_and_writing_leaves_yaml_as_it_was():
     round_trip({"t": torch.ones(1)})
     with pytest.raises(yaml.YAMLError):
         yaml.safe_load("!tensor {dtype: float32, shape: [1], values: [1.0]}")
@@ -193,7 +193,7 @@ def test_k7_reading_and_writing_leaves_yaml_as_it_was():
         "[" * 600,  # deeper than Python's stack
     ],
 )
-def test_k2_text_that_is_no_yaml_is_one_kind_of_error(text):
+def test_text_that_is_no_yaml_is_one_kind_of_error(text):
     with pytest.raises(CheckpointError, match="^invalid YAML"):
         load_plain_yaml(text)
 

@@ -110,7 +110,7 @@ def test_the_position_changes_with_every_batch_and_session():
     assert not position.own_status(3, 0.0, look=False).inside
 
 
-def test_f1_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
+def test_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
     position = Position()
     with position.inside(SimpleNamespace(epoch=1, step=0, optimizer_step=0, seen=None)):
         marks = [position.mark()]

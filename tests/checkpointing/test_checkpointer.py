@@ -299,7 +299,7 @@ def test_meta_that_is_too_large_to_be_read_again_is_refused(checkpointer, asynch
     assert list(checkpointer.checkpoints_dir.iterdir()) == []
 
 
-def test_k7_meta_of_any_kind_can_be_found_again(checkpointer):
+def test_meta_of_any_kind_can_be_found_again(checkpointer):
     meta = {
         "loss": np.float64(0.5),
         "array": np.arange(2),
@@ -326,7 +326,7 @@ def test_a_checkpoint_that_could_not_be_found_again_is_not_saved(checkpointer):
     assert names(checkpointer) == []
 
 
-def test_k7_listing_a_hostile_checkpoint_runs_nothing(checkpointer, tmp_path):
+def test_listing_a_hostile_checkpoint_runs_nothing(checkpointer, tmp_path):
     target = tmp_path / "touched"
     evil = checkpointer.checkpoints_dir / "CKPT+evil"
     evil.mkdir()
@@ -419,7 +419,7 @@ def test_two_kinds_of_keys_are_an_error(checkpointer):
     "bad",
     [float("nan"), None, "low", torch.tensor(float("nan")), torch.ones(2), [1]],
 )
-def test_k6_what_is_no_number_ranks_worst(checkpointer, bad):
+def test_what_is_no_number_ranks_worst(checkpointer, bad):
     for n, loss in enumerate([3.0, bad, 1.0, bad, 2.0]):
         save(checkpointer, n=n, loss=loss)
     assert [c.meta["n"] for c in checkpointer.find_checkpoints(min_key="loss")] == [2, 4, 0, 3, 1]
@@ -430,7 +430,7 @@ def test_k6_what_is_no_number_ranks_worst(checkpointer, bad):
     "importance",
     [lambda c: c.meta["loss"], lambda c: (c.meta["loss"], c.meta["n"])],
 )
-def test_k6_nan_ranks_worst_by_an_importance_key_too(checkpointer, importance):
+def test_nan_ranks_worst_by_an_importance_key_too(checkpointer, importance):
     for n, loss in enumerate([3.0, float("nan"), 1.0]):
         save(checkpointer, n=n, loss=loss)
     assert [c.meta["n"] for c in checkpointer.find_checkpoints(importance_key=importance)] == [
@@ -440,7 +440,7 @@ def test_k6_nan_ranks_worst_by_an_importance_key_too(checkpointer, importance):
     ]
 
 
-def test_k6_tensor_metrics_are_numbers(checkpointer):
+def test_tensor_metrics_are_numbers(checkpointer):
     for n, loss in enumerate([torch.tensor(3.0), torch.tensor([1.0]), 2]):
         save(checkpointer, n=n, loss=loss)
     assert [c.meta["n"] for c in checkpointer.find_checkpoints(min_key="loss")] == [1, 2, 0]
@@ -449,7 +449,7 @@ def test_k6_tensor_metrics_are_numbers(checkpointer):
 # ----------------------------------------------------------------------------------------- deleting
 
 
-def test_k6_nan_never_deletes_the_best(checkpointer):
+def test_nan_never_deletes_the_best(checkpointer):
     for n, loss in enumerate([3.0, float("nan"), 1.0, float("nan"), 2.0]):
         checkpointer.save_and_keep_only(
             meta={"n": n, "loss": loss, "unixtime": n},
@@ -505,7 +505,7 @@ def test_save_and_keep_only_returns_nothing_and_keeps_the_newest_as_well(checkpo
     assert values(checkpointer) == []
 
 
-def test_k5_no_call_changes_what_the_next_one_does(checkpointer):
+def test_no_call_changes_what_the_next_one_does(checkpointer):
     keys = []
     checkpointer.save_and_keep_only(meta={"n": 0, "unixtime": 0}, importance_keys=keys)
     assert keys == []
@@ -518,7 +518,7 @@ def test_k5_no_call_changes_what_the_next_one_does(checkpointer):
     assert meta == {"n": 3}
 
 
-def test_k5_a_save_lists_the_folder_a_constant_number_of_times(checkpointer):
+def test_a_save_lists_the_folder_a_constant_number_of_times(checkpointer):
     listings = []
     active = True
 
@@ -542,7 +542,7 @@ def test_k5_a_save_lists_the_folder_a_constant_number_of_times(checkpointer):
     assert len(checkpointer.list_checkpoints()) == 8
 
 
-def test_k11_saving_under_a_name_again_leaves_no_stale_file(tmp_path):
+def test_saving_under_a_name_again_leaves_no_stale_file(tmp_path):
     checkpointer = Checkpointer(tmp_path, {"a": Value(1), "b": Value(2)})
     checkpointer.save_checkpoint(name="x", meta={"old": 1})
     del checkpointer.recoverables["b"]
@@ -556,7 +556,7 @@ def test_k11_saving_under_a_name_again_leaves_no_stale_file(tmp_path):
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_k12_a_missing_file_is_an_error_that_names_it_however_the_object_was_added(tmp_path, added):
+def test_a_missing_file_is_an_error_that_names_it_however_the_object_was_added(tmp_path, added):
     Checkpointer(tmp_path, {"a": Value()}).save_checkpoint()
     checkpointer = Checkpointer(tmp_path, {"a": Value()} if added else {"a": Value(), "b": Value()})
     if added:
@@ -654,7 +654,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_k2_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(
     checkpointer,
     value,
     caplog,
@@ -673,7 +673,7 @@ def test_k2_a_damaged_checkpoint_is_reported_and_the_next_best_is_used(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_k2_a_run_does_not_start_from_scratch_without_a_word(checkpointer, value, damage):
+def test_a_run_does_not_start_from_scratch_without_a_word(checkpointer, value, damage):
     bad = save(checkpointer, 2)
     damage(bad)
     for method in (
@@ -690,7 +690,7 @@ def test_k2_a_run_does_not_start_from_scratch_without_a_word(checkpointer, value
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_k2_a_damaged_checkpoint_is_never_deleted_nor_counted(checkpointer, damage):
+def test_a_damaged_checkpoint_is_never_deleted_nor_counted(checkpointer, damage):
     good = save(checkpointer, 1, n=1)
     bad = save(checkpointer, 2, n=2)
     damage(bad)
@@ -704,7 +704,7 @@ def test_k2_a_damaged_checkpoint_is_never_deleted_nor_counted(checkpointer, dama
     assert bad.path.exists()
 
 
-def test_k2_loading_a_damaged_checkpoint_by_hand_is_refused(checkpointer, value):
+def test_loading_a_damaged_checkpoint_by_hand_is_refused(checkpointer, value):
     ckpt = save(checkpointer, 5)
     value.value = 0
     rot(ckpt)
@@ -751,7 +751,7 @@ def test_other_directories_and_files_are_no_checkpoints(checkpointer):
 # ------------------------------------------------------------------------------------- failed saves
 
 
-def test_k1_a_saver_that_fails_leaves_nothing_and_names_itself(checkpointer):
+def test_a_saver_that_fails_leaves_nothing_and_names_itself(checkpointer):
     good = save(checkpointer, 1)
 
     def saver(obj, path):
@@ -765,7 +765,7 @@ def test_k1_a_saver_that_fails_leaves_nothing_and_names_itself(checkpointer):
     assert names(checkpointer) == [good.path.name]
 
 
-def test_f8_a_full_disk_is_named_although_torch_hides_it(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_although_torch_hides_it(tmp_path, monkeypatch):
     class FullDisk(storage.FileOperations):
         def write(self, path, writer):
             if path.suffix == ".ckpt":
@@ -793,7 +793,7 @@ def test_leftovers_are_removed_by_the_next_save_and_not_by_a_reader(checkpointer
     assert names(checkpointer) == [ckpt.path.name]
 
 
-def test_k1_death_between_the_two_renames_loses_nothing(checkpointer, value, monkeypatch):
+def test_death_between_the_two_renames_loses_nothing(checkpointer, value, monkeypatch):
     class Dead(BaseException):
         pass
 
@@ -819,7 +819,7 @@ def test_k1_death_between_the_two_renames_loses_nothing(checkpointer, value, mon
 # ---------------------------------------------------------------------------------------- averaging
 
 
-def test_k14_averaging_changes_no_input_and_keeps_counters():
+def test_averaging_changes_no_input_and_keeps_counters():
     def state(weight, batches):
         return {
             "w": torch.tensor([weight, 1.0]),
@@ -849,7 +849,7 @@ def test_k14_averaging_changes_no_input_and_keeps_counters():
     assert states[0]["batches"].item() == 3
 
 
-def test_k14_half_precision_does_not_overflow():
+def test_half_precision_does_not_overflow():
     states = [{"w": torch.tensor([60000.0], dtype=torch.float16)}] * 3
     assert (
         average_state_dicts(states)["w"].item() == torch.tensor(60000.0, dtype=torch.float16).item()
@@ -871,7 +871,7 @@ def test_k14_half_precision_does_not_overflow():
         ([{"a": torch.ones(1)}, [torch.ones(1)]], "a list cannot be averaged"),
     ],
 )
-def test_k14_what_cannot_be_averaged_is_named(states, message):
+def test_what_cannot_be_averaged_is_named(states, message):
     with pytest.raises(ConfigError, match=message):
         average_state_dicts(states)
 

@@ -152,7 +152,7 @@ def test_the_decorator_works_plain_and_as_a_call():
     assert saves_on_every_rank(DEFAULT_SAVE_HOOKS[A])
 
 
-def test_c12_a_subclass_that_overrides_by_name_has_its_methods_used(tmp_path):
+def test_a_subclass_that_overrides_by_name_has_its_methods_used(tmp_path):
     class Tens(make_counter()):
         def _save(self, path):
             path.write_text(str(self.count * 10))
@@ -168,7 +168,7 @@ def test_c12_a_subclass_that_overrides_by_name_has_its_methods_used(tmp_path):
     assert loaded.count == 3
 
 
-def test_c12_marks_of_a_base_class_count_for_a_registered_subclass(tmp_path):
+def test_marks_of_a_base_class_count_for_a_registered_subclass(tmp_path):
     class Base:
         @mark_as_saver
         def _save(self, path):
@@ -561,7 +561,7 @@ class Evil:
 
 @pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_k8_loading_runs_no_code_whatever_the_environment_says(
+def test_loading_runs_no_code_whatever_the_environment_says(
     tmp_path,
     monkeypatch,
     variable,
@@ -586,7 +586,7 @@ def test_k8_loading_runs_no_code_whatever_the_environment_says(
             safe_load(path)
 
 
-def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
+def test_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
     """Else the test above shows nothing."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path = tmp_path / "model.ckpt"
@@ -602,7 +602,7 @@ def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
     [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100],
 )
 @pytest.mark.parametrize("mmap", [False, True])
-def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
     path = tmp_path / "model.ckpt"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"cannot load .*model.ckpt"):

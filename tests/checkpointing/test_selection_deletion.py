@@ -98,7 +98,7 @@ def test_what_was_just_saved_is_kept_by_any_number(checkpointer):
         checkpointer.delete_checkpoints(num_to_keep=0)
 
 
-def test_k6_nan_ranks_worst_beside_the_newest(checkpointer):
+def test_nan_ranks_worst_beside_the_newest(checkpointer):
     left = train(
         checkpointer,
         losses=[3.0, float("nan"), 1.0, float("nan"), 2.0],

@@ -101,7 +101,7 @@ def commit_with(monkeypatch, files, final):
     return None
 
 
-def test_k1_a_committed_directory_holds_all_files_and_a_manifest(tmp_path):
+def test_a_committed_directory_holds_all_files_and_a_manifest(tmp_path):
     final = tmp_path / "CKPT+a"
     commit(final)
     assert names(tmp_path) == ["CKPT+a"]
@@ -114,7 +114,7 @@ def test_k1_a_committed_directory_holds_all_files_and_a_manifest(tmp_path):
     assert verify(final) == []
 
 
-def test_k1_the_order_of_operations(tmp_path, monkeypatch):
+def test_the_order_of_operations(tmp_path, monkeypatch):
     log = operations_of(monkeypatch, lambda: commit(tmp_path / "CKPT+a")).log
     assert log == [
         "make_directory",
@@ -127,7 +127,7 @@ def test_k1_the_order_of_operations(tmp_path, monkeypatch):
     ]
 
 
-def test_k1_nothing_is_seen_before_the_rename(tmp_path):
+def test_nothing_is_seen_before_the_rename(tmp_path):
     seen = []
 
     def write(folder):
@@ -138,7 +138,7 @@ def test_k1_nothing_is_seen_before_the_rename(tmp_path):
     assert seen == [[]]
 
 
-def test_k11_a_directory_of_the_same_name_is_replaced_as_a_whole(tmp_path):
+def test_a_directory_of_the_same_name_is_replaced_as_a_whole(tmp_path):
     final = tmp_path / "CKPT+a"
     final.mkdir()
     (final / "stale.ckpt").write_text("old")
@@ -149,7 +149,7 @@ def test_k11_a_directory_of_the_same_name_is_replaced_as_a_whole(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("replace", [False, True])
-def test_k1_an_error_at_any_operation_leaves_what_was_there(tmp_path, monkeypatch, number, replace):
+def test_an_error_at_any_operation_leaves_what_was_there(tmp_path, monkeypatch, number, replace):
     final = tmp_path / "CKPT+new"
 
     def prepare():
@@ -175,7 +175,7 @@ def test_k1_an_error_at_any_operation_leaves_what_was_there(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_k1_death_at_any_operation_leaves_a_whole_directory(tmp_path, monkeypatch, replace):
+def test_death_at_any_operation_leaves_a_whole_directory(tmp_path, monkeypatch, replace):
     final = tmp_path / "CKPT+new"
 
     def prepare():
@@ -329,7 +329,7 @@ def damage_other_format(final):
         (damage_other_format, "manifest.json has format 3", True),
     ],
 )
-def test_k2_damage_is_found_and_named(tmp_path, damage, reason, seen_by_size):
+def test_damage_is_found_and_named(tmp_path, damage, reason, seen_by_size):
     final = tmp_path / "CKPT+a"
     commit(final)
     damage(final)
@@ -340,7 +340,7 @@ def test_k2_damage_is_found_and_named(tmp_path, damage, reason, seen_by_size):
     assert verify(final, "off") == []
 
 
-def test_k2_every_single_bit_flip_is_found(tmp_path):
+def test_every_single_bit_flip_is_found(tmp_path):
     final = tmp_path / "CKPT+a"
     commit(final)
     draw = random.Random(0)

@@ -12,7 +12,7 @@ from tests.faults.test_storage_power_loss import lost, record
 IN_PLACE = "in place, and one deleted"
 
 
-def test_f5_death_at_some_points_of_a_save(ranks, tmp_path):
+def test_death_at_some_points_of_a_save(ranks, tmp_path):
     [(points, outcomes)] = ranks.run(
         crash_everywhere,
         tmp_path,
@@ -29,13 +29,13 @@ def test_f5_death_at_some_points_of_a_save(ranks, tmp_path):
     assert frozenset({1, 2}) in {steps for steps, _ in outcomes}
 
 
-def test_f6_a_loss_of_power_at_any_moment_of_two_saves(tmp_path):
+def test_a_loss_of_power_at_any_moment_of_two_saves(tmp_path):
     disk = record(tmp_path / "run", "async", saves=((1, "last"), (2, "last")))
     assert len(disk.moments) > 15
     assert lost(disk, tmp_path / "after") == []
 
 
-def test_f7_random_damage_is_detected_or_harmless(ranks):
+def test_random_damage_is_detected_or_harmless(ranks):
     [counts] = ranks.run(forked, fuzz, "quick", 40, 10, world_size=1, init=False)
     assert sum(counts.values()) == 40
     assert sum(count for (_, fate), count in counts.items() if fate == "detected") > 35

@@ -237,7 +237,7 @@ def test_a_poster_that_left_because_of_a_failure(boxes):
         read(other)
 
 
-def test_f4_a_poster_that_was_killed_is_named_as_that(boxes):
+def test_a_poster_that_was_killed_is_named_as_that(boxes):
     other = boxes[1]
     other.report.tell(Reason(0, "disappeared: it was killed.", "node7", 5, is_final=True))
     other.report.depart(0)
@@ -249,7 +249,7 @@ def test_f4_a_poster_that_was_killed_is_named_as_that(boxes):
         read(other)
 
 
-def test_f4_the_heartbeat_is_asked_for_a_silent_poster_after_some_seconds(boxes, monkeypatch):
+def test_the_heartbeat_is_asked_for_a_silent_poster_after_some_seconds(boxes, monkeypatch):
     monkeypatch.setattr(mailbox, "TROUBLE_SECONDS", 0.05)
     main, other = boxes
     with ThreadPoolExecutor(1) as pool:

@@ -718,7 +718,7 @@ def differing(what):
     ],
     ids=lambda value: value if ":" not in value and "the" not in value else "",
 )
-def test_f14_ranks_that_differ(ranks, what, line):
+def test_ranks_that_differ(ranks, what, line):
     """Found on every rank before a batch is trained on, naming what differs and on which rank."""
     outcomes = ranks.outcomes(differing, what, timeout=LIMIT_SECONDS)
     assert_all_told(outcomes, ["RankMismatchError"] * 2, "not about to run the same training", line)
@@ -732,12 +732,12 @@ def ready_batches():
     brain.fit([1], DATA, train_loader_kwargs={"batch_sampler": sampler})
 
 
-def test_f14_different_batch_counts(ranks):
+def test_ranks_with_different_batch_counts(ranks):
     outcomes = ranks.outcomes(ready_batches, timeout=LIMIT_SECONDS)
     assert_all_told(outcomes, ["RankMismatchError"] * 2, "train batches: 2 on rank 0; 3 on rank 1")
 
 
-def test_f14_three_ranks_that_differ(ranks):
+def test_three_ranks_that_differ(ranks):
     outcomes = ranks.outcomes(three_options, world_size=3, timeout=LIMIT_SECONDS)
     assert_all_told(
         outcomes,
@@ -1047,7 +1047,7 @@ def test_real_run_of_the_recipe_itself(tmp_path):
         "nan",
     ],
 )
-def test_f1_the_real_thing(tmp_path, words, fault, says, rank):
+def test_the_reason_stands_last_under_torchrun(tmp_path, words, fault, says, rank):
     run = launch(tmp_path, *words, "--device=cpu", "--noprogressbar", fault=fault)
     assert_reason_last(run, *says, "rank", rank=rank)
     if fault == "forward":
@@ -1055,18 +1055,18 @@ def test_f1_the_real_thing(tmp_path, words, fault, says, rank):
 
 
 @pytest.mark.slow
-def test_f1_the_real_thing_started_as_a_user_does(tmp_path):
+def test_the_reason_stands_last_in_a_cold_start(tmp_path):
     words = ("hparams.yaml", "--device=cpu", "--noprogressbar")
     run = launch(tmp_path, *words, fault="forward", warm=False)
     assert_reason_last(run, "OverflowError: boom in forward", "rank", rank=1)
 
 
-def test_f1_a_rank_that_is_killed(tmp_path):
+def test_a_rank_that_is_killed(tmp_path):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", "--noprogressbar", fault="killed")
     assert_reason_last(run, "rank      : 1 (local_rank: 1)", "exitcode  : -9", "SIGKILL", closed=2)
 
 
-def test_f1_without_torchrun(tmp_path):
+def test_the_reason_stands_last_without_torchrun(tmp_path):
     """The rank that is left says which one failed, and why."""
     (tmp_path / "train.py").write_text(RECIPE)
     (tmp_path / "hparams.yaml").write_text(YAML)
@@ -1080,7 +1080,7 @@ def test_f1_without_torchrun(tmp_path):
     assert re.fullmatch(SECOND_HAND, main.tail(1))
 
 
-def test_f8_a_read_only_folder_for_real(tmp_path, read_only):
+def test_a_read_only_folder_for_real(tmp_path, read_only):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", f"--output_folder={read_only}/out")
     assert_reason_last(
         run,

@@ -154,7 +154,7 @@ def test_what_must_be_overridden_says_so(method):
     ],
     ids=["dict", "made by hand", "torch.device and text"],
 )
-def test_o12_run_opts_in_any_form(run_opts):
+def test_run_opts_in_any_form(run_opts):
     brain = Brain(run_opts=run_opts, hparams={"max_grad_norm": 9.0})
     assert (brain.max_grad_norm, brain.device) == (2.5, "cpu")
 
@@ -533,7 +533,7 @@ def test_no_validation_set_no_validation():
 # --------------------------------------------------------------------------------------- whole runs
 
 
-def test_d13_fit_twice_continues():
+def test_fit_twice_continues():
     """The same modules, the same optimizer with its momentum, the checkpoint read once."""
     data = points(8)
     kwargs = {"batch_size": 2, "shuffle": True}
@@ -556,7 +556,7 @@ def test_d13_fit_twice_continues():
     assert_same(weights(twice), weights(through))
 
 
-def test_d13_a_second_fit_does_not_go_back_to_a_checkpoint(tmp_path):
+def test_a_second_fit_does_not_go_back_to_a_checkpoint(tmp_path):
     class Saving(Regression):
         def on_stage_end(self, stage, stage_loss, epoch=None):
             if epoch == 1:
@@ -588,7 +588,7 @@ def test_fit_again_after_an_interrupt_starts_an_epoch_anew():
     assert seen_in(data, brain.trained_on) == [[0], [1], [2], [3], [4]]
 
 
-def test_o10_the_callers_dicts_stay_as_they_are():
+def test_the_callers_dicts_stay_as_they_are():
     brain = make()
     options = {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 3}
     evaluation = {"batch_size": 2}
@@ -611,7 +611,7 @@ def test_o10_the_callers_dicts_stay_as_they_are():
     assert evaluation == {"batch_size": 2}
 
 
-def test_o12_floats_may_be_returned():
+def test_floats_may_be_returned():
     class Floats(Regression):
         def fit_batch(self, batch):
             return super().fit_batch(batch).item()
@@ -703,7 +703,7 @@ class CountingData(Dataset):
     ("factor", "limit", "batches"),
     [(1, 3, 3), (2, 3, 6), (3, 5, 14), (1, 4, 4)],
 )
-def test_o8_the_step_limit_is_exact_and_fetches_nothing_more(factor, limit, batches):
+def test_the_step_limit_is_exact_and_fetches_nothing_more(factor, limit, batches):
     data = CountingData(points(8))
     brain = make(optimizer_step_limit=limit, grad_accumulation_factor=factor)
     brain.fit(EpochCounter(10), data, points(1))
@@ -862,7 +862,7 @@ def test_train_sampler_is_what_decides_the_order():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_o11_a_ready_made_loader_reshuffles_every_epoch(shuffle):
+def test_a_ready_made_loader_reshuffles_every_epoch(shuffle):
     brain = make()
     data = points(12)
     brain.fit([1, 2], DataLoader(data, batch_size=4, shuffle=shuffle))

@@ -33,7 +33,7 @@ def assert_close(found, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("max_grad_norm", [-1, 0, None, -0.5])
-def test_o1_no_norm_no_clipping(max_grad_norm):
+def test_no_norm_no_clipping(max_grad_norm):
     """The step is exactly lr times the negative gradient, neither turned round nor zeroed nor
     scaled.
     """
@@ -51,7 +51,7 @@ def test_o1_no_norm_no_clipping(max_grad_norm):
 
 
 @pytest.mark.parametrize("case", ["one group", "vectors apart", "two optimizers", "two groups"])
-def test_o2_all_groups_of_all_optimizers_are_clipped_together(case):
+def test_all_groups_of_all_optimizers_are_clipped_together(case):
     class Grouped(Regression):
         def init_optimizers(self):
             net = self.modules.net
@@ -90,7 +90,7 @@ def test_small_gradients_are_left_alone():
 
 
 @pytest.mark.parametrize(("samples", "factor"), [(5, 2), (5, 8), (8, 3), (7, 2), (9, 2)])
-def test_o3_the_short_window_is_stepped_with_the_right_divisor(samples, factor):
+def test_the_short_window_is_stepped_with_the_right_divisor(samples, factor):
     """Windows of ``factor`` batches of two, the last shorter: each is one batch of all its
     samples.
     """
@@ -128,7 +128,7 @@ class OwnFitBatch(Regression):
 
 
 @pytest.mark.parametrize(("samples", "factor"), [(4, 1), (8, 2), (10, 4), (6, 9)])
-def test_o3_an_overridden_fit_batch_has_its_short_window_stepped(samples, factor):
+def test_an_overridden_fit_batch_has_its_short_window_stepped(samples, factor):
     data = points(samples)
     kwargs = {"batch_size": 2}
     own = make(OwnFitBatch, grad_accumulation_factor=factor)
@@ -153,7 +153,7 @@ class PlainStream(IterableDataset):
 
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
 @pytest.mark.parametrize("factor", [1, 2, 4, 9])
-def test_o3_a_stream_has_its_short_window_stepped(factor, cls):
+def test_a_stream_has_its_short_window_stepped(factor, cls):
     data = points(10)
     kwargs = {"batch_size": 2}
     streamed = make(cls, grad_accumulation_factor=factor)
@@ -206,7 +206,7 @@ def test_gradients_that_a_recipe_leaves_behind_are_not_stepped_on():
     assert_close(weights(brain), weights(default))
 
 
-def test_o9_no_sync_is_left_clean_by_an_exception():
+def test_no_sync_is_left_clean_by_an_exception():
     brain = make(grad_accumulation_factor=2)
     data = points(4)
     brain.fit([], data)
@@ -229,7 +229,7 @@ def with_nan(number, *bad, value=float("nan")):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_o4_a_step_that_is_not_finite_is_skipped_and_counted(value, caplog):
+def test_a_step_that_is_not_finite_is_skipped_and_counted(value, caplog):
     counted = []
 
     class Counting(Regression):
@@ -248,7 +248,7 @@ def test_o4_a_step_that_is_not_finite_is_skipped_and_counted(value, caplog):
 
 
 @pytest.mark.parametrize("patience", [0, 1, 3])
-def test_o4_when_patience_is_exhausted_the_step_is_named(patience):
+def test_when_patience_is_exhausted_the_step_is_named(patience):
     brain = make(nonfinite_patience=patience)
     with pytest.raises(NonFiniteLossError, match=r"epoch 1.*nonfinite_patience=") as caught:
         brain.fit([1], with_nan(9, 2, 3, 4, 5, 6))
@@ -257,7 +257,7 @@ def test_o4_when_patience_is_exhausted_the_step_is_named(patience):
     assert all(torch.isfinite(value).all() for value in weights(brain).values())
 
 
-def test_o4_patience_starts_again_with_every_epoch():
+def test_patience_starts_again_with_every_epoch():
     brain = make(nonfinite_patience=2)
     brain.fit([1, 2, 3], with_nan(5, 0, 4))
     assert brain.optimizer_step == 9
@@ -290,7 +290,7 @@ def test_patience_goes_on_where_a_run_is_resumed_in_the_middle_of_an_epoch(tmp_p
         fit()
 
 
-def test_o4_a_window_with_one_bad_batch_is_skipped_whole():
+def test_a_window_with_one_bad_batch_is_skipped_whole():
     brain = make(grad_accumulation_factor=2)
     brain.fit([1], with_nan(6, 2))
     other = make(grad_accumulation_factor=2)
@@ -330,7 +330,7 @@ class Given(Brain):
         self.told = [*getattr(self, "told", []), stage_loss]
 
 
-def test_o5_means_are_weighted_by_samples():
+def test_means_are_weighted_by_samples():
     numbers = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0])
     kwargs = {"batch_size": 4}
     brain = make(Given)
@@ -339,7 +339,7 @@ def test_o5_means_are_weighted_by_samples():
     assert brain.evaluate(numbers, test_loader_kwargs=kwargs) == pytest.approx(1.8)
 
 
-def test_o5_gradients_are_weighted_by_samples():
+def test_gradients_are_weighted_by_samples():
     """Batches of 4 and 1 in one window count as one batch of 5."""
     data = points(5)
     brain = make(grad_accumulation_factor=3)
@@ -349,7 +349,7 @@ def test_o5_gradients_are_weighted_by_samples():
     assert_close(weights(brain), weights(joined))
 
 
-def test_o6_losses_that_are_not_finite_are_in_neither_sum_nor_count(caplog):
+def test_losses_that_are_not_finite_are_in_neither_sum_nor_count(caplog):
     numbers = torch.tensor([float("nan"), float("nan"), 2.0, 2.0, float("inf"), 5.0])
     brain = make(Given, nonfinite_patience=9)
     with caplog.at_level(logging.WARNING, logger="ddpkit"):

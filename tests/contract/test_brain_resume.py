@@ -272,10 +272,10 @@ def test_a_looped_loader_saved_at_the_very_end_of_an_epoch_yields_nothing_first(
     assert list(recovered) == ["c", "a"]
 
 
-# ---------------------------------------------------------------------------------------- K3 and K4
+# -------------------------------------------------------------- evaluate and fit after a checkpoint
 
 
-def test_k3_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
+def test_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
     """The test loss is that of the recovered weights over the test set alone, and fit goes on from
     its own place.
     """
@@ -297,7 +297,7 @@ def test_k3_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
     assert seen_in(data, brain.trained_on) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_k3_evaluate_in_a_process_of_its_own(tmp_path):
+def test_evaluate_in_a_process_of_its_own(tmp_path):
     data = points(10)
     run(tmp_path, data, dies_at=(2, 5), ckpt_interval_steps=3)
     brain = make(folder=tmp_path, test_only=True)
@@ -311,7 +311,7 @@ def test_k3_evaluate_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_k4_a_checkpoint_of_the_end_of_training_continues_with_the_next_epoch(tmp_path, factor):
+def test_a_checkpoint_of_the_end_of_training_continues_with_the_next_epoch(tmp_path, factor):
     class WithoutValidation(Mortal):
         def on_stage_end(self, stage, stage_loss, epoch=None):
             super().on_stage_end(stage, stage_loss, epoch)

@@ -101,7 +101,7 @@ def assert_exact(folder, make, dies_at, **options):
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("dies_at", [(1, 2), (1, 9), (2, 1), (2, 2), (3, 10)])
-def test_k9_dropout_and_every_other_stream(tmp_path, dies_at, factor):
+def test_a_resume_with_dropout_and_every_other_stream_is_exact(tmp_path, dies_at, factor):
     options = {"ckpt_interval_steps": 2, "grad_accumulation_factor": factor}
     assert_exact(
         tmp_path,
@@ -112,7 +112,7 @@ def test_k9_dropout_and_every_other_stream(tmp_path, dies_at, factor):
     )
 
 
-def test_k9_at_the_end_of_an_epoch(tmp_path):
+def test_a_resume_at_the_end_of_an_epoch_is_exact(tmp_path):
     """Without checkpoints inside epochs: what is drawn after the save makes no difference."""
     assert_exact(tmp_path, lambda: points(20), (3, 4))
 

@@ -43,13 +43,13 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["cuda:1", "cuda:0", "cuda", "xpu:2"])
-def test_m3_the_gpu_of_the_brain_is_the_current_one_before_anything_is_moved_to_it(calls, asked):
+def test_the_gpu_of_the_brain_is_the_current_one_before_anything_is_moved_to_it(calls, asked):
     brain = Brain({}, run_opts={"device": asked})
     assert calls[0] == ("current", brain.device)
     assert calls[1:] == [("moved", brain.device)]
 
 
-def test_m3_so_it_is_in_a_process_group_that_the_script_has_started(calls, monkeypatch):
+def test_the_gpu_is_the_current_one_in_a_group_that_the_script_has_started(calls, monkeypatch):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda:3"))
@@ -59,7 +59,7 @@ def test_m3_so_it_is_in_a_process_group_that_the_script_has_started(calls, monke
     assert calls == [("current", "cuda:3"), ("moved", "cuda:3")]
 
 
-def test_m3_a_cpu_is_nobodys_current_device(calls):
+def test_a_cpu_is_nobodys_current_device(calls):
     Brain({}, run_opts={"device": "cpu"})
     assert calls == [("moved", "cpu")]
 

@@ -117,7 +117,7 @@ def test_resume_says_what_a_run_starts_from(tmp_path):
         run(tmp_path / "b", resume=str(path))
 
 
-def test_f18_a_second_run_in_the_folder_is_refused_before_it_trains(tmp_path, monkeypatch):
+def test_a_second_run_in_the_folder_is_refused_before_it_trains(tmp_path, monkeypatch):
     def taken(lock):
         raise FolderInUseError("the folder is in use by another run")
 

@@ -45,7 +45,7 @@ class Noting(Regression):
         return super().predict_batch(batch)
 
 
-def test_f11_every_batch_of_predict_counts_as_a_step():
+def test_every_batch_of_predict_counts_as_a_step():
     brain = make(Noting)
     brain.step = 7
     brain.predict(points(8), loader_kwargs={"batch_size": 2})
@@ -55,7 +55,7 @@ def test_f11_every_batch_of_predict_counts_as_a_step():
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_f9_a_signal_stops_predict(tmp_path, name, code):
+def test_a_signal_stops_predict(tmp_path, name, code):
     class Asked(Noting):
         at = 2
         number = getattr(signal, name)
@@ -74,7 +74,7 @@ def test_f9_a_signal_stops_predict(tmp_path, name, code):
     assert (brain.step, brain.progress.seen) == (7, None)
 
 
-def test_f9_the_time_limit_stops_predict():
+def test_the_time_limit_stops_predict():
     brain = make(Noting, time_limit="0.01")
     with handlers_kept(), pytest.raises(RunStopped, match="75"):
         brain.predict(points(20), loader_kwargs={"batch_size": 2})

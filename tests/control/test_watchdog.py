@@ -513,7 +513,7 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     assert one.heartbeat.failure is None
 
 
-def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(
+def test_who_is_killed_after_another_has_failed_is_noted_as_gone_too(
     clock,
     store,
     ended_process,
@@ -565,7 +565,7 @@ def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
         ((0, 1, 2), 0.0, None),
     ],
 )
-def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_timeout(
+def test_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_timeout(
     clock,
     store,
     beats,

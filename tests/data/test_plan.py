@@ -311,7 +311,7 @@ def dealt(make, world_size, **options):
     return [DealtBatchSampler(make(), rank, world_size, **options) for rank in range(world_size)]
 
 
-def test_d20_a_sampler_may_change_its_length():
+def test_a_sampler_may_change_its_length():
     """The plan, the counts and the length follow, in whichever order they are asked for."""
     ranks = [
         PlannedBatchSampler(Growing(lambda epoch: 13 - 3 * epoch), 2, rank, 2) for rank in range(2)
@@ -336,7 +336,7 @@ def test_d20_a_sampler_may_change_its_length():
         assert ranks[0].source.told == list(range(1, epoch + 1))
 
 
-def test_d20_a_batch_sampler_may_change_its_length():
+def test_a_batch_sampler_may_change_its_length():
     ranks = dealt(lambda: BatchSampler(Growing(), 2, drop_last=False), 2)
     lengths = []
     for epoch in (1, 4, 2):
@@ -353,14 +353,14 @@ def test_d20_a_batch_sampler_may_change_its_length():
     assert lengths == [3, 4, 3]
 
 
-def test_d19_one_index_per_rank():
+def test_one_index_per_rank():
     ranks = planned(SequentialSampler(range(3)), 3, batch_size=1)
     assert [list(sampler) for sampler in ranks] == [[[0]], [[1]], [[2]]]
     ranks = dealt(lambda: BatchSampler(range(4), 2, drop_last=False), 2)
     assert [list(sampler) for sampler in ranks] == [[[0, 1]], [[2, 3]]]
 
 
-def test_d18_drop_last_leaves_out_an_incomplete_round():
+def test_drop_last_leaves_out_an_incomplete_round():
     def make():
         return BatchSampler(range(10), 2, drop_last=False)
 

@@ -119,7 +119,7 @@ def test_streams_are_dealt_out_by_counting():
 @pytest.mark.corner
 @pytest.mark.parametrize("size", [13, 0, 1, 7, 12, 40])
 @pytest.mark.parametrize("cls", [Stream, Lazy])
-def test_d5_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size):
+def test_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size):
     """Also at the ragged end, and for a stream that would divide itself over the workers."""
     expected = [list(range(start, min(start + 6, size))) for start in range(0, size, 6)]
     for world_size in (1, 2, 3):
@@ -307,7 +307,7 @@ def test_streams_that_can_divide_themselves_do(files, world_size, num_workers, c
     assert caplog.messages == []
 
 
-def test_o11_too_few_files_are_dealt_out_by_counting(caplog):
+def test_too_few_files_are_dealt_out_by_counting(caplog):
     """Instead of leaving ranks or workers without a file; the log says so."""
     caplog.set_level(logging.INFO)
     for num_workers in (0, 2):
@@ -417,7 +417,7 @@ class Seeds(Own):
         return iter([get_worker_info().seed])
 
 
-def test_d16_workers_have_seeds_of_their_own_on_every_rank_and_in_every_epoch():
+def test_workers_have_seeds_of_their_own_on_every_rank_and_in_every_epoch():
     found = {}
     for rank, epoch in itertools.product(range(2), (1, 2)):
         loader = shard(Seeds(), Sharding(rank, 2), batch_size=1, num_workers=2)
@@ -503,7 +503,7 @@ def test_what_counts_as_a_loader_of_batches():
         assert not is_batches(other)
 
 
-def test_d5_loaders_of_batches_are_dealt_out(caplog):
+def test_loaders_of_batches_are_dealt_out(caplog):
     with caplog.at_level(logging.INFO):
         found = [list(shard(Batches(5), Sharding(rank, 3))) for rank in range(3)]
     assert found == [["batch 0", "batch 3"], ["batch 1", "batch 4"], ["batch 2"]]
@@ -526,7 +526,7 @@ def test_d5_loaders_of_batches_are_dealt_out(caplog):
         shard(Batches(2), Sharding(), batch_size=2)
 
 
-def test_o11_a_loader_inside_is_told_the_epoch():
+def test_a_loader_inside_is_told_the_epoch():
     """A loader of one's own around a dataset that knows epochs."""
     stream = Stream(2)
     wrapped = SimpleNamespace(dataset=stream)

@@ -19,6 +19,7 @@ from .table_trials import say
 ROOT = Path(__file__).resolve().parents[2]
 STORAGE = "tests/checkpointing/test_storage_faults.py"
 CONTRACT = "tests/contract/test_bad_input.py"
+BACKGROUND = "tests/ranks/test_async_checkpoints.py"
 
 # Rows that are kills, with words for tests.faults.campaign.
 CAMPAIGNS = {"F4": (), "F20": ("--virtual",)}
@@ -31,8 +32,7 @@ class Shown:
     Attributes:
         fault: what is done.
         line: when it has passed.
-        tests: words for pytest: files, names of tests.
-        names: part of the names of those that are meant; empty: all.
+        tests: files, or tests of a file.
         missing: what of the row is not shown.
         environment: for the tests.
     """
@@ -40,7 +40,6 @@ class Shown:
     fault: str
     line: str
     tests: tuple[str, ...] = ()
-    names: str = ""
     missing: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,50 +52,88 @@ SHOWN = {
     ),
     "F5": Shown(
         "SIGKILL at random moments of saves, and at every file operation",
-        "no checkpoint unreadable, torn or lost", ("tests/faults/test_storage_crashes.py", STORAGE),
-        "f5",
+        "no checkpoint unreadable, torn or lost", (
+            "tests/faults/test_storage_crashes.py",
+            f"{STORAGE}::test_death_at_some_points_of_a_save",
+        ),
     ),
     "F6": Shown(
         "loss of power at every moment of a save", "what was acknowledged is found",
-        ("tests/faults/test_storage_power_loss.py", STORAGE), "f6",
+        (
+            "tests/faults/test_storage_power_loss.py",
+            f"{STORAGE}::test_a_loss_of_power_at_any_moment_of_two_saves",
+        ),
     ),
     "F7": Shown(
         "a file cut off, deleted, empty, swapped, with a flipped bit",
         "all is detected; the newest good one is taken",
-        ("tests/faults/test_damaged_checkpoints.py", STORAGE), "f7 or every_damage or closely",
+        (
+            "tests/faults/test_damaged_checkpoints.py",
+            f"{STORAGE}::test_random_damage_is_detected_or_harmless",
+        ),
     ),
     "F8": Shown(
         "no space, EIO, EDQUOT, read-only, at every operation",
         "what was there is whole; the message says why",
-        ("tests/faults/test_storage_errors.py", "tests/ranks/test_async_checkpoints.py", CONTRACT),
-        "f8",
+        (
+            "tests/faults/test_storage_errors.py",
+            (f"{BACKGROUND}::test_an_error_in_the_background_is_raised_on_every_rank_at_the_next_call"
+            "_and_once"),
+            f"{BACKGROUND}::test_with_warn_no_rank_raises",
+            f"{BACKGROUND}::test_a_failed_save_is_raised_also_where_each_rank_lists_by_itself",
+            f"{BACKGROUND}::test_with_warn_a_save_that_every_rank_takes_part_in_fails_alike_on_all",
+            f"{CONTRACT}::test_a_read_only_folder_for_real",
+        ),
     ),
     "F13": Shown(
         "another number of batches on each rank",
         "no steps of different epochs together; all end together",
-        ("tests/ranks/test_streams.py", "tests/ranks/test_brain.py",
-        "tests/training/test_feed_streams.py", CONTRACT),
-        "d4 or different_batch_counts or smaller_than_the_world or empty_on_one_rank",
+        (
+            "tests/ranks/test_streams.py::test_ranks_with_three_and_four_batches",
+            "tests/ranks/test_streams.py::test_a_stream_that_is_much_longer_on_one_rank",
+            "tests/ranks/test_brain.py::test_streams_give_every_item_once_and_end_together",
+            "tests/ranks/test_brain.py::test_a_stream_too_short_for_the_ranks_ends_all_of_them",
+            ("tests/ranks/test_brain.py::"
+            "test_a_stream_of_fewer_items_than_ranks_is_dealt_out_like_a_dataset"),
+            ("tests/training/test_stream_feed.py::"
+            "test_streams_of_different_lengths_end_together_and_lose_nothing"),
+            f"{CONTRACT}::test_ranks_with_different_batch_counts",
+            f"{CONTRACT}::test_dataset_smaller_than_the_world",
+            f"{CONTRACT}::test_a_dataset_that_is_empty_on_one_rank",
+        ),
     ),
     "F14": Shown(
         "another model, order of parameters, options, on a rank or when going on",
         "refused before the first step, on every rank, with the names",
-        (CONTRACT, "tests/ranks/test_exact_resume.py"), "f14 or k13",
+        (
+            f"{CONTRACT}::test_ranks_that_differ",
+            f"{CONTRACT}::test_three_ranks_that_differ",
+            f"{CONTRACT}::test_ranks_with_different_batch_counts",
+            "tests/ranks/test_exact_resume.py::test_another_number_of_ranks_takes_the_same_steps",
+            "tests/ranks/test_exact_resume.py::test_batches_that_cannot_be_divided_are_refused",
+            "tests/ranks/test_exact_resume.py::test_a_restarted_launch_keeps_the_samples_of_a_step",
+        ),
     ),
     "F16": Shown(
         "malicious checkpoints", "nothing is executed; the file is named",
-        ("tests/faults/test_hostile_checkpoints.py", "tests/ranks/test_async_checkpoints.py"),
-        "f16",
+        (
+            "tests/faults/test_hostile_checkpoints.py",
+            f"{BACKGROUND}::test_no_rank_runs_code_from_a_file_that_it_is_sent",
+        ),
     ),
     "F17": Shown(
-        "malicious YAML", "nothing is executed", ("tests/base/test_plain_yaml.py",), "k7",
+        "malicious YAML", "nothing is executed", ("tests/base/test_plain_yaml.py",),
         missing="shown for the YAML of checkpoints; ddpkit has no safe mode for "
                 "hyperparameters, which recipes load",
     ),
     "F18": Shown(
         "two runs in one folder; a restart while the old run lives",
         "the second is refused; never a mixed checkpoint",
-        ("tests/faults/test_run_lock.py", "tests/contract/test_other_saves.py"), "f18",
+        (
+            "tests/faults/test_run_lock.py",
+            ("tests/contract/test_other_saves.py::"
+            "test_a_second_run_in_the_folder_is_refused_before_it_trains"),
+        ),
     ),
     "F19": Shown(
         "1 000 000 tiny steps; 10 000 checkpoints",
@@ -123,7 +160,6 @@ def show(name: str, options: argparse.Namespace, folder: Path) -> tuple[int, int
         return _campaign(options, folder / f"{name}.json", CAMPAIGNS[name])
     row = SHOWN[name]
     report = folder / f"{name}.xml"
-    chosen = ["-k", row.names] if row.names else []
     command = [
         sys.executable,
         "-m",
@@ -133,7 +169,6 @@ def show(name: str, options: argparse.Namespace, folder: Path) -> tuple[int, int
         "not gpu",
         f"--junitxml={report}",
         *row.tests,
-        *chosen,
     ]
     environment = {**os.environ, **row.environment}
     done = subprocess.run(

@@ -107,7 +107,7 @@ def require_gone_soon(runs, folder):
         ("start", 0, True),
     ],
 )
-def test_f1_an_exception_anywhere_ends_all_and_is_what_one_reads_last(
+def test_an_exception_anywhere_ends_all_and_is_what_one_reads_last(
     tmp_path,
     where,
     rank,
@@ -136,7 +136,7 @@ def test_f1_an_exception_anywhere_ends_all_and_is_what_one_reads_last(
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_f1_with_four_ranks(tmp_path, by_hand):
+def test_an_exception_on_one_of_four_ranks(tmp_path, by_hand):
     runs = start(tmp_path, "fault=raise@forward", "rank=2", processes=4, by_hand=by_hand)
     require_gone_soon(runs, tmp_path)
     assert "rank 2 (" in said(runs)
@@ -146,7 +146,7 @@ def test_f1_with_four_ranks(tmp_path, by_hand):
 
 
 @pytest.mark.parametrize(("rank", "by_hand"), [(1, False), (0, False), (1, True), (0, True)])
-def test_f4_a_killed_rank_is_named_with_its_step(tmp_path, rank, by_hand):
+def test_a_killed_rank_is_named_with_its_step(tmp_path, rank, by_hand):
     runs = start(tmp_path, "fault=kill@forward", f"rank={rank}", "step=9", by_hand=by_hand)
     require_gone_soon(runs, tmp_path)
     assert all(run.code != 0 for run in runs)
@@ -155,7 +155,7 @@ def test_f4_a_killed_rank_is_named_with_its_step(tmp_path, rank, by_hand):
     assert f"pid {pid_of(tmp_path, rank)}) disappeared in TRAIN of epoch 1 at step" in text
 
 
-def test_f4_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_killed(tmp_path):
+def test_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_killed(tmp_path):
     runs = start(tmp_path, "fault=kill@forward", "rank=1", "step=9", "after=1", by_hand=True)
     assert wait_until((tmp_path / "out" / "left-0").exists, START_SECONDS)
     runs[0].signal(signal.SIGTERM)  # as a launcher does
@@ -166,7 +166,7 @@ def test_f4_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_kille
     )
 
 
-def test_f12_without_their_launcher_the_workers_end(tmp_path):
+def test_without_their_launcher_the_workers_end(tmp_path):
     [run] = start(tmp_path, "epochs=1000", warm=False)
     until(tmp_path, "TRAIN", 5)
     run.signal(signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobo
     ("fault", "where"),
     [("sleep", "forward"), ("spin", "hook"), ("sleep", "worker")],
 )
-def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, fault, where):
+def test_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, fault, where):
     words = ["--hang_warning=3", "--hang_timeout=8", f"workers={2 * (where == 'worker')}"]
     [run] = start(tmp_path, f"fault={fault}@{where}", "rank=1", *words)
     await_fault(tmp_path, [run])
@@ -229,7 +229,7 @@ def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, faul
     assert run.code != 0
 
 
-def test_f11_a_stopped_process_is_named(tmp_path):
+def test_a_stopped_process_is_named(tmp_path):
     runs = start(
         tmp_path,
         "fault=stop@forward",
@@ -249,7 +249,7 @@ def test_f11_a_stopped_process_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "where"), [(0, "fit"), (1, "forward")])
-def test_f11_a_rank_that_keeps_the_interpreter_lock_is_named_by_the_others(tmp_path, rank, where):
+def test_a_rank_that_keeps_the_interpreter_lock_is_named_by_the_others(tmp_path, rank, where):
     """Nobody of this process can end it: that is the launcher's."""
     words = [
         f"fault=gil@{where}",
@@ -319,7 +319,7 @@ def uninterrupted(tmp_path_factory):
         ("SIGINT", 1, "TRAIN", 0, True),
     ],
 )
-def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
+def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     tmp_path,
     uninterrupted,
     name,
@@ -367,7 +367,7 @@ def workers_of(run):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_f9_workers_are_deaf_from_their_first_moment(tmp_path, context):
+def test_workers_are_deaf_from_their_first_moment(tmp_path, context):
     """The whole group is signalled while they start, which takes those that are not forked
     seconds.
     """
@@ -396,7 +396,7 @@ def test_f9_workers_are_deaf_from_their_first_moment(tmp_path, context):
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_f4_workers_do_not_outlive_their_rank(tmp_path, context):
+def test_workers_do_not_outlive_their_rank(tmp_path, context):
     words = ["workers=2", f"context={context}", "size=100000"]
     [run] = start(tmp_path, *words, processes=1, by_hand=True, warm=False)
     until(tmp_path, "TRAIN", 3, ranks=1)

@@ -151,7 +151,7 @@ def judge(counts, trials):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_f7_every_damage_is_detected_or_harmless(zygote, seed):
+def test_every_damage_is_detected_or_harmless(zygote, seed):
     counts = zygote(fuzz, seed, TRIALS // 4, 10)
     judge(counts, TRIALS // 4)
     assert len({kind for kind, _ in counts}) == 12
@@ -161,7 +161,7 @@ def test_f7_every_damage_is_detected_or_harmless(zygote, seed):
 
 
 @pytest.mark.parametrize("change", [empty, delete, truncate, flip_a_bit])
-def test_f7_where_none_is_whole_a_run_does_not_start_from_scratch(tmp_path, change):
+def test_where_none_is_whole_a_run_does_not_start_from_scratch(tmp_path, change):
     states = make(tmp_path)
     draw = random.Random(5)
     for step in STEPS:
@@ -178,7 +178,7 @@ def test_f7_where_none_is_whole_a_run_does_not_start_from_scratch(tmp_path, chan
     assert len(states) == 3
 
 
-def test_f7_what_is_left_of_a_removed_checkpoint_is_no_reason_to_start_from_scratch(tmp_path):
+def test_what_is_left_of_a_removed_checkpoint_is_no_reason_to_start_from_scratch(tmp_path):
     make(tmp_path)
     for step in STEPS:
         for path in files_of(tmp_path / "save" / f"CKPT+{step}"):
@@ -204,7 +204,7 @@ def test_f7_what_is_left_of_a_removed_checkpoint_is_no_reason_to_start_from_scra
         (empty, "off", False),
     ],
 )
-def test_f7_how_closely_is_looked(tmp_path, change, mode, noticed):
+def test_how_closely_files_are_verified(tmp_path, change, mode, noticed):
     make(tmp_path)
     draw = random.Random(3)
     for _ in range(5):
@@ -255,7 +255,7 @@ def choose_often(folder, times):
     return outcomes
 
 
-def test_f7_all_ranks_choose_the_same_one(ranks, tmp_path):
+def test_all_ranks_choose_the_same_one(ranks, tmp_path):
     make(tmp_path)
     main, other = ranks.run(choose_often, tmp_path, 30)
     for mine, its in zip(main, other, strict=True):

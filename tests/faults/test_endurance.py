@@ -53,7 +53,7 @@ class Endless(sb.Brain):
             self.last = (memory_mb(), handles(), time.monotonic())
 
 
-def test_f19_many_steps_leave_nothing_behind(tmp_path):
+def test_many_steps_leave_nothing_behind(tmp_path):
     gc.collect()  # what earlier tests have left may have files open
     options = {"device": "cpu", "noprogressbar": True, "optimizer_step_limit": STEPS}
     brain = Endless(
@@ -74,7 +74,7 @@ def test_f19_many_steps_leave_nothing_behind(tmp_path):
     assert holding == held
 
 
-def test_f19_many_checkpoints_are_kept_and_found(tmp_path):
+def test_many_checkpoints_are_kept_and_found(tmp_path):
     gc.collect()
     net = torch.nn.Linear(1, 1)
     checkpointer = Checkpointer(tmp_path, {"net": net})

@@ -13,7 +13,7 @@ import pytest
 from .table import ALL, COLD_SHARE, Table, main, parse
 from .table_ends import END
 from .table_rows import PLACES, ROWS
-from .table_shown import SHOWN
+from .table_shown import ROOT, SHOWN
 from .table_trials import Trial
 
 SLACK_SECONDS = 20.0  # `make faults` measures; this sees to it that the rows are true
@@ -52,6 +52,15 @@ def test_kills_before_another_number_of_processes_goes_on_are_a_row(capfd):
 def test_all_rows_are_there():
     assert {*ROWS, *SHOWN, "exit"} == set(ALL)
     assert {f"F{number}" for number in range(1, 21)} <= set(ALL)
+
+
+def test_what_shows_a_row_is_there():
+    words = {word for row in SHOWN.values() for word in row.tests}
+    assert words
+    for word in sorted(words):
+        file, _, name = word.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in text, word
 
 
 def test_trials_are_drawn_from_the_seed_and_can_be_written_down(tmp_path):

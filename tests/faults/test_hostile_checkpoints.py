@@ -164,7 +164,7 @@ def _variable(request, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("evil", [Evil, Nested])
 @pytest.mark.parametrize("name", list(objects()))
-def test_f16_a_malicious_pickle_in_any_file(checkpointer, victim, marker, name, evil, form):
+def test_a_malicious_pickle_in_any_file(checkpointer, victim, marker, name, evil, form):
     content = form(evil(marker))
     (victim / f"{name}.ckpt").write_bytes(content)
     seal(victim)
@@ -214,7 +214,7 @@ YAMLS = {
 
 
 @pytest.mark.parametrize("title", YAMLS)
-def test_f16_an_evil_meta_file(checkpointer, victim, title):
+def test_an_evil_meta_file(checkpointer, victim, title):
     (victim / "CKPT.yaml").write_text(HEAD + YAMLS[title])
     seal(victim)
     refused(checkpointer, "CKPT.yaml")
@@ -235,7 +235,7 @@ def test_f16_an_evil_meta_file(checkpointer, victim, title):
         "!include:/etc/hostname",
     ],
 )
-def test_f16_tags_of_the_meta_file_do_nothing(checkpointer, victim, marker, tag, monkeypatch):
+def test_tags_of_the_meta_file_do_nothing(checkpointer, victim, marker, tag, monkeypatch):
     monkeypatch.setattr(
         yaml.SafeLoader,
         "yaml_constructors",
@@ -258,7 +258,7 @@ def test_f16_tags_of_the_meta_file_do_nothing(checkpointer, victim, marker, tag,
     assert checkpointer.find_checkpoint(min_key="value") == found
 
 
-def test_f16_a_huge_meta_file_is_not_read(checkpointer, victim):
+def test_a_huge_meta_file_is_not_read(checkpointer, victim):
     with (victim / "CKPT.yaml").open("ab") as handle:
         handle.truncate(1 << 40)
     refused(checkpointer, "CKPT.yaml")
@@ -290,7 +290,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("title", FILES)
-def test_f16_an_evil_list_of_files(checkpointer, victim, outside, title):
+def test_an_evil_list_of_files(checkpointer, victim, outside, title):
     manifest = json.loads((victim / "manifest.json").read_text())
     manifest["files"] = FILES[title]
     write_manifest(victim, manifest)
@@ -312,12 +312,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("title", TEXTS)
-def test_f16_an_evil_manifest(checkpointer, victim, title):
+def test_an_evil_manifest(checkpointer, victim, title):
     (victim / "manifest.json").write_text(TEXTS[title])
     refused(checkpointer, "manifest.json")
 
 
-def test_f16_a_manifest_of_any_size_is_not_read(checkpointer, victim):
+def test_a_manifest_of_any_size_is_not_read(checkpointer, victim):
     with (victim / "manifest.json").open("ab") as handle:
         handle.truncate(1 << 40)
     refused(checkpointer, "manifest.json")
@@ -329,7 +329,7 @@ def test_f16_a_manifest_of_any_size_is_not_read(checkpointer, victim):
 @pytest.mark.parametrize("name", ["CKPT.yaml", "manifest.json", "model.ckpt"])
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero", "nowhere"])
 @pytest.mark.parametrize("sealed", [True, False])
-def test_f16_a_pipe_or_a_device_in_place_of_a_file(checkpointer, victim, name, target, sealed):
+def test_a_pipe_or_a_device_in_place_of_a_file(checkpointer, victim, name, target, sealed):
     if not sealed:
         (victim / "manifest.json").unlink()
         (victim / "CKPT.yaml").write_text("unixtime: 1\n")
@@ -342,7 +342,7 @@ def test_f16_a_pipe_or_a_device_in_place_of_a_file(checkpointer, victim, name, t
 
 
 @pytest.mark.parametrize("compress", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_f16_a_file_that_unpacks_to_more_than_it_holds(checkpointer, victim, compress):
+def test_a_file_that_unpacks_to_more_than_it_holds(checkpointer, victim, compress):
     with zipfile.ZipFile(victim / "model.ckpt", "w", compress) as archive:
         archive.writestr("archive/data.pkl", b"")
         archive.writestr("archive/data/0", bytes(50_000_000))
@@ -355,7 +355,7 @@ def test_f16_a_file_that_unpacks_to_more_than_it_holds(checkpointer, victim, com
 # ---------------------------------------------------------------------------------- links and names
 
 
-def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_never_deleted(
+def test_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_never_deleted(
     checkpointer,
     tmp_path,
 ):
@@ -373,7 +373,7 @@ def test_f16_a_link_to_a_checkpoint_is_a_checkpoint_and_what_it_leads_to_is_neve
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
-def test_f16_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scratch(
+def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scratch(
     checkpointer,
     victim,
 ):
@@ -382,7 +382,7 @@ def test_f16_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_from_scra
     refused(checkpointer, "CKPT+a")
 
 
-def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
+def test_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
     checkpointer,
     victim,
     outside,
@@ -401,7 +401,7 @@ def test_f16_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
     "name",
     ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b"],
 )
-def test_f16_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, name):
+def test_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, name):
     with pytest.raises(ConfigError, match="cannot become a file name"):
         checkpointer.add_recoverable(name, Text())
     checkpointer.recoverables[name] = Text()  # as a recipe may
@@ -413,7 +413,7 @@ def test_f16_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, n
         Checkpointer(checkpointer.checkpoints_dir, {name: Text()})
 
 
-def test_f16_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(
+def test_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(
     checkpointer,
     outside,
 ):

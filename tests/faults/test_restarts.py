@@ -167,7 +167,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(RUNS))
-def test_f4_torchrun_comes_back_after_every_kill(tmp_path, uninterrupted, number):
+def test_torchrun_comes_back_after_every_kill(tmp_path, uninterrupted, number):
     plan = plan_of(number)
     run = train(tmp_path, plan)
     assert run.code == 0, f"{plan}\n{run.err}"

@@ -42,7 +42,7 @@ def campaign(*words):
     )
 
 
-def test_f4_twenty_random_kills_change_nothing(tmp_path):
+def test_twenty_random_kills_change_nothing(tmp_path):
     table = tmp_path / "table.json"
     run = campaign("--kills", str(KILLS), "--seed", "4", "--json", str(table))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -177,7 +177,7 @@ def assert_same_run(reference, folder, number):
     assert not found, "\n".join(f"{one.what}: {one.words}" for one in found[:10])
 
 
-def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, uninterrupted):
+def test_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, uninterrupted):
     """Twice in one epoch, once in the validation of the next: each rank, all by itself."""
     kills = [
         Kill("train", who=1, at=(1, TRAIN, 5, STEPPING)),
@@ -200,7 +200,7 @@ def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, u
     ("at", "warm"),
     [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)],
 )
-def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(
+def test_torchrun_and_all_it_started_is_killed_and_started_by_hand(
     tmp_path,
     uninterrupted,
     at,

@@ -162,7 +162,7 @@ LEAVINGS = {"nothing": leave_nothing, "dead": leave_a_dead_lock}
 
 
 @pytest.mark.parametrize("before", LEAVINGS)
-def test_f18_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, before):
+def test_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, before):
     won, refusals = ranks.run(race, before, 10, world_size=1, init=False)[0]
     assert won == 1
     assert len(refusals) == 9
@@ -224,7 +224,7 @@ def turns_and_kills(kills):
         )
 
 
-def test_f18_never_two_at_a_time_while_owners_are_killed(ranks):
+def test_never_two_at_a_time_while_owners_are_killed(ranks):
     turns, left, both = ranks.run(turns_and_kills, 20, world_size=1, init=False)[0]
     assert turns >= 40
     assert left > 0, "some died while they had the folder"
@@ -281,7 +281,7 @@ def take_from_the_killed(reaped, leaves_a_child):
     [(True, False), (False, False), (True, True)],
     ids=["gone", "zombie", "orphan"],
 )
-def test_f18_kill_9_frees_the_folder_for_the_next_run(ranks, reaped, leaves_a_child):
+def test_kill_9_frees_the_folder_for_the_next_run(ranks, reaped, leaves_a_child):
     left, mine, alive = ranks.run(
         take_from_the_killed,
         reaped,
@@ -317,7 +317,7 @@ def take_from_the_living(state):
 
 
 @pytest.mark.parametrize("state", ["running", "stopped"])
-def test_f18_a_second_run_is_refused(ranks, state):
+def test_a_second_run_is_refused(ranks, state):
     said, pid, seconds, became = ranks.run(take_from_the_living, state, world_size=1, init=False)[0]
     assert (
         f"FOLDER is in use by another run: process {pid} on {os.uname().nodename}, since 2" in said
@@ -346,7 +346,7 @@ def a_child_takes_nothing_away():
         return os.getpid(), said
 
 
-def test_f18_a_forked_child_holds_nothing_and_takes_nothing_away(ranks):
+def test_a_forked_child_holds_nothing_and_takes_nothing_away(ranks):
     pid, (held, required, acquired) = ranks.run(
         a_child_takes_nothing_away,
         world_size=1,
@@ -487,7 +487,7 @@ def late_at_every_point():
 
 
 @pytest.mark.slow
-def test_f18_where_nothing_can_be_locked_an_old_run_that_wakes_up_late_stops_and_nothing_is_mixed(
+def test_where_nothing_can_be_locked_an_old_run_that_wakes_up_late_stops_and_nothing_is_mixed(
     ranks,
 ):
     """Stopped at every point of three saves, a replacement and a deletion."""

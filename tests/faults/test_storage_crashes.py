@@ -131,7 +131,7 @@ WHOLE = {"one more", "in place, and one deleted"}
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("title", SCENARIOS)
-def test_f5_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
+def test_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
     stride = 1 if mode == "sync" and title in WHOLE else 5
     first = 1 + list(SCENARIOS).index(title) % stride
     points, outcomes = zygote(crash_everywhere, tmp_path, title, mode, stride, CrashingFiles, first)
@@ -165,7 +165,7 @@ class CopyingFiles(CrashingFiles):
         shutil.rmtree(source)
 
 
-def test_f5_a_rename_that_is_not_atomic_would_be_noticed(zygote, tmp_path):
+def test_a_rename_that_is_not_atomic_would_be_noticed(zygote, tmp_path):
     with pytest.raises(RankPoolError, match="died at point"):
         zygote(crash_everywhere, tmp_path, "in place of itself", "sync", 3, CopyingFiles)
 
@@ -196,7 +196,7 @@ def removals_elsewhere(folder):
     return seen, changes, leftovers(folder)
 
 
-def test_f5_leftovers_are_removed_by_main_alone(ranks, tmp_path):
+def test_leftovers_are_removed_by_main_alone(ranks, tmp_path):
     for name in (".tmp-0123", ".trash-4567"):
         (tmp_path / name / "deep").mkdir(parents=True)
     main, other = ranks.run(removals_elsewhere, tmp_path)
@@ -222,7 +222,7 @@ class WaitingFiles(WatchedFiles):
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(
+def test_what_is_written_in_the_background_is_the_state_of_the_save(
     tmp_path,
     monkeypatch,
     copies,
@@ -345,7 +345,7 @@ def kill_at_random(folder, mode, kills):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f5_kills_at_random_moments_of_saves_back_to_back(zygote, tmp_path, mode):
+def test_kills_at_random_moments_of_saves_back_to_back(zygote, tmp_path, mode):
     unfinished, steps = zygote(kill_at_random, tmp_path, mode, KILLS)
     assert len(steps) > KILLS / 2
     assert steps == sorted(steps)

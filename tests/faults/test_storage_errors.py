@@ -149,7 +149,7 @@ def template(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", WORDS, ids=lambda number: errno.errorcode[number])
-def test_f8_an_error_at_any_operation(template, tmp_path, number, mode):
+def test_an_error_at_any_operation(template, tmp_path, number, mode):
     outcomes = []
     for at in count(1):
         trial = tmp_path / "trial"
@@ -165,7 +165,7 @@ def test_f8_an_error_at_any_operation(template, tmp_path, number, mode):
     assert sum(outcomes) < 8  # removing leftovers may fail without a word
 
 
-def test_f8_a_full_disk_says_how_much_is_needed_and_was_free(template):
+def test_a_full_disk_says_how_much_is_needed_and_was_free(template):
     for mode in MODES:
         error = str(fail_once(template, mode, Failing(20, errno.ENOSPC, stays=True)))
         needed, free = (int(number) for number in re.findall(r"(\d+) bytes (?:needed|free)", error))
@@ -178,7 +178,7 @@ def test_f8_a_full_disk_says_how_much_is_needed_and_was_free(template):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f8_training_goes_on_with_a_warning_where_that_is_asked_for(template, tmp_path, mode):
+def test_training_goes_on_with_a_warning_where_that_is_asked_for(template, tmp_path, mode):
     warned_of = 0
     for at in count(1):
         trial = tmp_path / "trial"
@@ -239,7 +239,7 @@ def fail_on_main(run, checkpointer, where):
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("held", [True, False], ids=["held", "in the lock"])
-def test_f8_all_ranks_do_the_same_about_it(ranks, tmp_path, held, mode, on_error, where):
+def test_all_ranks_do_the_same_about_an_error(ranks, tmp_path, held, mode, on_error, where):
     outcomes = ranks.run(save_with_an_error_on_main, tmp_path, mode, on_error, held, where)
     for rank, (error, warnings, *rest) in enumerate(outcomes):
         assert rest == [1, 3, 3, []]
@@ -275,7 +275,7 @@ def take_with_an_error(folder, mode, on_error, plan):
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", WORDS, ids=lambda number: errno.errorcode[number])
-def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(
+def test_an_error_while_a_fit_takes_the_folder_or_gives_it_back(
     template,
     tmp_path,
     number,
@@ -315,7 +315,7 @@ def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(
     )
 
 
-def test_f8_a_lock_that_could_not_be_taken_takes_none_from_a_save_in_the_background(tmp_path):
+def test_a_lock_that_could_not_be_taken_takes_none_from_a_save_in_the_background(tmp_path):
     run = Run()
     checkpointer = run.checkpointer(tmp_path, "async")
     checkpointer.on_error = "warn"
@@ -351,7 +351,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f8_a_disk_that_is_really_full(small_disk, mode):
+def test_a_disk_that_is_really_full(small_disk, mode):
     run = Run(width=100)
     checkpointer = run.checkpointer(small_disk / "save", mode)
     save(run, checkpointer, 1)
@@ -365,7 +365,7 @@ def test_f8_a_disk_that_is_really_full(small_disk, mode):
     assert checkpointer.recover_if_possible().meta["step"] == run.step() == 3
 
 
-def test_f8_a_disk_that_is_read_only(small_disk):
+def test_a_disk_that_is_read_only(small_disk):
     run = Run()
     checkpointer = run.checkpointer(small_disk / "save")
     save(run, checkpointer, 1)
@@ -390,7 +390,7 @@ def save_with_a_limit(folder):
     return None
 
 
-def test_f8_a_file_that_may_not_grow(zygote, tmp_path):
+def test_a_file_that_may_not_grow(zygote, tmp_path):
     run = Run(width=100)
     save(run, run.checkpointer(tmp_path), 1)
     before = names(tmp_path)
@@ -412,7 +412,7 @@ def save_without_a_right(folder):
     return None
 
 
-def test_f8_a_folder_without_the_right_to_write(zygote):
+def test_a_folder_without_the_right_to_write(zygote):
     with new_folder() as folder:
         run = Run()
         save(run, run.checkpointer(folder), 1)
@@ -425,7 +425,7 @@ def test_f8_a_folder_without_the_right_to_write(zygote):
     assert after == before
 
 
-def test_f8_a_folder_that_has_gone(tmp_path):
+def test_a_folder_that_has_gone(tmp_path):
     run = Run()
     checkpointer = run.checkpointer(tmp_path / "save")
     save(run, checkpointer, 1)

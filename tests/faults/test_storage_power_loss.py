@@ -50,7 +50,7 @@ def lost(disk, folder):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f6_what_was_acknowledged_is_found_after_any_loss_of_power(tmp_path, mode):
+def test_what_was_acknowledged_is_found_after_any_loss_of_power(tmp_path, mode):
     disk = record(tmp_path / "run", mode)
     print(f"{mode}: {len(disk.moments)} states")
     assert len(disk.moments) > 50
@@ -59,7 +59,7 @@ def test_f6_what_was_acknowledged_is_found_after_any_loss_of_power(tmp_path, mod
 
 
 @pytest.mark.parametrize("name", ["sync_file", "sync_directory"])
-def test_f6_without_waiting_for_the_disk_the_model_loses_a_checkpoint(tmp_path, name):
+def test_without_waiting_for_the_disk_the_model_loses_a_checkpoint(tmp_path, name):
     disk = record(tmp_path / "run", "sync", lambda operation, path: operation == name, SAVES[:2])
     losses = lost(disk, tmp_path / "after")
     assert losses
@@ -78,7 +78,7 @@ def waits_of_one_save(folder):
     return waits
 
 
-def test_f6_every_wait_of_a_save_is_needed(tmp_path):
+def test_every_wait_of_a_save_is_needed(tmp_path):
     total = len(waits_of_one_save(tmp_path / "count"))
     assert total >= 9
     for number in range(total):

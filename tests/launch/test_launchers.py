@@ -175,7 +175,7 @@ def task(rank, **changes):
     return with_changes({**SRUN, **own}, changes)
 
 
-def test_d6_several_tasks_of_a_step_are_ranks():
+def test_several_tasks_of_a_step_are_ranks():
     found = [find_launch(task(rank)) for rank in range(4)]
     assert [info.launcher for info in found] == ["slurm"] * 4
     assert [info.rank for info in found] == [0, 1, 2, 3]
@@ -190,7 +190,7 @@ def test_d6_several_tasks_of_a_step_are_ranks():
     assert not found[0].agent_hosts_store
 
 
-def test_d6_tasks_that_are_dealt_out_in_turn_know_their_node():
+def test_tasks_that_are_dealt_out_in_turn_know_their_node():
     info = find_launch({**SRUN, "SLURM_GTIDS": "1,3"})  # --distribution=cyclic
     assert (info.rank, info.local_rank, info.first_on_node, info.node_rank) == (3, 1, 1, 1)
 
@@ -206,24 +206,24 @@ def test_d6_tasks_that_are_dealt_out_in_turn_know_their_node():
         ("n[1-2]-ib,n3", "n1-ib"),
     ],
 )
-def test_d6_the_first_host_of_a_list(text, first):
+def test_the_first_host_of_a_list(text, first):
     assert find_launch(task(1, SLURM_STEP_NODELIST=text)).address == first
 
 
 @pytest.mark.parametrize("text", [",a", "n[1-2", "n1]", "n[]", "n[a-b]", "n[1-2[3]]"])
-def test_d6_what_is_no_list_of_hosts_is_refused(text):
+def test_what_is_no_list_of_hosts_is_refused(text):
     with pytest.raises(LaunchError, match="Set MASTER_ADDR to the host of task 0") as caught:
         find_launch(task(1, SLURM_STEP_NODELIST=text))
     assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["x", "2(x2)", "-1", "0,,1", None])
-def test_d6_what_is_no_list_of_ranks_is_refused(text):
+def test_what_is_no_list_of_ranks_is_refused(text):
     with pytest.raises(LaunchError, match="is not a list of the ranks on this node"):
         find_launch(task(1, SLURM_GTIDS=text))
 
 
-def test_d6_on_one_node_the_loopback_is_enough():
+def test_on_one_node_the_loopback_is_enough():
     info = find_launch({**SRUN, **ONE_NODE})
     assert (info.address, info.local_world_size, info.node_rank, info.local_rank) == (
         "127.0.0.1",
@@ -233,12 +233,12 @@ def test_d6_on_one_node_the_loopback_is_enough():
     )
 
 
-def test_d6_each_step_and_each_requeue_has_a_port_of_its_own():
+def test_each_step_and_each_requeue_has_a_port_of_its_own():
     changes = ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}, {"SLURM_RESTART_COUNT": "1"})
     assert len({find_launch({**SRUN, **change}).port for change in changes}) == len(changes)
 
 
-def test_d6_what_the_user_says_of_address_and_port_wins():
+def test_what_the_user_says_of_address_and_port_wins():
     info = find_launch({**SRUN, "MASTER_ADDR": "ib-gpu07", "MASTER_PORT": "12345"})
     assert (info.address, info.port, info.run_id) == ("ib-gpu07", 12345, "")
     info = find_launch({**SRUN, **ONE_NODE, "MASTER_ADDR": "ib-gpu07"})
@@ -265,7 +265,7 @@ def test_d6_what_the_user_says_of_address_and_port_wins():
         {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": None},
     ],
 )
-def test_d6_one_process_inside_slurm_is_one_process(changes):
+def test_one_process_inside_slurm_is_one_process(changes):
     assert not find_launch(with_changes(SRUN, changes)).is_distributed
 
 
@@ -283,7 +283,7 @@ def test_d6_one_process_inside_slurm_is_one_process(changes):
         ({"SLURM_STEP_NODELIST": "gpu[7"}, "cannot read the Slurm host list"),
     ],
 )
-def test_d6_a_step_that_contradicts_itself(changes, reason):
+def test_a_step_that_contradicts_itself(changes, reason):
     with pytest.raises(LaunchError) as caught:
         find_launch(with_changes(SRUN, changes))
     assert reason in str(caught.value).splitlines()[0]
@@ -327,7 +327,7 @@ RANKS = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
         ({**SRUN, "LOCAL_RANK": "1"}, "RANK is not set"),
     ],
 )
-def test_d6_ranks_that_contradict_the_step_are_refused_with_a_table(environ, words):
+def test_ranks_that_contradict_the_step_are_refused_with_a_table(environ, words):
     with pytest.raises(LaunchError) as caught:
         find_launch(environ)
     message = str(caught.value)
@@ -346,7 +346,7 @@ def test_d6_ranks_that_contradict_the_step_are_refused_with_a_table(environ, wor
         {**RANKS, "RANK": "0", "RAY_JOB_ID": "01000000"},  # Ray numbers its workers as it likes
     ],
 )
-def test_d6_ranks_that_fit_into_the_step(variables):
+def test_ranks_that_fit_into_the_step(variables):
     assert find_launch({**SRUN, **variables}).rank == int(variables["RANK"])
 
 
@@ -382,7 +382,7 @@ MPI = {"openmpi": OPEN_MPI, "pmi": MPICH, "jsm": JSRUN}
 
 
 @pytest.mark.parametrize("launcher", MPI)
-def test_d6_processes_of_an_mpi_launcher_are_ranks(launcher):
+def test_processes_of_an_mpi_launcher_are_ranks(launcher):
     info = find_launch(MPI[launcher])
     assert (info.launcher, info.rank, info.local_rank, info.world_size, info.local_world_size,
         info.node_rank) == (
@@ -393,7 +393,7 @@ def test_d6_processes_of_an_mpi_launcher_are_ranks(launcher):
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "jsm"])
-def test_d6_their_port_comes_from_what_all_ranks_share(launcher):
+def test_the_port_of_mpi_comes_from_what_all_ranks_share(launcher):
     environ = MPI[launcher]
     mine = [name for name in environ if name.endswith("RANK")]
     first = find_launch({**environ, **dict.fromkeys(mine, "0")})
@@ -402,12 +402,12 @@ def test_d6_their_port_comes_from_what_all_ranks_share(launcher):
     assert find_launch(other).port != first.port
 
 
-def test_d6_mpich_shares_nothing_that_a_port_could_be_made_from():
+def test_mpich_shares_nothing_that_a_port_could_be_made_from():
     assert (find_launch(MPICH).port, find_launch(MPICH).run_id) == (0, "")
 
 
 @pytest.mark.parametrize("launcher", MPI)
-def test_d6_over_several_nodes_no_address_is_invented(launcher):
+def test_over_several_nodes_no_address_is_invented(launcher):
     environ = {name: {"1": "3", "2": "4"}.get(value, value) if name.endswith(("_RANK",
         "_SIZE")) else value
                for name, value in MPI[launcher].items()}  # fmt: skip
@@ -424,7 +424,7 @@ def test_d6_over_several_nodes_no_address_is_invented(launcher):
     assert find_launch({**environ, **local, "MASTER_ADDR": "node1"}).address == "node1"
 
 
-def test_d6_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
+def test_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
     """Rank 1 of 4 is alone on the second of two nodes, as with --map-by node: nobody says who is
     first on a node.
     """
@@ -433,7 +433,7 @@ def test_d6_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
         find_launch(environ)
 
 
-def test_d6_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them():
+def test_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them():
     with pytest.raises(
         LaunchError,
         match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2",
@@ -441,7 +441,7 @@ def test_d6_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them()
         find_launch({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"})
 
 
-def test_d6_mpirun_starts_its_helpers_by_srun_and_wins():
+def test_mpirun_starts_its_helpers_by_srun_and_wins():
     helper = {
         **SRUN,
         "SLURM_STEP_NUM_TASKS": "2",
@@ -453,21 +453,21 @@ def test_d6_mpirun_starts_its_helpers_by_srun_and_wins():
     assert find_launch({**helper, **MPICH}).launcher == "pmi"
 
 
-def test_d6_the_pmi_of_srun_is_slurms():
+def test_the_pmi_of_srun_is_slurms():
     assert find_launch({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"
     with pytest.raises(LaunchError, match="MPI_LOCALRANKID is not set"):
         find_launch({"PMI_RANK": "3", "PMI_SIZE": "4"})
 
 
 @pytest.mark.parametrize("launcher", MPI)
-def test_d6_a_single_process_of_mpi_is_one_process(launcher):
+def test_a_single_process_of_mpi_is_one_process(launcher):
     changes = {
         name: "1" for name in MPI[launcher] if name.endswith("SIZE") or name == "MPI_LOCALNRANKS"
     }
     assert not find_launch({**MPI[launcher], **changes}).is_distributed
 
 
-def test_d6_ranks_that_contradict_mpi_are_refused():
+def test_ranks_that_contradict_mpi_are_refused():
     with pytest.raises(
         LaunchError,
         match="but openmpi started this process as number 1 of 2",
@@ -496,7 +496,7 @@ def test_ports_differ_and_stay():
     )
 
 
-def test_d23_the_rank_is_known_before_the_group_is_there():
+def test_the_rank_is_known_before_the_group_is_there():
     known = [TORCHRUN, SRUN, *MPI.values()]
     assert all(any(read(environ) for environ in known) for read in LAUNCHERS), (
         "a launcher without an environment here"

@@ -242,7 +242,7 @@ two_to_four = pytest.mark.parametrize(
 
 @drawn
 @two_to_four
-def test_d4_d7_o3_o5_any_sizes(ranks, world_size, number):
+def test_any_sizes(ranks, world_size, number):
     """N in 1..40, batch 1..7, accumulation 1..5, shuffled or not, remainder dropped or not."""
     small = [
         Case(samples, 1 + samples % 3, 1 + samples % 2) for samples in range(1, world_size + 2)

@@ -101,14 +101,14 @@ def fail_in_the_background(folder, on_error):
     return told
 
 
-def test_f8_an_error_in_the_background_is_raised_on_every_rank_at_the_next_call_and_once(
+def test_an_error_in_the_background_is_raised_on_every_rank_at_the_next_call_and_once(
     ranks,
     tmp_path,
 ):
     assert ranks.run(fail_in_the_background, tmp_path, "stop") == [[True, None, "found"]] * 2
 
 
-def test_f8_with_warn_no_rank_raises(ranks, tmp_path):
+def test_with_warn_no_rank_raises(ranks, tmp_path):
     assert ranks.run(fail_in_the_background, tmp_path, "warn") == [[None, None, "found"]] * 2
 
 
@@ -129,7 +129,7 @@ def list_with_a_failure_pending(folder):
     return None
 
 
-def test_f8_also_where_each_rank_lists_by_itself(ranks, tmp_path):
+def test_a_failed_save_is_raised_also_where_each_rank_lists_by_itself(ranks, tmp_path):
     assert ranks.run(list_with_a_failure_pending, tmp_path) == [True, True]
 
 
@@ -161,7 +161,7 @@ def warn_of_failures_anywhere(folder, where):
 
 
 @pytest.mark.parametrize("where", ["rank 1", "main", "folder"])
-def test_f8_with_warn_a_save_that_every_rank_takes_part_in_fails_alike_on_all(
+def test_with_warn_a_save_that_every_rank_takes_part_in_fails_alike_on_all(
     ranks,
     tmp_path,
     where,
@@ -181,7 +181,7 @@ def main_alone(folder):
     return found, sorted(ckpt.meta["n"] for ckpt in checkpointer.find_checkpoints())
 
 
-def test_d1_asynchronous_saves_of_main_alone_hang_nobody(ranks, tmp_path):
+def test_asynchronous_saves_of_main_alone_hang_nobody(ranks, tmp_path):
     assert ranks.run(main_alone, tmp_path) == [(2, [1, 2, 10])] * 2
 
 
@@ -236,7 +236,7 @@ def load_from_one(folder, mode):
     return right, len(optimizer.state), other["n"], sorted(set(opened))
 
 
-def test_k15_one_rank_reads_and_every_rank_gets_the_state(ranks, tmp_path):
+def test_one_rank_reads_and_every_rank_gets_the_state(ranks, tmp_path):
     all_read = ranks.run(load_from_one, tmp_path / "all", "all")
     one_reads = ranks.run(load_from_one, tmp_path / "one", "broadcast")
     assert [result[:3] for result in all_read + one_reads] == [(True, 2, "5")] * 4
@@ -339,7 +339,7 @@ def a_malicious_file(folder):
     return "loaded"
 
 
-def test_f16_no_rank_runs_code_from_a_file_that_it_is_sent(ranks, tmp_path):
+def test_no_rank_runs_code_from_a_file_that_it_is_sent(ranks, tmp_path):
     assert ranks.run(a_malicious_file, tmp_path) == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["save"]
 

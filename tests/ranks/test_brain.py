@@ -108,7 +108,7 @@ def train_own_fit_batch(joined, factor, cls_name):
 @pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["own", "default"])
 @pytest.mark.parametrize(("world", "factor"), [(2, 1), (2, 2), (3, 4), (2, 9)])
-def test_o3_an_overridden_fit_batch_is_stepped_alike(ranks, world, factor, cls_name):
+def test_an_overridden_fit_batch_is_stepped_alike(ranks, world, factor, cls_name):
     expected, steps, losses = train_own_fit_batch(6, factor, cls_name)
     for found, steps_there, losses_there in ranks.run(
         train_own_fit_batch,
@@ -449,7 +449,7 @@ def train_normalised(folder):
     return converted, state, weights(brain), brain.losses
 
 
-def test_d12_batchnorm_is_synchronised_and_saved_through_the_recipes_own_reference(ranks, tmp_path):
+def test_batchnorm_is_synchronised_and_saved_through_the_recipes_own_reference(ranks, tmp_path):
     _, expected, _, losses = train_normalised(tmp_path / "one")
     for converted, state, _, losses_there in ranks.run(train_normalised, tmp_path / "two"):
         assert converted
@@ -477,7 +477,7 @@ def fit_once():
     return weights(brain)
 
 
-def test_d13_fit_twice_wraps_once(ranks):
+def test_fit_twice_wraps_once(ranks):
     for twice, once in zip(ranks.run(fit_twice), ranks.run(fit_once), strict=True):
         assert_close(twice, once)
 
@@ -499,7 +499,7 @@ def no_sync_under_exceptions():
     return weights(brain)
 
 
-def test_o9_no_sync_is_left_clean_by_an_exception(ranks):
+def test_no_sync_is_left_clean_by_an_exception(ranks):
     first, second = ranks.run(no_sync_under_exceptions)
     assert_close(second, first)
 
@@ -609,7 +609,7 @@ def bare_host_reads(factor):
 
 
 @pytest.mark.parametrize("factor", [1, 3])
-def test_o13_no_more_host_reads_than_a_bare_loop(ranks, factor):
+def test_no_more_host_reads_than_a_bare_loop(ranks, factor):
     expected = bare_host_reads(factor)
     assert sum(expected) > 0
     for reads, evaluation_reads in [count_host_reads(factor), *ranks.run(count_host_reads, factor)]:
@@ -652,7 +652,7 @@ def train_poisoned(bad_steps, factor, cls_name="default"):
 
 @pytest.mark.parametrize("cls_name", ["default", "own"])
 @pytest.mark.parametrize("factor", [1, 2])
-def test_d10_nan_on_one_rank_is_skipped_by_all(ranks, factor, cls_name):
+def test_nan_on_one_rank_is_skipped_by_all(ranks, factor, cls_name):
     first, second = ranks.run(train_poisoned, (2, 5), factor, cls_name)
     assert_close(second[0], first[0])
     assert first[1:] == second[1:]
@@ -661,7 +661,7 @@ def test_d10_nan_on_one_rank_is_skipped_by_all(ranks, factor, cls_name):
     assert all(torch.isfinite(value).all() for value in first[0].values())
 
 
-def test_d10_all_ranks_give_up_together(ranks):
+def test_all_ranks_give_up_together(ranks):
     first, second = ranks.run(train_poisoned, (1, 2, 4, 5, 6), 1)
     assert "epoch 1, batch 5, after optimizer step 1" in first[4]
     assert first[1:] == second[1:]
@@ -690,7 +690,7 @@ def stage_losses(shard_evaluation):
     return [*brain.told, ("returned", test)]
 
 
-def test_d7_stage_losses_are_one_number_on_all_ranks(ranks):
+def test_stage_losses_are_one_number_on_all_ranks(ranks):
     full = ranks.run(stage_losses, False)
     assert_alike(full)
     expected = [("TRAIN", (3 * 1 + 2 * 3) / 5), ("VALID", 2.0), ("TEST", 2.0), ("returned", 2.0)]
@@ -744,7 +744,7 @@ def stop_early():
     return counter.current, counter.best_limit, brain.optimizer_step
 
 
-def test_d8_all_ranks_stop_at_the_same_epoch(ranks):
+def test_all_ranks_stop_at_the_same_epoch(ranks):
     assert ranks.run(stop_early) == [(4, 3, 8)] * 2
 
 
@@ -772,7 +772,7 @@ def random_streams():
     )
 
 
-def test_d16_weights_begin_equal_and_noise_differs(ranks):
+def test_weights_begin_equal_and_noise_differs(ranks):
     first, second = ranks.run(random_streams)
     assert first[:2] == second[:2]
     assert len(first[2]) == 2
@@ -842,7 +842,7 @@ def train_on(kind, number):
 @pytest.mark.corner
 @pytest.mark.parametrize("number", [12, 13])
 @pytest.mark.parametrize("kind", KINDS)
-def test_d5_every_sample_on_one_rank(ranks, kind, number):
+def test_every_sample_on_one_rank(ranks, kind, number):
     """Together the ranks see every sample once an epoch; one may be repeated to keep step, and
     weighs nothing.
     """
@@ -894,7 +894,7 @@ def sample_losses(number, factor, world):
     ["Stream", "ShardableStream", "Stream, ready-made", ("Stream, made by the Brain")],
 )
 @pytest.mark.parametrize(("number", "world"), [(7, 2), (8, 2), (7, 3), (8, 3)])
-def test_d4_d5_streams_give_every_item_once_and_end_together(ranks, number, world, kind, factor):
+def test_streams_give_every_item_once_and_end_together(ranks, number, world, kind, factor):
     results = ranks.run(train_on_stream, kind, number, factor, world_size=world)
     rounds = math.ceil(number / world)
     seen = [Counter() for _ in range(2)]
@@ -939,7 +939,7 @@ def too_few(kind):
     train_on_stream(kind, 1, 1)
 
 
-def test_d4_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
+def test_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
     with pytest.raises(RankPoolError) as caught:
         ranks.run(too_few, "ShardableStream", timeout=100)
     for outcome in caught.value.outcomes:
@@ -947,7 +947,7 @@ def test_d4_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
         assert "a first batch to 1 of 2 rank(s) only" in outcome.error
 
 
-def test_d4_a_stream_of_fewer_items_than_ranks_is_dealt_out_like_a_dataset(ranks):
+def test_a_stream_of_fewer_items_than_ranks_is_dealt_out_like_a_dataset(ranks):
     losses, expected = sample_losses(1, 1, 2)
     for _, steps, reported, found in ranks.run(train_on_stream, "Stream", 1, 1):
         assert_close(found, expected)
@@ -1013,7 +1013,7 @@ def save_one_sided(folder):
     return loss, {name: value.tolist() for name, value in weights(brain).items()}
 
 
-def test_d1_one_sided_calls_in_on_stage_end(ranks, tmp_path):
+def test_one_sided_calls_in_on_stage_end(ranks, tmp_path):
     assert_alike(ranks.run(save_one_sided, tmp_path))
     assert sorted(path.name for path in (tmp_path / "save").glob("CKPT*")) == [
         "CKPT+epoch1",
@@ -1046,7 +1046,7 @@ def ask_after_every_batch(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_d1_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):
+def test_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):
     # Rank 1 has no sample in the last micro-batch of a step. In the first step zero1 compares the
     # ranks besides.
     answers = [(1, 0), (2, 1), (3, 1), (4, 2), (5, 3)]
@@ -1060,7 +1060,7 @@ def without_hparams():
     return vars(brain.hparams)
 
 
-def test_d11_no_hparams(ranks):
+def test_no_hparams_on_any_rank(ranks):
     assert ranks.run(without_hparams) == [{}, {}]
 
 
@@ -1078,7 +1078,7 @@ def debug_folder(folder):
     return found, {name: value.tolist() for name, value in weights(brain).items()}
 
 
-def test_d15_debug_has_one_folder_for_all_ranks(ranks, tmp_path):
+def test_debug_has_one_folder_for_all_ranks(ranks, tmp_path):
     results = ranks.run(debug_folder, tmp_path)
     assert_alike(results)
     assert not list(tmp_path.glob("CKPT*"))
@@ -1094,7 +1094,7 @@ def limited(limit, factor):
 
 
 @pytest.mark.parametrize(("limit", "factor", "batches"), [(3, 1, 3), (7, 1, 7), (2, 3, 5)])
-def test_o8_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batches):
+def test_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batches):
     results = ranks.run(limited, limit, factor)
     assert_alike(results)
     assert results[0][:2] == (limit, batches)
@@ -1128,7 +1128,7 @@ def saved_at(folder, run_opts):
         {"ckpt_interval_minutes": 1.0},
     ],
 )
-def test_d21_all_ranks_save_at_the_same_steps(ranks, tmp_path, run_opts):
+def test_all_ranks_save_at_the_same_steps(ranks, tmp_path, run_opts):
     results = ranks.run(saved_at, tmp_path, run_opts)
     assert_alike(results)
     if "ckpt_interval_minutes" in run_opts:
@@ -1187,7 +1187,7 @@ def evaluate_after_intra_epoch_checkpoint(folder):
     return loss, expected, len(brain.trained_on)
 
 
-def test_k3_evaluate_after_a_checkpoint_of_the_middle(ranks, tmp_path):
+def test_evaluate_after_a_checkpoint_of_the_middle(ranks, tmp_path):
     for loss, expected, batches in ranks.run(evaluate_after_intra_epoch_checkpoint, tmp_path):
         assert loss == pytest.approx(expected)
         assert batches == 5

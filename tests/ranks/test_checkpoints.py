@@ -105,7 +105,7 @@ def count_handovers(folder):
     return counts
 
 
-def test_d25_one_hand_over_per_checkpoint_and_none_per_file(ranks, tmp_path):
+def test_one_hand_over_per_checkpoint_and_none_per_file(ranks, tmp_path):
     assert ranks.run(count_handovers, tmp_path) == [[1, 1], [0, 0]]
 
 
@@ -122,7 +122,7 @@ def one_sided(folder):
     return found, [ckpt.meta["n"] for ckpt in checkpointer.find_checkpoints(max_key="n")]
 
 
-def test_d1_calls_of_main_alone_hang_nobody_and_mix_up_nothing(ranks, tmp_path):
+def test_calls_of_main_alone_hang_nobody_and_mix_up_nothing(ranks, tmp_path):
     assert ranks.run(one_sided, tmp_path) == [(2, [10, 9, 2])] * 2
 
 
@@ -141,7 +141,7 @@ def fail_on_main(folder):
     return message, checkpointer.save_checkpoint().path
 
 
-def test_d2_a_save_that_fails_on_main_fails_on_all_and_the_next_one_works(ranks, tmp_path):
+def test_a_save_that_fails_on_main_fails_on_all_and_the_next_one_works(ranks, tmp_path):
     (message, path), (other_message, other_path) = ranks.run(fail_on_main, tmp_path)
     assert "recoverable 'value': KeyError: 'gone'" in message
     assert "recoverable 'value': KeyError: 'gone'" in other_message
@@ -168,7 +168,7 @@ def different_views(folder):
     return loaded.meta["n"], value.value
 
 
-def test_k10_main_decides_what_is_loaded_and_deleted(ranks, tmp_path):
+def test_main_decides_what_is_loaded_and_deleted(ranks, tmp_path):
     assert ranks.run(different_views, tmp_path) == [(3, 3)] * 2
     assert len(names(tmp_path)) == 2
 
@@ -185,7 +185,7 @@ def all_damaged(folder):
     return "loaded"
 
 
-def test_k2_no_rank_starts_from_scratch_when_all_is_damaged(ranks, tmp_path):
+def test_no_rank_starts_from_scratch_when_all_is_damaged(ranks, tmp_path):
     assert ranks.run(all_damaged, tmp_path) == [True, True]
 
 

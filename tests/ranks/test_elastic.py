@@ -121,7 +121,7 @@ def listens(port: int) -> bool:
 @pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.parametrize("grows", [False, True], ids=["one leaves", "one leaves and one joins"])
-def test_f10_nodes_that_come_and_go(tmp_path, grows):
+def test_nodes_that_come_and_go(tmp_path, grows):
     """torchrun counts no restart when a node leaves or joins: its count cannot tell one attempt
     from another.
 

@@ -22,7 +22,7 @@ def plain_epochs():
     return list(EpochCounter(2))
 
 
-def test_d8_main_s_metric_decides_on_every_rank(ranks):
+def test_main_s_metric_decides_on_every_rank(ranks):
     main = [3, 2, 2, 2, 1, 0]
     other = [6, 5, 4, 3, 2, 1]
     assert ranks.run(epochs, [main, other]) == [([1, 2, 3, 4], 2.0, 2, True)] * 2
@@ -32,11 +32,11 @@ def test_d8_main_s_metric_decides_on_every_rank(ranks):
     )
 
 
-def test_d1_d8_the_metric_may_be_known_on_main_alone(ranks):
+def test_the_metric_may_be_known_on_main_alone(ranks):
     assert ranks.run(epochs, [[3, 2, 2, 2, 1], []], True) == [([1, 2, 3, 4], 2.0, 2, True)] * 2
 
 
-def test_d8_a_metric_that_is_no_number_fails_on_every_rank(ranks):
+def test_a_metric_that_is_no_number_fails_on_every_rank(ranks):
     outcomes = ranks.outcomes(epochs, [["low"], [1.0]])
     assert [outcome.error_type for outcome in outcomes] == ["ConfigError", "MainProcessError"]
     assert all("current_metric='low' is not a number" in outcome.error for outcome in outcomes)

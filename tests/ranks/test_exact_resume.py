@@ -214,7 +214,7 @@ def assert_bits(found, expected):
         pytest.param("looped", (3, 4), {"epochs": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind, dies_at, options):
+def test_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind, dies_at, options):
     whole = ranks.run(train, tmp_path / "whole", kind, None, True, options, world_size=world_size)
     dead = ranks.run(train, tmp_path / "dead", kind, dies_at, True, options, world_size=world_size)
     assert dead == [None] * world_size
@@ -224,8 +224,8 @@ def test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind
     assert whole[0][3][0] != whole[0][3][1]
 
 
-def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path):
-    test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, 3, "plan", (2, 4), {})
+def test_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path):
+    test_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, 3, "plan", (2, 4), {})
 
 
 @pytest.mark.corner
@@ -248,7 +248,7 @@ def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path
         ("stream", (3, 1), {"epochs": 3}),
     ],
 )
-def test_k13_another_number_of_ranks_takes_the_same_steps(
+def test_another_number_of_ranks_takes_the_same_steps(
     ranks,
     tmp_path,
     kind,
@@ -277,7 +277,7 @@ def test_k13_another_number_of_ranks_takes_the_same_steps(
     )
 
 
-def test_k13_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
+def test_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
     ranks.run(train, tmp_path, "sampler", (2, 4), False, world_size=2)
     messages = ranks.run(train, tmp_path, "sampler", None, False, world_size=3)
     assert all("3 processes cannot divide" in text for text in messages)
@@ -361,7 +361,7 @@ def test_a_checkpointer_on_some_ranks_only_is_refused_on_all(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("resume", ["never", pytest.param("path", marks=pytest.mark.slow)])
-def test_k13_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, resume):
+def test_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, resume):
     """One decision: the weights are those of the newest of this launch, and so is the number of
     samples per step.
     """

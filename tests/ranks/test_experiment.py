@@ -51,7 +51,7 @@ def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     assert (event["event"], event["world_size"]) == ("start", 2)
 
 
-def test_d2_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
+def test_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     outcomes = ranks.outcomes(create, str(tmp_path / "file" / "out"))
     assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
@@ -62,7 +62,7 @@ def test_d2_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
         )
 
 
-def test_d2_missing_hyperparams_fail_on_every_rank(ranks, tmp_path):
+def test_missing_hyperparams_fail_on_every_rank(ranks, tmp_path):
     outcomes = ranks.outcomes(create, str(tmp_path / "out"), str(tmp_path / "none.yaml"))
     assert [outcome.error_type for outcome in outcomes] == ["MissingFileError"] * 2
     assert all("none.yaml' does not exist" in outcome.error for outcome in outcomes)

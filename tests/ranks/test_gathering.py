@@ -112,7 +112,7 @@ def evaluate(size, shard, kwargs):
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("world", WORLDS)
-def test_d7_every_sample_once_in_dataset_order_on_every_rank(ranks, world, shard):
+def test_every_sample_once_in_dataset_order_on_every_rank(ranks, world, shard):
     for size in sorted({1, max(world - 1, 1), world, world + 1, 17}):
         for kwargs in ({"batch_size": 2}, {"batch_size": 3, "shuffle": True}):
             for [(stage, loss, found)] in ranks.run(
@@ -551,7 +551,7 @@ def on_main_alone():
     return True
 
 
-def test_d23_main_alone_cannot_gather(ranks):
+def test_main_alone_cannot_gather(ranks):
     assert ranks.run(on_main_alone) == [True, True]
 
 

@@ -34,7 +34,7 @@ def brain_in_a_group_of_the_script(backend, chosen):
 
 
 @pytest.mark.parametrize(("backend", "chosen"), [("nccl", (2, 1)), ("gloo", None)])
-def test_m3_a_gpu_for_each_rank_is_right_and_gloo_may_share_one(ranks, backend, chosen):
+def test_a_gpu_for_each_rank_is_right_and_gloo_may_share_one(ranks, backend, chosen):
     expected = ["cuda:0", "cuda:0"] if chosen is None else ["cuda:2", "cuda:1"]
     assert ranks.run(brain_in_a_group_of_the_script, backend, chosen) == expected
 

@@ -83,7 +83,7 @@ def srun(job: str, tasks: int, nodes: int = 1, **more: str) -> list[dict[str, st
     ]  # fmt: skip
 
 
-def test_d6_bare_srun(tmp_path):
+def test_bare_srun(tmp_path):
     runs = start(tmp_path, srun(f"{os.getpid()}{time.time_ns()}", 2))
     for run in runs:
         assert run.wait().code == 0, run.err
@@ -96,7 +96,7 @@ def test_d6_bare_srun(tmp_path):
 
 
 @pytest.mark.slow
-def test_d6_srun_that_deals_tasks_out_in_turn(tmp_path):
+def test_srun_that_deals_tasks_out_in_turn(tmp_path):
     """Two nodes, tasks 0 and 2 on the first: what is done once per node goes to the right ranks."""
     for run in start(tmp_path, srun(f"{os.getpid()}{time.time_ns()}", 4, nodes=2)):
         assert run.wait(90).code == 0, run.err
@@ -105,7 +105,7 @@ def test_d6_srun_that_deals_tasks_out_in_turn(tmp_path):
 
 
 @pytest.mark.slow
-def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
+def test_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
     """Whoever comes second is told so, on each of its ranks."""
     port = str(free_port())
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -159,7 +159,7 @@ def late_for_a_barrier():
     return time.monotonic() - began, ""
 
 
-def test_f3_a_shortened_timeout_counts(ranks):
+def test_a_shortened_timeout_counts(ranks):
     seconds, text = ranks.run(late_for_a_barrier)[0]
     assert "Timed out" in text or "timeout" in text.lower(), text
     assert 1 < seconds < 25, "the group itself waits for thirty"
@@ -175,7 +175,7 @@ def limits_of_the_control_group(minutes):
     return control_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def test_f3_the_control_group_waits_as_long_as_the_option_says(ranks):
+def test_the_control_group_waits_as_long_as_the_option_says(ranks):
     assert ranks.run(limits_of_the_control_group, 0.75, init=False) == [45.0, 45.0]
 
 
@@ -280,7 +280,7 @@ def guest_limits():
     return found
 
 
-def test_f3_the_control_group_waits_as_long_as_a_group_of_somebody_else(ranks):
+def test_the_control_group_waits_as_long_as_a_group_of_somebody_else(ranks):
     assert ranks.run(guest_limits) == [30.0, 30.0]
 
 

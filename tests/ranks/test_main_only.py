@@ -1,4 +1,4 @@
-"""Main-only work on real ranks: D1, D2, D3, D23, F2, F3."""
+"""Main-only work on real ranks: who may call, errors, values, collectives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_step() -> None:
     ddp.ddp_barrier()
 
 
-# --------------------------------------------------------------------------------- D1: who may call
+# ------------------------------------------------------------------------------------- who may call
 
 
 def both_ways():
@@ -55,7 +55,7 @@ def both_ways():
     return values
 
 
-def test_d1_a_call_of_main_alone_is_legal(ranks):
+def test_a_call_of_main_alone_is_legal(ranks):
     assert ranks.run(both_ways, world_size=WORLD) == [[1, 2, 3], [1, 3], [1, 3]]
 
 
@@ -74,7 +74,7 @@ def same_helper():
     return values
 
 
-def test_d1_the_same_helper_from_all_ranks_and_from_main_alone(ranks):
+def test_the_same_helper_from_all_ranks_and_from_main_alone(ranks):
     """The path of lines that leads to a call is its name, so the counts of the two uses are
     apart.
     """
@@ -109,7 +109,7 @@ def nested_and_recursive():
     return results
 
 
-def test_d1_nested_recursive_and_in_loops(ranks):
+def test_nested_recursive_and_in_loops(ranks):
     expected = [[1, True, 2, ["alone"]], [3, [4, [5, 6]]], [7, 8, 9], 10]
     assert ranks.run(nested_and_recursive, world_size=WORLD) == [expected] * WORLD
 
@@ -140,7 +140,7 @@ def logged():
     return first, logger.lines, described, Logger.describe.__doc__
 
 
-def test_d1_main_process_only(ranks):
+def test_main_process_only(ranks):
     assert ranks.run(logged, world_size=WORLD) == [
         ("a", ["a", "b"], "2 of 3", "Describe."),
         (None, [], "2 of 3", "Describe."),
@@ -162,7 +162,7 @@ def test_main_never_waits(ranks):
     assert ranks.run(late_reader, world_size=2) == [list(range(50))] * 2
 
 
-# ------------------------------------------------------------------------------- D2, F2, F3: errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def boom():
@@ -178,7 +178,7 @@ def failing():
     return None
 
 
-def test_d2_f2_an_error_reaches_every_rank_at_once(ranks):
+def test_an_error_reaches_every_rank_at_once(ranks):
     results = ranks.run(failing, world_size=WORLD)
     assert results[0][:2] == ("KeyError", "'the reason'")
     for kind, text, seconds in results:
@@ -191,7 +191,7 @@ def test_d2_f2_an_error_reaches_every_rank_at_once(ranks):
             assert 'raise KeyError("the reason")' in text
 
 
-def test_d2_an_uncaught_error_fails_every_rank(ranks):
+def test_an_uncaught_error_fails_every_rank(ranks):
     outcomes = ranks.outcomes(ddp.run_on_main, boom, world_size=WORLD)
     assert [outcome.error_type for outcome in outcomes] == [
         "KeyError",
@@ -225,7 +225,7 @@ def guarded():
     return 1 / 0
 
 
-def test_d2_f3_caught_errors_leave_the_ranks_in_step(ranks):
+def test_caught_errors_leave_the_ranks_in_step(ranks):
     expected = [float(sum(3 + 3 * n for n in range(50)))] * 2
     assert ranks.run(caught, 50, world_size=WORLD) == [expected] * WORLD
 
@@ -244,14 +244,14 @@ def raise_it(kind):
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_d2_even_what_is_no_exception_reaches_every_rank(ranks, kind):
+def test_even_what_is_no_exception_reaches_every_rank(ranks, kind):
     main, other = ranks.run(leaves, kind)
     assert main == (kind.__name__, "stop")
     assert other[0] == "MainProcessError"
     assert other[1].endswith(f"{kind.__name__}: stop")
 
 
-def test_d2_one_sided_errors_stay_with_main(ranks):
+def test_one_sided_errors_stay_with_main(ranks):
     assert ranks.run(one_sided_error) == [True, True]
 
 
@@ -263,7 +263,7 @@ def one_sided_error():
     return True
 
 
-# ------------------------------------------------------------------------------------- D3: values
+# ------------------------------------------------------------------------------------------- values
 
 
 class Awkward:
@@ -319,7 +319,7 @@ def make_lock():
         (functools.partial(Awkward, "dump"), ("an? Awkward,")),
     ],
 )
-def test_d3_a_value_that_does_not_pickle(ranks, make, what):
+def test_a_value_that_does_not_pickle(ranks, make, what):
     (main_none, main_said), (other_none, other_said) = ranks.run(awkward, make)
     assert (main_none, other_none) == (False, True)
     assert other_said == []
@@ -330,7 +330,7 @@ def test_d3_a_value_that_does_not_pickle(ranks, make, what):
     assert "they get None" in warning
 
 
-def test_d3_a_value_that_does_not_unpickle(ranks):
+def test_a_value_that_does_not_unpickle(ranks):
     (main_none, main_said), (other_none, other_said) = ranks.run(
         awkward,
         functools.partial(Awkward, "load"),
@@ -347,7 +347,7 @@ def big(size):
     return len(value), hash(value) == hash(ddp.ddp_broadcast(value))
 
 
-def test_d3_a_value_of_20_mb(ranks):
+def test_a_value_of_20_mb(ranks):
     assert ranks.run(big, 20_000_000) == [(20_000_000, True)] * 2
 
 
@@ -475,7 +475,7 @@ def collectives_inside():
     return value
 
 
-def test_d23_collectives_inside_main_only_code(ranks):
+def test_collectives_inside_main_only_code(ranks):
     for kept, text in ranks.run(collectives_inside):
         assert kept == "own"
         assert "ddp_all_reduce was called inside main-only code" in text
@@ -495,7 +495,7 @@ def environment_only():
     return done
 
 
-def test_d23_before_the_group_starts_the_environment_counts(ranks):
+def test_before_the_group_starts_the_environment_counts(ranks):
     main, other = ranks.run(environment_only, init=False)
     assert main == [True, 0, "[rank: 0] x", 1, "ran", [1], "own"]
     assert other == [False, 1, "[rank: 1] x", 1, None, [1], "own"]
@@ -602,7 +602,7 @@ def outcome_of(call):
         return type(error).__name__
 
 
-def test_d3_in_a_group_without_a_launcher_the_ranks_find_out_who_shares_a_machine(ranks, tmp_path):
+def test_in_a_group_without_a_launcher_the_ranks_find_out_who_shares_a_machine(ranks, tmp_path):
     assert ranks.run(once_per_machine, str(tmp_path / "store"), init=False, world_size=3) == [
         (None, [0, 0], "fine", 0, True, None),
         (None, [1, 1], "KeyError", 0, True, None),
@@ -622,7 +622,7 @@ def alone_in_its_launcher():
             os.environ.update({} if value is None else {name: value})
 
 
-def test_d3_ranks_inside_of_a_single_process_of_a_launcher(ranks):
+def test_ranks_inside_of_a_single_process_of_a_launcher(ranks):
     assert ranks.run(alone_in_its_launcher) == [(0, 0), (0, 1)]
 
 
@@ -704,7 +704,7 @@ def test_a_main_that_goes_away_is_noticed(tmp_path, leaves, says):
     assert len(told) < 20
 
 
-def test_d2_under_torchrun_the_reason_stands_last(tmp_path):
+def test_under_torchrun_the_reason_stands_last(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.partition("run_on_main(int)")[0] + "run_on_main(lambda: 1 / 0)\n")
     run = Run(torchrun(2, str(script)), tmp_path, warm=True).wait(30)
@@ -726,7 +726,7 @@ def _one_sided_first():
     return seen[-2:]
 
 
-def test_d1_a_one_sided_call_does_not_shift_the_calls_after_a_collective(ranks):
+def test_a_one_sided_call_does_not_shift_the_calls_after_a_collective(ranks):
     """One line, first for the main process alone and then for all: the values must not lag
     behind.
     """

@@ -44,7 +44,7 @@ def uneven():
     return (*reduced, accuracy.error(reduce=True)), mean.compute()
 
 
-def test_d7_reduced_metrics_are_those_of_one_process_on_every_rank(ranks):
+def test_reduced_metrics_are_those_of_one_process_on_every_rank(ranks):
     results = ranks.run(uneven, world_size=3)
     expected = (91 / 7, 91.0, 4 / 7, 3 / 7)
     assert [reduced for reduced, _ in results] == [expected] * 3
@@ -227,7 +227,7 @@ def measured(size, shard):
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("world", [2, 1, 3])
-def test_d7_d8_metrics_reduce_themselves_where_the_data_is_divided(ranks, world, shard):
+def test_metrics_reduce_themselves_where_the_data_is_divided(ranks, world, shard):
     for size in sorted({1, world, world + 1, 17}):
         total = size * (size + 1) / 2
         numbers = list(range(1, size + 1))
@@ -302,7 +302,7 @@ def on_main_alone(kind):
 
 
 @pytest.mark.parametrize("kind", ["divided", "undivided", "reduced"])
-def test_d23_compute_in_main_only_code_says_so(ranks, kind):
+def test_compute_in_main_only_code_says_so(ranks, kind):
     for message in ranks.run(on_main_alone, kind):
         assert ("Reduced" if kind == "reduced" else "Sum") + (
             ".compute was called inside main-only code"
@@ -445,7 +445,7 @@ def count_while_training(size, shard, resets=True):
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 10])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_d7_a_repeated_batch_counts_in_no_metric(ranks, world_size, size, shard):
+def test_a_repeated_batch_counts_in_no_metric(ranks, world_size, size, shard):
     """Metrics of a training whose last batches leave ranks empty are those of one process."""
     alone = count_while_training(size, shard)
     assert [row[1] for row in alone] == [size, size // 2 + 1] * 2

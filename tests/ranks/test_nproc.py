@@ -138,7 +138,7 @@ def test_nproc_where_the_name_of_the_host_has_no_address(tmp_path):
     assert len(facts(tmp_path, 2)) == 2
 
 
-def test_f1_an_exception_on_one_rank(tmp_path):
+def test_an_exception_on_one_rank(tmp_path):
     body = """
         if rank == 1:
             raise ValueError("boom")
@@ -155,7 +155,7 @@ def test_f1_an_exception_on_one_rank(tmp_path):
 
 
 @pytest.mark.faults
-def test_f2_the_parent_is_killed(tmp_path):
+def test_the_parent_is_killed(tmp_path):
     run = Run(python(write(tmp_path, "time.sleep(60)"), *WORDS, "--nproc=2"), tmp_path)
     assert ready(tmp_path, 2), run.err
     began = time.monotonic()
@@ -165,7 +165,7 @@ def test_f2_the_parent_is_killed(tmp_path):
 
 
 @pytest.mark.faults
-def test_f10_ctrl_c_at_the_terminal(tmp_path):
+def test_ctrl_c_at_the_terminal(tmp_path):
     """The terminal signals its process group, and the ranks are not in it."""
     run = Run(
         ["setsid", "--wait", *python(write(tmp_path, "time.sleep(60)"), *WORDS, "--nproc=2")],
@@ -182,7 +182,7 @@ def test_f10_ctrl_c_at_the_terminal(tmp_path):
 
 
 @pytest.mark.faults
-def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
+def test_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
     body = """
         from ddpkit.control import SignalListener
         from ddpkit.control import EXIT_DELAY

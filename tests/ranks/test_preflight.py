@@ -68,7 +68,7 @@ def other_model(odd):
 
 
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
-def test_f14_another_model(ranks, world, odd):
+def test_a_rank_with_another_model(ranks, world, odd):
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_model, odd, world_size=world, timeout=LIMIT_SECONDS)
     assert_told(
@@ -94,7 +94,7 @@ def two_paths(odd):
         go()
 
 
-def test_f14_another_path_to_the_same_line(ranks):
+def test_a_rank_on_another_path_to_the_same_line(ranks):
     outcomes = ranks.outcomes(two_paths, 1, world_size=2, timeout=LIMIT_SECONDS)
     first = two_paths.__code__.co_firstlineno
     paths = [
@@ -115,7 +115,7 @@ def other_option(odd, option, value):
     ("option", "value"),
     [("max_grad_norm", 1.0), ("test_only", True), ("global_batch_size", 8)],
 )
-def test_f14_another_option(ranks, world, odd, option, value):
+def test_a_rank_with_another_option(ranks, world, odd, option, value):
     """With test_only the rank does not even train: its evaluate meets the others' fit, where they
     compare.
     """
@@ -150,7 +150,7 @@ class Other(Untouched):
 
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0)])
-def test_f14_another_brain(ranks, world, odd):
+def test_a_rank_with_another_brain(ranks, world, odd):
     outcomes = ranks.outcomes(other_class, odd, world_size=world, timeout=LIMIT_SECONDS)
     assert_told(outcomes, "  Brain: ", f"Other on rank {odd}")
 
@@ -160,7 +160,7 @@ def other_checkpointer(folder):
     brain.fit([1], points(4))
 
 
-def test_f14_a_checkpointer_on_one_rank(ranks, tmp_path):
+def test_a_checkpointer_on_one_rank(ranks, tmp_path):
     outcomes = ranks.outcomes(other_checkpointer, str(tmp_path), timeout=LIMIT_SECONDS)
     assert_told(outcomes, "checkpointer: none on rank 0; Checkpointer on rank 1")
 
@@ -174,7 +174,7 @@ def other_path(odd):
 
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
-def test_f14_another_path_through_the_script(ranks, world, odd):
+def test_a_rank_on_another_path_through_the_script(ranks, world, odd):
     """All that follows in fit is called from another line, and would wait for the others for
     ever.
     """
@@ -201,7 +201,7 @@ def other_data(odd, where):
 
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
 @pytest.mark.parametrize("where", ["train", "valid", "test"])
-def test_f14_a_dataset_of_another_length(ranks, world, odd, where):
+def test_a_rank_with_a_dataset_of_another_length(ranks, world, odd, where):
     most, one = on(world, odd)
     outcomes = ranks.outcomes(other_data, odd, where, world_size=world, timeout=LIMIT_SECONDS)
     values = [f"8 on {most}", f"10 on {one}"]
@@ -558,7 +558,7 @@ def start_two(first, second, *words):
     ],
     ids=["script", "script of a Brain alone", "module", "yaml"],
 )
-def test_f14_two_versions_of_a_recipe(tmp_path, what, when, line):
+def test_two_versions_of_a_recipe(tmp_path, what, when, line):
     """Told on both, within seconds and as the last thing on the screen, whether they would have
     waited or not.
     """
@@ -593,7 +593,7 @@ LAST = """
 """
 
 
-def test_f14_two_versions_of_a_script_in_a_group_of_the_users_own(tmp_path):
+def test_two_versions_of_a_script_in_a_group_of_the_users_own(tmp_path):
     """Nobody has compared them before fit."""
     own = "import torch.distributed as dist; dist.init_process_group('gloo'); file, run_opts,"
     script = LAST + RECIPE.replace("file, run_opts,", own)
@@ -603,7 +603,7 @@ def test_f14_two_versions_of_a_script_in_a_group_of_the_users_own(tmp_path):
         assert "  script: train.py (code " in run.tail(6)
 
 
-def test_f14_two_versions_of_torch(tmp_path):
+def test_two_versions_of_torch(tmp_path):
     """Of numpy, too, and of Python: as if one machine had another environment."""
     lie = "import torch, numpy; torch.__version__ = '1.13.1'; numpy.__version__ = '1.20'\n"
     other = {"script": RECIPE}
@@ -618,7 +618,7 @@ def test_f14_two_versions_of_torch(tmp_path):
         assert "Install the same versions on every machine" in run.tail(8)
 
 
-def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
+def test_two_backends_and_two_numbers_of_processes(tmp_path):
     """Found before the process group is made, which would not come about."""
     script = textwrap.dedent(RECIPE).replace(
         "file, run_opts,",
@@ -653,7 +653,7 @@ def test_a_file_that_the_main_process_alone_imports_is_no_difference(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_f14_under_torchrun_the_reason_stands_in_its_summary(tmp_path, processes):
+def test_under_torchrun_the_reason_stands_in_its_summary(tmp_path, processes):
     script = RECIPE.replace("x in range(12)", "x in range(12 + (sb.distributed.get_rank() == 1))")
     write(tmp_path, script=script)
     run = Run(torchrun(processes, "train.py"), tmp_path, warm=True).wait()

@@ -151,7 +151,7 @@ def train_uneven(batch_size, samples):
     return train(batch_size, 2, batch_norm=False, samples=samples)
 
 
-def test_d7_full_evaluation_is_one_agreed_number(ranks):
+def test_full_evaluation_is_one_agreed_number(ranks):
     """Without sharding every rank evaluates everything, and the reported loss is that of one
     process.
     """

@@ -136,7 +136,7 @@ def joined(results, epoch):
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_d17_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
+def test_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
     """Each index as often as the sampler draws it, in its order; alike whatever the number of
     ranks.
     """
@@ -152,7 +152,7 @@ def test_d17_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
-def test_d17_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
+def test_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
     results = ranks.run(fit, kind, 4, world_size=world)
     for epoch in EPOCHS:
         expected = drawn_alone(kind, 4, epoch)
@@ -185,7 +185,7 @@ def follow_the_experiment(seed):
     return fit("dynamic", None)[0]
 
 
-def test_d17_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
+def test_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
     first, again, other = (ranks.run(follow_the_experiment, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert sorted(flat(flat(noted[1] for noted in other))) == list(range(NUMBER))
@@ -197,7 +197,7 @@ def test_d17_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "of batches"])
-def test_d18_drop_last_is_honoured(ranks, kind, world):
+def test_drop_last_is_honoured(ranks, kind, world):
     """Of a sampler an incomplete batch of all ranks is left out, of a batch sampler a round without
     one for each.
     """

@@ -23,7 +23,7 @@ def draws(seed, epoch=1, step=0):
     return common, stream, draw(), draw()
 
 
-def test_d16_the_model_s_numbers_are_the_same_and_the_noise_is_not(ranks):
+def test_the_model_s_numbers_are_the_same_and_the_noise_is_not(ranks):
     first, second = ranks.run(draws, 7)
     assert first[0] == second[0]
     for one, other in zip(first[1:], second[1:], strict=True):
@@ -32,7 +32,7 @@ def test_d16_the_model_s_numbers_are_the_same_and_the_noise_is_not(ranks):
     assert len(set(numbers)) == len(numbers)
 
 
-def test_d16_the_streams_follow_from_seed_rank_and_epoch(ranks):
+def test_the_streams_follow_from_seed_rank_and_epoch(ranks):
     runs = {
         arguments: ranks.run(draws, *arguments) for arguments in [(7,), (8,), (7, 2), (7, 2, 5)]
     }

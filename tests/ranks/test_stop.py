@@ -37,7 +37,7 @@ def stop_predicting(size):
     return "not stopped"
 
 
-def test_f9_if_one_rank_is_asked_predict_stops_on_all_at_one_step(ranks):
+def test_if_one_rank_is_asked_predict_stops_on_all_at_one_step(ranks):
     (code, step), other = ranks.run(stop_predicting, 801)
     assert (code, step) == other
     assert code == 143
@@ -78,7 +78,7 @@ def each_its_own():
     return before, asr.found, between, teacher.found, limits()
 
 
-def test_f11_the_limits_of_the_brain_that_works_count_not_of_the_one_made_last(ranks):
+def test_the_limits_of_the_brain_that_works_count_not_of_the_one_made_last(ranks):
     none = (0.0, 0.0)
     teachers = (20.0, 40.0)
     assert ranks.run(each_its_own, world_size=1, init=False) == [
@@ -99,7 +99,7 @@ def evaluate_kept():
     return kept.pop().found
 
 
-def test_f11_a_brain_that_outlives_its_group_has_its_limits_in_the_next(ranks):
+def test_a_brain_that_outlives_its_group_has_its_limits_in_the_next(ranks):
     ranks.run(keep_one, world_size=1, init=False)
     assert ranks.run(evaluate_kept, world_size=1, init=False) == [[(20.0, 40.0)]]
 
@@ -134,7 +134,7 @@ def waiting_seconds():
     return seconds
 
 
-def test_f3_collectives_wait_as_long_as_the_brain_that_works_wants(ranks):
+def test_collectives_wait_as_long_as_the_brain_that_works_wants(ranks):
     """A short while in a Brain's steps, the whole time when another starts, and until its next
     step.
     """

@@ -203,7 +203,7 @@ AT_LENGTH = [
     ("world", "num_workers", "cases"),
     [(2, 2, FEW), *(pytest.param(*one, marks=pytest.mark.slow) for one in AT_LENGTH)],
 )
-def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(
+def test_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(
     ranks,
     world,
     num_workers,
@@ -348,7 +348,7 @@ def check_uneven(ranks, sizes, batch_size, factor, how="stream"):
 
 
 @pytest.mark.parametrize("factor", [1, 3])
-def test_d4_ranks_with_three_and_four_batches(ranks, factor):
+def test_ranks_with_three_and_four_batches(ranks, factor):
     """Rank 1's fourth batch is not averaged with rank 0's first of the next epoch, and nobody
     hangs.
     """
@@ -361,7 +361,7 @@ def test_d4_ranks_with_three_and_four_batches(ranks, factor):
     ("sizes", "factor"),
     [([1, 60], 1), ([40, 2], 3), ([3, 1, 31], 2), ([5, 17, 2], 1)],
 )
-def test_d4_a_stream_that_is_much_longer_on_one_rank(ranks, sizes, factor, how):
+def test_a_stream_that_is_much_longer_on_one_rank(ranks, sizes, factor, how):
     check_uneven(ranks, sizes, 2, factor, how)
 
 
@@ -443,7 +443,7 @@ def train_on_batches(number, windows, weighting):
 @pytest.mark.parametrize("weighting", ["samples", "batches"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("number", [23, 36])
-def test_d5_a_loader_of_ones_own_is_dealt_out(ranks, number, world, weighting):
+def test_a_loader_of_ones_own_is_dealt_out(ranks, number, world, weighting):
     """Six batches an optimizer step, whoever works on them."""
     expected, losses, steps, test = train_on_batches(number, 6, weighting)
     for found, reported, steps_there, test_there in ranks.run(
@@ -471,7 +471,7 @@ def train_looped():
     return [item for batch in seen_in(data, brain.trained_on) for item in batch]
 
 
-def test_d5_a_looped_loader_of_ones_own_is_dealt_out(ranks):
+def test_a_looped_loader_of_ones_own_is_dealt_out(ranks):
     """And one that comes in an order of its own is not asked to be sorted."""
     parts = ranks.run(train_looped, world_size=2)
     assert sorted(parts[0] + parts[1]) == sorted(train_looped()) == sorted([*range(24), *range(7)])
@@ -596,7 +596,7 @@ def stop_an_evaluation(sizes, who, after=40):
     ("sizes", "who"),
     [([700, 700], 1), ([700, 20], 0), ([700, 20], 1), ([700, 0], 1), ([20, 700, 30], 2)],
 )
-def test_f9_a_stop_in_the_evaluation_of_a_stream_is_agreed_on(ranks, sizes, who):
+def test_a_stop_in_the_evaluation_of_a_stream_is_agreed_on(ranks, sizes, who):
     """Also if that rank, or another one, has no batch left: all raise, at one beat, and nobody goes
     on to the end.
     """

@@ -182,7 +182,7 @@ def without_rows(dtype, on_cuda, repeats):
 @pytest.mark.parametrize("repeats", [True, False], ids=["a repeated batch", "no rows"])
 @pytest.mark.parametrize("on_cuda", [True, False], ids=["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_b1_the_messages_of_all_ranks_are_alike_where_one_has_no_rows_in_half_precision(
+def test_the_messages_of_all_ranks_are_alike_where_one_has_no_rows_in_half_precision(
     ranks,
     dtype,
     on_cuda,
@@ -324,7 +324,7 @@ def train_under_ddp(bucket_mb):
 
 
 @pytest.mark.parametrize("bucket_mb", [25, 0.0001])
-def test_d12_ddp_on_cpu_trains_as_one_process_does(ranks, bucket_mb):
+def test_ddp_on_cpu_trains_as_one_process_does(ranks, bucket_mb):
     ranks.run(train_under_ddp, bucket_mb)
 
 

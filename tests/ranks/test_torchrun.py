@@ -97,7 +97,7 @@ def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
     ("processes", "starts"),
     [(1, 1), (2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 1), (2, 3)])],
 )
-def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
+def test_a_clean_start_and_exit(tmp_path, processes, starts):
     """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights
     each time.
 
@@ -222,7 +222,7 @@ def test_restarts_meet_again_on_gloo(tmp_path, restarts):
     reports(tmp_path, 2)
 
 
-def test_f10_ctrl_c(tmp_path):
+def test_ctrl_c(tmp_path):
     """SIGINT to torchrun: gone soon, nothing left, and one line that says where the ranks have
     stopped.
     """

@@ -61,11 +61,11 @@ def check(folder, results):
     assert len(list((folder / "board").iterdir())) == 1
 
 
-def test_d1_log_stats_on_all_ranks(ranks, tmp_path):
+def test_log_stats_on_all_ranks(ranks, tmp_path):
     check(tmp_path, ranks.run(log_stats, str(tmp_path), "all"))
 
 
-def test_d1_log_stats_on_main_alone(ranks, tmp_path):
+def test_log_stats_on_main_alone(ranks, tmp_path):
     check(tmp_path, ranks.run(log_stats, str(tmp_path), "main"))
 
 

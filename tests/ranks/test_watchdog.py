@@ -238,7 +238,7 @@ def end(how):
         ("limit", 3, 1, 13, ""),
     ],
 )
-def test_d8_d10_all_ranks_end_at_one_step_under_the_watch(ranks, how, epoch, step, steps, message):
+def test_all_ranks_end_at_one_step_under_the_watch(ranks, how, epoch, step, steps, message):
     results = ranks.run(end, how, init=False)
     assert results[0] == results[1]
     found = results[0]
@@ -297,7 +297,7 @@ def try_again_in_a_new_group():
         return caught, threads, brain.optimizer_step, *left
 
 
-def test_f1_what_failed_in_one_group_does_not_end_the_next(ranks):
+def test_what_failed_in_one_group_does_not_end_the_next(ranks):
     found = ranks.run(try_again_in_a_new_group, init=False)
     assert found == [(True, sorted(WATCHING), 2, True, False)] * 2
 
@@ -319,7 +319,7 @@ def catch_in_a_nested_call():
         return caught, brain.optimizer_step
 
 
-def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_one(ranks):
+def test_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_one(ranks):
     assert ranks.run(catch_in_a_nested_call, init=False) == [([True], 6)] * 2
 
 
@@ -383,7 +383,7 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     ],
     ids=["killed, one machine", "killed, two machines", "stopped, two machines"],
 )
-def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(
+def test_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(
     tmp_path,
     near,
     what,
@@ -405,7 +405,7 @@ def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(
 
 
 @pytest.mark.parametrize("call", ["_start_watchdog", pytest.param("_join", marks=pytest.mark.slow)])
-def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, call):
+def test_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, call):
     """On another machine, once all have met: before it has told anything, and before there is a
     connection to it.
     """
@@ -426,7 +426,7 @@ def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, cal
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_f4_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank):
+def test_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank):
     forked = (
         "child = os.fork() or (atexit._run_exitfuncs(), os._exit(0)); os.waitpid(child, 0); "
         "time.sleep(0.5)"

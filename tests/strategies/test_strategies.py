@@ -409,7 +409,7 @@ def test_copies_stand_alone(group, wrapper):
 # ---------------------------------------------------------------------------------- nn.DataParallel
 
 
-def test_m2_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
+def test_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
     """``nn.DataParallel`` wants the parameters on the first of its devices."""
     given = {}
 
@@ -453,7 +453,7 @@ class Multiplied(nn.Module):
 
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered(dtype):
+def test_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered(dtype):
     """The dtype of autocast is kept per thread, and each replica has a thread; a thread begins with
     the default.
     """

@@ -91,7 +91,7 @@ def test_an_unknown_key_names_the_known_ones(modules, wrapped):
     assert wrapped == []
 
 
-def test_d13_a_second_call_changes_nothing(modules, wrapped):
+def test_a_second_call_changes_nothing(modules, wrapped):
     for _ in range(2):
         compile_modules(modules, options(compile=True, compile_module_keys=["net"]))
     assert names(modules, wrapped) == ["net"]

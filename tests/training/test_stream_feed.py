@@ -97,7 +97,7 @@ def weights_of(ranks):
 
 @FAST
 @given(sizes=SIZES, factor=st.integers(1, 4))
-def test_d4_streams_of_different_lengths_end_together_and_lose_nothing(sizes, factor):
+def test_streams_of_different_lengths_end_together_and_lose_nothing(sizes, factor):
     streams = batches_of(sizes)
     ranks = Ranks(len(sizes)).run(streams, factor)
     longest = max(map(len, streams))

@@ -29,7 +29,7 @@ def test_the_page_of_the_options_is_the_help():
     assert f"```text\n{help_text()}```" in page.read_text()
 
 
-def test_c1_optimizer_step_limit_is_an_int():
+def test_optimizer_step_limit_is_an_int():
     for words in (["--optimizer_step_limit=10"], ["--optimizer_step_limit", "10"]):
         limit = parse("h.yaml", *words)[1].optimizer_step_limit
         assert (limit, type(limit)) == (10, int)
@@ -40,7 +40,7 @@ def test_c1_optimizer_step_limit_is_an_int():
         parse("h.yaml", "--optimizer_step_limit=ten")
 
 
-def test_c2_a_yaml_key_is_no_abbreviated_option():
+def test_a_yaml_key_is_no_abbreviated_option():
     _, options, text = parse("h.yaml", "--optimizer=adam")
     assert text == "optimizer: adam"
     assert options.optimizer_step_limit is None
@@ -50,7 +50,7 @@ def test_c2_a_yaml_key_is_no_abbreviated_option():
     assert parse("h.yaml", *words)[2] == "log: x\nmax: 5\ndata: /x\nckpt: 5\nd: 1"
 
 
-def test_c2_an_abbreviated_option_is_an_error_with_the_whole_name():
+def test_an_abbreviated_option_is_an_error_with_the_whole_name():
     with pytest.raises(ConfigError, match="did you mean --debug_batches"):
         parse("h.yaml", "--debug_batch=5")
 
@@ -70,12 +70,12 @@ def test_c2_an_abbreviated_option_is_an_error_with_the_whole_name():
         (["--max_grad_norm", "-1", "h.yaml"], ""),
     ],
 )
-def test_c3_the_yaml_may_stand_anywhere(words, text):
+def test_the_yaml_may_stand_anywhere(words, text):
     file, _, found = parse(*words)
     assert (file, found) == ("h.yaml", text)
 
 
-def test_c3_the_yaml_may_follow_a_list():
+def test_the_yaml_may_follow_a_list():
     file, options, _ = parse("--jit_module_keys", "a", "b", "h.yaml")
     assert (file, options.jit_module_keys) == ("h.yaml", ["a", "b"])
     assert parse("h.yaml", "--jit_module_keys", "a", "b", "--debug")[1].jit_module_keys == [
@@ -85,20 +85,20 @@ def test_c3_the_yaml_may_follow_a_list():
     assert parse("h.yaml", "--compile_module_keys=a,b")[1].compile_module_keys == ["a", "b"]
 
 
-def test_c3_a_yaml_without_the_suffix(tmp_path):
+def test_a_yaml_without_the_suffix(tmp_path):
     (tmp_path / "hparams").write_text(YAML_TEXT)
     assert parse("hparams", "--seed=3")[0] == "hparams"
     assert parse("--flag", "hparams")[0] == "hparams"
 
 
-def test_c3_two_yamls_are_not_guessed_between(tmp_path):
+def test_two_yamls_are_not_guessed_between(tmp_path):
     with pytest.raises(ConfigError, match=r"found: 'h.yaml', 'o.yaml'. Put it first"):
         parse("--flag", "h.yaml", "--other_yaml", "o.yaml")
     with pytest.raises(ConfigError, match="found: 'h.yaml', 'o.yaml'"):
         parse("h.yaml", "o.yaml")
 
 
-def test_c4_values_keep_their_equals_signs():
+def test_values_keep_their_equals_signs():
     assert overrides("--url=http://x/?a=1&b=2")["url"] == "http://x/?a=1&b=2"
     assert overrides("--url", "http://x/?a=1")["url"] == "http://x/?a=1"
 
@@ -111,13 +111,13 @@ def test_c4_values_keep_their_equals_signs():
         *((f"--debug={w}", False) for w in ("False", "false", "no", "0", "off")),
     ],
 )
-def test_c5_a_switch_takes_a_value(word, value):
+def test_a_switch_takes_a_value(word, value):
     options = parse("h.yaml", word)[1]
     assert options.debug is value
     assert options.overridden_args == {"debug"}
 
 
-def test_c5_a_switch_turns_off_what_the_yaml_turns_on(tmp_path):
+def test_a_switch_turns_off_what_the_yaml_turns_on(tmp_path):
     (tmp_path / "h.yaml").write_text("debug: True\n")
     assert parse("h.yaml")[1].debug is True
     options = parse("h.yaml", "--debug=False")[1]
@@ -125,14 +125,14 @@ def test_c5_a_switch_turns_off_what_the_yaml_turns_on(tmp_path):
     assert options.resolved({"debug": True}).debug is False
 
 
-def test_c5_a_switch_never_swallows_a_word():
+def test_a_switch_never_swallows_a_word():
     with pytest.raises(ConfigError, match=r"found: 'h.yaml', 'False'. .*--debug=False"):
         parse("h.yaml", "--debug", "False")
     with pytest.raises(ConfigError, match="--debug expects true or false, got 'maybe'"):
         parse("h.yaml", "--debug=maybe")
 
 
-def test_c6_minutes_are_a_float():
+def test_minutes_are_a_float():
     assert parse("h.yaml", "--ckpt_interval_minutes=0.5")[1].ckpt_interval_minutes == 0.5
     assert (
         parse("h.yaml", "--distributed_timeout_minutes", "2.5")[1].distributed_timeout_minutes
@@ -170,7 +170,7 @@ def test_pain24_a_contradicting_local_rank(launched, monkeypatch):
         parse("h.yaml", "--local_rank=0")
 
 
-def test_o12_options_made_by_hand_count():
+def test_options_made_by_hand_count():
     options = RunOptions(precision="bf16", device=torch.device("cpu"))
     assert options.overridden_args == {"precision", "device"}
     assert options.resolved({"precision": "fp16"}).precision == "bf16"

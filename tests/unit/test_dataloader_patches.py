@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import (
 from ddpkit.dataloader import SaveableDataLoader
 
 
-def test_k16_nothing_of_torchs_loaders_is_replaced():
+def test_nothing_of_torchs_loaders_is_replaced():
     ours = SaveableDataLoader([1, 2, 3], batch_size=1)
     assert len(list(ours)) == len(list(DataLoader([1, 2, 3], batch_size=1))) == 3
     source = inspect.getsourcefile(dataloader)

@@ -107,13 +107,13 @@ def test_cuda_in_one_process(machine, given, expected):
 
 
 @pytest.mark.parametrize("given", [None, "cuda", "cuda:0", "cuda:1", torch.device("cuda")])
-def test_d9_a_launcher_binds_the_device_to_the_local_rank(machine, given):
+def test_a_launcher_binds_the_device_to_the_local_rank(machine, given):
     machine(cuda=2)
     assert [resolve_device(given, ranks(r)) for r in (0, 1)] == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(("given", "speaker"), [("cuda:0", 1), ("cuda:1", 0), ("cuda:2", 0)])
-def test_d9_a_contradicting_number_is_warned_of_once_per_node(machine, caplog, given, speaker):
+def test_a_contradicting_number_is_warned_of_once_per_node(machine, caplog, given, speaker):
     machine(cuda=4)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -124,7 +124,7 @@ def test_d9_a_contradicting_number_is_warned_of_once_per_node(machine, caplog, g
     assert f"cuda:{speaker} here" in record.getMessage()
 
 
-def test_d9_what_was_bound_is_bound_again_in_silence(machine, caplog):
+def test_what_was_bound_is_bound_again_in_silence(machine, caplog):
     machine(cuda=2)
     for rank in (0, 1):
         first = resolve_device("cuda", ranks(rank))

@@ -31,7 +31,7 @@ def test_an_unknown_format_is_an_error(name):
 
 
 @pytest.mark.parametrize("option", ["precision", "eval_precision"])
-def test_o7_fp16_on_a_cpu_is_an_error_that_names_bf16(option):
+def test_fp16_on_a_cpu_is_an_error_that_names_bf16(option):
     names = {"precision": "fp32", "eval_precision": "fp32", option: "fp16"}
     with pytest.raises(
         ConfigError,

@@ -29,7 +29,7 @@ def test_the_command_line_is_sys_argv_by_default(monkeypatch):
     assert RunOptions.from_command_line_args()[0] == "h.yaml"
 
 
-def test_d9_the_device_is_the_ranks_own(gpus, launched):
+def test_the_device_is_the_ranks_own(gpus, launched):
     assert parse("h.yaml")[1]["device"] == "cuda:1"
     options = parse("h.yaml", "--device=cuda:0")[1]
     assert (options["device"], options["distributed_backend"]) == ("cuda:1", "nccl")

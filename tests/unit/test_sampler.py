@@ -132,7 +132,7 @@ def test_recipes_find_them_where_they_look(name):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_d17_the_order_follows_seed_and_epoch(kind):
+def test_the_order_follows_seed_and_epoch(kind):
     def order(seed, epoch):
         made = MAKERS[kind](seed=seed)
         made.set_epoch(epoch)
@@ -146,7 +146,7 @@ def test_d17_the_order_follows_seed_and_epoch(kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_d17_a_seed_that_is_left_out_is_the_experiments(kind, monkeypatch):
+def test_a_seed_that_is_left_out_is_the_experiments(kind, monkeypatch):
     def order(**options):
         return str(list(MAKERS[kind](**options)))
 
@@ -519,7 +519,7 @@ def test_a_million_lengths_take_a_second_or_two():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_d19_one_index_or_one_batch_per_rank(world, shuffle):
+def test_one_index_or_one_batch_per_rank(world, shuffle):
     """A tuple of one was taken for what it held."""
     for inner in ([7, 5, 3][:world], [[0, 1], [2], [3, 4]][:world]):
         found = [
@@ -529,7 +529,7 @@ def test_d19_one_index_or_one_batch_per_rank(world, shuffle):
         assert sorted(str(part[0]) for part in found) == sorted(map(str, inner))
 
 
-def test_d20_the_length_may_change_between_epochs():
+def test_the_length_may_change_between_epochs():
     wrappers = [DistributedSamplerWrapper(Growing(), 2, rank, seed=1) for rank in range(2)]
     for epoch in (1, 5, 3, 4):
         for one in wrappers:
@@ -544,7 +544,7 @@ def test_d20_the_length_may_change_between_epochs():
 
 
 @pytest.mark.parametrize(("drop_last", "each"), [(True, 3), (False, 4)])
-def test_d18_the_wrapper_honours_drop_last(drop_last, each):
+def test_the_wrapper_honours_drop_last(drop_last, each):
     found = [
         list(DistributedSamplerWrapper(range(10), 3, rank, False, drop_last=drop_last))
         for rank in range(3)

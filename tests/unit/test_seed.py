@@ -213,7 +213,7 @@ def _in_a_group(monkeypatch):
     ("before", "after"),
     [((8, 3), (1, 0)), ((1, 0), (8, 3)), ((8, 3), (8, 5)), ((8, 3), (8, 3))],
 )
-def test_m4_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_number_it_sees_it(
+def test_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_number_it_sees_it(
     before,
     after,
     kind,
@@ -234,7 +234,7 @@ def test_m4_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_nu
     assert not caplog.records
 
 
-def test_m4_without_a_group_the_other_gpus_follow_for_data_parallel(monkeypatch, caplog):
+def test_without_a_group_the_other_gpus_follow_for_data_parallel(monkeypatch, caplog):
     Devices(monkeypatch, 3, 1).states[1][0] = 7
     state = rng_state()
     again = Devices(monkeypatch, 3, 1)
@@ -247,7 +247,7 @@ def test_m4_without_a_group_the_other_gpus_follow_for_data_parallel(monkeypatch,
     assert "covers 3 CUDA devices, here are 2; the rest is left out" in caplog.text
 
 
-def test_m4_a_run_that_goes_on_without_gpus_says_so(monkeypatch, caplog):
+def test_a_run_that_goes_on_without_gpus_says_so(monkeypatch, caplog):
     Devices(monkeypatch, 1, 0)
     state = rng_state()
     Devices(monkeypatch, 0, 0)

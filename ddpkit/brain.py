@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import math
 import operator
 from pathlib import Path
@@ -21,21 +18,21 @@ from ddpkit import optim
 from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
 from ddpkit.control import failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
-from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
+from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
 from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.options import IN_FIT, MADE, PREPARED, WRAPPED
 from ddpkit.precision import Precision
-from ddpkit.reporting import TimeLeft
 from ddpkit.run import (
-    FOLLOWED,
+    RUN,
+    NotMade,
     Run,
-    StepPlan,
+    adapt_class,
+    are_parts_made,
     given_batch_size,
     hparams_of_slice,
-    last_epoch,
-    note_epoch,
+    warn_of_misspelt_hooks,
 )
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.strategies import (
@@ -47,18 +44,14 @@ from ddpkit.strategies import (
 )
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
-    BatchSizes,
+    Progress,
     Recipe,
     RunContext,
-    RunLength,
     TrainStep,
-    batch_sizes,
-    check_train_data,
     checkpoint_blocks,
     compile_modules,
     count_epochs,
     gather_results,
-    length_of,
     one_number,
     require_module_keys,
     sum_and_count,
@@ -77,43 +70,6 @@ __all__ = ["Brain", "run_of"]
 
 logger = get_logger(__name__)
 
-_FINAL = "ddpkit_final_gradients"  # attribute of an optimizers_step that is wrapped
-_RUN = "_Brain__run"  # self.__run, which no subclass has by accident
-
-
-def _part(path: str, doc: str) -> Any:
-    """Make a property that reads and writes an attribute of a part of the run."""
-    holder, _, name = path.rpartition(".")
-    find = operator.attrgetter(holder)
-
-    def write(self: Brain, value: Any) -> None:
-        if not _can_write(self, value):
-            return
-        part = find(self)
-        replace = vars(self)[_RUN].replacing.get(name)
-        if part is self.progress:
-            part.look()  # at a step that is open, which would count after this
-        if replace is not None:
-            replace(value, self)
-        else:
-            setattr(part, name, value)
-
-    return property(operator.attrgetter(path), write, doc=doc)
-
-
-def _can_write(brain: Brain, value: Any) -> bool:
-    """Return whether the parts of the run are made; before that, None is ignored and other values
-    are an error.
-    """
-    if _RUN in vars(brain):
-        return True
-    if value is None:
-        return False
-    raise AttributeError(
-        f"{type(brain).__name__}.__init__ sets an attribute of the training before "
-        "super().__init__(): call that first."
-    )
-
 
 def run_of(brain: Brain) -> Run:
     """Return the parts that a Brain holds, for tests.
@@ -124,7 +80,7 @@ def run_of(brain: Brain) -> Run:
         >>> run_of(Brain(run_opts={"device": "cpu"})).context.strategy.name
         'one device'
     """
-    run: Run = vars(brain)[_RUN]
+    run: Run = vars(brain)[RUN]
     return run
 
 
@@ -147,68 +103,6 @@ def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]
 
 def _steps_of_profile(options: RunOptions) -> int | None:
     return options.profile_warmup + options.profile_steps if options.profile_training else None
-
-
-def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
-    """Warn of methods that nothing calls, with nearly the name of a hook that the recipe does not
-    override.
-    """
-    own, known = (dict(inspect.getmembers(kind, inspect.isfunction)) for kind in (recipe, Brain))
-    hooks = [name for name, one in known.items() if own.get(name) is one and name[0] != "_"]
-    codes = [getattr(inspect.unwrap(one), "__code__", one.__code__) for one in own.values()]
-    for code in codes:
-        codes += [one for one in code.co_consts if inspect.iscode(one)]  # functions inside of it
-    called = {name for code in codes for name in code.co_names}
-    for name in [
-        name for name in own if not (name in called or name[0] == "_" or hasattr(Brain, name))
-    ]:
-        for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=0.88):
-            words = (
-                "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all "
-                "is well."
-            )
-            logger.warning_once(words, recipe.__name__, name, meant)
-
-
-def _adapt_subclass(cls: type[Brain]) -> None:
-    """Take placeholders out of a recipe's class; have its own ``optimizers_step`` find final
-    gradients.
-
-    Raises:
-        ConfigError: the class would replace something private.
-    """
-    for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
-        # "not made yet": it would hide what the parts of the run hold
-        if vars(cls).get(name, "") is None:
-            delattr(cls, name)
-    if taken := sorted(
-        name for name in vars(cls) if name.startswith("_Brain__") and name in vars(Brain)
-    ):
-        names = ", ".join(name.removeprefix("_Brain") for name in taken)
-        raise ConfigError(
-            f"{cls.__module__}: a class named Brain cannot define {names}: rename the class."
-        )
-    own: Any = inspect.getattr_static(cls, "optimizers_step")
-    if (
-        own is not vars(Brain)["optimizers_step"]
-        and inspect.isfunction(own)
-        and _FINAL not in vars(own)
-    ):
-        cls.optimizers_step = _with_final_gradients(own)  # type: ignore[method-assign]
-
-
-def _with_final_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a recipe's ``optimizers_step``: gradients in it are those that a step uses."""
-
-    @functools.wraps(method)
-    def optimizers_step(self: Brain, *args: Any, **kwargs: Any) -> Any:
-        if _RUN not in vars(self):
-            return method(self, *args, **kwargs)
-        with run_of(self).train_step.final_gradients(self):
-            return method(self, *args, **kwargs)
-
-    vars(optimizers_step)[_FINAL] = True
-    return optimizers_step
 
 
 @register_checkpoint_hooks
@@ -308,10 +202,7 @@ class Brain(_Typed):
         checkpointer: Any = None,
         scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
-        self.opt_class = opt_class
-        self.scheduler_class = scheduler_class
-        self.hparams = SimpleNamespace(**hparams_of_slice(join_loggers(hparams or {})))
-        self.run_opts = options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
+        options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(options)
         self.rank = get_rank() or 0
         device = str(options.device)
@@ -324,22 +215,28 @@ class Brain(_Typed):
         strategy = choose_strategy(options, decides_late=recipe.has_own_fit_batch)
         take_device(device)
         self.device_type = torch.device(device).type
-        self.modules = modules_on_device(modules or {}, device, keeps_meta=strategy.divides)
-        context = RunContext(recipe, options, self.modules, self.hparams, strategy)
-        self.progress = context.progress
+        context = RunContext(
+            recipe,
+            options,
+            modules_on_device(modules or {}, device, keeps_meta=strategy.divides),
+            SimpleNamespace(**hparams_of_slice(join_loggers(hparams or {}))),
+            strategy,
+            opt_class=opt_class,
+            scheduler_class=scheduler_class,
+        )
         if strategy.same_bits:
-            self.progress.round_nothing()
+            context.progress.round_nothing()
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
         self.train_sampler: Any = None
         self.tot_prof_steps = _steps_of_profile(options)
         ema = None
         if options.ema_decay is not None:
-            ema = WeightAverage(self.modules, options.ema_decay)
+            ema = WeightAverage(context.modules, options.ema_decay)
             ema.follow_modules_of(context)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
-            require_module_keys(self.modules, options)
+            require_module_keys(context.modules, options)
             step = TrainStep(context, precision.scaler, ema)
             self.__run = Run(context, step, checkpointer)
         self.training_ctx = precision.training_ctx
@@ -350,40 +247,151 @@ class Brain(_Typed):
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        _adapt_subclass(cls)
+        adapt_class(cls, Brain)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in FOLLOWED and _RUN in vars(self):
-            value = self.__run.assigned(name, vars(self).get(name), value)
-        super().__setattr__(name, value)
+    __run: Run = NotMade()  # type: ignore[assignment]
 
-    modules: nn.ModuleDict
-    hparams: SimpleNamespace
-    run_opts: RunOptions
-    step: int = _part("progress.step", "Batches of the current stage so far.")
-    optimizer_step: int = _part("progress.optimizer_step", "Optimizer updates since the run began.")
-    nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
-    avg_train_loss: float = _part(
-        "progress.avg_train_loss",
-        "Mean training loss of the epoch so far.",
+    def __set_modules(self, modules: Any) -> None:
+        if are_parts_made(self, "modules", modules):
+            self.__run.replace_modules(modules)
+
+    def __set_progress(self, progress: Any) -> None:
+        if are_parts_made(self, "progress", progress) and progress is not self.progress:
+            raise AttributeError(
+                f"self.progress = {progress!r}: the Brain counts its steps there, and goes on with "
+                "its own. Choose another name for the attribute."
+            )
+
+    def __set_counter(self, name: str, value: Any) -> None:
+        if are_parts_made(self, name, value):
+            self.__run.set_counter(name, value)
+
+    def __set_step(self, step: int) -> None:
+        self.__set_counter("step", step)
+
+    # These are read in each batch, by a recipe or by the loop: a getter in Python costs a call.
+    modules: nn.ModuleDict = property(  # type: ignore[assignment]
+        operator.attrgetter(f"{RUN}.context.modules"),
+        __set_modules,
+        doc="What is trained and evaluated, by name.",
     )
-    checkpointer: Any = _part(f"{_RUN}.policy.checkpointer", "The checkpointer, or None.")
-    scaler: torch.amp.GradScaler = _part(
-        f"{_RUN}.train_step.scaler",
-        "The scaler of fp16 gradients; disabled with another precision.",
+    progress: Progress = property(  # type: ignore[assignment]
+        operator.attrgetter(f"{RUN}.context.progress"),
+        __set_progress,
+        doc="How far the run has come.",
     )
-    ema: WeightAverage | None = _part(
-        f"{_RUN}.train_step.ema",
-        "The average of the weights, or None without ``ema_decay``.",
+    step: int = property(  # type: ignore[assignment]
+        operator.attrgetter(f"{RUN}.context.progress.step"),
+        __set_step,
+        doc="Batches of the current stage so far.",
     )
-    optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
-        f"{_RUN}.train_step.optimizers",
-        "Name -> optimizer, once :meth:`init_optimizers` has run.",
-    )
-    profiler: Any = _part(
-        f"{_RUN}.stages.profiler",
-        "Of this call of ``fit``, with ``profile_training``; else None.",
-    )
+
+    @property
+    def hparams(self) -> SimpleNamespace:
+        """What the YAML holds."""
+        return self.__run.context.hparams
+
+    @hparams.setter
+    def hparams(self, hparams: Any) -> None:
+        if are_parts_made(self, "hparams", hparams):
+            self.__run.replace_hparams(hparams)
+
+    @property
+    def run_opts(self) -> RunOptions:
+        """The options, as they were given; all parts read this one object."""
+        return self.__run.context.options
+
+    @run_opts.setter
+    def run_opts(self, run_opts: Any) -> None:
+        if are_parts_made(self, "run_opts", run_opts):
+            self.__run.replace_options(run_opts)
+
+    @property
+    def opt_class(self) -> Callable[[Iterable[Any]], torch.optim.Optimizer] | None:
+        """What makes the optimizer, or None."""
+        return self.__run.context.opt_class
+
+    @opt_class.setter
+    def opt_class(self, opt_class: Any) -> None:
+        if are_parts_made(self, "opt_class", opt_class):
+            self.__run.replace_maker("opt_class", opt_class)
+
+    @property
+    def scheduler_class(self) -> Callable[..., Any] | None:
+        """What makes the scheduler, or None."""
+        return self.__run.context.scheduler_class
+
+    @scheduler_class.setter
+    def scheduler_class(self, scheduler_class: Any) -> None:
+        if are_parts_made(self, "scheduler_class", scheduler_class):
+            self.__run.replace_maker("scheduler_class", scheduler_class)
+
+    @property
+    def optimizer_step(self) -> int:
+        """Optimizer updates since the run began."""
+        return self.__run.context.progress.optimizer_step
+
+    @optimizer_step.setter
+    def optimizer_step(self, optimizer_step: int) -> None:
+        self.__set_counter("optimizer_step", optimizer_step)
+
+    @property
+    def nonfinite_count(self) -> int:
+        """Skipped steps of this epoch."""
+        return self.__run.context.progress.nonfinite
+
+    @nonfinite_count.setter
+    def nonfinite_count(self, nonfinite_count: int) -> None:
+        self.__set_counter("nonfinite", nonfinite_count)
+
+    @property
+    def avg_train_loss(self) -> float:
+        """Mean training loss of the epoch so far."""
+        return self.__run.context.progress.avg_train_loss
+
+    @avg_train_loss.setter
+    def avg_train_loss(self, avg_train_loss: float) -> None:
+        self.__set_counter("avg_train_loss", avg_train_loss)
+
+    @property
+    def checkpointer(self) -> Any:
+        """The checkpointer, or None."""
+        return self.__run.policy.checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        if are_parts_made(self, "checkpointer", checkpointer):
+            self.__run.policy.replace_checkpointer(checkpointer, self)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The scaler of fp16 gradients; disabled with another precision."""
+        return self.__run.train_step.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        if are_parts_made(self, "scaler", scaler):
+            self.__run.replace_scaler(scaler)
+
+    @property
+    def ema(self) -> WeightAverage | None:
+        """The average of the weights, or None without ``ema_decay``."""
+        return self.__run.train_step.ema
+
+    @ema.setter
+    def ema(self, ema: WeightAverage | None) -> None:
+        if are_parts_made(self, "ema", ema):
+            self.__run.replace_average(ema)
+
+    @property
+    def optimizers_dict(self) -> dict[str, torch.optim.Optimizer] | None:
+        """Name -> optimizer, once :meth:`init_optimizers` has run."""
+        return self.__run.train_step.optimizers
+
+    @optimizers_dict.setter
+    def optimizers_dict(self, optimizers: dict[str, torch.optim.Optimizer] | None) -> None:
+        if are_parts_made(self, "optimizers_dict", optimizers):
+            self.__run.train_step.optimizers = optimizers
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -397,8 +405,18 @@ class Brain(_Typed):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if _can_write(self, optimizer):
+        if are_parts_made(self, "optimizer", optimizer):
             self.__run.train_step.optimizer = optimizer
+
+    @property
+    def profiler(self) -> Any:
+        """Of this call of ``fit``, with ``profile_training``; else None."""
+        return self.__run.stages.profiler
+
+    @profiler.setter
+    def profiler(self, profiler: Any) -> None:
+        if are_parts_made(self, "profiler", profiler):
+            self.__run.stages.profiler = profiler
 
     @property
     def lr_scale(self) -> float:
@@ -637,7 +655,7 @@ class Brain(_Typed):
     # ------------------------------------------------------------------ for a fit_batch of your own
 
     should_step: bool = property(  # type: ignore[assignment]
-        operator.attrgetter(f"{_RUN}.train_step.should_step"),
+        operator.attrgetter(f"{RUN}.train_step.should_step"),
         doc="Whether the current micro-batch closes its accumulation window, after which the "
         "optimizers step. The same on every rank, also in a short last window.",
     )
@@ -844,7 +862,8 @@ class Brain(_Typed):
             RunStopped: a signal or the time limit has asked for the end.
         """
         run = self.__run
-        _warn_of_misspelt_hooks(type(self))
+        warn_of_misspelt_hooks(type(self), Brain)
+        run.tell_of_options(vars(self))
         self.tot_prof_steps = _steps_of_profile(self.run_opts)
         run.check_options()
         train_kwargs = train_loader_kwargs or {}
@@ -884,21 +903,24 @@ class Brain(_Typed):
             run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
-            sizes = self.__plan_steps(train, valid, epoch_counter)
+            sizes = run.plan_steps(train, valid, epoch_counter)
+            self.steps_per_epoch = run.length.steps_per_epoch
+            self.total_steps = run.length.total_steps
             with POSITION.at("on_fit_start"), run.policy.starting(start):
                 self.on_fit_start()
             run.policy.load_deferred()
             run.policy.run_state.restore_trained_flags(self.raw_modules)
+            run.tell_of_options(vars(self))
             run.follow_optimizers(vars(self))
             self.__check_prepared(validates=valid is not None)
             if run.policy.is_done_before(train):
-                return self.__fit_result("done_before")
+                return run.fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
             given = given_batch_size(train_set, train_kwargs)
             contexts = (self.training_ctx, self.evaluation_ctx)
             run.preflight.report_training(sizes, run.length, given, valid, contexts)
             run.record.begin(sizes, run.length)
-            result = self.__fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
+            result = run.fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
             run.record.end(result)
             return result
 
@@ -927,11 +949,12 @@ class Brain(_Typed):
                 weights, unless ``on_evaluate_start`` is overridden; or in a training batch.
         """
         run = self.__run
-        self.__require_no_training(
+        run.require_no_training(
             "evaluate",
             recovers=type(self).on_evaluate_start is Brain.on_evaluate_start,
         )
-        _warn_of_misspelt_hooks(type(self))
+        warn_of_misspelt_hooks(type(self), Brain)
+        run.tell_of_options(vars(self))
         run.preflight.compare_ranks("evaluate", type(self))
         run.stages.note_logger(self)
         with run.stop.guarded("evaluate"):
@@ -987,7 +1010,7 @@ class Brain(_Typed):
         """
         run = self.__run
         with run.stop.guarded("predict"):
-            self.__require_no_training("predict", recovers=True)
+            run.require_no_training("predict", recovers=True)
             with run.loaders.dividing_evaluation():
                 loader = self.__test_loader(data, loader_kwargs)
             run.preflight.compare_data(predict=loader)
@@ -1096,45 +1119,6 @@ class Brain(_Typed):
                 return None if data is None else loaders.adapt(data, stage)
             return self.make_dataloader(data, stage=stage, **loader_kwargs)
 
-    def __plan_steps(
-        self,
-        train: Any,
-        valid: Any,
-        epoch_counter: Any,
-    ) -> BatchSizes:
-        """Compare the data of the ranks; from its length follow batches, steps and learning-rate
-        scale.
-        """
-        run = self.__run
-        options = self.run_opts
-        run.preflight.compare_data(train=train, valid=valid)
-        if options.auto_micro_batch:
-            run.stages.auto_micro_batch.require(train)
-        length = length_of(train)
-        shards = run.context.strategy.shards
-        check_train_data(train, length)
-        length = length and length // shards
-        factor = options.grad_accumulation_factor // shards
-        sizes = batch_sizes(
-            train,
-            length,
-            factor,
-            get_world_size(),
-            run.context.strategy.virtual_ranks,
-        )
-        state = run.policy.run_state
-        state.step_plan = StepPlan.of(sizes, train)
-        ahead = note_epoch(state, length, factor, epoch_counter)
-        run.length = found = RunLength.of(length, factor, run.epochs, options, ahead=ahead)
-        self.steps_per_epoch = found.steps_per_epoch
-        self.total_steps = found.total_steps
-        run.lr_scaling.choose(options, sizes)
-        run.stages.time_left = TimeLeft(
-            last_epoch(epoch_counter, found),
-            validates=valid is not None,
-        )
-        return sizes
-
     def __prepare_modules(self) -> None:
         if not self.__run.is_wrapped:
             self._compile()
@@ -1226,39 +1210,6 @@ class Brain(_Typed):
     ) -> None:
         if valid_set is not None:
             self.__run.stages.evaluate(self, valid_set, Stage.VALID, epoch, enable_bar=enable)
-
-    def __fit_result(self, reason: str) -> FitResult:
-        progress = self.progress
-        losses = (progress.train_loss, progress.valid_loss)
-        newest = self.__run.policy.newest()
-        logged = (
-            run_on_main(
-                lambda: {name: dict(values) for name, values in progress.logged.values.items()}
-            )
-            or {}
-        )
-        return FitResult(
-            reason,
-            progress.epochs,
-            progress.optimizer_step,
-            *losses,
-            newest,
-            logged,
-        )
-
-    def __require_no_training(self, call: str, *, recovers: bool) -> None:
-        """Refuse what recovers a checkpoint over the weights of a training, or would end a pass of
-        it.
-        """
-        progress = self.progress
-        if progress.is_fitting and (
-            progress.is_in_pass or (recovers and self.checkpointer is not None)
-        ):
-            raise ConfigError(
-                f"{call} was called inside fit: it would recover a checkpoint over the weights "
-                "that are being trained, or end the pass that is running. Call it after fit, or "
-                "give fit a valid_set."
-            )
 
     def __bar_enabled(self, progressbar: bool | None) -> bool:
         if progressbar not in (True, False, None):

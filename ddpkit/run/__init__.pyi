@@ -1,9 +1,19 @@
+from ddpkit.run.early_values import (
+    RUN as RUN,
+    NotMade as NotMade,
+    are_parts_made as are_parts_made,
+)
 from ddpkit.run.epoch_numbers import (
     last_epoch as last_epoch,
 )
+from ddpkit.run.misspelt_hooks import (
+    warn_of_misspelt_hooks as warn_of_misspelt_hooks,
+)
 from ddpkit.run.parts import (
-    FOLLOWED as FOLLOWED,
     Run as Run,
+)
+from ddpkit.run.recipe_class import (
+    adapt_class as adapt_class,
 )
 from ddpkit.run.slice_hparams import (
     hparams_of_slice as hparams_of_slice,
@@ -13,10 +23,4 @@ from ddpkit.run.slice_result import (
 )
 from ddpkit.run.start_rows import (
     given_batch_size as given_batch_size,
-)
-from ddpkit.run.step_plan import (
-    StepPlan as StepPlan,
-)
-from ddpkit.run.total_steps import (
-    note_epoch as note_epoch,
 )

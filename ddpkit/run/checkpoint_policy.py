@@ -205,9 +205,8 @@ class CheckpointPolicy:
         if checkpointer is None:
             return
         plan = find_slice()
-        is_temporary = plan is not None or (
-            self.context.options.debug and not self.context.options.debug_persistently
-        )
+        options = self.context.options
+        is_temporary = plan is not None or (options.debug and not options.debug_persistently)
         if is_temporary and self._real_folder is None:
             self._real_folder = checkpointer.checkpoints_dir
             where = None if plan is None else plan.scratch
@@ -273,13 +272,12 @@ class CheckpointPolicy:
             "ckpt_load": "load_mode",
             "ckpt_errors": "on_error",
         }
+        options = self.context.options
         for option, attribute in attributes.items():
-            if (
-                self.context.options[option] != OPTION_BY_NAME[option].default
-                or option in self._handed_on
-            ):
+            is_default = options[option] == OPTION_BY_NAME[option].default
+            if not is_default or option in self._handed_on:
                 self._handed_on.add(option)
-                setattr(checkpointer, attribute, self.context.options[option])
+                setattr(checkpointer, attribute, options[option])
 
     # ------------------------------------------------------------------ a call of fit
 
@@ -601,8 +599,9 @@ class CheckpointPolicy:
             seconds_since_ckpt: by the main process's clock; the same on all ranks.
             batches_since_ckpt: the same on all ranks.
         """
-        minutes = self.context.options.ckpt_interval_minutes
-        steps = self.context.options.ckpt_interval_steps
+        options = self.context.options
+        minutes = options.ckpt_interval_minutes
+        steps = options.ckpt_interval_steps
         due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= batches_since_ckpt
         if due:
             self.save_inside_epoch()
@@ -612,8 +611,9 @@ class CheckpointPolicy:
         """Save after a batch; only the newest such checkpoint is kept."""
         if self.checkpointer is None:
             return
-        self.context.progress.settle()
-        sums = self.context.progress.add_totals(self.rank_state.own_sums())
+        progress = self.context.progress
+        progress.settle()
+        sums = progress.add_totals(self.rank_state.own_sums())
         self.rank_state.end_pass()
         with self.position.with_sums(sums):
             self._save_intra_epoch(self.checkpointer)

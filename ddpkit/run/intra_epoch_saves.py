@@ -89,10 +89,8 @@ class IntraEpochSaves:
         """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ
         between ranks.
         """
-        return (
-            self.context.progress.window.pending(self.context.progress.step) > 0
-            or self.context.strategy.is_apart
-        )
+        progress = self.context.progress
+        return progress.window.pending(progress.step) > 0 or self.context.strategy.is_apart
 
     def _start_anew(self) -> None:
         self.last_time, self.last_step = time.monotonic(), self.context.progress.step

@@ -11,25 +11,37 @@ import torch
 from torch import nn
 
 from ddpkit.control import usage_errors
+from ddpkit.distributed import get_world_size, run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling
 from ddpkit.options import RUN_OPTIONS
+from ddpkit.reporting import TimeLeft
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
+from ddpkit.run.epoch_numbers import last_epoch
 from ddpkit.run.fit_counters import FitCounters
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.run_record import RunRecord
 from ddpkit.run.stage_runner import StageRunner
+from ddpkit.run.step_plan import StepPlan
 from ddpkit.run.stop_control import StopControl
+from ddpkit.run.total_steps import note_epoch
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import check_strategy, modules_on_device
 from ddpkit.train_logger import join_loggers
-from ddpkit.training import LoaderFactory, RunLength, require_module_keys
+from ddpkit.training import (
+    LoaderFactory,
+    RunLength,
+    batch_sizes,
+    check_train_data,
+    length_of,
+    require_module_keys,
+)
+from ddpkit.types import FitResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ddpkit.training import RunContext, TrainStep
+    from ddpkit.ema import WeightAverage
+    from ddpkit.training import BatchSizes, RunContext, TrainStep
 
 
 logger = get_logger(__name__)
@@ -41,8 +53,6 @@ NO_OPTION = (
 
 #: Options that are read at ``run_opts`` only: an attribute of the name is a recipe's own.
 APART = {name: row for name, row in RUN_OPTIONS.items() if not row.is_attribute}
-#: Attributes of a Brain of which the parts are told when a recipe assigns them.
-FOLLOWED = frozenset({"modules", "hparams", "run_opts", "opt_class", "scheduler_class", *APART})
 
 
 class Run:
@@ -68,8 +78,6 @@ class Run:
         lr_scaling: what learning rates are multiplied by.
         is_wrapped: whether modules are compiled and wrapped.
         is_prepared: whether optimizers are made, too.
-        replacing: what replaces a part that a recipe assigns, by its name; is given the new one and
-            the Brain.
 
     Raises:
         ConfigError: an option cannot work.
@@ -97,11 +105,6 @@ class Run:
         self.is_wrapped = False
         self.lr_scaling = LrScaling()
         self.is_prepared = False
-        self.replacing: dict[str, Callable[[Any, Any], None]] = {
-            "checkpointer": self.policy.replace_checkpointer,
-            "scaler": self._replace_scaler,
-            "ema": self._replace_average,
-        }
 
     def check_options(self) -> None:
         """Check, when ``fit`` begins, what a recipe may have assigned since the Brain was made.
@@ -117,47 +120,110 @@ class Run:
                 check_strategy(options, decides_late=context.recipe.has_own_fit_batch)
                 require_module_keys(context.modules, options)
 
-    def assigned(
+    def plan_steps(
         self,
-        name: str,
-        before: Any,
-        value: Any,
-    ) -> Any:
-        """Have all parts follow an attribute that a recipe assigns.
+        train: Any,
+        valid: Any,
+        epoch_counter: Any,
+    ) -> BatchSizes:
+        """Compare the data of the ranks; from its length follow batches, steps and learning-rate
+        scale.
 
         Args:
-            name: one of :data:`FOLLOWED`.
-            before: its value so far.
-            value: the new one.
-
-        Returns:
-            What the Brain has under that name now.
+            train: the training loader.
+            valid: that of the validation, or None.
+            epoch_counter: of this call of ``fit``.
 
         Raises:
-            ConfigError: the run cannot follow any more.
+            ConfigError: the learning rates cannot be scaled, or the data cannot be divided.
+            DataError: the data cannot feed the self.
+            RankMismatchError: the ranks have other data.
         """
-        if name == "modules":
-            return self.replace_modules(value)
-        if name == "hparams":
-            return self.replace_hparams(value)
-        if name == "run_opts":
-            return self.replace_options(value)
-        if name in APART:
-            self._tell_of_option(name, value)
-        elif self.is_prepared and value is not before:
-            raise ConfigError(
-                f"{name} was assigned after fit has made the optimizers of it. Assign it before "
-                "the first call of fit; or assign optimizers_dict and step a scheduler of your "
-                "own."
-            )
-        return value
+        options = self.context.options
+        strategy = self.context.strategy
+        self.preflight.compare_data(train=train, valid=valid)
+        if options.auto_micro_batch:
+            self.stages.auto_micro_batch.require(train)
+        length = length_of(train)
+        shards = strategy.shards
+        check_train_data(train, length)
+        length = length and length // shards
+        factor = options.grad_accumulation_factor // shards
+        sizes = batch_sizes(
+            train,
+            length,
+            factor,
+            get_world_size(),
+            strategy.virtual_ranks,
+        )
+        state = self.policy.run_state
+        state.step_plan = StepPlan.of(sizes, train)
+        ahead = note_epoch(state, length, factor, epoch_counter)
+        self.length = found = RunLength.of(length, factor, self.epochs, options, ahead=ahead)
+        self.lr_scaling.choose(options, sizes)
+        self.stages.time_left = TimeLeft(
+            last_epoch(epoch_counter, found),
+            validates=valid is not None,
+        )
+        return sizes
 
-    def _tell_of_option(self, name: str, value: Any) -> None:
-        """Warn, if an attribute of a recipe looks like a value for the option of its name."""
-        now = self.context.options[name]
-        with contextlib.suppress(ConfigError):
-            if APART[name].coerce(value, "") != now:
-                logger.warning_once(NO_OPTION, name, value, now, name)
+    def fit_result(self, reason: str) -> FitResult:
+        """Return what ``fit`` returns.
+
+        Args:
+            reason: why it ends.
+        """
+        progress = self.context.progress
+        losses = (progress.train_loss, progress.valid_loss)
+        newest = self.policy.newest()
+        logged = (
+            run_on_main(
+                lambda: {name: dict(values) for name, values in progress.logged.values.items()}
+            )
+            or {}
+        )
+        return FitResult(
+            reason,
+            progress.epochs,
+            progress.optimizer_step,
+            *losses,
+            newest,
+            logged,
+        )
+
+    def require_no_training(self, call: str, *, recovers: bool) -> None:
+        """Refuse what recovers a checkpoint over the weights of a training, or would end a pass of
+        it.
+
+        Args:
+            call: what is called, ``"evaluate"`` or ``"predict"``.
+            recovers: whether it would recover a checkpoint.
+
+        Raises:
+            ConfigError: a training runs.
+        """
+        progress = self.context.progress
+        if progress.is_fitting and (
+            progress.is_in_pass or (recovers and self.policy.checkpointer is not None)
+        ):
+            raise ConfigError(
+                f"{call} was called inside fit: it would recover a checkpoint over the weights "
+                "that are being trained, or end the pass that is running. Call it after fit, or "
+                "give fit a valid_set."
+            )
+
+    def tell_of_options(self, attributes: Mapping[str, Any]) -> None:
+        """Warn of attributes of a recipe that look like values for options, and set none.
+
+        Args:
+            attributes: of the Brain.
+        """
+        options = self.context.options
+        for name in APART.keys() & attributes.keys():
+            value = attributes[name]
+            with contextlib.suppress(ConfigError):  # no value of the option
+                if APART[name].coerce(value, "") != options[name]:
+                    logger.warning_once(NO_OPTION, name, value, options[name], name)
 
     def follow_optimizers(self, attributes: Mapping[str, Any]) -> None:
         """Scale the steps of optimizers, and drop casts of weights after them, if that is to be.
@@ -175,25 +241,47 @@ class Run:
         self.lr_scaling.follow({**named, **others})
         self.train_step.drop_casts_after_steps({**named, **others})
 
-    def _replace_scaler(self, scaler: Any, _: Any) -> None:
+    def set_counter(self, name: str, value: Any) -> None:
+        """Set a counter of the progress, after a step that is still open has been counted."""
+        self.context.progress.look()
+        setattr(self.context.progress, name, value)
+
+    def replace_maker(self, name: str, maker: Any) -> None:
+        """Make optimizers, or their scheduler, in another way.
+
+        Args:
+            name: ``"opt_class"`` or ``"scheduler_class"``.
+            maker: the new one.
+
+        Raises:
+            ConfigError: they are made already.
+        """
+        if self.is_prepared and maker is not getattr(self.context, name):
+            raise ConfigError(
+                f"{name} was assigned after fit has made the optimizers of it. Assign it before "
+                "the first call of fit; or assign optimizers_dict and step a scheduler of your "
+                "own."
+            )
+        setattr(self.context, name, maker)
+
+    def replace_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Scale gradients of fp16 with another scaler from now on, which checkpoints hold."""
         self.train_step.scaler = scaler
         self.policy.register_scaler()
 
-    def _replace_average(self, ema: Any, _: Any) -> None:
+    def replace_average(self, ema: WeightAverage | None) -> None:
+        """Keep another average of the weights from now on, which checkpoints hold."""
         # of the modules of now it is an average of whatever the run trains; else of a teacher
         if ema is not None and ema.modules is self.context.modules:
             ema.follow_modules_of(self.context)
         self.train_step.ema = ema
         self.policy.register_average()
 
-    def replace_modules(self, modules: Any) -> nn.ModuleDict:
+    def replace_modules(self, modules: Any) -> None:
         """Train and evaluate other modules from now on.
 
         Args:
-            modules: by name; moved to the device.
-
-        Returns:
-            What the Brain has as ``modules``: the same object, if it is a ``torch.nn.ModuleDict``.
+            modules: by name; moved to the device. A ``torch.nn.ModuleDict`` stays the same object.
 
         Raises:
             ConfigError: a training pass is running, whose gradients are averaged as it began; or no
@@ -213,16 +301,12 @@ class Run:
         context.modules = modules if isinstance(modules, nn.ModuleDict) else moved
         if not context.progress.is_fitting:
             self.train_step.watch_anew()
-        return context.modules
 
-    def replace_hparams(self, hparams: Any) -> SimpleNamespace:
+    def replace_hparams(self, hparams: Any) -> None:
         """Read other hyperparameters from now on.
 
         Args:
             hparams: a namespace, or a mapping.
-
-        Returns:
-            What the Brain has as ``hparams``.
         """
         values = hparams if isinstance(hparams, Mapping) else vars(hparams)
         joined = join_loggers(values)
@@ -231,22 +315,17 @@ class Run:
         elif "train_logger" in joined:
             hparams.train_logger = joined["train_logger"]
         self.context.hparams = hparams
-        return self.context.hparams
 
-    def replace_options(self, options: Any) -> RunOptions:
+    def replace_options(self, options: Any) -> None:
         """Take other options over, as far as they can still be changed; all parts read the same
         object.
 
         Args:
             options: a :class:`~ddpkit.run_opts.RunOptions`, or a mapping.
 
-        Returns:
-            What the Brain has as ``run_opts``, the object that it had before.
-
         Raises:
             ConfigError: an option has another value, and was read for good.
         """
-        own = self.context.options
         hparams = vars(self.context.hparams)
-        own.take(RunOptions.from_dictionary(options).resolved(hparams))
-        return own
+        given = RunOptions.from_dictionary(options).resolved(hparams)
+        self.context.options.take(given)

@@ -273,11 +273,12 @@ class RankState:
         """Seed this rank's random streams for an epoch; a resume in mid-epoch also starts from the
         epoch's seed.
         """
-        self.context.progress.epoch = epoch
-        if not self.context.progress.step:
-            self.context.progress.began_at = self.context.progress.optimizer_step
-            self.context.progress.clipped = 0
-        self._seed(epoch, self.context.progress.began_at)
+        progress = self.context.progress
+        progress.epoch = epoch
+        if not progress.step:
+            progress.began_at = progress.optimizer_step
+            progress.clipped = 0
+        self._seed(epoch, progress.began_at)
 
     def end_streams(self) -> None:
         """Set the random streams to fixed values at the end of ``fit``, equal in a resumed and an
@@ -289,7 +290,8 @@ class RankState:
         """Seed in the middle of an epoch when the random state is lost: not with the seed of the
         epoch's beginning.
         """
-        self._seed(self.context.progress.epoch, self.context.progress.optimizer_step)
+        progress = self.context.progress
+        self._seed(progress.epoch, progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
         rank = 0 if self.context.strategy.same_bits else None

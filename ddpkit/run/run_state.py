@@ -190,10 +190,11 @@ class RunState:
 
     def _loss_sums_by_itself(self) -> Sequence[Any]:
         """Return the sums for a save that a recipe makes, perhaps on the main process alone."""
+        progress = self.context.progress
         if not self.context.modules.training:
             return 0.0, 0.0, 0  # the meter holds losses of an evaluation
-        if self.context.progress.step and self.context.progress.train_sums is not None:
-            return self.context.progress.train_sums  # the epoch's training is over
+        if progress.step and progress.train_sums is not None:
+            return progress.train_sums  # the epoch's training is over
         # its own share stands for all
         return [one * get_world_size() for one in self.rank_state.own_sums()]
 

@@ -504,10 +504,10 @@ class StageRunner:
     ) -> float:
         """Evaluate every batch; ``trained``: the epoch and the optimizer steps of the weights."""
         require_same_draw(loader)
-        self.context.progress.meter = self.context.progress.new_meter()
+        progress = self.context.progress
+        progress.meter = progress.new_meter()
         self._begin(stage, loader)
         started = time.monotonic()
-        progress = self.context.progress
         strategy = self.context.strategy
         is_shared = self.context.options.shard_evaluation
         shards = strategy.shards if is_shared else 1
@@ -853,7 +853,8 @@ class StageRunner:
 
     def _write_steps(self, step: int) -> None:
         """Write what was logged per step, and which steps were skipped, since the last time."""
-        self.context.progress.logged.write_steps(step, self.context.progress.optimizer_step)
+        progress = self.context.progress
+        progress.logged.write_steps(step, progress.optimizer_step)
         self._skipped.write()
 
     def _tell_clipped(self, epoch: int | None) -> None:

@@ -110,9 +110,8 @@ class StopControl:
             shorten_timeout(self._longest_wait())
 
     def _longest_wait(self) -> float:
-        return longest_wait(
-            self._context.options.distributed_timeout_minutes, self._context.options.hang_timeout
-        )
+        options = self._context.options
+        return longest_wait(options.distributed_timeout_minutes, options.hang_timeout)
 
     def cause(self) -> str:
         """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`;

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpkit.training.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from types import SimpleNamespace
 
+    import torch
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
@@ -31,6 +33,8 @@ class RunContext:
         hparams: of the recipe.
         strategy: how modules are wrapped and gradients averaged.
         progress: how far the run has come.
+        opt_class: makes the optimizer; or None.
+        scheduler_class: makes its scheduler; or None.
         device: of this rank, such as ``"cuda:1"``; an option that cannot be changed any more.
 
     Ranks: local; alike on every rank.
@@ -55,6 +59,8 @@ class RunContext:
     hparams: SimpleNamespace
     strategy: Strategy
     progress: Progress = field(default_factory=Progress)
+    opt_class: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None
+    scheduler_class: Callable[..., Any] | None = None
     device: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -280,11 +280,10 @@ def _listed(names: list[str], noun: str) -> str:
 
 def _modules_in(brain: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a recipe holds in attributes and in ``hparams``, and not in
-    ``modules``.
+    ``modules``, which is a property.
     """
-    own = {name: value for name, value in _attributes(brain).items() if name != "modules"}
     for prefix, attributes in (
-        ("self.", own),
+        ("self.", _attributes(brain)),
         ("hparams.", _attributes(getattr(brain, "hparams", None))),
     ):
         for name, value in _flat(attributes):

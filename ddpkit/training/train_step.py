@@ -172,7 +172,8 @@ class TrainStep:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        self.context.progress.window.defer(self.context.progress.step)
+        progress = self.context.progress
+        progress.window.defer(progress.step)
         return self.context.strategy.no_sync()
 
     def backward(

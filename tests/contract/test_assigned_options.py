@@ -375,8 +375,9 @@ def test_an_attribute_that_looks_like_an_option_and_sets_none_is_told_of_once(ca
     brain = make()
     brain.strategy = object()  # the recipe's own
     brain.bucket_cap_mb = None  # as it is
-    for _ in range(2):
-        brain.static_graph = True
+    brain.static_graph = True
+    for epoch in (1, 2):
+        brain.fit([epoch], points(4), train_loader_kwargs=KWARGS)
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(told) == 1
     assert told[0].startswith(

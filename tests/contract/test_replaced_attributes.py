@@ -5,6 +5,7 @@ uses.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -43,7 +44,35 @@ def test_a_class_beside_the_brain_may_look_at_what_is_set():
 
     brain = make(Own)
     brain.own = 1
+    brain.modules = brain.modules
     assert {"modules", "own"} <= set(brain.names)
+
+
+def test_values_of_the_class_and_early_ones_count_until_the_brain_is_made():
+    seen = []
+
+    class Early(Regression):
+        modules = None
+        opt_class = torch.optim.SGD
+        hparams: ClassVar = {"name": "of the class"}
+
+        def __init__(self, *args, **kwargs):
+            seen.extend([self.modules, self.opt_class, self.hparams, hasattr(self, "progress")])
+            self.hparams = SimpleNamespace(name="early")
+            seen.append(self.hparams.name)
+            super().__init__(*args, **kwargs)
+
+    brain = make(Early, hparams={"name": "given"})
+    assert seen == [None, torch.optim.SGD, {"name": "of the class"}, False, "early"]
+    assert brain.hparams.name == "given"
+    assert brain.opt_class is not torch.optim.SGD
+    assert Early.opt_class is torch.optim.SGD
+    assert fit(brain).optimizer_steps == 4
+
+
+def test_the_progress_is_not_replaced():
+    with pytest.raises(AttributeError, match=r"self.progress = 3: the Brain counts its steps"):
+        make().progress = 3
 
 
 def test_other_hparams_decide_about_sorting():

@@ -27,7 +27,7 @@ FAULTS = [
             ),
             Fault(
                 "a misspelt hook is not told",
-                "_warn_of_misspelt_hooks",
+                "warn_of_misspelt_hooks",
                 "logger.warning_once(words, recipe.__name__, name, meant)",
                 "pass",
                 "tests/contract/test_misspelt.py",

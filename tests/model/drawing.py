@@ -22,6 +22,7 @@ CHOICES = {
     "weighting": ("samples", "samples", "samples", "batches"),
     "norm": (False, False, True),
     "frozen": (False, False, True),
+    "thaws": (False, True),
     "optimizers": (1, 1, 2),
     "adam": (False, True),
     "own_fit_batch": (False, False, True),
@@ -30,12 +31,14 @@ CHOICES = {
     "max_norm": (0.0, 0.1, 0.5),
     "ema_decay": (None, None, 0.7),
     "evaluates_average": (False, True),
-    "schedule": (None, None, "step", "epoch"),
+    "schedule": (None, None, "step", "epoch", "plateau"),
     "step_limit": (None, None, None, None, 1, 2, 3, 5, 8),
     "scales_rate": (False, False, True),
     "validation": (1, 3, 4, 7),
     "shard_evaluation": (False, True),
     "save_every": (0, 1, 2, 2, 3, 5),
+    "saves_in_background": (False, True),
+    "sends_checkpoints": (False, True),
     "killed": (None, *MOMENTS, "step"),
     "killed_at": (1, 1, 2, 3, 5, 8),
     "world_after": (1, 2, 2, 3),
@@ -61,6 +64,8 @@ EXCLUDED = (
     ("data", ("batches", "stream", "divided stream"), {"shuffle": False, "drop_last": False}),
     ("data", ("divided stream",), {"virtual_ranks": None}),
     ("optimizers", (2,), {"schedule": None}),
+    ("frozen", (False,), {"thaws": False}),
+    ("schedule", ("plateau",), {"step_limit": None}),
     ("ema_decay", (None,), {"evaluates_average": False}),
     ("virtual_ranks", (6,), {"strategy": "auto", "strategy_after": "auto", "norm": False}),
     ("counts_tokens", (True,), {"weighting": "samples"}),
@@ -89,6 +94,8 @@ def values_go_together(one: Training) -> bool:
         and (one.data == "list" or not one.shuffle)
         and (one.data in {"list", "sampler"} or not one.drop_last)
         and (one.optimizers == 1 or one.schedule is None)
+        and (one.frozen or not one.thaws)
+        and (one.schedule != "plateau" or one.step_limit is None)
         and (one.ema_decay is not None or not one.evaluates_average)
         and not (one.counts_tokens and one.weighting == "batches")
     )

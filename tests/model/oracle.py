@@ -10,12 +10,12 @@ import copy
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 STATISTICS = ("running_mean", "running_var")
 
 
-def train_plainly(training, net, optimizers, epochs, rows, others):  # noqa: C901 -- one loop
+def train_plainly(training, net, optimizers, epochs, rows, others):  # noqa: C901, PLR0912 -- read whole
     """Train; return the reported losses, the optimizer steps, the weights and their average.
 
     Args:
@@ -26,12 +26,18 @@ def train_plainly(training, net, optimizers, epochs, rows, others):  # noqa: C90
         rows: inputs, targets and tokens, with a row for each sample.
         others: likewise, of the validation.
     """
-    schedules = [LambdaLR(one, training.rate(epochs)) for one in optimizers if training.schedule]
-    parameters = [one for one in net.parameters() if one.requires_grad]
+    schedule = None
+    if training.schedule == "plateau":
+        schedule = ReduceLROnPlateau(optimizers[0], patience=0, threshold=0.5)
+    elif training.schedule:
+        schedule = LambdaLR(optimizers[0], training.rate(epochs))
     reported = []
     average = None
     steps = 0
-    for epoch in epochs:
+    for number, epoch in enumerate(epochs, 1):
+        if number == 2 and training.thaws:
+            net.upper[0].requires_grad_(True)
+            average = average and averaged_part(net) | average
         loss_sum = counted = 0.0
         windows_done = 0
         for window in epoch:
@@ -44,19 +50,19 @@ def train_plainly(training, net, optimizers, epochs, rows, others):  # noqa: C90
             counted += total
             if total:
                 if training.max_norm:
-                    nn.utils.clip_grad_norm_(parameters, training.max_norm)
+                    nn.utils.clip_grad_norm_(net.parameters(), training.max_norm)
                 for optimizer in optimizers:
                     step_at_scaled_rate(optimizer, training.rate_scale)
                 steps += 1
                 average = moved(average, averaged_part(net), training.ema_decay)
-                for schedule in schedules if training.schedule == "step" else ():
+                if training.schedule == "step":
                     schedule.step()
             net.zero_grad()
             windows_done += 1
             if steps == training.step_limit:
                 break
         if windows_done == len(epoch) and training.schedule == "epoch":
-            schedules[0].step()
+            schedule.step()
         shown = copy.deepcopy(net).eval()
         if training.evaluates_average and average:
             shown.load_state_dict(average, strict=False)
@@ -64,6 +70,8 @@ def train_plainly(training, net, optimizers, epochs, rows, others):  # noqa: C90
         amounts = others[2].double() if training.counts_tokens else torch.ones_like(errors)
         valid_loss = float((errors * amounts).sum() / amounts.sum())
         reported.append((loss_sum / counted, valid_loss))
+        if training.schedule == "plateau":
+            schedule.step(valid_loss)
         if steps == training.step_limit:
             break
     return reported, steps, net.state_dict(), average

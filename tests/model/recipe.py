@@ -4,6 +4,7 @@ left.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections import OrderedDict
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, IterableDataset
 
 import ddpkit
@@ -101,6 +103,8 @@ class Fitter(ddpkit.Brain):
 
     def on_stage_start(self, stage, epoch=None):
         self.epoch = epoch
+        if stage is ddpkit.Stage.TRAIN and epoch == 2 and self.training.thaws:
+            self.raw_modules.net.upper[0].requires_grad_(True)
 
     def compute_forward(self, batch, stage):
         if stage is ddpkit.Stage.TRAIN:
@@ -190,8 +194,16 @@ def make_optimizer(training: Training, parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def make_schedule(optimizer, total_steps):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate_after(total_steps))
+def by_rate(optimizer, total_steps):
+    return LambdaLR(optimizer, rate_after(total_steps))
+
+
+SCHEDULES = {
+    None: None,
+    "step": by_rate,
+    "epoch": by_rate,
+    "plateau": functools.partial(ReduceLROnPlateau, patience=0, threshold=0.5),
+}
 
 
 def options_of(training: Training, strategy: str) -> dict:
@@ -199,7 +211,8 @@ def options_of(training: Training, strategy: str) -> dict:
         "device": "cpu",
         "noprogressbar": True,
         "hang_warning": 0,
-        "ckpt_async": False,
+        "ckpt_async": training.saves_in_background,
+        "ckpt_load": "broadcast" if training.sends_checkpoints else "all",
         "strategy": strategy,
         "virtual_ranks": training.virtual_ranks,
         "grad_accumulation_factor": training.factor,
@@ -209,7 +222,7 @@ def options_of(training: Training, strategy: str) -> dict:
         "max_grad_norm": training.max_norm,
         "ema_decay": training.ema_decay,
         "evaluate_ema": training.evaluates_average,
-        "scheduler_every": training.schedule or "step",
+        "scheduler_every": "step" if training.schedule in {None, "step"} else "epoch",
         "optimizer_step_limit": training.step_limit,
         "lr_scaling": "linear" if training.scales_rate else "none",
         "reference_batch_size": REFERENCE if training.scales_rate else None,
@@ -256,7 +269,7 @@ def train(training: Training, folder: str, strategy: str, act=None) -> dict | st
         None,
         options_of(training, strategy),
         Checkpointer(folder, recoverables),
-        make_schedule if training.schedule else None,
+        SCHEDULES[training.schedule],
     )
     brain.training = training
     brain.moment = moment
@@ -314,8 +327,13 @@ def again(training: Training, folder: str) -> dict | str:
 
 def copy_folder(folder: str, copy: str) -> None:
     """Keep what a kill at this moment would leave."""
-    if if_main_process():
-        shutil.copytree(folder, copy)
+    while if_main_process():
+        try:
+            shutil.copytree(folder, copy)
+        except OSError:  # a thread that saves has renamed something meanwhile
+            shutil.rmtree(copy)
+        else:
+            return
 
 
 def leave_the_launcher() -> None:

@@ -35,7 +35,8 @@ class Training:
         counts_tokens: whether the loss is a sum over tokens, and their number.
         weighting: ``samples``, or ``batches`` that count the same.
         norm: whether the net has a BatchNorm layer.
-        frozen: whether its first layer is not trained.
+        frozen: whether its second layer is not trained.
+        thaws: whether that layer is trained from the second epoch on.
         optimizers: one, or two of which each has a part of the net.
         adam: instead of SGD with momentum.
         own_fit_batch: whether the recipe has a ``fit_batch`` of its own.
@@ -44,12 +45,14 @@ class Training:
         max_norm: of the gradients, or 0.
         ema_decay: of averaged weights, or None.
         evaluates_average: whether the validation is that of averaged weights.
-        schedule: ``step``, ``epoch`` or None.
+        schedule: ``step``, ``epoch``, ``plateau`` or None.
         step_limit: the optimizer steps after which the run ends, or None.
         scales_rate: whether learning rates follow the samples of a step.
         validation: samples of the validation set.
         shard_evaluation: whether it is divided over the ranks.
         save_every: batches from one checkpoint to the next; 0: at the end of an epoch alone.
+        saves_in_background: whether checkpoints are written by a thread.
+        sends_checkpoints: whether one rank reads them for all.
         killed: the moment of the kill: a ``batch`` begins, a ``step`` has been made, a ``save`` is
             under way, the validation of an ``epoch`` is over, or the epoch is ``saved``; or None.
         killed_at: the number of this batch, step, save or epoch.
@@ -71,6 +74,7 @@ class Training:
     weighting: str = "samples"
     norm: bool = False
     frozen: bool = False
+    thaws: bool = False
     optimizers: int = 1
     adam: bool = False
     own_fit_batch: bool = False
@@ -85,6 +89,8 @@ class Training:
     validation: int = 1
     shard_evaluation: bool = False
     save_every: int = 0
+    saves_in_background: bool = False
+    sends_checkpoints: bool = False
     killed: str | None = None
     killed_at: int = 1
     world_after: int = 1

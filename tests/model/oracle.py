@@ -61,7 +61,8 @@ def train_plainly(training, net, optimizers, epochs, rows, others):  # noqa: C90
             windows_done += 1
             if steps == training.step_limit:
                 break
-        if windows_done == len(epoch) and training.schedule == "epoch":
+        is_cut = windows_done < len(epoch) or (training.is_stream and steps == training.step_limit)
+        if training.schedule == "epoch" and not is_cut:  # where a stream ends nobody knows
             schedule.step()
         shown = copy.deepcopy(net).eval()
         if training.evaluates_average and average:

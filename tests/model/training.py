@@ -165,17 +165,18 @@ class Training:
         return shuffled(self.samples, epoch) if self.shuffle else list(range(self.samples))
 
     def _steps_of(self, order: list[int]) -> list[list[list[int]]]:
-        if self.whole is not None:
+        if self.whole is not None and not self.is_stream:
             cut = pieces(order, self.whole, whole_only=self.drop_last)
             return [self._batches_of(samples) for samples in cut]
-        size = self.batch * self.parts
+        factor = self.batches_of_a_step
+        size = self.samples_of_a_step // factor
         if self.data == "divided stream":
             own = [pieces(order[rank :: self.parts], self.batch) for rank in range(self.parts)]
             rounds = itertools.zip_longest(*own, fillvalue=[])
             batches = [list(itertools.chain.from_iterable(one)) for one in rounds]
         else:
             batches = pieces(order, size, whole_only=self.drop_last)
-        return pieces(batches, self.factor)
+        return pieces(batches, factor)
 
     def _batches_of(self, samples: list[int]) -> list[list[int]]:
         """Divide a global batch; a smaller one into no more batches than it needs."""

@@ -1,24 +1,24 @@
-"""On which device this process computes: a concrete name for each rank.
-
-Only :func:`count_devices` and :func:`current_index` ask torch about the hardware, so all else here
-is tested on any machine.
-
-Source: https://docs.pytorch.org/docs/stable/torch.html#accelerators .
-"""
+"""On which device this process computes: a concrete name for each rank."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ddpkit.base import (
+    accelerator_kind,
+    count_devices,
+    current_index,
+    own_first,
+    parse_device,
+    use_deterministic_kernels,
+    widest_float,
+)
 from ddpkit.errors import ConfigError
+from ddpkit.launch import LaunchInfo, find_launch
 from ddpkit.logger import get_logger
-
-if TYPE_CHECKING:
-    from ddpkit.launch import LaunchInfo
 
 __all__ = [
     "accelerator_kind",
@@ -33,12 +33,11 @@ __all__ = [
     "use_deterministic_kernels",
     "widest_float",
 ]
-
 logger = get_logger(__name__)
+
 
 # Devices without a number: there is one of them at most.
 _SINGLE_DEVICES = ("mps",)
-
 # Variables that hide accelerators from a process.
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -46,73 +45,6 @@ _VISIBLE = (
     "ROCR_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-
-
-def count_devices(kind: str) -> int:
-    """Count the devices of one kind that this process can see.
-
-    Args:
-        kind: a torch device type, such as ``"cuda"`` (AMD's GPUs too), ``"xpu"`` or ``"mps"``.
-
-    Returns:
-        The number of devices; 0 where torch was built without them.
-
-    Ranks: local.
-
-    Example:
-        >>> count_devices("cpu")
-        1
-    """
-    if kind == "cpu":
-        return 1
-    if kind == "mps":
-        return int(torch.backends.mps.is_available())
-    module = getattr(torch, kind, None)
-    available = getattr(module, "is_available", None)
-    count = getattr(module, "device_count", None)
-    return int(count()) if callable(available) and callable(count) and available() else 0
-
-
-def current_index(kind: str) -> int:
-    """Return the number of the device that the script has chosen: for its process group, or as the
-    current one.
-
-    Args:
-        kind: a torch device type that this machine has.
-
-    Ranks: local.
-
-    Example:
-        >>> current_index("cpu")
-        0
-    """
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    bound = getattr(group, "bound_device_id", None)
-    if bound is not None and bound.type == kind:
-        return int(bound.index or 0)
-    module = None if kind == "cpu" else getattr(torch, kind, None)
-    # never in a forked process, which may not ask for more
-    is_in_use = getattr(module, "is_initialized", None)
-    return (
-        int(module.current_device())
-        if module is not None and callable(is_in_use) and is_in_use()
-        else 0
-    )
-
-
-def accelerator_kind() -> str:
-    """Name the kind of accelerator to prefer here, or ``"cpu"`` where there is none.
-
-    Ranks: local.
-
-    Example:
-        >>> isinstance(accelerator_kind(), str)
-        True
-    """
-    if count_devices("cuda"):
-        return "cuda"
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
 
 
 def infer_device(local_rank: int | None = None) -> str:
@@ -137,8 +69,6 @@ def infer_device(local_rank: int | None = None) -> str:
         True
     """
     if local_rank is None:
-        from ddpkit.launch import find_launch
-
         local_rank = _own_index(accelerator_kind(), find_launch())
     kind = accelerator_kind()
     return "cpu" if kind == "cpu" or count_devices(kind) == 0 else _numbered(kind, local_rank)
@@ -174,7 +104,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
     """
     if requested is None:
         return infer_device(_own_index(accelerator_kind(), info))
-    kind, index = _parse(requested)
+    kind, index = parse_device(requested)
     if kind == "cpu":
         return "cpu"
     count = count_devices(kind)
@@ -287,22 +217,6 @@ def default_backend(device: str) -> str:
     return "nccl" if device.split(":", maxsplit=1)[0] == "cuda" else "gloo"
 
 
-def _parse(requested: str | torch.device) -> tuple[str, int | None]:
-    try:
-        device = torch.device(requested)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device={requested!r} is not a device that torch knows ({reason}). Give cpu, cuda:0, "
-            "... (--device=cpu)."
-        ) from error
-    if device.type == "meta":
-        raise ConfigError(
-            "device='meta' holds no data, so nothing can be trained on it. Use --device=cpu."
-        )
-    return device.type, device.index if ":" in str(device) else None
-
-
 def _numbered(kind: str, index: int) -> str:
     """Name device number ``index`` of a kind, if there are so many."""
     count = count_devices(kind)
@@ -333,59 +247,3 @@ def _found(kind: str, count: int) -> str:
 def _cpu_remedy(info: LaunchInfo) -> str:
     backend = " --distributed_backend=gloo" if info.is_distributed else ""
     return f"Run with --device=cpu{backend}, or leave --device out."
-
-
-def own_first(device: str) -> list[int]:
-    """Number the devices of a kind that this process can see: first its own, then the others in
-    their order.
-
-    Args:
-        device: its own, such as ``"cuda:1"``.
-
-    Ranks: local.
-
-    Example:
-        >>> own_first("cpu")
-        [0]
-    """
-    kind, index = _parse(device)
-    own = index or 0
-    return [own, *(other for other in range(count_devices(kind)) if other != own)]
-
-
-def widest_float(device: str | torch.device) -> torch.dtype:
-    """Return the widest float of a device: float64 but on mps, which has none.
-
-    Args:
-        device: or its name.
-
-    Ranks: local.
-
-    Example:
-        >>> widest_float("cpu"), widest_float("mps:0")
-        (torch.float64, torch.float32)
-    """
-    return torch.float32 if str(device).startswith("mps") else torch.float64
-
-
-def use_deterministic_kernels() -> None:
-    """Have torch compute with deterministic kernels only, and raise where it has none.
-
-    Ranks: local; every rank calls it, before it has computed anything on a GPU.
-
-    State: this process's, for good; ``CUBLAS_WORKSPACE_CONFIG``, unless it is set.
-
-    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
-
-    Example:
-        >>> use_deterministic_kernels(); torch.are_deterministic_algorithms_enabled()
-        True
-        >>> torch.use_deterministic_algorithms(False)
-        >>> os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
-        ':4096:8'
-    """
-    # cuBLAS is not reproducible without
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # by its times it might choose another algorithm on each process
-    torch.backends.cudnn.benchmark = False

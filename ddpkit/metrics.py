@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpkit.base import get_world_size, reads_device
-from ddpkit.device import widest_float
+from ddpkit.base import get_world_size, reads_device, widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.training import LossMeter
 

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import get_rank
-from ddpkit.device import count_devices, own_first, use_deterministic_kernels
+from ddpkit.base import count_devices, get_rank, own_first, use_deterministic_kernels
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 

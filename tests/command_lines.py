@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from hyperpyyaml import load_hyperpyyaml
 
-from ddpkit import device
 from ddpkit.run_opts import parse_arguments
+from tests.pretended_devices import pretend_devices
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 YAML_TEXT = """\
@@ -29,16 +29,14 @@ other_yaml: null
 def hparams_yaml(monkeypatch, tmp_path):
     for name in (*LAUNCHER, "TORCHELASTIC_ERROR_FILE", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(device, "count_devices", lambda kind: 0)
-    monkeypatch.setattr(device, "accelerator_kind", lambda: "cpu")
+    pretend_devices(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "h.yaml").write_text(YAML_TEXT)
 
 
 @pytest.fixture(name="gpus")
 def gpus_fixture(monkeypatch):
-    monkeypatch.setattr(device, "count_devices", lambda kind: 4 if kind == "cuda" else 0)
-    monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
+    pretend_devices(monkeypatch, "cuda", cuda=4)
 
 
 @pytest.fixture(name="launched")

@@ -1,3 +1,12 @@
+from ddpkit.base.accelerators import (
+    accelerator_kind as accelerator_kind,
+    count_devices as count_devices,
+    current_index as current_index,
+    own_first as own_first,
+    parse_device as parse_device,
+    use_deterministic_kernels as use_deterministic_kernels,
+    widest_float as widest_float,
+)
 from ddpkit.base.articles import (
     kind_of as kind_of,
     with_article as with_article,

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ddpkit.device import accelerator_kind, count_devices
+from ddpkit.base import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launchers import NPROC, describe_environment, find_launch
 from ddpkit.launch.platforms import refuse_lonely_node

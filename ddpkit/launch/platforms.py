@@ -324,10 +324,7 @@ def refuse_numbers_of_nodes(node: Node) -> LaunchError:
 
 
 def _what_to_do(node: Node) -> str:
-    from ddpkit.device import (
-        accelerator_kind,
-        count_devices,
-    )  # imports torch: not to read an environment
+    from ddpkit.base import accelerator_kind, count_devices  # with torch: for a message alone
 
     kind = accelerator_kind()
     command = node.torchrun(0 if kind == "cpu" else count_devices(kind))

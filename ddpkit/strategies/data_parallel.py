@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit.device import own_first
+from ddpkit.base import own_first
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.attribute_forwarding import AttributeForwarding
 from ddpkit.strategies.base import Strategy

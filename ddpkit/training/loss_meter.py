@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ddpkit.base import reads_device
-from ddpkit.device import widest_float
+from ddpkit.base import reads_device, widest_float
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

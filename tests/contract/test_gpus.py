@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import device
 from ddpkit.brain import Brain
 from ddpkit.types import Stage
+from tests.pretended_devices import pretend_devices
 
 from .recipes import Regression, make, points
 
@@ -21,12 +21,7 @@ def calls(monkeypatch):
     noted = []
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(
-        device,
-        "count_devices",
-        lambda kind: {"cuda": 4, "xpu": 4, "cpu": 1}.get(kind, 0),
-    )
-    monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
+    pretend_devices(monkeypatch, "cuda", cuda=4, xpu=4, cpu=1)
     for kind in (torch.cuda, torch.xpu):
         monkeypatch.setattr(
             kind,

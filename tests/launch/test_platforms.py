@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from ddpkit import device
 from ddpkit.comm import init_group
 from ddpkit.distributed import environment_without_launch
 from ddpkit.errors import LaunchError
 from ddpkit.launch import become_torchrun, find_launch, refuse_lonely_node
 from ddpkit.launch.platforms import NUMBERS_OF_NODES, PLATFORMS
+from tests.pretended_devices import pretend_devices
 
 # What a node of a job with so many nodes and GPUs finds in its environment, as the platforms
 # document it.
@@ -116,8 +116,7 @@ def machine(monkeypatch):
     """Pretend to have so many GPUs."""
 
     def have(gpus):
-        monkeypatch.setattr(device, "count_devices", lambda kind: gpus if kind == "cuda" else 0)
-        monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda" if gpus else "cpu")
+        pretend_devices(monkeypatch, "cuda" if gpus else "cpu", cuda=gpus)
 
     return have
 

@@ -30,6 +30,7 @@ from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.syncbn import SyncBatchNorm
+from tests.pretended_devices import pretend_devices
 
 
 @pytest.fixture
@@ -419,7 +420,7 @@ def test_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
         given.update(options)
 
     monkeypatch.setattr(nn.DataParallel, "__init__", note)
-    monkeypatch.setattr("ddpkit.device.count_devices", lambda kind: {"cuda": 3}.get(kind, 0))
+    pretend_devices(monkeypatch, "cuda", cuda=3)
     for device, expected in (("cuda:1", [1, 0, 2]), ("cuda:0", [0, 1, 2]), ("cuda:2", [2, 0, 1])):
         strategy = choose_strategy(RunOptions(device=device, data_parallel_backend=True))
         strategy.wrap(nn.ModuleDict({"net": Net()}))

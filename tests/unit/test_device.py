@@ -13,6 +13,7 @@ from ddpkit.device import default_backend, infer_device, resolve_device, widest_
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch import LaunchInfo, find_launch
 from ddpkit.run_opts import RunOptions
+from tests.pretended_devices import pretend_devices
 
 ALONE = LaunchInfo()
 
@@ -32,12 +33,8 @@ def machine(monkeypatch):
     """Pretend to have so many devices of each kind."""
 
     def have(**counts):
-        monkeypatch.setattr(device, "count_devices", lambda kind: counts.get(kind, 0))
-        monkeypatch.setattr(
-            device,
-            "accelerator_kind",
-            lambda: next((k for k, n in counts.items() if n), "cpu"),
-        )
+        kind = next((kind for kind, count in counts.items() if count), "cpu")
+        pretend_devices(monkeypatch, kind, **counts)
 
     return have
 

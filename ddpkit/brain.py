@@ -329,7 +329,7 @@ class Brain(_Typed):
     @property
     def optimizer_step(self) -> int:
         """Optimizer updates since the run began."""
-        return self.__run.context.progress.optimizer_step
+        return self.__run.context.progress.resolved.optimizer_step
 
     @optimizer_step.setter
     def optimizer_step(self, optimizer_step: int) -> None:
@@ -338,7 +338,7 @@ class Brain(_Typed):
     @property
     def nonfinite_count(self) -> int:
         """Skipped steps of this epoch."""
-        return self.__run.context.progress.nonfinite
+        return self.__run.context.progress.resolved.nonfinite
 
     @nonfinite_count.setter
     def nonfinite_count(self, nonfinite_count: int) -> None:

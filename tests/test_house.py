@@ -215,7 +215,7 @@ PROCESS_STATE = {
     "experiment._CLAIMED": "the folder of this process's run",
     "logger._UNDO": "logging belongs to a process",
     "metrics._Stages": "the present stage, for metrics that are made anywhere",
-    "optim.step_counters._looking": "a lock: any thread may look at a step",
+    "optim.step_counters._resolving": "a lock: any thread may count a pending step",
     "optim.lr_scaling._own_rates": "of optimizers, for as long as each lives",
     "optim.lr_scaling._scalings": "of optimizers, for as long as each lives",
     "reporting.run_log.Current": "the log of the present run, for events from anywhere",

@@ -71,15 +71,13 @@ class Position:
         calls = (self.sessions, self.session, self.moves_seen)
         if progress is None:
             return calls
-        # not there while a step is open: only the main thread looks at it
-        made = vars(progress).get("optimizer_step")
         return (
             *calls,
             id(progress),
             stage_of(progress),
             progress.epoch,
             progress.step,
-            made,
+            progress.optimizer_step,
         )
 
     def has_no_limit(self) -> bool:

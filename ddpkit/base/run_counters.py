@@ -18,7 +18,7 @@ def counters_of(progress: Any) -> dict[str, Any]:
 
     Returns:
         ``stage``, ``epoch``, ``step`` (batches of the stage) and ``optimizer_step``; empty without
-        a run. A step of which the GPU has not told yet whether it was made is not counted.
+        a run. A step that is pending on the GPU is not counted.
 
     Ranks: local; in any thread.
 
@@ -35,7 +35,7 @@ def counters_of(progress: Any) -> dict[str, Any]:
         "stage": stage_of(progress),
         "epoch": progress.epoch,
         "step": progress.step,
-        "optimizer_step": _known(progress, "optimizer_step"),
+        "optimizer_step": progress.optimizer_step,
     }
 
 
@@ -59,23 +59,15 @@ def unwritten_skips(progress: Any) -> dict[str, Any]:
     """
     if progress is None:
         return {}
-    in_epoch = _known(progress, "nonfinite")
+    in_epoch = progress.nonfinite
     count = in_epoch - progress.skips_written
     if count <= 0:
         return {}
     return {
         "epoch": progress.epoch,
         "step": progress.step,
-        "optimizer_step": _known(progress, "optimizer_step"),
+        "optimizer_step": progress.optimizer_step,
         "count": count,
         "in_epoch": in_epoch,
         "norm": progress.skipped_norm,
     }
-
-
-def _known(progress: Any, counter: str) -> int:
-    """Return a counter without the step whose result is still open."""
-    values = vars(progress)
-    set_aside = values.get("_aside", {})  # while the result of a step is open
-    known: int = values.get(counter, set_aside.get(counter))
-    return known

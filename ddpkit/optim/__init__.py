@@ -7,17 +7,17 @@ from __future__ import annotations
 from ddpkit import _names_of_stub
 
 __all__ = [
-    "LateStep",
     "LrScaling",
+    "PendingStep",
     "Schedule",
     "StepCounters",
     "StepResult",
+    "clone_gradients",
     "drop_nonfinite",
     "gradients",
     "make_optimizer",
     "make_schedule",
     "multiply_gradients",
-    "own_gradients",
     "parameters_of",
     "rate_factor",
     "rm_vector_weight_decay",

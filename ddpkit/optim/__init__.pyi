@@ -10,15 +10,19 @@ from ddpkit.optim.making import (
     rm_vector_weight_decay as rm_vector_weight_decay,
 )
 from ddpkit.optim.parameters import (
+    clone_gradients as clone_gradients,
     gradients as gradients,
     own_gradients as own_gradients,
     parameters_of as parameters_of,
     unscale as unscale,
     zero_gradients as zero_gradients,
 )
+from ddpkit.optim.pending_step import (
+    LateStep as LateStep,
+    PendingStep as PendingStep,
+)
 from ddpkit.optim.schedule import Schedule as Schedule
 from ddpkit.optim.step import (
-    LateStep as LateStep,
     drop_nonfinite as drop_nonfinite,
     multiply_gradients as multiply_gradients,
     take_late_step as take_late_step,

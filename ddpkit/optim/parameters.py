@@ -103,7 +103,7 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
             parameter.grad = None
 
 
-def own_gradients(optimizers: Sequence[Optimizer]) -> None:
+def clone_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Copy gradients, which may be views of DDP's buckets, so that they outlive the next backward
     pass.
 
@@ -113,10 +113,13 @@ def own_gradients(optimizers: Sequence[Optimizer]) -> None:
     Ranks: local.
 
     Example:
-        >>> own_gradients([])
+        >>> clone_gradients([])
     """
     if not (optimizers and torch.distributed.is_initialized()):
         return
     for parameter in parameters_of(optimizers):
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
+
+
+own_gradients = clone_gradients  # its name in earlier versions

@@ -20,44 +20,18 @@ from ddpkit.compat import multiply_all, norm_of_all, watches_all_steps
 from ddpkit.device import widest_float
 from ddpkit.optim.clipping import StepResult, gradient_factor, is_one, result_of_norm, skip_flag
 from ddpkit.optim.fused import WIDE, WITH_FUSED
-from ddpkit.optim.parameters import gradients, own_gradients, parameters_of, unscale, zero_gradients
+from ddpkit.optim.parameters import (
+    clone_gradients,
+    gradients,
+    parameters_of,
+    unscale,
+    zero_gradients,
+)
+from ddpkit.optim.pending_step import PendingStep
 from ddpkit.precision import drop_casts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-
-class LateStep:
-    """An optimizer step of which the GPU has found out by itself whether to skip it; the host has
-    not looked yet.
-
-    Args:
-        norm: of the gradients, shape ``()``, on their device; as in :class:`StepResult`.
-        max_norm: to which they are scaled down; None or <= 0: not at all.
-
-    Ranks: local; equal on every rank when the gradients are.
-
-    Example:
-        >>> LateStep(torch.tensor(3.0), 1.0).result()
-        StepResult(stepped=True, norm=3.0, clipped=True)
-    """
-
-    def __init__(self, norm: torch.Tensor, max_norm: float | None) -> None:
-        self._max_norm = max_norm
-        self._norm = norm.to("cpu", non_blocking=True)
-        self._event = None
-        if norm.is_cuda:  # then the copy is on its way to pinned memory
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(norm.device))
-
-    @reads_device
-    def result(self) -> StepResult:
-        """Wait until the norm has come, which was sent before the optimizers' kernels, and say what
-        became of it.
-        """
-        if self._event is not None:
-            self._event.synchronize()
-        return result_of_norm(self._norm.item(), self._max_norm)
 
 
 @reads_device
@@ -100,7 +74,7 @@ def take_step(
     """
     # Their steps may keep the gradients.
     if foreign := [one for one in optimizers if not type(one).__module__.startswith("torch.")]:
-        own_gradients(foreign)
+        clone_gradients(foreign)
     if scaler is not None:
         optimizers = unscale(optimizers, scaler)
     found, total_norm = _with_norm(optimizers)
@@ -125,7 +99,7 @@ def take_late_step(
     optimizers: Sequence[Optimizer],
     max_norm: float | None,
     multiplier: float | torch.Tensor = 1.0,
-) -> LateStep | None:
+) -> PendingStep | None:
     """Step as :func:`take_step` does, bit for bit, where the GPU can decide on skipping and nobody
     waits for it.
 
@@ -135,8 +109,8 @@ def take_late_step(
         multiplier: likewise.
 
     Returns:
-        What knows later what became of the step; None: nothing was done, and :func:`take_step` has
-        to.
+        The step, which is made or skipped and not counted yet; None: nothing was done, and
+        :func:`take_step` has to.
 
     Ranks: local; gradients must have been averaged over the ranks before.
 
@@ -154,7 +128,7 @@ def take_late_step(
     norm = norm_of_all(found)
     weight = None if is_one(multiplier) else multiplier
     norm = norm if weight is None else norm * weight
-    late = LateStep(norm, max_norm)
+    pending = PendingStep(norm, max_norm)
     skip = skip_flag(norm, can_be_negative=weight is not None)
     factor = gradient_factor(weight, norm, max_norm)
     if factor is not None:
@@ -169,7 +143,7 @@ def take_late_step(
         finally:
             del one.grad_scale, one.found_inf
     zero_gradients(optimizers, set_to_none=True)
-    return late
+    return pending
 
 
 def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tensor]) -> bool:

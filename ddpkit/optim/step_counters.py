@@ -1,108 +1,94 @@
-"""Counts of optimizer steps, of which the last may not have been looked at yet."""
+"""Counts of optimizer steps, and the step that is not counted yet."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import DdpkitError
+from ddpkit.optim.pending_step import PendingStep
 
-_COUNTERS = ("optimizer_step", "nonfinite", "clipped")
-_looking = threading.RLock()  # a thread of the recipe, or of autograd, may look at a step, too
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A thread of the recipe, or of autograd, may resolve a step, too. It may ask again inside of that.
+_resolving = threading.RLock()
 
 
 @dataclass
 class StepCounters:
-    """Counts optimizer steps, of which the last may not have been looked at yet.
+    """Counts of optimizer steps, and the step that is not counted yet.
 
-    Nobody finds a counter that is behind: while a step is open its counters are not there, and
-    whoever reads one looks at the step first. So nothing is waited for in a step that nobody asks
-    about.
+    On a GPU the last step may be pending: it is made or skipped, the host has not read which, and
+    it is in no counter. :meth:`resolve_pending` counts it. The training calls that before it makes
+    the next step, where the ranks sync, at a save and at the end of a pass;
+    :attr:`Brain.optimizer_step <ddpkit.brain.Brain.optimizer_step>` does before it answers.
 
     Attributes:
         optimizer_step: updates since the run began.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
         clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``;
             equal on all ranks.
-        follow: does what follows the last step, once it is looked at; None: that is done.
-        error: what that has raised.
+        pending: the step that is not counted yet; None: all are counted.
+        pending_error: what was raised as it was counted, until :meth:`resolve_at_sync` raises it.
 
     Ranks: local.
 
     Example:
+        >>> import torch
         >>> counters = StepCounters()
-        >>> def follow(): counters.optimizer_step += 1
-        >>> counters.leave_open(follow); "optimizer_step" in vars(counters), counters.optimizer_step
-        (False, 1)
+        >>> def count(result): counters.optimizer_step += result.stepped
+        >>> counters.pending = PendingStep(torch.tensor(3.0), None)
+        >>> counters.pending.then(count)
+        >>> counters.optimizer_step, counters.resolve_pending(), counters.optimizer_step
+        (0, None, 1)
     """
 
-    # Without a default in the class, so that a counter can be taken away.
-    optimizer_step: int = field(default_factory=int)
-    nonfinite: int = field(default_factory=int)
-    clipped: int = field(default_factory=int)
-    follow: Callable[[], None] | None = field(default=None, init=False, repr=False)
-    error: DdpkitError | None = field(default=None, init=False, repr=False)
-    _aside: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    optimizer_step: int = 0
+    nonfinite: int = 0
+    clipped: int = 0
+    pending: PendingStep | None = field(default=None, init=False, repr=False)
+    pending_error: DdpkitError | None = field(default=None, init=False, repr=False)
 
-    def leave_open(self, follow: Callable[[], None]) -> None:
-        """Leave a step open.
+    @property
+    def resolved(self) -> Self:
+        """These counters, once the pending step is in them."""
+        self.resolve_pending()
+        return self
 
-        Args:
-            follow: called once, before a counter is read: counts the step, or counts it as skipped.
+    def resolve_pending(self) -> None:
+        """Count the pending step, if there is one. An error waits for :meth:`resolve_at_sync`: this
+        rank may be alone.
         """
-        with _looking:
-            self.follow = follow
-            for name in _COUNTERS:
-                self._aside[name] = self.__dict__.pop(name)
-
-    def look(self) -> None:
-        """Look at the step that is open, if one is. An error waits for :meth:`settle`: this rank
-        may look alone.
-        """
-        with _looking:
-            if self.follow is None:
+        with _resolving:
+            pending = self.pending
+            # all are counted, or this very thread asks while it counts the step
+            if pending is None or pending.is_resolving:
                 return
-            self.__dict__.update(self._aside)
-            self._aside.clear()
             try:
-                self.follow()
+                pending.resolve()
             except DdpkitError as error:
-                self.error = error
+                self.pending_error = error
             finally:
-                self.follow = None
+                # only now: who makes the next step waits for a thread that counts this one
+                self.pending = None
 
-    def settle(self) -> None:
-        """Look at the step that is open, where all ranks do.
+    def resolve_at_sync(self) -> None:
+        """Count the pending step where all ranks do.
 
         Raises:
-            DdpkitError: what followed that step has raised.
+            DdpkitError: that step ends the run, such as too many that are not finite.
 
         Ranks: all, at the same step.
         """
-        self.look()
-        error = self.error
-        self.error = None
+        self.resolve_pending()
+        error = self.pending_error
+        self.pending_error = None
         if error is not None:
             raise error
 
-    def settled_step(self) -> int:
-        """Settle, and return the updates since the run began."""
-        self.settle()
-        return self.optimizer_step
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: counters that no open step is missing from."""
-        self.look()
-        return {**vars(self), "_aside": {}}
-
-    if not TYPE_CHECKING:  # else mypy would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Look first at the step that is open, whose counters are not there."""
-            if name in _COUNTERS:
-                self.look()
-            if name not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return self.__dict__[name]
+        """Return what a copy has: it cannot count the pending step of the original."""
+        self.resolve_pending()
+        return vars(self).copy()

@@ -29,6 +29,7 @@ class CheckedBrain(StepHooks, Protocol):
     hparams: SimpleNamespace
     run_opts: RunOptions
     progress: Progress
+    optimizer_step: int
     checkpointer: Any
     rank: int
     device: str

@@ -150,7 +150,7 @@ class Side:
             brain.raw_modules.load_state_dict(
                 {name: sharded_like(one, own[name]) for name, one in start["modules"].items()}
             )
-            brain.progress.optimizer_step = start["optimizer_step"]
+            brain.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
         self.moved: dict[str, None] = {}
         self.is_counted = False
@@ -164,7 +164,7 @@ class Side:
             n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)
         }
         self._state = list(_state(brain.raw_modules))
-        self.done = brain.progress.optimizer_step
+        self.done = brain.optimizer_step
         replaced: Any = brain
         replaced.optimizers_step = self._step
         # schedules and logs follow a step, and none is made

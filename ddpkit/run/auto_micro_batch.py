@@ -330,6 +330,7 @@ class AutoMicroBatch:
         progress = self.context.progress
         options = self.context.options
         plan = self._plan
+        progress.resolve_pending()  # of the step before, whose window goes
         self._is_open = False
         self._room = None
         if not size:

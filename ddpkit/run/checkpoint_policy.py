@@ -316,6 +316,7 @@ class CheckpointPolicy:
         """End a call of ``fit``: random streams and counts are equal in a resumed and an
         uninterrupted run.
         """
+        self.context.progress.resolve_pending()
         self.rank_state.end_streams()
         calls = self.run_state.calls
         calls.finished[calls.number] = self.context.progress.optimizer_step
@@ -612,7 +613,7 @@ class CheckpointPolicy:
         if self.checkpointer is None:
             return
         progress = self.context.progress
-        progress.settle()
+        progress.resolve_at_sync()
         sums = progress.add_totals(self.rank_state.own_sums())
         self.rank_state.end_pass()
         with self.position.with_sums(sums):
@@ -669,6 +670,7 @@ class CheckpointPolicy:
             Whether the checkpoint is of the end of an epoch, which the recipe may not know.
         """
         self._has_saved = True
+        self.context.progress.resolve_pending()  # the checkpoint counts it
         if self.context.strategy.is_apart:
             raise CheckpointError(APART)
         self.train_step.end_window()  # an own fit_batch saves after its steps

@@ -173,7 +173,7 @@ class Run:
         Args:
             reason: why it ends.
         """
-        progress = self.context.progress
+        progress = self.context.progress.resolved
         losses = (progress.train_loss, progress.valid_loss)
         newest = self.policy.newest()
         logged = (
@@ -242,9 +242,8 @@ class Run:
         self.train_step.drop_casts_after_steps({**named, **others})
 
     def set_counter(self, name: str, value: Any) -> None:
-        """Set a counter of the progress, after a step that is still open has been counted."""
-        self.context.progress.look()
-        setattr(self.context.progress, name, value)
+        """Set a counter of the progress, once the pending step is in it."""
+        setattr(self.context.progress.resolved, name, value)
 
     def replace_maker(self, name: str, maker: Any) -> None:
         """Make optimizers, or their scheduler, in another way.

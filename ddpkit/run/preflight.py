@@ -302,6 +302,7 @@ class Preflight:
             contexts: of the forward pass in training and in evaluation; a recipe may have others
                 than the options say.
         """
+        self.context.progress.resolve_pending()  # on_fit_start may have made steps
         options = self.context.options
         checkpointer = self.policy.checkpointer
         state = self.policy.run_state

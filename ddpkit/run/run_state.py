@@ -261,6 +261,7 @@ class RunState:
         Raises:
             CheckpointError: it cannot be read, or is damaged.
         """
+        self.context.progress.resolve_pending()
         folder = self.recovered = path.parent
         if not self.context.progress.is_fitting:
             found = brain_file_or_nothing(folder)
@@ -282,7 +283,6 @@ class RunState:
             raise CheckpointError(
                 f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}"
             )
-        self.context.progress.look()
         self.context.progress.optimizer_step = state.get("optimizer_step", state["step"])
         self._fitted_epoch = state.get("epoch")
         other_settings = self._take_settings(folder, state)

@@ -35,10 +35,8 @@ class SkippedSteps:
         progress.skips_written = progress.nonfinite
 
     def write(self) -> None:
-        """Write what is new. It reads counters, and waits for a step of which the GPU has not told
-        yet.
-        """
-        self._progress.look()
+        """Write what is new, the pending step included."""
+        self._progress.resolve_pending()
         self._write_known()
 
     @contextlib.contextmanager

@@ -226,6 +226,7 @@ class StageRunner:
         with self._logging(Stage.TRAIN, epoch):
             progress = self.context.progress
             train_step = self.train_step
+            progress.resolve_pending()  # of a hook before
             self.time_left.begin_training(epoch, self._done_before(loader))
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
@@ -234,6 +235,7 @@ class StageRunner:
             # the data's origin.
             with stage_mode(lambda: self.context.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
+            progress.resolve_pending()  # the hook may have made steps
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
                 # to draw anew, but from no generator: the hook may have changed what it draws from
                 plan.epoch = 0
@@ -318,7 +320,7 @@ class StageRunner:
         with self._skipped.written_whatever_ends(), bar_of_pass as bar:
 
             def on_sync(report: SyncReport) -> None:
-                progress.settle()
+                progress.resolve_at_sync()
                 self.stop.tighten_timeouts()
                 self._write_steps(report.step)
                 progress.avg_train_loss = report.loss
@@ -360,7 +362,7 @@ class StageRunner:
         train_step = self.train_step
         if train_step.prepare_flush(brain):
             brain.optimizers_step()
-        progress.settle()
+        progress.resolve_at_sync()
         train_step.end_window()
         progress.window.stepped()
         train_step.drop_frozen_gradients()
@@ -454,6 +456,7 @@ class StageRunner:
         if not self.context.progress.is_fitting:
             self._read_options()
         self.note_logger(brain)
+        self.context.progress.resolve_pending()  # of a hook or loop of the recipe
         place = epoch, self.context.progress.optimizer_step
         if epoch is None:
             place = self.policy.run_state.place_of_weights()
@@ -466,6 +469,7 @@ class StageRunner:
                 self.time_left.begin_validation()
             with stage_mode(lambda: self.context.modules, training=False):
                 brain.on_stage_start(stage, epoch)
+            progress.resolve_pending()
             progress.step = 0
             with (
                 self._explaining(brain),
@@ -575,6 +579,7 @@ class StageRunner:
         enable_bar: bool,
     ) -> list[Any]:
         progress = self.context.progress
+        progress.resolve_pending()
         seen = Seen(
             Stage.TEST,
             loader,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ddpkit.control import PeriodicSync, SyncReport
     from ddpkit.reporting import ProgressBar
     from ddpkit.training.feed import Feed
+    from ddpkit.training.progress import Progress
     from ddpkit.training.stream_feed import StreamFeed
 
 
@@ -100,9 +101,15 @@ def train_epoch(
                         tell(),
                     )
                 )
-            if stop_at < math.inf and progress.settled_step() >= stop_at:
+            if stop_at < math.inf and _is_reached(stop_at, progress):
                 return True
     return False
+
+
+def _is_reached(stop_at: float, progress: Progress) -> bool:
+    """Say whether so many optimizer steps are made, the pending one included."""
+    progress.resolve_at_sync()
+    return progress.optimizer_step >= stop_at
 
 
 def evaluate_epoch(

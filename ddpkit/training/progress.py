@@ -140,8 +140,8 @@ class Progress(optim.StepCounters):
 
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
-        self.look()
-        self.error = None
+        self.resolve_pending()
+        self.pending_error = None
         self.step, self.window, self.meter = 0, Window(), self.new_meter()
         self.window_end = 0
         self.train_meter = None
@@ -229,6 +229,7 @@ class Progress(optim.StepCounters):
         """The share of the current epoch's updates whose gradients were clipped, 0 to 1; equal on
         all ranks.
         """
+        self.resolve_pending()  # a recipe may ask right after a step
         made = self.optimizer_step - self.began_at
         return self.clipped / made if made else 0.0
 

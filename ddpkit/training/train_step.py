@@ -360,8 +360,8 @@ class TrainStep:
 
     def _step_optimizers(self, brain: StepHooks) -> None:
         progress = self.context.progress
-        if progress.follow is not None or progress.error is not None:
-            progress.settle()
+        if progress.pending is not None or progress.pending_error is not None:
+            progress.resolve_at_sync()
         prepared = self._prepared
         multiplier = self.close_window() if prepared is None else prepared.multiplier
         optimizers = self.note_optimizers_to_step(brain)
@@ -382,7 +382,7 @@ class TrainStep:
         scaler = self._active_scaler
         # by name: a call less in every step
         if scaler is None and self.context.options["skip_nonfinite_grads"]:
-            optim.own_gradients(optimizers)
+            optim.clone_gradients(optimizers)
             brain.check_gradients()
         elif scaler is None and self._is_on_gpu and self._step_late(optimizers, multiplier):
             return
@@ -398,7 +398,7 @@ class TrainStep:
         )
         if progress.window.closes:
             progress.window_end = progress.step
-        self._follow(
+        self._after_step(
             optimizers,
             multiplier,
             result,
@@ -428,7 +428,7 @@ class TrainStep:
             self._prepared = None
 
     def _prepare(self, brain: StepHooks) -> _Prepared:
-        self.context.progress.settle()
+        self.context.progress.resolve_at_sync()
         multiplier = self.close_window()
         optimizers = self.optimizers_to_step(brain)
         if not optimizers:
@@ -493,31 +493,28 @@ class TrainStep:
             first.compare(brain, self.context.modules, self.named_optimizers())
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
-        """Step without a wait for the GPU, if that can be; look at it at once where something
-        follows each step.
+        """Step without a wait for the GPU, if that can be. The step is pending until a sync point.
+
+        It is resolved at once where something follows each step.
         """
         progress = self.context.progress
-        norm = self.context.options["max_grad_norm"]
-        alone = self.context.strategy.steps_alone
-        if alone or (late := optim.take_late_step(optimizers, norm, multiplier)) is None:
+        if self.context.strategy.steps_alone:
+            return False
+        pending = optim.take_late_step(
+            optimizers, self.context.options["max_grad_norm"], multiplier
+        )
+        if pending is None:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
-        # the result is looked at in a later batch
-        step = progress.step
+        # of now, as it is resolved in a later batch
+        batch = progress.step
         number = progress.window.number
-        progress.leave_open(
-            lambda: self._follow(
-                optimizers,
-                multiplier,
-                late.result(),
-                step,
-                number,
-            )
-        )
+        pending.then(lambda result: self._after_step(optimizers, multiplier, result, batch, number))
+        progress.pending = pending
         by_step = self.schedule is not None and self.schedule.every == "step"
         if self.ema is not None or by_step or self.context.options["ddp_comm_hook"] is not None:
-            progress.settle()
+            progress.resolve_at_sync()
         return True
 
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
@@ -610,6 +607,7 @@ class TrainStep:
         first = progress.window_end
         before = progress.optimizer_step
         yield
+        progress.resolve_pending()
         has_stepped = progress.optimizer_step > before or progress.nonfinite
         # fp16 may skip all steps of a short epoch.
         if progress.window_end > first and not (
@@ -636,7 +634,7 @@ class TrainStep:
             )
         return window.stepped()
 
-    def _follow(
+    def _after_step(
         self,
         optimizers: list[Any],
         multiplier: Any,
@@ -648,11 +646,11 @@ class TrainStep:
         if self.timer is not None:
             self.timer.gradient_norm = result.norm
         if result.stepped:
-            self._follow_step(optimizers, result, step, number)
+            self._after_taken_step(optimizers, result, step, number)
         else:
-            self._follow_skipped(multiplier, result, step, number)
+            self._after_skipped_step(multiplier, result, step, number)
 
-    def _follow_skipped(
+    def _after_skipped_step(
         self,
         multiplier: Any,
         result: optim.StepResult,
@@ -682,7 +680,7 @@ class TrainStep:
                     result.norm, self.context.options.nonfinite_patience, step
                 )
 
-    def _follow_step(
+    def _after_taken_step(
         self,
         stepped: list[torch.optim.Optimizer],
         result: optim.StepResult,
@@ -708,7 +706,7 @@ class TrainStep:
         if progress.phase is _IN_PASS and self.waits_for_window:
             self._waiting += stepped
         elif is_first:
-            self._follow_window(stepped)
+            self._update_after_window(stepped)
         if is_first and self.gc_interval and progress.optimizer_step % self.gc_interval == 0:
             gc.collect()
 
@@ -736,9 +734,9 @@ class TrainStep:
         if self._waiting:
             stepped = self._waiting
             self._waiting = []
-            self._follow_window(stepped)
+            self._update_after_window(stepped)
 
-    def _follow_window(self, stepped: list[torch.optim.Optimizer]) -> None:
+    def _update_after_window(self, stepped: list[torch.optim.Optimizer]) -> None:
         if self.ema is not None:
             self.ema.update()
         if self.schedule is not None:

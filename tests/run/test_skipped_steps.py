@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from ddpkit.base import POSITION, PROCESS
 from ddpkit.errors import ConfigError, NonFiniteLossError
 from ddpkit.experiment import close_experiment, create_experiment_directory
+from ddpkit.optim import PendingStep
 from ddpkit.run import skipped_steps
 from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.training import Progress
@@ -46,7 +48,8 @@ def test_each_skipped_step_is_told_once(monkeypatch):
 def test_another_thread_that_ends_the_process_tells_of_them(tmp_path, monkeypatch):
     """It waits for no step whose result the GPU has not told yet."""
     progress = Progress(epoch=2, step=7, optimizer_step=5, nonfinite=3, skips_written=1)
-    progress.leave_open(lambda: pytest.fail("it has waited"))
+    progress.pending = PendingStep(torch.tensor(1.0), None)
+    progress.pending.then(lambda _: pytest.fail("it has waited"))
     create_experiment_directory(tmp_path, save_env_desc=False)
     try:
         monkeypatch.setattr(POSITION, "progress", progress)

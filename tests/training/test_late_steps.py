@@ -25,7 +25,15 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import PeriodicSync
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import BatchError, NonFiniteLossError
-from ddpkit.optim import StepCounters, gradients, make_optimizer, making, take_late_step, take_step
+from ddpkit.optim import (
+    PendingStep,
+    StepCounters,
+    gradients,
+    make_optimizer,
+    making,
+    take_late_step,
+    take_step,
+)
 from ddpkit.precision import drop_casts
 from ddpkit.run import stage_runner
 from tests.host_reads import HostReads
@@ -83,7 +91,7 @@ class Recipe(Brain):
             raise Killed
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        self.open.append("optimizer_step" not in vars(self.progress))
+        self.open.append(self.progress.pending is not None)
         self.rates.append(self.optimizer.param_groups[0]["lr"])
         if self.looks:
             self.seen.append((self.optimizer_step, self.nonfinite_count, self.progress.clipped))
@@ -247,14 +255,14 @@ def test_a_step_is_looked_at_when_the_next_is_made(late, monkeypatch):
     monkeypatch.setattr(stage_runner, "PeriodicSync", Unsynced)
     brain = make(KINDS["AdamW"])
     looked = []
-    real = StepCounters.look
+    real = StepCounters.resolve_pending
 
-    def look(counters):
-        looked.append((brain.step, counters.follow is not None))
+    def resolve_pending(counters):
+        looked.append((brain.step, counters.pending is not None))
         real(counters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCounters, "look", look)
+        patch.setattr(StepCounters, "resolve_pending", resolve_pending)
         brain.fit([1], data(), train_loader_kwargs={"batch_size": 4})
     assert [step for step, is_open in looked if is_open] == [*range(3, BATCHES + 1), BATCHES], (
         "and at the end"
@@ -376,6 +384,22 @@ def test_a_run_goes_on_with_its_own_kernel(late, tmp_path, caplog):
     assert run(3) == (None, False, {3 * BATCHES})
     assert "goes on with the checkpoint's" not in caplog.text
     assert "fused" not in caplog.text
+
+
+class Saving(Recipe):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        super().on_fit_batch_end(batch, outputs, loss, should_step)
+        if self.step == 3:
+            self.saved = self.checkpointer.save_checkpoint(end_of_epoch=False)
+
+
+def test_a_checkpoint_that_a_recipe_saves_counts_the_step_just_made(late, tmp_path):
+    late()
+    brain = make(KINDS["SGD"], Saving, tmp_path)
+    brain.fit([1], data(bad=(1,)), train_loader_kwargs={"batch_size": 4})
+    assert brain.open[2], "the save is made before the host has read the norm"
+    lines = (brain.saved.path / "brain.ckpt").read_text().splitlines()
+    assert {"step: 3", "optimizer_step: 2", "nonfinite: 1"} <= {*lines}
 
 
 # ----------------------------------------------------------------------------------- one step alone
@@ -533,34 +557,69 @@ def test_opt_class_gets_what_steps_late(late):
     assert take_late_step([optimizer], 1.0).result().stepped
 
 
+def pending(callback, norm=1.0):
+    step = PendingStep(torch.tensor(norm), None)
+    step.then(callback)
+    return step
+
+
 def test_who_looks_from_another_thread_and_who_makes_the_next_step_count_once():
     counters = StepCounters()
     has_begun = threading.Event()
     may_end = threading.Event()
 
-    def follow():
+    def count(result):
         has_begun.set()
         may_end.wait(10)
-        counters.optimizer_step += 1
+        counters.optimizer_step += result.stepped
 
-    counters.leave_open(follow)
-    seen = []
-    other = threading.Thread(target=lambda: seen.append(counters.optimizer_step))
+    counters.pending = pending(count)
+    other = threading.Thread(target=counters.resolve_pending)
     other.start()
     assert has_begun.wait(10)
-    assert counters.follow is not None, "the training would make the next step"
+    assert counters.pending is not None, "the training would make the next step"
     threading.Timer(0.05, may_end.set).start()
-    counters.settle()
+    counters.resolve_at_sync()
     other.join()
-    assert (counters.optimizer_step, seen) == (1, [1])
+    assert counters.optimizer_step == 1
+
+
+def test_what_follows_a_step_may_ask_whether_it_was_made():
+    """As a handler of logged warnings may, which reads the counters of its Brain."""
+    counters = StepCounters()
+
+    def count(result):
+        counters.resolve_pending()
+        assert counters.pending is not None, "it is not counted yet"
+        counters.nonfinite += not result.stepped
+
+    counters.pending = pending(count, math.nan)
+    counters.resolve_at_sync()
+    assert (counters.nonfinite, counters.pending) == (1, None)
+
+
+def test_an_error_of_the_device_is_raised_at_once_and_leaves_nothing_pending():
+    counters = StepCounters()
+
+    def fail(result):
+        raise RuntimeError("CUDA error")
+
+    counters.pending = pending(fail)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        counters.resolve_pending()
+    assert counters.pending is counters.pending_error is None
 
 
 def test_a_copy_has_all_counters():
     counters = StepCounters()
-    counters.leave_open(lambda: None)
-    assert copy.copy(counters).optimizer_step == 0
-    counters.leave_open(lambda: None)
-    assert copy.deepcopy(counters).clipped == 0
+
+    def count(result):
+        counters.optimizer_step += 1
+
+    for number, copied in enumerate((copy.copy, copy.deepcopy), 1):
+        counters.pending = pending(count)
+        other = copied(counters)
+        assert (other.optimizer_step, other.pending) == (number, None)
 
 
 class Writing(Recipe):
@@ -579,14 +638,41 @@ def test_what_a_recipe_writes_into_a_counter_stays(late):
     assert (brain.optimizer_step, brain.nonfinite_count) == (100 + BATCHES - 4, 0)
 
 
-def test_counters_that_are_behind_are_not_there():
-    counters = StepCounters(optimizer_step=4)
-    counters.leave_open(lambda: None)
-    assert vars(counters).keys().isdisjoint({"optimizer_step", "nonfinite", "clipped"})
-    assert (counters.optimizer_step, counters.nonfinite) == (4, 0)
-    assert counters.follow is None
-    with pytest.raises(AttributeError, match="'StepCounters' object has no attribute 'steps'"):
-        counters.steps  # noqa: B018
+class Stepping(Recipe):
+    """Makes a step in a hook outside of the pass, and another in a loop of its own."""
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage.name == "TRAIN":
+            self.step_by_itself()
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage.name == "TRAIN":
+            self.step_by_itself()
+
+    def step_by_itself(self):
+        self.modules.net(torch.ones(1, 3)).sum().backward()
+        self.optimizers_step()
+
+
+def test_steps_that_hooks_make_are_counted(late, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        stage_runner,
+        "run_event",
+        lambda _, **fields: told.append(fields["optimizer_step"]),
+    )
+    late()
+    brain = make(KINDS["SGD"], Stepping)
+    result = brain.fit([1, 2], data(), train_loader_kwargs={"batch_size": 4})
+    of_epoch = BATCHES + 2
+    assert told == [of_epoch - 1, 2 * of_epoch - 1]
+    assert result.optimizer_steps == 2 * of_epoch
+
+
+def test_names_of_earlier_versions_are_still_there():
+    assert optim.LateStep is optim.PendingStep
+    assert optim.own_gradients is optim.clone_gradients
 
 
 def test_a_hook_that_only_drops_casts_does_not_wait_for_the_norm():

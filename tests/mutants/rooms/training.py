@@ -126,7 +126,7 @@ FAULTS = in_room(
         ),
         Fault(
             "the garbage collector runs after one step too many",
-            "TrainStep._follow_step",
+            "TrainStep._after_taken_step",
             "progress.optimizer_step % self.gc_interval == 0",
             "progress.optimizer_step % self.gc_interval == 1",
             "tests/contract/test_garbage.py",

@@ -38,7 +38,7 @@ from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import choose_strategy
 from ddpkit.strategies.fsdp import FIRST_STEPS
-from ddpkit.training import Feed, Recipe, RunContext, TrainStep, train_epoch
+from ddpkit.training import Accumulation, Feed, Recipe, RunContext, TrainStep, train_epoch
 
 RANKS = (2, 64, 1024, 16384)
 # a weight of fewer rows than ranks is padded: at 16,384 it takes 13 GB and more than four minutes
@@ -148,6 +148,7 @@ class Step:
         context = RunContext(
             Recipe("Step"),
             options,
+            Accumulation(options),
             self.modules,
             SimpleNamespace(),
             self.strategy,

@@ -44,6 +44,7 @@ from ddpkit.strategies import (
 )
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
+    Accumulation,
     Progress,
     Recipe,
     RunContext,
@@ -212,12 +213,18 @@ class Brain(_Typed):
             has_own_fit_batch=own.fit_batch is not Brain.fit_batch,
             freezes=own.freeze_optimizers is not Brain.freeze_optimizers,
         )
-        strategy = choose_strategy(options, decides_late=recipe.has_own_fit_batch)
+        accumulation = Accumulation(options)
+        strategy = choose_strategy(
+            options,
+            accumulation,
+            decides_late=recipe.has_own_fit_batch,
+        )
         take_device(device)
         self.device_type = torch.device(device).type
         context = RunContext(
             recipe,
             options,
+            accumulation,
             modules_on_device(modules or {}, device, keeps_meta=strategy.divides),
             SimpleNamespace(**hparams_of_slice(join_loggers(hparams or {}))),
             strategy,
@@ -417,6 +424,38 @@ class Brain(_Typed):
     def profiler(self, profiler: Any) -> None:
         if are_parts_made(self, "profiler", profiler):
             self.__run.stages.profiler = profiler
+
+    # What is in use of the options of these names: the options stay as they were given.
+
+    @property
+    def grad_accumulation_factor(self) -> int:
+        """Batches of each process per optimizer step."""
+        return self.__run.context.accumulation.factor
+
+    @grad_accumulation_factor.setter
+    def grad_accumulation_factor(self, factor: int) -> None:
+        if factor != self.grad_accumulation_factor:
+            self.run_opts["grad_accumulation_factor"] = factor
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of an optimizer step over all processes, or None."""
+        return self.__run.context.accumulation.global_batch_size
+
+    @global_batch_size.setter
+    def global_batch_size(self, size: int | None) -> None:
+        if size != self.global_batch_size:
+            self.run_opts["global_batch_size"] = size
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Most samples at a time on a process, or None."""
+        return self.__run.context.accumulation.micro_batch_size
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, size: int | None) -> None:
+        if size != self.micro_batch_size:
+            self.run_opts["micro_batch_size"] = size
 
     @property
     def lr_scale(self) -> float:
@@ -1086,7 +1125,8 @@ class Brain(_Typed):
     ) -> tuple[Any, Any]:
         """Make the loaders, once it is known how many batches an optimizer step takes."""
         run = self.__run
-        self.run_opts.derive("grad_accumulation_factor", run.loaders.micro_batches())
+        context = run.context
+        context.accumulation.settle(get_world_size(), context.strategy.shards)
         if isinstance(train_set, LoopedLoader):
             run.policy.add("dataloader-TRAIN", train_set)
         return run.preflight.on_all_ranks(

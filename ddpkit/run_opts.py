@@ -222,10 +222,18 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         """
         return dict(self._values)
 
-    def changed(self) -> dict[str, Any]:
+    def changed(
+        self,
+        in_use: Mapping[str, Any] | None = None,
+        among: Iterable[str] = tuple(RUN_OPTIONS),
+    ) -> dict[str, Any]:
         """Return the options whose values are not their defaults, for the record of a run.
 
         A device or a backend that was found out, and not given, is left out.
+
+        Args:
+            in_use: values by name that a run uses in the place of those that were given.
+            among: names of the options that are looked at.
 
         Ranks: local.
 
@@ -235,10 +243,11 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         """
         found_out = {name for name in _FOUND_OUT if name not in self.overridden_args}
         left_out = _OF_THIS_START | found_out
+        values = {**self._values, **(in_use or {})}
         return {
-            name: self[name]
-            for name, row in RUN_OPTIONS.items()
-            if name not in left_out and self[name] != row.default
+            name: values[name]
+            for name in among
+            if name not in left_out and values[name] != RUN_OPTIONS[name].default
         }
 
     def copy(self) -> RunOptions:
@@ -296,23 +305,6 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         finally:
             if not was_reached:
                 self._reached.discard(moment)
-
-    def derive(self, name: str, value: Any) -> None:
-        """Set an option that follows from others, also where a recipe cannot any more.
-
-        Args:
-            name: of the option.
-            value: of its type.
-
-        Ranks: local; alike on every rank.
-
-        Example:
-            >>> run_opts = RunOptions()
-            >>> run_opts.derive("micro_batch_size", 4)
-            >>> run_opts.micro_batch_size
-            4
-        """
-        self._set(name, RUN_OPTIONS[name].coerce(value, IN_RUN_OPTS))
 
     def take(self, others: RunOptions) -> None:
         """Take the values of other options over, if all of them can still be changed.
@@ -447,7 +439,7 @@ def option_attributes(owner: type[T]) -> type[T]:
     ``self.run_opts``.
 
     Args:
-        owner: a class whose objects have ``run_opts``.
+        owner: a class whose objects have ``run_opts``; what it defines itself stays.
 
     Returns:
         The class.
@@ -464,7 +456,7 @@ def option_attributes(owner: type[T]) -> type[T]:
         (3.0, {'max_grad_norm'})
     """
     for name, option in RUN_OPTIONS.items():
-        if option.is_attribute:
+        if option.is_attribute and name not in vars(owner):
             setattr(owner, name, _option_property(name))
     return owner
 

@@ -34,7 +34,6 @@ class CheckedBrain(StepHooks, Protocol):
     rank: int
     device: str
     hang_timeout: float
-    grad_accumulation_factor: int
     steps_per_epoch: int | None
     total_steps: int | None
     scaler: torch.amp.GradScaler

@@ -114,8 +114,8 @@ class Side:
     ) -> None:
         self.brain = brain
         self.parts = parts
-        self.factor = parts.loaders.micro_batches()
-        brain.grad_accumulation_factor = self.factor
+        context = parts.context
+        self.factor = context.accumulation.settle(get_world_size(), context.strategy.shards)
         with parts.loaders.named(Stage.TRAIN):
             if isinstance(train_set, (DataLoader, LoopedLoader)):
                 loader = parts.loaders.adapt(train_set, Stage.TRAIN)
@@ -232,7 +232,7 @@ class Side:
         brain = self.brain
         progress = self.brain.progress
         self._kept = {}
-        brain.grad_accumulation_factor = factor
+        self.parts.context.accumulation.hold(factor)
         progress.restart()
         progress.epoch = 1
         progress.step = step.first

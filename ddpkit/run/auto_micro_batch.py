@@ -71,8 +71,8 @@ class AutoMicroBatch:
 
     Ranks: collective.
 
-    State: ``micro_batch_size`` and ``grad_accumulation_factor`` of the run's options; the plan of
-    the loader.
+    State: ``micro_batch_size`` and ``grad_accumulation_factor`` that are in use; the plan of the
+    loader.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class AutoMicroBatch:
             f"with {strategy.name}, {strategy.unrepeatable}": strategy.unrepeatable != "",
             (
                 "without global_batch_size, which it divides: give --global_batch_size"
-            ): options.global_batch_size is None,
+            ): context.accumulation.global_batch_size is None,
             "with static_graph": options.static_graph,
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             (
@@ -328,7 +328,6 @@ class AutoMicroBatch:
     ) -> None:
         """Go back to the end of the last step, and make micro-batches of another size."""
         progress = self.context.progress
-        options = self.context.options
         plan = self._plan
         progress.resolve_pending()  # of the step before, whose window goes
         self._is_open = False
@@ -343,8 +342,9 @@ class AutoMicroBatch:
         factor = self._parts(size)
         sampler.divide(factor)
         size = sampler.plan.batch_size
-        options.derive("micro_batch_size", size)
-        options.derive("grad_accumulation_factor", factor)
+        self.context.accumulation.use(
+            {"micro_batch_size": size, "grad_accumulation_factor": factor}
+        )
         # The step is repeated, so all is put back to its beginning. From now on batches are counted
         # in the new size: at the end of a step both sizes have done the same samples.
         progress.logged.forget_after(progress.window_end)

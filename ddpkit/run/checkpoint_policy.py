@@ -382,20 +382,19 @@ class CheckpointPolicy:
             ConfigError: so many processes cannot take such steps.
         """
         options = self.context.options
+        accumulation = self.context.accumulation
         state = self.run_state
         before = None if start is None else start.step_plan
         if before is not None and before.per_process is not None and options.auto_micro_batch:
-            size = min(before.per_process, options.micro_batch_size or before.per_process)
-            options.derive("micro_batch_size", size)
-            options.derive("grad_accumulation_factor", 1)
-        if before is None or options.global_batch_size is not None:
+            size = min(before.per_process, accumulation.micro_batch_size or before.per_process)
+            accumulation.use({"micro_batch_size": size, "grad_accumulation_factor": 1})
+        if before is None or accumulation.global_batch_size is not None:
             return
         ranks = get_world_size() * self.context.strategy.shards
         changed = before.on(ranks, is_looped=is_looped)
         state.asked_plan = before if changed else None
-        for name, value in changed.items():
-            options.derive(name, value)
         if changed:
+            accumulation.use(changed)
             words = (
                 "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer "
                 "step.%s"

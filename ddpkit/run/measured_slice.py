@@ -22,7 +22,6 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import exchange, get_world_size, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SlicePlan, cores, find_launch
-from ddpkit.options import RUN_OPTIONS
 from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
@@ -306,7 +305,8 @@ def facts_of_run(context: RunContext, loader: Any) -> dict[str, Any]:
     info = find_launch()
     world_size = get_world_size()
     length = length_of(loader)
-    factor = options.grad_accumulation_factor // shards
+    in_use = context.accumulation.in_use()
+    factor = context.accumulation.factor // shards
     virtual = context.strategy.virtual_ranks
     sizes = batch_sizes(loader, length and length // shards, factor, world_size, virtual)
     way = named_way(options, world_size)
@@ -322,14 +322,10 @@ def facts_of_run(context: RunContext, loader: Any) -> dict[str, Any]:
         "loader_workers": own_workers(loader),
         "exchanged_bytes": exchanged_bytes(context),
         "samples_per_step": sizes.per_step,
-        "can_fix_step": sizes.alone is not None or options.global_batch_size is not None,
-        "global_batch_size": options.global_batch_size,
+        "can_fix_step": sizes.alone is not None or in_use["global_batch_size"] is not None,
+        "global_batch_size": in_use["global_batch_size"],
         "micro_batches": sizes.factor,
-        "options": {
-            name: options[name]
-            for name in TOLD_OPTIONS
-            if options[name] != RUN_OPTIONS[name].default
-        },
+        "options": options.changed(in_use, among=TOLD_OPTIONS),
     }
 
 

@@ -148,7 +148,7 @@ class Run:
         shards = strategy.shards
         check_train_data(train, length)
         length = length and length // shards
-        factor = options.grad_accumulation_factor // shards
+        factor = self.context.accumulation.factor // shards
         sizes = batch_sizes(
             train,
             length,

@@ -317,14 +317,15 @@ class Preflight:
             others = 0 if state.start is None else state.start.num_found
             start = start_row(found, folder, options.resume, place, others=others)
         # someone has thought about it
-        is_asked = options.global_batch_size is not None or options.lr_scaling != "none"
+        global_batch_size = self.context.accumulation.global_batch_size
+        is_asked = global_batch_size is not None or options.lr_scaling != "none"
         # on the number of processes, whatever the size
         depends = self.context.strategy.averages_weights
         optimizers = self.train_step.named_optimizers()
         told = self.context.strategy.start_rows(self.context.modules)
         first = {
             "strategy": told["strategy"],
-            "batch": batch_row(sizes, batch_size, options.global_batch_size),
+            "batch": batch_row(sizes, batch_size, global_batch_size),
             "per step": ""
             if is_asked or depends or self.context.progress.optimizer_step
             else sizes.advice(),

@@ -206,10 +206,15 @@ class RankState:
         >>> from types import SimpleNamespace
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> from ddpkit.training import Recipe, RunContext
-        >>> modules = torch.nn.ModuleDict()
+        >>> from ddpkit.training import Accumulation, Recipe, RunContext
+        >>> options = RunOptions(device="cpu")
         >>> context = RunContext(
-        ...     Recipe("Line"), RunOptions(), modules, SimpleNamespace(), Strategy()
+        ...     Recipe("Line"),
+        ...     options,
+        ...     Accumulation(options),
+        ...     torch.nn.ModuleDict(),
+        ...     SimpleNamespace(),
+        ...     Strategy(),
         ... )
         >>> RankState(context, saves=False).own_sums()
         [0.0, 0.0, 0]

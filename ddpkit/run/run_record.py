@@ -63,7 +63,7 @@ class RunRecord:
                 {"host": place.host, "device": place.device} for place in self._preflight.places
             ],
             parameters=_parameters(context.modules),
-            options=context.options.changed(),
+            options=context.options.changed(context.accumulation.in_use()),
             optimizer_step=context.progress.optimizer_step,
             resumed_from=self._resumed_from(),
         )

@@ -150,7 +150,7 @@ class RunState:
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
         shards = self.context.strategy.shards
         # a recipe may have changed it since fit began
-        factor = self.context.options["grad_accumulation_factor"] // shards
+        factor = self.context.accumulation.factor // shards
         state = {
             "step": progress.step // shards,
             "epoch": progress.epoch,

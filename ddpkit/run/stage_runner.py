@@ -406,7 +406,7 @@ class StageRunner:
                 functools.partial(profiled, self.profiler, ranges, left_out),
             )
         known: dict[str, Any] = {
-            "factor": options.grad_accumulation_factor,
+            "factor": self.context.accumulation.factor,
             "weighting": options.loss_weighting,
             "world_size": get_world_size(),
             "start": self.context.progress.step,

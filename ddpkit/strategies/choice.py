@@ -13,6 +13,7 @@ from ddpkit.strategies.option_refusals import is_given, refuse_with
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation
 
 logger = get_logger(__name__)
 
@@ -88,11 +89,18 @@ NOT_WITH_FIT_BATCH = {
 }
 
 
-def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strategy:
+def choose_strategy(
+    options: RunOptions,
+    accumulation: Accumulation | None = None,
+    *,
+    decides_late: bool = False,
+) -> Strategy:
     """Choose the strategy from the launch and the options.
 
     Args:
         options: of the run.
+        accumulation: of the run, for strategies that ask how many batches make a step; None: as
+            the options say.
         decides_late: whether the recipe has its own ``fit_batch``.
 
     Raises:
@@ -126,8 +134,9 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
     from ddpkit.strategies.zero1 import Zero1
 
     if options.ddp_comm_hook == "post_local_sgd":
-        return LocalSGD(options)
-    return (Zero1 if options.strategy == "zero1" else DDP)(options, decides_late=decides_late)
+        return LocalSGD(options, accumulation)
+    kind = Zero1 if options.strategy == "zero1" else DDP
+    return kind(options, accumulation, decides_late=decides_late)
 
 
 def check_strategy(options: RunOptions, *, decides_late: bool = False) -> None:

@@ -40,6 +40,7 @@ from ddpkit.strategies.switched_attribute import SwitchedAttribute
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.strategies.zero_gradients import COMPLETED, ZeroGradients
 from ddpkit.syncbn import convert_sync_batchnorm
+from ddpkit.training import Accumulation
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ class DDP(Strategy):
 
     Args:
         options: of the run, with the device of this rank.
+        accumulation: of the run; None: as the options say.
         decides_late: a backward pass is told whether to average, whatever the forward pass before
             it expected: for a ``fit_batch`` that does not say so before (see
             :meth:`backward_pass`).
@@ -98,11 +100,13 @@ class DDP(Strategy):
     def __init__(
         self,
         options: RunOptions,
+        accumulation: Accumulation | None = None,
         *,
         decides_late: bool = False,
     ) -> None:
         self.device = str(options.device)
         self.options = options
+        self.accumulation = accumulation or Accumulation(options)
         self.decides_late = decides_late
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
@@ -281,7 +285,7 @@ class DDP(Strategy):
         """Say whether a backward pass leaves gradients as they are, where it is told so."""
         # In the last batch of a window DDP does not know what those before have used, unless
         # no_sync was around them.
-        differ = self.options.find_unused_parameters and self.options.grad_accumulation_factor > 1
+        differ = self.options.find_unused_parameters and self.accumulation.factor > 1
         return not closes or (differ and self.decides_late)
 
     def without_backward(
@@ -356,7 +360,7 @@ class DDP(Strategy):
         awaited = [one for one in sending if one.gradient_reduction.is_awaited()]
         if is_known and (closes or sends_use):
             self._complete(awaited, closes=closes)
-        elif not closes or (sends_use and self.options.grad_accumulation_factor > 1):
+        elif not closes or (sends_use and self.accumulation.factor > 1):
             for one in awaited:  # as after a backward pass whose gradients are not averaged
                 one.gradient_reduction.skipped = True
                 one.gradient_reduction.reduced = one.gradient_reduction.armed = False

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation
 
 BUCKET_ELEMENTS = 1 << 25  # of one collective, and of the memory that it takes
 CANNOT_AVERAGE = (
@@ -73,8 +74,8 @@ class LocalSGD(DDP):
     name = "DistributedDataParallel, weights averaged (post-local SGD)"
     averages_weights = True
 
-    def __init__(self, options: RunOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: RunOptions, accumulation: Accumulation | None = None) -> None:
+        super().__init__(options, accumulation)
         self.start = options["local_sgd_start"] or 0
         self.period = options["local_sgd_period"]
         self._optimizers: Mapping[str, Any] = {}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation
 
 PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
 
@@ -274,10 +275,11 @@ class Zero1(DDP):
     def __init__(
         self,
         options: RunOptions,
+        accumulation: Accumulation | None = None,
         *,
         decides_late: bool = False,
     ) -> None:
-        super().__init__(options, decides_late=decides_late)
+        super().__init__(options, accumulation, decides_late=decides_late)
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 

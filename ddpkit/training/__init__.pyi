@@ -1,3 +1,6 @@
+from ddpkit.training.accumulation import (
+    Accumulation as Accumulation,
+)
 from ddpkit.training.context import (
     RunContext as RunContext,
 )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ddpkit.run_opts import RunOptions
     from ddpkit.strategies import Strategy
+    from ddpkit.training.accumulation import Accumulation
     from ddpkit.training.recipe import Recipe
 
 
@@ -28,7 +29,8 @@ class RunContext:
 
     Attributes:
         recipe: what its class says of itself.
-        options: of the run.
+        options: of the run, as they were given.
+        accumulation: how an optimizer step is divided into micro-batches.
         modules: what is trained and evaluated, by name.
         hparams: of the recipe.
         strategy: how modules are wrapped and gradients averaged.
@@ -44,10 +46,15 @@ class RunContext:
         >>> from torch import nn
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> from ddpkit.training import Recipe
+        >>> from ddpkit.training import Accumulation, Recipe
         >>> options = RunOptions(device="cpu")
         >>> context = RunContext(
-        ...     Recipe("Line"), options, nn.ModuleDict(), SimpleNamespace(), Strategy()
+        ...     Recipe("Line"),
+        ...     options,
+        ...     Accumulation(options),
+        ...     nn.ModuleDict(),
+        ...     SimpleNamespace(),
+        ...     Strategy(),
         ... )
         >>> context.device, context.progress.optimizer_step
         ('cpu', 0)
@@ -55,6 +62,7 @@ class RunContext:
 
     recipe: Recipe
     options: RunOptions
+    accumulation: Accumulation
     modules: nn.ModuleDict
     hparams: SimpleNamespace
     strategy: Strategy

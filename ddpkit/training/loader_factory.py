@@ -20,11 +20,9 @@ from ddpkit.dataloader import (
     reshard,
     shard,
 )
-from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.training.device_prefetch import move_ahead
-from ddpkit.training.step_sizes import micro_batches
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -49,12 +47,17 @@ class LoaderFactory:
         >>> from torch import nn
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> from ddpkit.training import Recipe, RunContext
+        >>> from ddpkit.training import Accumulation, Recipe, RunContext
         >>> options = RunOptions(device="cpu")
-        >>> modules = nn.ModuleDict()
-        >>> factory = LoaderFactory(
-        ...     RunContext(Recipe("Line"), options, modules, SimpleNamespace(), Strategy())
+        >>> context = RunContext(
+        ...     Recipe("Line"),
+        ...     options,
+        ...     Accumulation(options),
+        ...     nn.ModuleDict(),
+        ...     SimpleNamespace(),
+        ...     Strategy(),
         ... )
+        >>> factory = LoaderFactory(context)
         >>> len(factory.make(range(10), Stage.TRAIN, {"batch_size": 4}))
         3
     """
@@ -62,27 +65,6 @@ class LoaderFactory:
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self._divides_evaluation = False
-        # what a recipe asked for, and what that came to
-        self._accumulation: tuple[int, int] | None = None
-
-    def micro_batches(self) -> int:
-        """Return how many batches each process works on per optimizer step.
-
-        Raises:
-            ConfigError: sizes that contradict each other.
-        """
-        options = self.context.options
-        shards = self.context.strategy.shards
-        if (
-            self._accumulation is not None
-            and self._accumulation[1] == options.grad_accumulation_factor
-        ):
-            # `fit` has written the result there
-            options.derive("grad_accumulation_factor", self._accumulation[0])
-        asked = options.grad_accumulation_factor
-        found = micro_batches(options, get_world_size() * shards) * shards
-        self._accumulation = (asked, found)
-        return found
 
     def make(
         self,
@@ -166,7 +148,7 @@ class LoaderFactory:
         """Refuse nominal epochs whose batches are another part of a step on another number of
         processes.
         """
-        size = self.context.options.micro_batch_size
+        size = self.context.accumulation.micro_batch_size
         strategy = self.context.strategy
         if strategy.same_bits and (stage is Stage.TRAIN or self.context.options.shard_evaluation):
             raise ConfigError(
@@ -194,8 +176,8 @@ class LoaderFactory:
         options = self.context.options
         virtual_ranks = self.context.strategy.virtual_ranks
         if stage is Stage.TRAIN:
-            size = options.global_batch_size
-            factor = options.grad_accumulation_factor // self.context.strategy.shards
+            size = self.context.accumulation.global_batch_size
+            factor = self.context.accumulation.factor // self.context.strategy.shards
             micro = 1 if size is None else factor
             return Sharding.of_this_rank(
                 global_batch_size=size,

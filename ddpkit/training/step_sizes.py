@@ -9,22 +9,25 @@ once, and the accumulation follows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import ConfigError
 
-if TYPE_CHECKING:
-    from ddpkit.run_opts import RunOptions
 
-
-def micro_batches(options: RunOptions, world_size: int) -> int:
+def micro_batches(
+    given: int,
+    micro: int | None,
+    whole: int | None,
+    world_size: int,
+) -> int:
     """Return how many batches each process works on per optimizer step.
 
     Args:
-        options: ``grad_accumulation_factor``; or ``global_batch_size`` and ``micro_batch_size``,
-            from which it follows.
+        given: as ``grad_accumulation_factor``.
+        micro: as ``micro_batch_size``; or None. With it the number follows.
+        whole: as ``global_batch_size``; or None.
         world_size: number of ranks.
 
     Raises:
@@ -34,13 +37,9 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
     Ranks: local; equal on all ranks.
 
     Example:
-        >>> from ddpkit.run_opts import RunOptions
-        >>> micro_batches(RunOptions(global_batch_size=100, micro_batch_size=16), world_size=2)
+        >>> micro_batches(1, micro=16, whole=100, world_size=2)
         4
     """
-    given = options.grad_accumulation_factor
-    micro = options.micro_batch_size
-    whole = options.global_batch_size
     if micro is None:
         return given
     if whole is None:

@@ -120,10 +120,15 @@ class TrainStep:
         >>> from types import SimpleNamespace
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.strategies import Strategy
-        >>> from ddpkit.training import Recipe
+        >>> from ddpkit.training import Accumulation, Recipe
         >>> options = RunOptions(device="cpu")
         >>> context = RunContext(
-        ...     Recipe("Line"), options, torch.nn.ModuleDict(), SimpleNamespace(), Strategy()
+        ...     Recipe("Line"),
+        ...     options,
+        ...     Accumulation(options),
+        ...     torch.nn.ModuleDict(),
+        ...     SimpleNamespace(),
+        ...     Strategy(),
         ... )
         >>> step = TrainStep(context, torch.amp.GradScaler("cpu", enabled=False))
         >>> step.should_step
@@ -195,8 +200,7 @@ class TrainStep:
         """
         window = self.context.progress.window
         if window.deferred_at != self.context.progress.step and (
-            not window.closes
-            or (not window.is_asked and self.context.options.grad_accumulation_factor > 1)
+            not window.closes or (not window.is_asked and self.context.accumulation.factor > 1)
         ):
             window.defer(self.context.progress.step)
         count = None
@@ -576,7 +580,7 @@ class TrainStep:
             return False
         if not (window.is_weighed or window.has_means or window.counted is not None):
             # it was divided by the factor
-            window.multiplier = self.context.options.grad_accumulation_factor / pending
+            window.multiplier = self.context.accumulation.factor / pending
         return True
 
     def warn_if_diverged(self) -> None:

@@ -123,7 +123,7 @@ def told(brain, result):
 
 
 def sizes(brain):
-    return brain.run_opts.micro_batch_size, brain.grad_accumulation_factor
+    return brain.micro_batch_size, brain.grad_accumulation_factor
 
 
 def train(kind=Regression, most=100, loading=None, **options):
@@ -277,7 +277,7 @@ SEARCHES = {
 
 class Tries(Regression):
     def on_fit_batch_start(self, batch, should_step):
-        self.seen = [*getattr(self, "seen", []), self.run_opts.micro_batch_size]
+        self.seen = [*getattr(self, "seen", []), self.micro_batch_size]
 
 
 def search(cases):

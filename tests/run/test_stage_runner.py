@@ -22,7 +22,7 @@ from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import Strategy
 from ddpkit.train_logger import set_run_log
-from ddpkit.training import Progress, counts_of, length_of
+from ddpkit.training import Accumulation, Progress, counts_of, length_of
 from ddpkit.types import Stage
 
 
@@ -57,6 +57,7 @@ class Host:
 
     def __init__(self, **given):
         self.options = options(**given)
+        self.accumulation = Accumulation(self.options)
         self.progress = Progress()
         self.modules = nn.ModuleDict()
         self.rank_state = self.run_state = self.recipe = self

@@ -12,6 +12,15 @@ from ddpkit.training.step_sizes import batch_sizes, micro_batches
 from ddpkit.training.too_little_data import check_train_data
 
 
+def asked(options, world_size):
+    return micro_batches(
+        options.grad_accumulation_factor,
+        options.micro_batch_size,
+        options.global_batch_size,
+        world_size,
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "world_size", "expected"),
     [
@@ -27,7 +36,7 @@ from ddpkit.training.too_little_data import check_train_data
     ],
 )
 def test_the_accumulation_follows(given, world_size, expected):
-    assert micro_batches(RunOptions(**given), world_size) == expected
+    assert asked(RunOptions(**given), world_size) == expected
 
 
 def test_sizes_that_contradict_each_other():
@@ -36,14 +45,14 @@ def test_sizes_that_contradict_each_other():
         match=r"^micro_batch_size=8 divides a global batch, .* Give "
         r"global_batch_size",
     ):
-        micro_batches(RunOptions(micro_batch_size=8), 2)
+        asked(RunOptions(micro_batch_size=8), 2)
     options = RunOptions(global_batch_size=64, micro_batch_size=8, grad_accumulation_factor=3)
     with pytest.raises(
         ConfigError,
         match=r"^grad_accumulation_factor=3 contradicts .* needs 4 "
         r"batches per step on 2",
     ):
-        micro_batches(options, 2)
+        asked(options, 2)
 
 
 def said(loader, length, factor=1, world_size=2):

@@ -37,9 +37,14 @@ def source_of(path: Path) -> str:
 
 
 @functools.cache
+def nodes_in(source: str) -> list[ast.AST]:
+    """All nodes of a text, the module first."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def nodes_of(path: Path) -> list[ast.AST]:
     """All nodes of a file, the module first."""
-    return list(ast.walk(ast.parse(source_of(path))))
+    return nodes_in(source_of(path))
 
 
 def code_lines(path: Path) -> int:
@@ -80,21 +85,28 @@ def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def pulled_in(module: str, name: str = "") -> int:
-    """How many other modules of the package are loaded with one, or with a name in it."""
-    statement = f"from ddpkit.{module} import {name}" if name else f"import ddpkit.{module}"
-    script = (
-        f"import sys; {statement}; print(sum(name.startswith('ddpkit.') for name in "
-        "sys.modules) - 1)"
-    )
+PULLED_IN = """
+import os, sys
+import torch  # once: the processes that are forked have it
+for statement in sys.argv[1:]:
+    if not os.fork():
+        exec(statement)
+        print(sum(name.startswith("ddpkit.") for name in sys.modules) - 1, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def pulled_in(*statements: str) -> list[int]:
+    """How many modules of the package are loaded beside the one that a statement imports from."""
     found = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", PULLED_IN, *statements],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
     )
-    return int(found.stdout)
+    return [int(line) for line in found.stdout.splitlines()]
 
 
 def homes() -> dict[tuple[str, str], str]:
@@ -282,10 +294,16 @@ FEATURES = {
 }
 
 
-def docstring_numbers(tree: ast.AST) -> set[int]:
+@functools.cache
+def tokens_in(source: str) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(source).readline))
+
+
+@functools.cache
+def docstring_numbers(source: str) -> set[int]:
     """Number the lines of docstrings."""
     numbers: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes_in(source):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             numbers.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return numbers
@@ -293,18 +311,17 @@ def docstring_numbers(tree: ast.AST) -> set[int]:
 
 def tokens_by_line(source: str) -> list[int]:
     """Count the tokens of each code line; a change of the layout leaves their sum as it is."""
-    documented = docstring_numbers(ast.parse(source))
+    documented = docstring_numbers(source)
     counts = Counter(
         token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        for token in tokens_in(source)
         if token.type not in LAYOUT and token.start[0] not in documented
     )
     return list(counts.values())
 
 
 def comment_count(source: str) -> int:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type == tokenize.COMMENT for token in tokens)
+    return sum(token.type == tokenize.COMMENT for token in tokens_in(source))
 
 
 def pack_count(source: str) -> int:
@@ -314,33 +331,48 @@ def pack_count(source: str) -> int:
         and len(node.targets) == 1
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Tuple)
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_in(source)
     )
 
 
 def writes_progress(source: str) -> bool:
     """Return whether an attribute is set of something that is called ``progress``."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_in(source):
         is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if is_stored and ast.unparse(node.value).rpartition(".")[2] == "progress":
             return True
     return False
 
 
-def names_feature(source: str, pattern: str) -> bool:
-    """Return whether the code or a comment has a word of a feature; docstrings may name it."""
-    documented = docstring_numbers(ast.parse(source))
+def without_docstrings(source: str) -> str:
+    documented = docstring_numbers(source)
     lines = enumerate(source.splitlines(), 1)
-    code = "\n".join(line for number, line in lines if number not in documented)
+    return "\n".join(line for number, line in lines if number not in documented)
+
+
+def names_feature(code: str, pattern: str) -> bool:
+    """Return whether code has a word of a feature."""
     return re.search(pattern, code, re.IGNORECASE) is not None
 
 
 def modules_by_feature() -> dict[str, int]:
-    sources = [source_of(path) for path in FILES]
+    """Count the modules whose code or comments name a feature; docstrings may name it."""
+    codes = [without_docstrings(source_of(path)) for path in FILES]
     return {
-        feature: sum(names_feature(source, pattern) for source in sources)
+        feature: sum(names_feature(code, pattern) for code in codes)
         for feature, pattern in FEATURES.items()
     }
+
+
+# What is imported where a measure counts the modules that are loaded with it.
+LOADING = {
+    **{
+        name: f"import ddpkit.{name}"
+        for name in ("epoch_loop", "sampler", "metrics", "distributed")
+    },
+    "if_main_process": "from ddpkit.distributed import if_main_process",
+    "run_on_main": "from ddpkit.distributed import run_on_main",
+}
 
 
 def measures() -> dict[str, float]:
@@ -348,7 +380,6 @@ def measures() -> dict[str, float]:
     sources = [source_of(path) for path in FILES]
     lines = [count for source in sources for count in tokens_by_line(source)]
     features = modules_by_feature().values()
-    faces = ("epoch_loop", "sampler", "metrics", "distributed")
     return {
         "public names of Brain": sum(not name.startswith("_") for name in dir(ddpkit.Brain)),
         "tokens per code line": round(sum(lines) / len(lines), 2),
@@ -360,10 +391,10 @@ def measures() -> dict[str, float]:
         "modules that name a feature, most": max(features),
         "lines of the longest file": max(len(source.splitlines()) for source in sources),
         "code lines per comment": round(len(lines) / sum(map(comment_count, sources)), 1),
-        **{f"modules that {name} loads": pulled_in(name) for name in faces},
-        # a package loads nothing by itself: what does its most used name need?
-        "modules that if_main_process loads": pulled_in("distributed", "if_main_process"),
-        "modules that run_on_main loads": pulled_in("distributed", "run_on_main"),
+        **{
+            f"modules that {name} loads": number
+            for name, number in zip(LOADING, pulled_in(*LOADING.values()), strict=True)
+        },
     }
 
 

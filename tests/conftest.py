@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from multiprocessing import forkserver
 
 import pytest
 from _pytest.doctest import DoctestModule
@@ -119,6 +120,9 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_sessionfinish():
     warm_starts.close()
+    # What ranks have needed counts in `time make test` once the process is waited for that they
+    # were forked from.
+    forkserver._forkserver._stop()
 
 
 def pytest_configure(config) -> None:
@@ -154,10 +158,19 @@ def _leaves_no_trace():
 
 def _forget_warnings():
     """Let each test hear what is said once per process."""
-    for name, module in sys.modules.copy().items():
-        logger = getattr(module, "logger", None) if name.startswith("ddpkit.") else None
-        if isinstance(logger, MultiProcessLoggerAdapter):
-            logger._said.clear()
+    for logger in _loggers(len(sys.modules)):
+        logger._said.clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _loggers(_number_of_modules):
+    """Return the loggers of the package's modules, found anew when modules have been imported."""
+    found = [
+        getattr(module, "logger", None)
+        for name, module in sys.modules.copy().items()
+        if name.startswith("ddpkit.")
+    ]
+    return [logger for logger in found if isinstance(logger, MultiProcessLoggerAdapter)]
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ PAGES = (
 
 FILE = re.compile(r"# (?P<name>[\w.]+)(?P<end>, at the end)?(, from `(?P<start>.+)` on)?\n")
 NOT_RUN_HERE = ("git", "make")
+PYTHON = ("python", "torchrun")  # can be forked from a process that has imported torch
 
 
 def write(text, folder):
@@ -53,7 +54,7 @@ def test_a_page_is_true(page, tmp_path):
             continue
         for words, shown in sessions(block["text"]):
             if words[0] not in NOT_RUN_HERE:
-                run(words, shown, tmp_path)
+                run(words, shown, tmp_path, warm=page != "README.md" and words[0] in PYTHON)
                 commands += 1
     assert commands
 

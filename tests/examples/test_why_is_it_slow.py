@@ -57,7 +57,8 @@ def test_the_page_shows_what_the_log_says(tmp_path):
             program = (
                 sys.executable if words[0] == "python" else shutil.which(words[0], path=str(BIN))
             )
-            run = Run([program, *words[1:]], tmp_path, name=f"run{shown}.{number}").wait(120)
+            name = f"run{shown}.{number}"
+            run = Run([program, *words[1:]], tmp_path, name=name, warm=True).wait(120)
             assert run.code == 0, run.tail()
             printed = {
                 without_figures(line) for line in [*run.out.splitlines(), *run.err.splitlines()]

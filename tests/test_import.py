@@ -153,6 +153,7 @@ FIRST_USE_OF_THE_BRAIN = """
 """
 
 
+@pytest.mark.slow
 def test_the_first_use_of_the_brain_loads_few_modules_of_others_beside_torch(with_torch):
     """No YAML, no strategy of several processes: 39 ms and 5 MB."""
     new = with_torch["first use"]

@@ -58,6 +58,7 @@ def where_it_is(paths, folder):
     return subprocess.check_output(command, cwd=folder, env=environment, text=True).split()[0]
 
 
+@pytest.mark.slow
 def test_in_the_folder_above_a_clone_an_editable_install_is_imported(clone, tmp_path):
     """There the clone itself looks like a package without __init__.py."""
     site = tmp_path / "site-packages"
@@ -67,6 +68,7 @@ def test_in_the_folder_above_a_clone_an_editable_install_is_imported(clone, tmp_
     assert where_it_is([site], clone) == str(clone / "ddpkit" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_a_source_distribution_has_no_part_of_the_tests(clone):
     with tarfile.open(build(clone, "sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -225,6 +225,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
 @example(
     {

@@ -56,6 +56,7 @@ def test_the_checksum_is_that_of_all_that_was_written(tmp_path, sizes):
     assert digest == storage.file_sha256(path)
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_large_file_is_written_leaves_no_checkpoint_of_that_name(tmp_path):
     """The checkpoint before it stays the one that is found."""
     script = """
@@ -99,6 +100,7 @@ def as_format_1(final):
     (final / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_old", [False, True])
 def test_each_piece_of_a_large_file_is_verified_and_what_ddpkit_0_1_has_saved(tmp_path, is_old):
     final = tmp_path / "CKPT+a"

@@ -983,6 +983,7 @@ def test_manifests_of_any_shape(ckpt, three):
         assert "manifest.json" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))],

@@ -22,7 +22,7 @@ def sums(dtype, shape):
     return own, by_gloo
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_sum_is_that_of_an_all_reduce(ranks, dtype, world_size):

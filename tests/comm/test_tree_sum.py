@@ -56,6 +56,7 @@ def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False):
     ]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("whole_bytes", [0, 2**20], ids=["in chunks", "whole"])
 @pytest.mark.parametrize(
     ("parts", "world_size"),

@@ -157,6 +157,7 @@ def ignore_and_wait(pipe):
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ignores_sigterm_is_ended_all_the_same():
     here, there = multiprocessing.Pipe()
     worker = multiprocessing.get_context("spawn").Process(

@@ -440,6 +440,7 @@ def test_loss(loss, words):
     assert_told(caught.value, "Faulty.compute_objectives returned ", words)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("loss", "words"),
     LOSSES,
@@ -677,6 +678,7 @@ def differing(what):
     )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("what", "line"),
     [
@@ -971,6 +973,7 @@ def test_real_run_of_the_recipe_itself(tmp_path):
     assert (tmp_path / "finished.1").exists()
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("words", "fault", "says", "rank"),
     [
@@ -1066,6 +1069,7 @@ def test_a_rank_that_is_killed(tmp_path):
     assert_reason_last(run, "rank      : 1 (local_rank: 1)", "exitcode  : -9", "SIGKILL", closed=2)
 
 
+@pytest.mark.slow
 def test_the_reason_stands_last_without_torchrun(tmp_path):
     """The rank that is left says which one failed, and why."""
     (tmp_path / "train.py").write_text(RECIPE)
@@ -1080,6 +1084,7 @@ def test_the_reason_stands_last_without_torchrun(tmp_path):
     assert re.fullmatch(SECOND_HAND, main.tail(1))
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_for_real(tmp_path, read_only):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", f"--output_folder={read_only}/out")
     assert_reason_last(

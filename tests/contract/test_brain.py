@@ -914,6 +914,7 @@ class Stream(IterableDataset):
         return iter(self.data if info is None else self.data[info.id :: info.num_workers])
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("ready_made", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_iterable_dataset_gives_every_item_once(workers, ready_made):

@@ -105,6 +105,7 @@ def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(
         assert redone <= 3 + factor
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("every", [2, 5, 7])
 def test_checkpoints_in_the_middle_of_an_epoch_stand_at_window_ends(tmp_path, every):
     saved = []
@@ -179,6 +180,7 @@ def ready_made_loader(data):
     return DataLoader(data, batch_size=2, shuffle=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -223,6 +225,7 @@ class Stream(IterableDataset):
         return iter(self.data)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_stream_is_continued_where_it_was(tmp_path, factor):
     options = {
@@ -242,6 +245,7 @@ def ready_made_loop(data):
     return LoopedLoader(make_dataloader(data, batch_size=2, shuffle=True), 5)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("ready_made", [False, True])
 def test_a_nominal_epoch_is_continued_where_it_was(tmp_path, ready_made):
     """The nominal epochs of 5 batches are cut out of shuffled passes of 4 batches."""

@@ -167,10 +167,12 @@ def again_after_a_death_in_the_validation(folder, limit, **options):
     assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
 
 
+@pytest.mark.slow
 def test_the_validation_after_a_limit_draws_what_it_would_have_drawn(tmp_path):
     again_after_a_death_in_the_validation(tmp_path, 5)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_where_it_was_when_a_limit_was_reached(tmp_path):
     again_after_a_death_in_the_validation(tmp_path, 6, kind="long stream", epochs=2)
 

@@ -208,6 +208,7 @@ class Batches:
         self.stream.load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (1, 9), (2, 1), (2, 4), (3, 10)])
@@ -220,6 +221,7 @@ def test_a_stream_with_a_state_goes_on_without_reading_again(tmp_path, make, die
     assert made[-1].read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dies_at",
     [(2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 4), (2, 1), (3, 10)])],
@@ -257,6 +259,7 @@ class GaussianStream(Remembering):
             yield inputs + np.random.randn() + random.gauss(0, 1), target  # noqa: NPY002 -- as recipes do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: points(8), lambda: GaussianStream(8)],
@@ -267,6 +270,7 @@ def test_the_second_normal_number_of_a_pair_goes_through_a_resume(tmp_path, make
     assert_exact(tmp_path, make, (2, 4), cls=Gaussian, ckpt_interval_steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 3), (3, 4)])
@@ -293,6 +297,7 @@ def test_nominal_epochs_of_every_kind(tmp_path, kind, dies_at, saves):
     assert_exact(tmp_path, make, dies_at, cls=Loopy, ckpt_interval_steps=2)
 
 
+@pytest.mark.slow
 def test_batches_that_are_moved_ahead_change_no_number_and_no_position(tmp_path):
     """A batch that was fetched, and not trained on, is not done: saved and resumed in the middle of
     an epoch.

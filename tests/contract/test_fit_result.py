@@ -160,6 +160,7 @@ def test_a_call_that_is_done_already_says_so(tmp_path):
     assert (second.reason, second.epochs, second.optimizer_steps) == ("epochs", 1, 24)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"ckpt_async": False}, {"ckpt_interval_steps": 2}])
 def test_fit_says_where_the_newest_checkpoint_is(tmp_path, options):
     brain = saving(tmp_path, counter := EpochCounter(3), **options)

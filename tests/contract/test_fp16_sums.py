@@ -76,6 +76,7 @@ def train(cls, factor=1, folder=None, killed_at=None, number=96):
     return brain
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("cls", [Half, OwnHalf])
 def test_sums_over_many_tokens_do_not_overflow_the_scaler(cls, factor):
@@ -87,6 +88,7 @@ def test_sums_over_many_tokens_do_not_overflow_the_scaler(cls, factor):
         torch.testing.assert_close(weights(brain)[name], value, rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [14, pytest.param(5, marks=pytest.mark.slow)])
 def test_what_sums_are_divided_by_goes_through_a_resume(tmp_path, killed_at):
     plain = train(Half, folder=tmp_path / "plain")

@@ -167,6 +167,7 @@ def train_on_ranks(folder, plan, dies_at):
     return weights(run(folder, plan, dies_at))
 
 
+@pytest.mark.slow
 def test_ranks_average_what_is_trained_after_a_restart(tmp_path, ranks):
     plan = PLANS["frozen and free"]
     whole, same = ranks.run(train_on_ranks, tmp_path / "whole", plan, None)

@@ -85,6 +85,7 @@ def train(folder, dies_at=None, **options):
     return brain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "dies_at"),
     [

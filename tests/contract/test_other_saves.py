@@ -229,6 +229,7 @@ def inside(folder, cls, fails_at=None):
     return brain
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("cls", [Inside, InsideStart])
 def test_a_save_in_a_hook_of_a_batch_has_all_losses(tmp_path, cls):
     """At its end with that batch, at its start without: the reported mean is that of the whole

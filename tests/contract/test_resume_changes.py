@@ -90,6 +90,7 @@ def run(folder, train, *, dies_at=None, saves=False, epochs=1, options=None, **k
     return brain.seen
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2), (2, 5), (4, 3)])
 def test_dealt_batches_with_another_accumulation_come_once_each(tmp_path, caplog, before, now):
     """The place in the data stays, and the first step may be a shorter one."""
@@ -147,6 +148,7 @@ def test_nominal_epochs_with_more_samples_per_step_than_were_done(tmp_path):
     assert len(rest) == 4 * 80 + 4 * 9
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("now", "said"),
     [
@@ -188,6 +190,7 @@ def test_more_data_after_the_end_of_an_epoch_is_not_told(tmp_path, caplog):
     assert OTHER_DATA not in caplog.text
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2), (2, 8)])
 def test_a_stream_with_a_state_goes_on_in_the_data_with_another_batch_size(tmp_path, before, now):
     run(tmp_path, Placed(80), dies_at=13, batch_size=before)
@@ -207,6 +210,7 @@ class GoesOn(Placed):
             yield self.data[self.place - 1]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "batches",
     [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))],

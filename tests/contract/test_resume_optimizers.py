@@ -51,6 +51,7 @@ def of(kind, **settings):
     return functools.partial(kind, **{"lr": 0.01, **settings})
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("before", "now"),
     [(ADAMW, ADAM), (ADAM, ADAMW), (ADAMW, SGD), (SGD, ADAMW), (ADAM, RADAM), (RADAM, ADAM)],

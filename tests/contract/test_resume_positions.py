@@ -83,6 +83,7 @@ def train(folder, kwargs, ends_at=None, evaluates=False, cls=Learner, epochs=3):
     return weights(brain), brain.optimizer_step, seen_in(DATA, brain.trained_on)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_at", [(Stage.TRAIN, 2, 3), (Stage.TRAIN, 3, 5)], ids=str)
 def test_a_batch_sampler_with_more_batches_in_later_epochs_goes_on_where_it_was(tmp_path, ends_at):
     def kwargs():
@@ -96,6 +97,7 @@ def test_a_batch_sampler_with_more_batches_in_later_epochs_goes_on_where_it_was(
     assert found[2] == expected[2][-len(found[2]) :]
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_an_epoch_leaves_its_position_alone(tmp_path):
     kwargs = {"batch_size": 4, "shuffle": True}
     expected = train(tmp_path / "whole", kwargs, evaluates=True)

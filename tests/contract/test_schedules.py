@@ -462,6 +462,7 @@ def run_of(folder, scheduler_class, epochs, *, batch_size=4, dies_at=None, **opt
     return brain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scheduler_class", "same"),
     [
@@ -506,6 +507,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
     assert "begin a new run from the checkpoint's weights" in caplog.text
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("scheduler_class", "words"),
     [
@@ -519,6 +521,7 @@ def test_a_schedule_that_is_at_its_end_in_a_longer_run_says_so(scheduler_class, 
         run_of(tmp_path, scheduler_class, 3)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_epochs_keeps_its_length_too(tmp_path, caplog):
     run_of(tmp_path, warm, 2, scheduler_every="epoch")
     brain = run_of(tmp_path, warm, 4, scheduler_every="epoch")
@@ -539,6 +542,7 @@ def test_a_schedule_goes_on_in_the_unit_in_which_it_began(tmp_path, caplog):
     )
 
 
+@pytest.mark.slow
 def test_a_schedule_that_was_given_its_length_follows_nothing_else(tmp_path, caplog):
     given = partial(CosineAnnealingLR, T_max=9)
     run_of(tmp_path, given, 2)

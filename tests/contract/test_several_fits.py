@@ -137,6 +137,7 @@ def start(folder, script, dies_at=None, **options):
     return brain
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "dies_at",
@@ -184,6 +185,7 @@ def test_a_script_that_is_done_does_nothing_in_either_call(tmp_path, caplog):
     assert "Call 2 of fit is done" not in caplog.text
 
 
+@pytest.mark.slow
 def test_three_calls_stopped_in_the_last(tmp_path):
     def three(brain, counters, kwargs):
         two(brain, counters, kwargs)
@@ -226,6 +228,7 @@ def test_a_counter_that_is_not_saved_is_told(tmp_path, caplog):
     assert "epoch counter" not in caplog.text, "the second call has a counter of its own"
 
 
+@pytest.mark.slow
 def test_the_middle_of_an_epoch_of_one_counter_sets_no_other_back(tmp_path):
     def there_and_back(brain, counters, kwargs):
         two(brain, counters, kwargs)
@@ -245,6 +248,7 @@ def test_the_middle_of_an_epoch_of_one_counter_sets_no_other_back(tmp_path):
 LOOPED = {"batch_size": 2, "looped_nominal_epoch": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", ["between", pytest.param((2, 1, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -274,6 +278,7 @@ def test_nominal_epochs_go_on_in_their_stream_from_call_to_call(tmp_path, first,
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
 
 
+@pytest.mark.slow
 def test_calls_after_one_that_a_limit_ends_inside_of_an_epoch_leave_its_place_alone(tmp_path):
     def with_a_save(brain, counters, kwargs):
         brain.results = [

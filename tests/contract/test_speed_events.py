@@ -98,6 +98,7 @@ def test_with_off_nothing_is_measured_or_written(speed):
     assert not speed()
 
 
+@pytest.mark.slow
 def test_between_the_steps_that_are_measured_nothing_hangs_on_the_model(speed):
     class Looks(Regression):
         hooked = 0

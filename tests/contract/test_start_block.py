@@ -110,6 +110,7 @@ def low(optimizer, _):
     return torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("scheduler", [warm_up, low, None])
 def test_another_rate_in_the_script_is_told_as_the_script_has_it(caplog, tmp_path, scheduler):
     """Not what a schedule has made of it, which from a warm-up of 0 is no difference at all."""

@@ -112,6 +112,7 @@ def test_the_limit_of_steps_lets_both_optimizers_step_so_often():
     assert brain.numbers == {"generator": 7, "discriminator": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", [(2, 3), pytest.param((1, 4), marks=pytest.mark.slow)])
 def test_a_killed_run_with_two_optimizers_is_the_run_that_was_not_killed(dies_at, tmp_path):
     def script(folder, dies_at=None):

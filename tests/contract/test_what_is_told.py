@@ -255,6 +255,7 @@ def test_without_an_optimizer_nothing_is_said_of_clipping(caplog):
     assert "clipping" not in rows(caplog)
 
 
+@pytest.mark.slow
 def test_the_share_of_an_epoch_that_was_resumed_is_that_of_the_whole_epoch(tmp_path, events):
     class Mortal(Telling):
         killed_at = None

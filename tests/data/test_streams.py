@@ -171,6 +171,7 @@ def test_blocks(size, block_size, world_size, workers, drop_last):
     assert seen == Counter(range(end))
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_drop_last_drops_the_same_global_batch_on_every_rank(num_workers):
     """Rank 0 could fill its batch with items 12 and 14: it must not."""
@@ -179,6 +180,7 @@ def test_drop_last_drops_the_same_global_batch_on_every_rank(num_workers):
     assert over(2, Stream(3), **options) == [[], []]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_global_batch_that_cannot_be_divided_evenly(num_workers):
     found = [
@@ -291,6 +293,7 @@ def test_the_random_streams_of_the_process_go_on_as_if_nothing_had_been_read(cls
 # ----------------------------------------------------------------------------------- its own shards
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "num_workers",
     [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1))],
@@ -375,6 +378,7 @@ def test_streams_are_told_the_epoch():
     StreamShard([1, 2, 3], Sharding(0, 2)).set_epoch(1)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_shards_are_told_the_epoch(num_workers):
     loader = shard(Files(range(4)), Sharding(1, 2), batch_size=3, num_workers=num_workers)
@@ -387,6 +391,7 @@ def test_shards_are_told_the_epoch(num_workers):
         ]
 
 
+@pytest.mark.slow
 def test_a_stream_in_spawned_workers():
     """Its copy there is told of epochs, too."""
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
@@ -417,6 +422,7 @@ class Seeds(Own):
         return iter([get_worker_info().seed])
 
 
+@pytest.mark.slow
 def test_workers_have_seeds_of_their_own_on_every_rank_and_in_every_epoch():
     found = {}
     for rank, epoch in itertools.product(range(2), (1, 2)):
@@ -596,6 +602,7 @@ def test_a_loader_that_was_divided_by_its_maker_is_used_as_it_is(kind):
     assert len(list(found)) == 3
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_batch_of_a_stream_counts_the_items_that_were_collated(num_workers):
     """Whatever the collate function makes of them."""

@@ -475,6 +475,7 @@ def test_a_clean_model_holds_to_rounding(check, world_size, factor, kind):
     )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [
@@ -489,6 +490,7 @@ def test_options(check, options):
     assert check(kind="batch norm", world_size=3, **options).holds
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "data",
     ["augmented", "own order", "ready-made", "looped", "own batches", ("whole batches")],
@@ -498,6 +500,7 @@ def test_all_ways_of_giving_data(check, data):
     assert report.holds, report
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("cls", [TokenSum, Shrinking, Adversarial, Checkpointed, Partly])
 def test_recipes_that_hold(check, cls):
     report = check(cls, "batch norm", samples=21)
@@ -531,6 +534,7 @@ def test_parameters_without_a_gradient(check):
         check(kind="unused")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layer norm", pytest.param("batch norm", marks=pytest.mark.slow)])
 def test_divided_weights_have_the_gradients_of_one_process(check, kind):
     """On three ranks a layer of 4 rows is divided unevenly."""
@@ -603,6 +607,7 @@ def test_a_cause_is_named_with_more_ranks_than_parameters(check, cls, cause):
     assert check(cls, "line", world_size=5).kind == cause
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("cls", "kind", "data", "cause", "words"),
     [
@@ -681,6 +686,7 @@ def test_what_the_users_batches_hold_together_is_the_same_everywhere(check):
     assert check(Contrastive, data="own batches").holds
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("cls", "kind", "cause"),
     [
@@ -730,6 +736,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("own", WRONG)
 def test_a_double_correction_is_told(check, own):
     report = check(own, samples=32, grad_accumulation_factor=3)
@@ -739,6 +746,7 @@ def test_a_double_correction_is_told(check, own):
     assert "have the same gradients now, but the training is not right" in str(report)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "own",
     [("twice", "by count", False), ("twice", "by name", False), ("by scale", "by name", True)],
@@ -761,6 +769,7 @@ def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(check, samp
     assert "Call self.backward(loss)" in report.cause
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("samples", [44, 13])
 def test_a_sum_in_an_old_fit_batch_is_a_sum(check, samples, factor):
@@ -856,6 +865,7 @@ def train(cls, kind, batch_size, samples, factor):
     return weights(brain)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("cls", "kind", "holds"),
     [

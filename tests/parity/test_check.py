@@ -115,6 +115,7 @@ def test_ranks_that_take_different_ways_by_chance_end(script):
     ) in run.err
 
 
+@pytest.mark.slow
 def test_several_processes_are_told_to_be_one(script, tmp_path):
     run = Run(
         torchrun(2, "train.py", "holds", "hparams.yaml", "--check_parity=4"),

@@ -61,6 +61,7 @@ def test_afterwards_every_name_resolves(recipe):
     } <= theirs
 
 
+@pytest.mark.slow
 def test_a_recipe_that_needs_the_core_alone_runs_without_speechbrain(recipe, tmp_path):
     assert main(["port", str(recipe / "own"), "--write"]) == 0
     assert "import speechbrain" not in (recipe / "own/train.py").read_text()

@@ -266,12 +266,14 @@ def test_sums_and_counts(ranks, world_size, objective, number):
     compare(ranks, world_size, [*cases, *draw(7, number // 4, objective=objective, optimizers=2)])
 
 
+@pytest.mark.slow
 @drawn
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_that_count_the_same(ranks, world_size, number):
     compare(ranks, world_size, draw(world_size, number, weighting="batches"))
 
 
+@pytest.mark.slow
 @drawn
 @two_to_four
 def test_batch_norm_with_any_sizes(ranks, world_size, number):
@@ -283,6 +285,7 @@ def test_batch_norm_with_any_sizes(ranks, world_size, number):
     compare(ranks, world_size, cases[:number])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "number"),
     [(3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 6), (3, 6)])],
@@ -291,6 +294,7 @@ def test_two_optimizers(ranks, world_size, number):
     compare(ranks, world_size, draw(world_size, number, optimizers=2))
 
 
+@pytest.mark.slow
 @drawn
 @two_to_four
 def test_global_batches_divided_unevenly(ranks, world_size, number):
@@ -341,6 +345,7 @@ def bare(case, world_size):
     return torch.cat([value.detach().flatten() for value in net.state_dict().values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size",
     [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))],
@@ -435,6 +440,7 @@ class EpochCounterOnce:
         return iter(range(1, self.limit + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(
     ranks,

@@ -286,6 +286,7 @@ def load_with_a_fault(folder, fault):
     return "loaded"
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -86,6 +86,7 @@ def batches_here(kind, num_workers, size):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [3, 0, 1])
 @pytest.mark.parametrize("kind", ["all", "python", "numpy", "torch", "own"])
@@ -154,6 +155,7 @@ def train(num_workers):
     }, brain.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_training_with_augmentation_gives_the_same_weights(ranks, num_workers):
     """Training and validation: the random crops of a validation set are the same as well."""

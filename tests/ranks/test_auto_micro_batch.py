@@ -243,6 +243,7 @@ IN_THE_SECOND_BATCH = {  # what the model is like, and the sizes that the run en
 }
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("case", IN_THE_SECOND_BATCH)
 def test_the_epoch_in_which_memory_runs_out_tells_each_sample_once(case):
     model, found = IN_THE_SECOND_BATCH[case]
@@ -254,6 +255,7 @@ def test_the_epoch_in_which_memory_runs_out_tells_each_sample_once(case):
     assert_close(shown[True], shown[False])
 
 
+@pytest.mark.slow
 def test_the_noise_of_an_attempt_that_failed_is_drawn_again():
     found, size, expected, begun, _ = both(IN_THE_FIRST_STEP["noise"][0])
     assert found == expected
@@ -286,6 +288,7 @@ def search(cases):
     ]
 
 
+@pytest.mark.slow
 def test_the_first_step_finds_the_largest_size_that_fits(ranks):
     for run in ranks.run(search, [*SEARCHES], world_size=2):
         for (found, size, expected, begun, seen), tried in zip(run, SEARCHES.values(), strict=True):
@@ -298,6 +301,7 @@ def shrink():
     return both({"kind": Tries, "global_batch_size": 22, "most": 2, "model": {"shrinks_at": 3}})
 
 
+@pytest.mark.slow
 def test_a_size_that_fits_once_and_then_no_longer_is_halved(ranks):
     for found, size, expected, begun, seen in ranks.run(shrink, world_size=2):
         assert [one for one, _ in itertools.groupby(seen)] == [None, 4, 2, 3, 2, 1]
@@ -305,6 +309,7 @@ def test_a_size_that_fits_once_and_then_no_longer_is_halved(ranks):
         assert size == begun
 
 
+@pytest.mark.slow
 def test_a_larger_size_must_leave_room_for_what_an_optimizer_keeps(monkeypatch):
     rooms = []
     empty = torch.empty
@@ -329,16 +334,19 @@ def ends(strategy):
     return told(brain, result)[0]
 
 
+@pytest.mark.slow
 def test_zero1_has_the_bits_of_ddp(ranks):
     assert ranks.run(ends, "zero1", world_size=2) == ranks.run(ends, "ddp", world_size=2)
 
 
+@pytest.mark.slow
 def test_on_one_process_batch_statistics_move_once():
     found, size, expected, begun, _ = both({"most": 3, "model": OWN_NORM})
     assert found == expected
     assert size == begun == (3, 4)
 
 
+@pytest.mark.slow
 def test_without_a_lack_of_memory_the_answer_is_that_of_ddp(ranks):
     for (agreed, size, _), (plain, _, _) in zip(
         ranks.run(train, world_size=2),
@@ -445,6 +453,7 @@ def lacks():
     return [*fast, *(pytest.param(*one, marks=pytest.mark.slow) for one in slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "situation", "number"), lacks())
 def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(
     ranks,
@@ -463,6 +472,7 @@ def test_ranks_whose_batch_statistics_wait_for_each_other_leave_a_step_together(
         assert found[1][0] == size[number - 2]
 
 
+@pytest.mark.slow
 def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ranks):
     # of the passes every other is in a backward pass
     given = {"places": {0: [1], 2: [0]}, "after": 7}
@@ -476,6 +486,7 @@ def test_a_block_that_lacks_memory_when_it_is_computed_again_is_left_together(ra
         assert found[1][0] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(NORMALISED, 1))
 def test_synchronised_batch_norm_has_the_bits_of_the_size_that_fits(ranks, case):
     for found, size, expected, begun, _ in ranks.run(

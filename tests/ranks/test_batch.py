@@ -76,6 +76,7 @@ def train(kind, factor=1, workers=0):
     return weights(brain), result.train_loss
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("kind", "world"), [("plan", 2), ("dynamic", 3), ("own", 2), ("own", 3)])
 def test_unequal_padded_batches_come_to_the_same_weights_on_any_number_of_ranks(ranks, kind, world):
     [(expected, loss)] = ranks.run(train, kind, world, world_size=1)
@@ -85,6 +86,7 @@ def test_unequal_padded_batches_come_to_the_same_weights_on_any_number_of_ranks(
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_they_come_out_of_workers_on_every_rank(ranks):
     (with_workers, _), (again, _) = ranks.run(train, "plan", 1, 1, world_size=2)
     without, _ = ranks.run(train, "plan", 1, 0, world_size=2)[0]

@@ -126,6 +126,7 @@ def trained_twice(name):
     return train(**options), train(activation_checkpointing=["Block"], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [2, 1])
@@ -239,12 +240,14 @@ def test_compiled_blocks_are_compiled_under_each_strategy_and_give_the_same_bits
         assert graphs >= 3  # two sizes of batches, and the evaluation
 
 
+@pytest.mark.slow
 def test_compiled_blocks_that_are_checkpointed_give_the_same_bits_on_one_process():
     plain, found, graphs = train_compiled(norm=True, activation_checkpointing=["Block"])
     assert found == plain
     assert graphs >= 3
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_compiled_block_that_is_checkpointed_computes_with_its_own_weights():
     modules = nn.ModuleDict({"net": Net(norm=False).eval()})
     options = RunOptions(activation_checkpointing=["Block"], compile_blocks=["Block"])

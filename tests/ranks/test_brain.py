@@ -85,6 +85,7 @@ def train_gan(joined):
     return weights(brain), brain.optimizer_step, wrapped
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_gan_has_the_same_weights_as_in_one_process(ranks, world):
     expected, steps, _ = train_gan(6)
@@ -147,6 +148,7 @@ def train_whole_batches(number, factor):
     return weights(brain), brain.losses, len(brain.trained_on)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("number", "world"), [(4, 2), (5, 2), (4, 3)])
 def test_whole_batches_are_dealt_out_and_a_repeated_one_weighs_nothing(ranks, number, world):
     # in one process: windows of as many batches
@@ -244,6 +246,7 @@ def train_encoder(cls_name, factor):
     return weights(brain), brain.losses
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("cls_name", ["past", "both", "frozen"])
 def test_gradients_made_past_forward_are_averaged(ranks, cls_name, factor):
@@ -399,6 +402,7 @@ def train_behind_frozen_statistics():
     return weights(brain)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_batch_norm_of_what_is_not_trained_is_over_the_rows_of_all_ranks(ranks, world_size):
     expected = train_behind_frozen_statistics()
@@ -543,6 +547,7 @@ def count_collectives(factor, cls_name):
     return found, len(control), brain.optimizer_step - before, time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["default", "own", "past"])
 @pytest.mark.parametrize("factor", [1, 3, 4])
@@ -608,6 +613,7 @@ def bare_host_reads(factor):
     return reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 3])
 def test_no_more_host_reads_than_a_bare_loop(ranks, factor):
     expected = bare_host_reads(factor)
@@ -650,6 +656,7 @@ def train_poisoned(bad_steps, factor, cls_name="default"):
     return weights(brain), brain.nonfinite_count, brain.optimizer_step, brain.losses, message
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["default", "own"])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_nan_on_one_rank_is_skipped_by_all(ranks, factor, cls_name):
@@ -720,6 +727,7 @@ def clipped_steps(per_step):
     return brain.told
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_share_of_clipped_steps_is_one_number_on_all_ranks_and_that_of_one_process(
     ranks,
@@ -1045,6 +1053,7 @@ def ask_after_every_batch(folder, strategy):
     return brain.answers
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):
     # Rank 1 has no sample in the last micro-batch of a step. In the first step zero1 compares the
@@ -1093,6 +1102,7 @@ def limited(limit, factor):
     return brain.optimizer_step, len(brain.trained_on), [entry[:2] for entry in brain.losses]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("limit", "factor", "batches"), [(3, 1, 3), (7, 1, 7), (2, 3, 5)])
 def test_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batches):
     results = ranks.run(limited, limit, factor)
@@ -1120,6 +1130,7 @@ def saved_at(folder, run_opts):
     return saved
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "run_opts",
     [
@@ -1156,6 +1167,7 @@ def run_mortal(folder, dies_at, run_opts, how):
     return seen_in(data, brain.trained_on), weights(brain), brain.losses, brain.optimizer_step
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("how", ["dataset", "stream"])
 @pytest.mark.parametrize("factor", [1, 4])
@@ -1245,5 +1257,6 @@ def caught_on_all_ranks():
     return math.isnan(brain.evaluate(data, test_loader_kwargs={"batch_size": 2}))
 
 
+@pytest.mark.slow
 def test_an_exception_that_all_ranks_catch_ends_nobody(ranks):
     assert ranks.run(caught_on_all_ranks, world_size=2) == [True, True]

@@ -95,6 +95,7 @@ def test_it_is_refused_at_once_with_what_to_do(folder):
     assert "Traceback" not in run.out
 
 
+@pytest.mark.slow
 def test_without_the_launch_it_is_a_single_process(folder):
     run = start(folder, "without the launch")
     assert "evaluated as None of 1" in run.out

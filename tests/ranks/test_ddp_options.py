@@ -116,6 +116,7 @@ def sent_dtypes(cls, factor, options):
     return found, set(sent)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("cls", "factor"), [(Regression, 1), (OwnFitBatch, 3)])
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(
@@ -173,6 +174,7 @@ def power_factor(cls, options):
     return sum(sent), [loss for *_, loss in brain.losses], alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Regression, pytest.param(OwnFitBatch, marks=pytest.mark.slow)])
 def test_powersgd_sends_thin_matrices_and_learns_what_it_has_left_out(ranks, cls):
     steps = 10 * 4
@@ -245,6 +247,7 @@ def train_mortal(folder, dies_at, options):
     return weights(brain), brain.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", [(2, 4), pytest.param((1, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",

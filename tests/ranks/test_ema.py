@@ -95,6 +95,7 @@ def test_the_average_is_that_of_one_process(ranks, tmp_path, world):
     assert not torch.equal(expected["average"]["net.0.weight"], expected["weights"]["net.0.weight"])
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_continues_the_average_of_one_and_the_other_way_round(
     ranks,
     tmp_path,
@@ -111,6 +112,7 @@ def interrupted_and_resumed(folder):
     return train(folder, seed=8)
 
 
+@pytest.mark.slow
 def test_a_resumed_average_is_bit_identical_on_every_rank(ranks, tmp_path):
     whole = ranks.run(train, tmp_path / "whole", world_size=2)
     resumed = ranks.run(interrupted_and_resumed, tmp_path / "killed", world_size=2)

@@ -96,6 +96,7 @@ def test_each_kind_shows_its_line(folder, fault, said, code):
     assert "Traceback" not in run.err
 
 
+@pytest.mark.slow
 def test_the_rank_with_the_fault_says_it_under_torchrun(folder):
     run = Run(torchrun(2, "train.py"), folder, {"RANK_OF_FAULT": "1"}, warm=True).wait()
     assert run.code == 1

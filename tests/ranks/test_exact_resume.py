@@ -186,6 +186,7 @@ def assert_bits(found, expected):
         assert again == through[len(through) - len(again) :]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "dies_at", "options"),
@@ -224,6 +225,7 @@ def test_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind, d
     assert whole[0][3][0] != whole[0][3][1]
 
 
+@pytest.mark.slow
 def test_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path):
     test_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, 3, "plan", (2, 4), {})
 
@@ -360,6 +362,7 @@ def test_a_checkpointer_on_some_ranks_only_is_refused_on_all(ranks, tmp_path):
         assert "checkpointer: Checkpointer on rank 0; none on rank 1" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["never", pytest.param("path", marks=pytest.mark.slow)])
 def test_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, resume):
     """One decision: the weights are those of the newest of this launch, and so is the number of

@@ -70,6 +70,7 @@ def of_ranks(run):
     return said, summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -125,6 +126,7 @@ def test_with_nproc_it_is_the_same(tmp_path, script):
     assert "Traceback" not in summary
 
 
+@pytest.mark.slow
 def test_another_exception_on_another_rank_is_told_beside_the_first(tmp_path, script):
     run = Run(torchrun(2, script, "differ", "fit", "log"), tmp_path, warm=True).wait()
     said, summary = of_ranks(run)

@@ -21,6 +21,7 @@ def train(folder, options, main_alone):
     return fit(brain, counter)
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("main_alone", [False, True])
 @pytest.mark.parametrize(

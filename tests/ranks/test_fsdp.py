@@ -250,6 +250,7 @@ def count_reduce_scatters(**options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keeps_whole", "per_step"),
     [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)],
@@ -339,6 +340,7 @@ def stop_and_go_on(folder):
     return go_on(folder)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
     for one, other in zip(ranks.run(through), ranks.run(stop_and_go_on, tmp_path), strict=True):
         assert one["steps"] == other["steps"] > 0
@@ -354,6 +356,7 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -523,6 +526,7 @@ def fit_one(name):
     return fit(Classifier, {"net": make_net()}, fsdp_cpu_offload=True, ema_decay=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -586,6 +590,7 @@ def fails(kind):
     return message_of(kind, BatchError, None, {"net": net})
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", [Penalised, InPlace, InAnObject])
 def test_weights_that_are_needed_after_they_were_freed(ranks, kind):
     for message in ranks.run(fails, kind):
@@ -614,6 +619,7 @@ class PastItAtTheEnd(PastItsModule):
         )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", [PastItsModule, PastItAtTheEnd, Decayed])
 def test_a_weight_that_is_used_outside_of_a_forward_pass(ranks, kind):
     """In training, in an evaluation, and in a loss whose backward pass fails."""
@@ -835,6 +841,7 @@ def evaluate_sharded(folder=None, *, predicts=False, **options):
         return str(problem)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}],
@@ -941,6 +948,7 @@ def held_at_most():
     return held, sum(one.numel() for one in net.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_on_the_meta_device_has_the_values_of_one_process(ranks, world_size, monkeypatch):
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "4")

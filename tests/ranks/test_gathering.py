@@ -127,6 +127,7 @@ def test_every_sample_once_in_dataset_order_on_every_rank(ranks, world, shard):
                 assert_results(found, range(size))
 
 
+@pytest.mark.slow
 def test_four_ranks_of_which_some_have_nothing(ranks):
     for size in (1, 3, 5):
         for [(_, _, found)] in ranks.run(evaluate, size, True, {"batch_size": 2}, world_size=4):
@@ -144,6 +145,7 @@ def evaluate_with(kind, shard):
     return evaluate(7, shard, kwargs)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize(
     ("kind", "indices"),
@@ -208,6 +210,7 @@ def train(size, options, kwargs):
     return brain.results
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", WORLDS)
 def test_training_leaves_out_what_was_repeated_to_keep_step(ranks, world):
     for size, options, kwargs, indices in (
@@ -239,6 +242,7 @@ def train_leaving_out(size, options, kwargs):
     return brain.results
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_recipe_may_leave_out_of_its_lists_what_was_repeated_to_keep_step(ranks, world):
     for size, options, kwargs in (
@@ -280,6 +284,7 @@ def validate_leaving_out(size):
     return brain.results
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_evaluation_repeats_nothing_whatever_the_last_training_batch_was(ranks, world):
     # 7: some rank has one less
@@ -335,6 +340,7 @@ def failing(problem):
     return outcome(brain.evaluate, numbered(5), test_loader_kwargs=kwargs)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("problem", "kinds", "text"),
     [
@@ -419,6 +425,7 @@ def evaluate_stream(size, shard, divides, workers):
     return brain.found
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_stream_comes_in_its_own_order_or_rank_by_rank(ranks, shard):
     for size in (1, 5):
@@ -447,6 +454,7 @@ def evaluate_stream_by_batch(size, divides, workers):
     return indices == other, both["ids"] == [f"id{index}" for index in indices], indices
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (7, 0), (11, 0), (11, 2)])
 def test_what_is_given_for_each_batch_of_a_stream_comes_in_its_order_too(ranks, size, workers):
     expected = (True, True, [*range(size)])
@@ -479,6 +487,7 @@ def train_on_stream(size, divides=False, batch_size=2):
     ]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("size", [8, pytest.param(9, marks=pytest.mark.slow), 13])
 def test_a_stream_in_training_comes_in_its_own_order_without_what_was_repeated(ranks, size):
     expected = [([f"id{index}" for index in range(size)], [*range(size)])] * 2
@@ -612,6 +621,7 @@ def predict(size, cls, kwargs, stream=False):
     return brain.predict(data, loader_kwargs=kwargs)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "world",
     [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))],

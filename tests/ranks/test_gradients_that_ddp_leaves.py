@@ -102,6 +102,7 @@ def assert_equals_one_process(ranks, cls, world_size, options, is_own=False, ada
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [{}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"virtual_ranks": 2}],
@@ -112,6 +113,7 @@ def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_
     assert_equals_one_process(ranks, Thaws, 2, options, is_own)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
@@ -250,6 +252,7 @@ def choose(options):
     brain.fit([1], points(16))
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [{}, {"find_unused_parameters": True}, {"strategy": "zero1"}],
@@ -313,6 +316,7 @@ def grow(at, options):
     return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}], ids=str)
 def test_an_entry_that_comes_later(ranks, at, options):

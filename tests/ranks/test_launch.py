@@ -347,6 +347,7 @@ LOST_WHILE_JOINING = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -382,6 +383,7 @@ def sockets_after_a_brain():
     return sum(str(one).startswith("socket:") for one in links)
 
 
+@pytest.mark.slow
 def test_a_process_group_that_another_replaces_leaves_no_connection(ranks):
     counts = [ranks.run(sockets_after_a_brain, world_size=2)[1] for _ in range(8)]
     assert max(counts[4:]) < counts[0] + 4

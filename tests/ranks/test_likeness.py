@@ -155,6 +155,7 @@ def test_a_stream_that_divides_itself_is_told(ranks, stage, num_workers):
         assert RANDOM in found
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_that_says_that_it_divides_itself_is_left_as_it_is(ranks, num_workers):
     results = ranks.run(train_on, Marked, num_workers, "fit", world_size=2)
@@ -163,6 +164,7 @@ def test_a_stream_that_says_that_it_divides_itself_is_left_as_it_is(ranks, num_w
     assert not any(warnings for _, warnings in results)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("kind", "world"), [(Shuffled, 2), (Shuffled, 3), (ShortParts, 2)])
 def test_a_stream_that_is_random_or_short_is_told_too(ranks, kind, world):
     for found, _ in ranks.run(train_on, kind, 0, "fit", world_size=world):

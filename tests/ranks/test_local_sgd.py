@@ -70,6 +70,7 @@ def train(cls, options, number):
     return weights(brain), brain.optimizer_step, brain.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("cls", "more"),
@@ -162,6 +163,7 @@ class Simulated:
                     averaged([self.state(rank) for rank in everybody])
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("size", "start"), [(2, 0), (3, 2)])
 def test_weights_and_moments_are_those_of_ranks_simulated_by_hand(ranks, size, start):
     """Seven steps an epoch, at whose end is an average. One rank has no last sample."""
@@ -274,6 +276,7 @@ def assert_resumed(ranks, tmp_path, at, options, size, begin=train_mortal):
     return ended[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(2, 7), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_a_run_that_died_between_averages_is_resumed_with_the_same_bits(
@@ -288,6 +291,7 @@ def test_a_run_that_died_between_averages_is_resumed_with_the_same_bits(
     assert_resumed(ranks, tmp_path, {"dies_at": dies_at}, {"ckpt_interval_steps": 2}, size)
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_the_next_average(ranks, tmp_path):
     """Asked for in step 6, known to all in step 9; averages come after steps 2 + 3, 2 + 6 and
     2 + 9.
@@ -295,6 +299,7 @@ def test_a_stop_waits_for_the_next_average(ranks, tmp_path):
     assert assert_resumed(ranks, tmp_path, {"stops_at": (1, 6)}, {}, 2, begin=stopped) == 11
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_the_average_at_the_end_of_an_epoch_where_none_comes_before(
     ranks,
     tmp_path,
@@ -393,6 +398,7 @@ def half():
     return everything(brain), [loss for *_, loss in brain.losses]
 
 
+@pytest.mark.slow
 def test_bf16_trains(ranks):
     (first, losses), (second, _) = ranks.run(half, world_size=2)
     assert same(first, second)
@@ -492,6 +498,7 @@ def refused(net, optimizer):
 RATES = {Lists: {"lr": 0.1}, Adaptive: {"lr": 0.1}}
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_that_cannot_be_averaged_are_named(ranks, optimizer):
     for text in ranks.run(refused, net_of, optimizer, world_size=2):

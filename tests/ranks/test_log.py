@@ -95,6 +95,7 @@ def close(logged):
     return {stage: pytest.approx(values, rel=1e-12) for stage, values in logged.items()}
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("world", "shard"), [(2, False), (2, True), (3, True)])
 def test_the_values_are_those_of_the_whole_set(ranks, world, shard):
     """Some ranks never log a name, and some repeat a batch to keep step."""
@@ -105,6 +106,7 @@ def test_the_values_are_those_of_the_whole_set(ranks, world, shard):
     assert fit()[0] == close(expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

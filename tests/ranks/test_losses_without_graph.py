@@ -154,6 +154,7 @@ def assert_equals_one_process(ranks, cls, world_size, options, **given):
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("cls", [Sparse, Sums])
 def test_a_loss_without_a_graph_counts_as_a_batch_that_uses_nothing(ranks, cls):
     assert_equals_one_process(ranks, cls, 3, {})

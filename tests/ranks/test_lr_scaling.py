@@ -49,6 +49,7 @@ def train_per_process(run_opts):
     return brain.rates[0], brain.lr_scale
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_more_processes_with_the_same_batch_each_raise_the_rate(ranks, world):
     run_opts = {"lr_scaling": "linear", "reference_batch_size": 2}

@@ -669,6 +669,7 @@ finally:
 """
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("leaves", "says"),
     [

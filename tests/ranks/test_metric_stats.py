@@ -47,6 +47,7 @@ def trained(number):
     return brain.found, len(brain.stats.ids)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("shard_evaluation", [True, False])
 @pytest.mark.parametrize(("world", "number"), [(2, 7), (3, 1)])
 def test_an_evaluation_has_every_sample_once(ranks, world, number, shard_evaluation):
@@ -57,6 +58,7 @@ def test_an_evaluation_has_every_sample_once(ranks, world, number, shard_evaluat
     assert [written for *_, written in results] == [text] + [""] * (world - 1)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_so_has_an_epoch_of_training_whatever_is_repeated_to_keep_step(ranks, world):
     [(expected, _)] = ranks.run(trained, 9, world_size=1)

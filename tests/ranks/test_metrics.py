@@ -224,6 +224,7 @@ def measured(size, shard):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("world", [2, 1, 3])
@@ -301,6 +302,7 @@ def on_main_alone(kind):
     return str(caught.value)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", ["divided", "undivided", "reduced"])
 def test_compute_in_main_only_code_says_so(ranks, kind):
     for message in ranks.run(on_main_alone, kind):
@@ -335,6 +337,7 @@ def one_rank_alone(call):
     return works, str(caught.value)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("call", OF_OTHERS)
 def test_a_metric_computed_on_one_rank_alone_is_an_error_on_all_and_no_number(ranks, call):
     for rank, (works, message) in enumerate(ranks.run(one_rank_alone, call, world_size=3)):
@@ -455,6 +458,7 @@ def test_a_repeated_batch_counts_in_no_metric(ranks, world_size, size, shard):
             assert row[1:] == pytest.approx(expected[1:], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_metric_of_divided_and_undivided_stages_is_refused(ranks):
     """Each rank would give another number; with the evaluation divided, too, one sum is right."""
     assert count_while_training(7, False, False) == 2 * (7 + 4)

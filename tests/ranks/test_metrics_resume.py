@@ -77,6 +77,7 @@ def train(folder, dies_at=None):
     return [*brain.told[-2:], brain.seen.compute()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [(2, 2), (2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 1), (2, 3)])],

@@ -109,6 +109,7 @@ def each(fork, cold):
     )
 
 
+@pytest.mark.slow
 @each(["raise in fit", "raise on all in fit", "raise"], ["raise in fit", "raise"])
 def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tmp_path, how, fault):
     run = start(tmp_path, how, fault)
@@ -129,6 +130,7 @@ def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tm
     assert "Connection closed" not in run.err
 
 
+@pytest.mark.slow
 @each(["exit in fit", "exit"], ["exit in fit"])
 def test_a_rank_of_multiprocessing_that_leaves_early_is_named_at_once(tmp_path, how, fault):
     run = start(tmp_path, how, fault)

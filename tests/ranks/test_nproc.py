@@ -138,6 +138,7 @@ def test_nproc_where_the_name_of_the_host_has_no_address(tmp_path):
     assert len(facts(tmp_path, 2)) == 2
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank(tmp_path):
     body = """
         if rank == 1:

@@ -122,6 +122,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
     assert found[0][2] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_attempt_of_auto_micro_batch_counts_twice(ranks, world_size):
     # 16, 8 and 4 on one process are tried, then again between 4 and 8

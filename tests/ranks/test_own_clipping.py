@@ -147,6 +147,7 @@ def test_it_clips_means_on_one_process(cls):
     assert_as_by_hand(train(cls, {}, micro=5), cls)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}], ids=str)
 def test_it_clips_means_on_two_processes(ranks, options):
     for found in ranks.run(train, ClipsSums, options, world_size=2):

@@ -206,6 +206,7 @@ def kept_gradients(cls, optimizer):
 KEEPING = [(Surgery, torch.optim.SGD), (Momentum, torch.optim.SGD), (Regression, Difference)]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("cls", "optimizer"), KEEPING)
 def test_a_gradient_that_is_kept_is_not_overwritten(ranks, cls, optimizer):
     """DDP's own buckets are, by the next backward pass."""
@@ -221,6 +222,7 @@ class Default(Regression):
 RECIPES["Default"] = Default
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_default_does_what_the_documented_one_does(ranks, world):
     for found, one in zip(
@@ -270,6 +272,7 @@ def count_all_reduces(name, factor):
     return found, len(control), brain.optimizer_step - before
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3, 5])
 @pytest.mark.parametrize(
@@ -470,6 +473,7 @@ def train_parts(kind, factor):
     return weights(brain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 2])
 def test_losses_of_parts_of_a_module_are_averaged_by_the_step(ranks, factor):
     expected = train_parts("under no_sync", factor)
@@ -498,6 +502,7 @@ class ExplodesByDefault(Explodes):
 RECIPES |= {cls.__name__: cls for cls in (Explodes, ExplodesByDefault)}
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("name", ["Explodes", "ExplodesByDefault"])
 def test_a_repeated_batch_whose_loss_is_infinite_spoils_no_gradient(ranks, name):
     expected, steps, _ = train("Default", 13, 4, 2)
@@ -513,6 +518,7 @@ def train_half(joined):
     return weights(brain), brain.optimizer_step, run_of(brain).train_step.sum_divisor
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_divide_sums_by_the_same_power_of_two(ranks, world):
     """Their counts differ, and gradients that are averaged must have been divided by one number."""

@@ -67,6 +67,7 @@ def other_model(odd):
     brain.fit([1], points(4))
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
 def test_a_rank_with_another_model(ranks, world, odd):
     most, one = on(world, odd)
@@ -110,6 +111,7 @@ def other_option(odd, option, value):
     brain.evaluate(points(4))
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
 @pytest.mark.parametrize(
     ("option", "value"),
@@ -199,6 +201,7 @@ def other_data(odd, where):
     brain.evaluate(sets["test"])
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("world", "odd"), WORLDS)
 @pytest.mark.parametrize("where", ["train", "valid", "test"])
 def test_a_rank_with_a_dataset_of_another_length(ranks, world, odd, where):
@@ -279,6 +282,7 @@ def seconds_of_a_start():
     return time.perf_counter() - started
 
 
+@pytest.mark.slow
 def test_a_start_is_not_held_up(ranks):
     """Measured 4 ms; the limit leaves room for a busy machine."""
     best = min(max(ranks.run(seconds_of_a_start)) for _ in range(5))
@@ -349,6 +353,7 @@ def blocks(text):
     return found, rest
 
 
+@pytest.mark.slow
 def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     write(tmp_path)
     run = Run(torchrun(2, "train.py", "--precision=bf16"), tmp_path, warm=True).wait()
@@ -418,6 +423,7 @@ def strategies_told(given):
     return [(rows.get("strategy"), rows.get("batch norm")) for rows in told]
 
 
+@pytest.mark.slow
 def test_the_strategy_and_what_batch_norm_normalises_over_are_said(ranks):
     shared = "over the rows of all processes (--sync_batchnorm="
     given = {
@@ -548,6 +554,7 @@ def start_two(first, second, *words):
     return [run.wait(30) for run in runs]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("what", "when", "line"),
     [
@@ -640,6 +647,7 @@ def test_two_backends_and_two_numbers_of_processes(tmp_path):
         assert "  backend: gloo on rank 0; cpu:gloo on rank 1" in run.tail(8)
 
 
+@pytest.mark.slow
 def test_a_file_that_the_main_process_alone_imports_is_no_difference(tmp_path):
     script = RECIPE.replace(
         "net = Net()",
@@ -652,6 +660,7 @@ def test_a_file_that_the_main_process_alone_imports_is_no_difference(tmp_path):
     assert "Training with ddpkit" in run.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_under_torchrun_the_reason_stands_in_its_summary(tmp_path, processes):
     script = RECIPE.replace("x in range(12)", "x in range(12 + (sb.distributed.get_rank() == 1))")

@@ -36,6 +36,7 @@ class Misled(RankPool):
         return found | ({"MASTER_PORT": "none"}, {"RANK": "7"})[rank] if self.wrong else found
 
 
+@pytest.mark.slow
 def test_a_failed_start_of_a_group_does_not_poison_the_runs_after_it():
     with Misled() as pool:
         outcomes = pool.outcomes(sum_of_ranks)
@@ -53,6 +54,7 @@ class SlowStart(RankPool):
         self.clock.now += 1000.0
 
 
+@pytest.mark.slow
 def test_the_cold_start_of_ranks_does_not_count_against_the_first_run(monkeypatch):
     with SlowStart(timeout=100.0) as pool:
         pool.clock = SimpleNamespace(now=time.monotonic())
@@ -74,6 +76,7 @@ def environment_and_draw(name):
     return os.environ.get(name), np.random.random()  # noqa: NPY002 -- the state that all of a process share
 
 
+@pytest.mark.slow
 def test_ranks_that_start_again_have_the_environment_of_now_and_draws_of_their_own(monkeypatch):
     with RankPool() as pool:
         pool.run(os.getenv, "RANK", init=False)
@@ -92,6 +95,7 @@ def seed_in_the_environment():
     return os.environ.get("DDPKIT_GLOBAL_SEED")
 
 
+@pytest.mark.slow
 def test_ranks_do_not_keep_the_seed_of_the_test_in_which_they_start(monkeypatch):
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "4")
     with RankPool() as pool:

@@ -44,6 +44,7 @@ def train_replaced(options, is_replaced):
     return found, [one.tolist() for one in whole]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [
@@ -67,6 +68,7 @@ def train_with(given, assigned):
     return train(brain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"sync_batchnorm": False}, {"find_unused_parameters": True}, {"micro_batch_size": 1}],

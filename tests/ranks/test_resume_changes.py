@@ -73,6 +73,7 @@ def train(folder, kind, dies_at, factor):
     return [text for text in kept.words if "checkpoint" in text], brain.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -94,6 +95,7 @@ def test_an_unchanged_recipe_is_told_nothing_on_any_number_of_ranks(ranks, tmp_p
         assert all(seen for _, seen in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [(1, 3), (3, 1)])
 def test_dealt_batches_come_once_each_with_another_accumulation(ranks, tmp_path, before, now):
     first = ranks.run(train, tmp_path, "sampler", (1, 5), before, world_size=2)

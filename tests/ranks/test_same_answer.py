@@ -197,6 +197,7 @@ def train_uneven_batch_norm(batch_size, samples):
     return train(batch_size, 1, batch_norm=True, samples=samples)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_remainders_in_one_window_with_batch_norm(ranks, world_size):
     """Weight 0 and left out of the statistics also where the batch closes a longer window."""
@@ -213,6 +214,7 @@ def train_window_batch_norm(batch_size):
     return train(batch_size, 3, batch_norm=True, samples=50)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("shard", [False, True])
 def test_every_sample_is_reported_once(ranks, shard):
     """Where every rank evaluates the whole set, its samples are not counted once per rank."""
@@ -260,6 +262,7 @@ def train_a_sparse_table(strategy):
     return train_a_table(strategy, sparse=True)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_sparse_gradients(ranks, strategy, size):

@@ -133,7 +133,7 @@ def joined(results, epoch):
 # ----------------------------------------------------------------------------------------- coverage
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
@@ -185,6 +185,7 @@ def follow_the_experiment(seed):
     return fit("dynamic", None)[0]
 
 
+@pytest.mark.slow
 def test_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
     first, again, other = (ranks.run(follow_the_experiment, seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -240,6 +241,7 @@ def fit_sorted_data(sorting):
     return brain.noted, None
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_sorting_decides_where_there_is_no_sampler(ranks, world):
     for sorting in ("ascending", "descending"):
@@ -279,6 +281,7 @@ def run(folder, kind, dies_at=None, seed=7):
     return brain.noted, weights(brain)
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "concat"])
@@ -314,6 +317,7 @@ def fit_wrapped(number, shuffle, of_batches):
     return brain.noted, None
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("shuffle", [True, False])

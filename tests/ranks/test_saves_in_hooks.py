@@ -44,6 +44,7 @@ MANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saves_in", "is_alone", "options"),
     [("VALID batch", True, {**AVERAGED, "batch_size": 2}), *MANY],

@@ -18,6 +18,7 @@ def traced(folder, kind, dies_at=None, options=None):
     return None if brain is None else (brain.known, brain.rates, weights(brain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one cycle", pytest.param("plateau", marks=pytest.mark.slow)])
 def test_a_schedule_is_the_same_on_any_number_of_processes(ranks, kind, tmp_path):
     [(known, rates, _)] = ranks.run(traced, tmp_path / "1", kind, None, RUN, world_size=1)
@@ -28,6 +29,7 @@ def test_a_schedule_is_the_same_on_any_number_of_processes(ranks, kind, tmp_path
             assert found[:2] == (known, pytest.approx(rates, rel=0, abs=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -49,6 +51,7 @@ def test_a_run_that_is_killed_on_two_processes_resumes_its_schedule(ranks, kind,
         assert_same(found[2], whole[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_with_another_number_of_processes_keeps_its_schedule(
     ranks,
@@ -73,6 +76,7 @@ def count(number):
     return brain.known, brain.optimizer_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 33, pytest.param(22, marks=pytest.mark.slow)])
 def test_the_number_of_steps_follows_the_number_of_processes(ranks, number):
     for world in (1, 2, 3):

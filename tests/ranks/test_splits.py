@@ -91,7 +91,7 @@ def train(kind, seeded, stage="fit", num_workers=0):
     return ""
 
 
-@pytest.mark.grid
+@pytest.mark.corner
 @pytest.mark.parametrize("stage", ["fit", "valid", "evaluate", "predict"])
 @pytest.mark.parametrize("kind", ["subset", "subset of a list", "concatenated"])
 def test_a_split_that_shares_sample_0_is_told(ranks, kind, stage):

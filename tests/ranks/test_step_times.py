@@ -53,6 +53,7 @@ def assert_late(event, phase, rank):
     assert waits["max"] > 0.7 * SECONDS, event
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_seen_in_its_own_phase_and_in_the_wait_of_the_other(ranks, tmp_path):
     for phase, rank in [("backward", 1), ("forward", 0)]:
         assert_late(measured(ranks, tmp_path, phase, rank, measure_steps="all"), phase, rank)
@@ -107,6 +108,7 @@ def weights(ranks, folder, measures, **more):
     return found
 
 
+@pytest.mark.slow
 def test_no_bit_changes_when_steps_are_measured(ranks, tmp_path):
     usual = weights(ranks, tmp_path, "off")
     assert weights(ranks, tmp_path, "all") == usual

@@ -234,6 +234,7 @@ def train_dropping(num_workers, cases):
     return train_all(num_workers, shard_evaluation=True, cases=cases, drop_last=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)])
 def test_an_incomplete_global_batch_is_dropped_alike(ranks, cases):
     expected = train_dropping(0, cases)
@@ -261,6 +262,7 @@ def train_two_heads_on_parts(sizes, factor):
     return weights(brain), brain.losses
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("sizes", "factor"), [([4, 9], 1), ([4, 14], 3), ([4, 4, 8], 1)])
 def test_parameters_that_nobody_used_stay_where_they_are_though_a_ranks_part_has_ended(
     ranks,
@@ -399,6 +401,7 @@ def train_files(num_workers):
     )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("world", "num_workers"), [(2, 0), (3, 1), (2, 2)])
 def test_files_are_shared_out_or_counted(ranks, world, num_workers):
     """With 2 x 2 processes there are too few of them."""
@@ -592,6 +595,7 @@ def stop_an_evaluation(sizes, who, after=40):
     )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("sizes", "who"),
     [([700, 700], 1), ([700, 20], 0), ([700, 20], 1), ([700, 0], 1), ([20, 700, 30], 2)],

@@ -96,6 +96,7 @@ def test_on_three_ranks_with_one_row_each(ranks, rows):
     assert max(ranks.run(against_joined, rows, (), {}, world_size=3)) <= 1e-10
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [

@@ -93,6 +93,7 @@ def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
     assert run.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "starts"),
     [(1, 1), (2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 1), (2, 3)])],
@@ -120,6 +121,7 @@ def test_plain_environment_variables_without_a_launcher(tmp_path):
     reports(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_a_group_of_the_users_own_is_used_and_not_destroyed(tmp_path):
     body = """
         dist.init_process_group("gloo")
@@ -156,6 +158,7 @@ def test_a_group_made_without_a_launcher_is_used(tmp_path):
     reports(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_torch_distributed_launch(tmp_path):
     """The old launcher, with the --local_rank that it used to pass."""
     yaml = tmp_path / "h.yaml"
@@ -273,6 +276,7 @@ LEAVING = """
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_destroyed_the_group_and_ended_is_not_missed(tmp_path):
     """The main process is still in ``evaluate`` then, with work of its own."""
     run = Run(torchrun(2, write(tmp_path, LEAVING)), tmp_path, warm=True).wait()

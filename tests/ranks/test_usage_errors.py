@@ -109,6 +109,7 @@ def own_lines(run):
     ]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_process_says_one_sentence_and_exits_with_2(folder, mistake):
     words, said = MISTAKES[mistake]
@@ -157,6 +158,7 @@ class Recipe(ddpkit.Brain):
 brain = Recipe("""
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_batch_of_one_rank_has_its_traceback(folder):
     """Also where the library calls it a ConfigError: it comes from the recipe's code."""
     script = SCRIPT.replace("brain = ddpkit.Brain(", RECIPE).replace(
@@ -220,6 +222,7 @@ def test_by_hand_it_is_said_by_the_first_of_the_group(folder):
     assert "Traceback" not in ranks[0].err + ranks[1].err
 
 
+@pytest.mark.slow
 def test_a_mistake_on_one_rank_is_said_by_that_rank(folder):
     command = torchrun(2, "train.py", "hparams.yaml", "--device=cpu")
     run = Run(command, folder, {"WRONG_ON": "1"}, warm=True).wait()

@@ -422,6 +422,7 @@ AT_LENGTH = {
 }
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "name",
     [pytest.param(one, marks=pytest.mark.slow if one in AT_LENGTH else ()) for one in CASES],
@@ -500,6 +501,7 @@ def as_on_a_gpu(name):
         return case(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_buffers_move_alike_where_nobody_looks_at_them(ranks, world_size):
     name = "what moves and is frozen changes"
@@ -624,6 +626,7 @@ def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(
     assert ranks.run(go_on, tmp_path / "cut", world_size=ways[-1]) == [expected] * ways[-1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_option_and_the_reverse_go_on_with_a_warning(tmp_path, caplog):
     go_on(tmp_path / "without", dies_at=(1, 3), virtual_ranks=None, global_batch_size=12)
     go_on(tmp_path / "with", dies_at=(1, 3), global_batch_size=12)

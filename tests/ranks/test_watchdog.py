@@ -98,6 +98,7 @@ def stand_still(kind=Slow):
     return before, lines, brain.optimizer_step
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", [Slow, SlowBeforeABarrier])
 def test_a_rank_that_stands_still_is_named(ranks, kind):
     told = []
@@ -230,6 +231,7 @@ def end(how):
         )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("how", "epoch", "step", "steps", "message"),
     [
@@ -360,6 +362,7 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("near", "what", "limit", "says"),
     [
@@ -425,6 +428,7 @@ def test_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, call):
     ), main.err
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank):
     forked = (

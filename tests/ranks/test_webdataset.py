@@ -60,6 +60,7 @@ def train(urls, num_workers):
     return brain.seen
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("world", "num_workers"),
     [(1, 0), (2, 2), (3, 0), pytest.param(2, 0, marks=pytest.mark.slow)],

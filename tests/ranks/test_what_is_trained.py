@@ -87,6 +87,7 @@ def test_a_rank_that_steps_no_part_of_an_optimizer_is_no_mistake(ranks):
     assert found == usual
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
     [one for one in STRATEGIES if "fsdp" not in one.values()],

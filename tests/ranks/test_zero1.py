@@ -159,6 +159,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
 def test_zero1_has_the_bits_of_ddp_and_the_numbers_of_one_process(ranks, world_size, kind, options):
@@ -213,6 +214,7 @@ ONE_AFTER_THE_OTHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -301,6 +303,7 @@ def refused(name):
     return str(caught.value)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_cannot_be_divided_are_refused(ranks, name):
     for message in ranks.run(refused, name):
@@ -335,6 +338,7 @@ def saves_alone(folder, how):
     return f"{caught.typename}: {caught.value}"
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_whole_is_not_given_away(ranks, tmp_path):
     for message in ranks.run(saves_alone, tmp_path, "state_dict"):
         assert "AdamW.state_dict() has a part of the state only" in message
@@ -390,6 +394,7 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.1)
 
 
+@pytest.mark.slow
 def test_a_rank_may_have_no_parameter_of_its_own(ranks):
     expected = ranks.run(one_tensor, "ddp", world_size=3)[0][0]
     found = ranks.run(one_tensor, "zero1", world_size=3)

@@ -57,6 +57,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_loader_is_made_anew_with_another_number_of_workers_and_the_same_batches(name):
     loader = MAKERS[name]()

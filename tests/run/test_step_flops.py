@@ -278,6 +278,7 @@ def of_rank(folder, options):
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_divided_weights_with_momentum_are_the_same_bits_counted_or_not(ranks, tmp_path):
     options = {"strategy": "fsdp", "opt": MOMENTUM}
     plain = ranks.run(of_rank, str(tmp_path / "plain"), {**options, "count_flops": False})
@@ -288,6 +289,7 @@ def test_divided_weights_with_momentum_are_the_same_bits_counted_or_not(ranks, t
         assert all(map(torch.equal, own, other))
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"strategy": "zero1"}], ids=str)
 def test_on_several_ranks_the_first_counts_its_own_part(ranks, options, tmp_path):
     (found, _), *others = ranks.run(of_rank, str(tmp_path), options)

@@ -221,6 +221,7 @@ sys.exit(3)
     )
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

@@ -28,6 +28,7 @@ def ones(samples):
     return torch.ones(len(samples), 4)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(("measured", "said"), [("all", 1), ("off", 0)])
 def test_a_verdict_goes_to_both_logs(measured, said, tmp_path, caplog, monkeypatch):
     seen = []

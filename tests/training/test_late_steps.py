@@ -179,6 +179,7 @@ def both(late, *args, **given):
 # ------------------------------------------------------------------------------------ the same runs
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_grad_norm", [0, 0.3, 0.7, 1e6])
 def test_the_same_bits_and_counts(late, kind, max_grad_norm):
@@ -197,6 +198,7 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(late, kind):
     assert later.ends == [("TRAIN", 1, BATCHES - 2, 2, later.progress.clipped)]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("max_grad_norm", [0, 0.3, 1e6])
 def test_sums_and_counts(late, kind, max_grad_norm):
@@ -332,6 +334,7 @@ def test_the_next_fit_begins_without_the_error_of_one_that_was_interrupted(late)
 # -------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "dies_at",

@@ -99,6 +99,7 @@ def test_equal_batches_weigh_exactly_one(world_size, batch_size):
     }
 
 
+@pytest.mark.slow
 @FAST
 @given(
     size=st.integers(1, 30),

@@ -156,6 +156,7 @@ def test_equal_batches_need_no_correction(world_size, size, factor, weighting):
         assert {step.scale for step in steps} == {1 / factor}
 
 
+@pytest.mark.slow
 @FAST
 @given(sizes=SIZES, factor=st.integers(1, 3))
 def test_gradients_are_those_of_the_mean_over_all_samples(sizes, factor):

@@ -213,6 +213,7 @@ def test_the_numbers_are_those_of_every_version(batch, samples, collated):
 # -------------------------------------------------------------------------------- the same, and why
 
 
+@pytest.mark.corner
 @more_workers_than_cores
 @pytest.mark.parametrize("num_workers", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 @of_each_kind
@@ -246,6 +247,7 @@ def test_epochs_samples_and_seeds_differ(kind):
     assert len(set(drawn)) == len(drawn) == 4 * SIZE * (len(found[0][0]) - 1)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streams_that_only_some_samples_draw_from(num_workers):
     """Keyed from the first draw on, though the first batches, and the first of a worker, draw
@@ -401,6 +403,7 @@ def jitter(items, kind="all"):
     return torch.stack(list(items)), draw(kind)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 @of_each_kind
 def test_collating_is_keyed_on_the_first_sample(kind, num_workers):
@@ -440,6 +443,7 @@ class Listing(Noisy):
         raise AssertionError("the list is to be asked for")
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("num_workers", "batch_size"),
     [(0, 1), (0, 4), (2, 4), pytest.param(2, 1, marks=pytest.mark.slow)],
@@ -575,6 +579,7 @@ def weighted():
     return WeightedRandomSampler([1.0, 2.0, 4.0], 24, replacement=True)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("make", ["sampler", "batch_sampler", "no plan"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_repeated_sample_is_augmented_anew(make, num_workers):
@@ -664,6 +669,7 @@ def test_indices_that_are_no_numbers():
 # ------------------------------------------------------------------------------- resume and workers
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("done", [1, 3])
 def test_the_rest_of_an_epoch_after_a_recovery(num_workers, done):

@@ -397,6 +397,7 @@ def test_set_epoch_reaches_samplers_and_datasets():
     set_epoch([1, 2], 3)
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_iterating_does_not_move_the_global_stream(num_workers):
     torch.manual_seed(1)
@@ -442,6 +443,7 @@ class Noise(torch.utils.data.IterableDataset):
         return (torch.rand(1).item() for _ in range(3))
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("kind", ["stream", "stream with a worker", "loader"])
 def test_ranks_of_data_that_divides_itself_draw_numbers_of_their_own(kind):
     def drawn(rank):
@@ -493,6 +495,7 @@ def test_a_loader_continues_where_it_was(tmp_path, kind, stop):
     assert plain(again) == whole, "the next epoch is a whole one"
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_yielded_count_not_those_prefetched(tmp_path, persistent):
     options = {

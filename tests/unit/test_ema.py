@@ -309,6 +309,7 @@ def test_weights_that_are_made_in_the_first_batch():
     assert average.state_dict()["net.weight"] is not modules.net.weight
 
 
+@pytest.mark.corner
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize(
     "how",
@@ -691,6 +692,7 @@ def normalised_run(folder, *, seed=7, dies=False, interval=2):
     return brain
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize("interval", [0, 2])
 def test_a_resumed_average_is_the_uninterrupted_one(tmp_path, interval):
     whole = normalised_run(tmp_path / "whole", interval=interval)
@@ -704,6 +706,7 @@ def test_a_resumed_average_is_the_uninterrupted_one(tmp_path, interval):
     assert resumed.losses[-1] == whole.losses[-1]
 
 
+@pytest.mark.corner
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -506,6 +506,7 @@ def test_errors_are_those_that_callers_catch():
     assert issubclass(BucketingError, ValueError)
 
 
+@pytest.mark.slow
 def test_a_million_lengths_take_a_second_or_two():
     lengths = np.random.default_rng(1).lognormal(2.0, 0.6, 1_000_000)
     started = time.monotonic()

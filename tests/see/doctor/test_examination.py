@@ -99,6 +99,7 @@ def on_a_rank():
     return told([Check("a", look_differently, EACH_RANK), Check("b", look_together, TOGETHER)])
 
 
+@pytest.mark.slow
 def test_what_the_ranks_say_alike_is_told_once_by_the_main_process_alone(ranks):
     (code, text), (other_code, nothing) = ranks.run(on_a_rank, init=False)
     assert (code, other_code, nothing) == (1, 1, "")

@@ -183,6 +183,7 @@ def test_numbers_that_are_none(tmp_path):
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{ 7*7 }}\x1b[2J$x_1"
 
 
+@pytest.mark.slow
 def test_a_runs_text_is_data(tmp_path):
     run = Writer(tmp_path / "<b>run<script>")
     run.start(
@@ -227,6 +228,7 @@ def logged_by_step(folder, num_values, num_steps):
     return run.close()
 
 
+@pytest.mark.slow
 def test_long_curves_are_thinned_until_the_page_is_small(tmp_path, monkeypatch):
     folder = logged_by_step(tmp_path / "run", 4, 1000)
     monkeypatch.setattr(page_module, "MOST_BYTES", 60_000)
@@ -236,6 +238,7 @@ def test_long_curves_are_thinned_until_the_page_is_small(tmp_path, monkeypatch):
     assert "of every stretch the smallest and the largest value are drawn" in text_of(page)
 
 
+@pytest.mark.slow
 def test_panels_are_left_out_and_named_where_thin_curves_are_not_enough(tmp_path, monkeypatch):
     folder = logged_by_step(tmp_path / "run", 4, 60)
     most = int(0.8 * len(page_of(tmp_path, folder)))

@@ -98,6 +98,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "begins"),
     [(".svg", b"<?xml"), pytest.param(".png", b"\x89PNG", marks=pytest.mark.slow)],

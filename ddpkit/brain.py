@@ -203,6 +203,7 @@ class Brain(_Typed):
         checkpointer: Any = None,
         scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
+        joined_hparams = join_loggers(hparams or {})
         options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(options)
         self.rank = get_rank() or 0
@@ -226,7 +227,7 @@ class Brain(_Typed):
             options,
             accumulation,
             modules_on_device(modules or {}, device, keeps_meta=strategy.divides),
-            SimpleNamespace(**hparams_of_slice(join_loggers(hparams or {}))),
+            SimpleNamespace(**hparams_of_slice(joined_hparams)),
             strategy,
             opt_class=opt_class,
             scheduler_class=scheduler_class,

@@ -676,13 +676,13 @@ finally:
         (
             "sys.exit(0)",
             (
-                "waits at train.py:15 in <module> for rank 0, which has come to its end without "
+                "waits at train.py:16 in <module> for rank 0, which has come to its end without "
                 "making this"
             ),
         ),
         (
             "raise ValueError('the reason')",
-            (") failed first, at train.py:11 in <module>: ValueError: the reason"),
+            (") failed first, at train.py:12 in <module>: ValueError: the reason"),
         ),
         ("os._exit(1)", "disappeared: it was lost with the store on 127.0.0.1"),
     ],

@@ -219,7 +219,7 @@ def end(how):
         watched = get_runtime().watchdog
         pulse = watched.heartbeat
         end_of_pulse = wait_until(
-            lambda: pulse.beats > watchdog.FIRST_BEATS and pulse.failure is None,
+            lambda: pulse.beats > heartbeat.FIRST_BEATS and pulse.failure is None,
             10,
         )
         return (

@@ -405,7 +405,8 @@ class Checkpointer:
             ckpt_predicate,
             keep_recent,
         )
-        for key in sorted({*(max_keys or ()), *(min_keys or ())} - {*(meta or ())}):
+        keys = {*(max_keys or ()), *(min_keys or ())}
+        for key in sorted(keys.difference(meta or ())):
             logger.warning_once(
                 "No %r in the meta: by this key the checkpoint is not one of the best to keep.",
                 key,

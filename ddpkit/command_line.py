@@ -107,7 +107,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     arguments, loose = _split(words)
     param_file = _take_param_file(arguments, loose)
     given = {a.name: _value(a, a.option) for a in arguments if a.option is not None}
-    overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
+    others = [argument for argument in arguments if argument.option is None]
+    overrides = {other.name: other.values[0] if other.values else None for other in others}
     document = read_document(param_file)
     nodes = {key.value: value for key, value in pairs(document.root)}
     _check_overrides(overrides, nodes, param_file)

@@ -158,8 +158,10 @@ class MetricStats(Reducing):
         lowest = min(known, key=lambda pair: (pair[0], str(pair[1])))
         highest = min(known, key=lambda pair: (-pair[0], str(pair[1])))
         scores = [score for score, _ in pairs]
+        # fsum is exact, but raises where an infinity meets another one
+        total = math.fsum(scores) if all(map(math.isfinite, scores)) else sum(scores)
         self.summary = {
-            "average": (math.fsum if all(map(math.isfinite, scores)) else sum)(scores) / len(pairs),
+            "average": total / len(pairs),
             "min_score": lowest[0],
             "min_id": lowest[1],
             "max_score": highest[0],

@@ -559,7 +559,8 @@ def _sample_lengths(
             f"{type(dataset).__name__}. Give one length per sample, in the order of the dataset."
         )
     lengths = np.asarray(lengths_list, dtype=np.float64)
-    if lengths.ndim != 1 or not lengths.size or not ((lengths >= 0) & (lengths < math.inf)).all():
+    is_length = (lengths >= 0) & (lengths < math.inf)
+    if lengths.ndim != 1 or not lengths.size or not is_length.all():
         raise DataError(
             "DynamicBatchSampler: the lengths must be numbers, 0 or more, one for each of some "
             "samples."
@@ -577,9 +578,8 @@ def _upper_boundaries(
     """
     if len(bucket_boundaries):
         boundaries = np.asarray(bucket_boundaries, dtype=np.float64)
-        if not (
-            boundaries[0] > 0 and (np.diff(boundaries) > 0).all() and boundaries[-1] < math.inf
-        ):
+        rises = (np.diff(boundaries) > 0).all()
+        if not (rises and boundaries[0] > 0 and boundaries[-1] < math.inf):
             raise ConfigError(
                 f"bucket_boundaries={list(bucket_boundaries)} must be lengths above 0, each "
                 "greater than the one before. Samples of no length belong to the first bucket."

@@ -67,9 +67,11 @@ class FitResult:
 
     def __repr__(self) -> str:
         """Leave out what there is not."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, {})}
+        given = {name: value for name, value in vars(self).items() if value is not None}
         shown = [
-            f"{name}={(str(one) if 'checkpoint' in name else one)!r}" for name, one in given.items()
+            f"{name}={(str(value) if 'checkpoint' in name else value)!r}"
+            for name, value in given.items()
+            if value != {}
         ]
         return f"FitResult({', '.join(shown)})"
 

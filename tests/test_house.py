@@ -46,7 +46,7 @@ def sources():
 RATCHETS = {
     "public names of Brain": 105,  # with six that were attributes of each object
     "tokens per code line": 7.45,
-    "lines of 30 tokens or more": 70,
+    "lines of 30 tokens or more": 24,
     "assignments that pack several": 18,
     "files that write a Progress": 11,
     "circles of files": 0,

@@ -335,7 +335,8 @@ def sharded_like(value: Any, own: Any) -> Any:
     part = local_part(own)
     size = -(-own.shape[0] // mesh.size())
     start = min(mesh.get_local_rank() * size, own.shape[0])
-    rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
+    end = start + part.shape[0]
+    rows = value.detach()[start:end].to(part.device, copy=True)
     return DTensor.from_local(
         rows,
         mesh,

@@ -348,8 +348,9 @@ def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
     known = optimizer.param_groups
     saved = state["param_groups"]
     if len(known) == len(saved) and "fused" in optimizer.defaults:
-        kernels = [{**old, "fused": new["fused"]} for old, new in zip(saved, known, strict=True)]
-        state = {**state, "param_groups": kernels}
+        pairs = zip(saved, known, strict=True)
+        groups = [{**old, "fused": new["fused"]} for old, new in pairs]
+        state = {**state, "param_groups": groups}
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state

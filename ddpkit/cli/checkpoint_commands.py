@@ -97,10 +97,11 @@ def tensor_text(value: torch.Tensor) -> str:
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lay out rows in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    return lines
 
 
 # ---------------------------------------------------------------------------------------- looking
@@ -209,7 +210,8 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     except CheckpointError as error:
         reasons = [str(error)]
     files = {}
-    for file in sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+    found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    for file in sorted(found):
         with contextlib.suppress(OSError):  # it may be deleted meanwhile
             if file.is_file():
                 files[file.relative_to(path).as_posix()] = file.stat().st_size
@@ -273,13 +275,12 @@ def _listing(found: Sequence[Entry]) -> list[str]:
                 metrics,
             )
         )
-    known = [column for column in zip(*rows, strict=True) if set(column[1:]) != {UNKNOWN}]
-    lines = table(list(zip(*known, strict=True)))
+    columns = zip(*rows, strict=True)
+    known = [column for column in columns if set(column[1:]) != {UNKNOWN}]
+    title, *lines = table(list(zip(*known, strict=True)))
     reasons = [[f"    damaged: {printable(reason)}" for reason in one.reasons] for one in found]
-    return [
-        lines[0],
-        *(text for line, below in zip(lines[1:], reasons, strict=True) for text in (line, *below)),
-    ]
+    pairs = zip(lines, reasons, strict=True)
+    return [title, *(text for line, below in pairs for text in (line, *below))]
 
 
 def command_show(options: argparse.Namespace) -> int:
@@ -339,7 +340,8 @@ def describe(
     except (OSError, CheckpointError) as error:
         return [printable(error)]
     more = [f"... and {len(lines) - limit} more lines"] if len(lines) > limit else []
-    return [*lines[:limit], *more, *table(rows)] if rows else [*lines[:limit], *more]
+    shown = [*lines[:limit], *more]
+    return [*shown, *table(rows)] if rows else shown
 
 
 def _summary(value: Any) -> list[str]:

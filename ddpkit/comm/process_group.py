@@ -146,8 +146,10 @@ def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
     if info.own_devices or not sees_own_alone(torch.device(device).type, info):
         return
     number = physical_device(device)
+    if not number:
+        return
     key = "/".join(("ddpkit/device", *this_place(), number))
-    holder = int(store.compare_set(key, "", str(info.rank)).decode()) if number else info.rank
+    holder = int(store.compare_set(key, "", str(info.rank)).decode())
     if holder != info.rank:
         raise LaunchError(
             f"Not enough GPUs: rank {holder} and rank {info.rank} on {host_name()} see one GPU "

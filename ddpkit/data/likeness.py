@@ -83,7 +83,8 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
                 if callable(value)
                 else getattr(value, "__dict__", {})
             )
-        inner = {str(name): one for name, one in named.items() if isinstance(name, (str, int))}
+        plain = [name for name in named if isinstance(name, (str, int))]
+        inner = {str(name): named[name] for name in plain}
         for name in sorted(inner):
             yield from _leaves(inner[name], f"{path}.{name}" if path else name, depth + 1)
 
@@ -98,8 +99,9 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         # sparse, quantised, on no device: the shape must do
         return
     if flat.dtype.kind == "f":
-        chosen = flat[np.linspace(0, flat.size - 1, min(flat.size, _MOST_VALUES)).astype(int)]
-        yield path, chosen.tolist()
+        number = min(flat.size, _MOST_VALUES)
+        places = np.linspace(0, flat.size - 1, number).astype(int)
+        yield path, flat[places].tolist()
     elif flat.dtype.kind in "iubUS":
         yield path, "digest " + hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()
 
@@ -204,8 +206,10 @@ def require_alike(
     digests = exchange(digest, site)
     if None in digests or len(set(digests)) == 1 or first is None:
         return
-    both = read()
-    own, again = ([], []) if both is None else (both[: len(both) // 2], both[len(both) // 2 :])
+    both = read() or []  # the same samples, read twice
+    half = len(both) // 2
+    own = both[:half]
+    again = both[half:]
     pairs = zip(own, again, strict=True)
     noise = {
         place

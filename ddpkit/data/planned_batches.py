@@ -224,5 +224,7 @@ class PlannedBatchSampler(RankBatchSampler):
         for batch in range(max(first, in_full), len(plan) * self.shards):
             last = np.arange(*self._share(plan, batch))
             # without samples of its own a rank repeats one, of no weight, for the collectives' sake
-            if last.size or self.keep_step:
-                yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
+            if not last.size and self.keep_step:
+                last = np.array([plan.num_samples - 1])
+            if last.size:
+                yield last[None], [slice(None)]

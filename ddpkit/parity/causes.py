@@ -361,7 +361,9 @@ def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor
     zeros.
     """
     found = [gradients.get(name, torch.zeros_like(one)) for name, one in like.items()]
-    return torch.cat([one.flatten()[:: max(1, one.numel() // SAMPLED)].double() for one in found])
+    steps = [max(1, gradient.numel() // SAMPLED) for gradient in found]
+    pairs = zip(found, steps, strict=True)
+    return torch.cat([gradient.flatten()[::step].double() for gradient, step in pairs])
 
 
 NOISE = (

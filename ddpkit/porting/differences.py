@@ -95,7 +95,8 @@ def python_differences(tree: ast.Module) -> list[Note]:
         ((2,), 'docs/how-to/own-fit-batch.md')
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    found = {(node.lineno, kind) for node in calls if (kind := _CLASSES.get(_last(node.func)))}
+    known = [node for node in calls if _CLASSES.get(_last(node.func))]
+    found = {(node.lineno, _CLASSES[_last(node.func)]) for node in known}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and _is_brain(node):
             found |= {*_in_class(node), *_in_code(node)}
@@ -201,7 +202,8 @@ def yaml_differences(text: str) -> list[Note]:
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(document, yaml.MappingNode):
         return []
-    entries = [(str(key.value), key.start_mark.line + 1, value) for key, value in document.value]
+    pairs = document.value
+    entries = [(str(key.value), key.start_mark.line + 1, value) for key, value in pairs]
     found = {(line, kind) for key, line, value in entries for kind in _of_entry(key, value, text)}
     if any(key == "sorting" for key, _, _ in entries):
         found = {(line, kind) for line, kind in found if kind != "in order"}

@@ -90,7 +90,8 @@ class Source:
         return self._offset(node.lineno, node.col_offset), self._offset(end_line, end_column)
 
     def _offset(self, line: int, column: int) -> int:
-        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+        before = self._lines[line - 1].encode()[:column].decode()  # ast counts bytes
+        return self._starts[line - 1] + len(before)
 
     def before(self, offset: int) -> str:
         """What stands before a place on its line."""

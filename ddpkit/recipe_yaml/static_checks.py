@@ -186,7 +186,8 @@ def _circle(
     if id(node) not in left:
         return []
     way[id(node)] = name
-    ways = [parts[:number] for _, parts in references(node) for number in range(1, len(parts) + 1)]
+    named = [parts for _, parts in references(node)]
+    ways = [parts[: number + 1] for parts in named for number in range(len(parts))]
     for parts in ways:
         target = look_up(document, parts)
         if id(target) in way:

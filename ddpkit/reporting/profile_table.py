@@ -152,7 +152,8 @@ def _of_host(on_host: Iterable[ProfileEvent], steps: Sequence[ProfileEvent]) -> 
     for thread, events in of_thread.items():
         covered[thread] = _add_own_times(events, found)
     if steps:
-        between = sum(one.end - one.begin for one in steps) - covered.get(steps[0].thread, 0)
+        whole = sum(step.end - step.begin for step in steps)
+        between = whole - covered.get(steps[0].thread, 0)
         if between > 0:
             found[PYTHON] = Operation(PYTHON, nanoseconds=between)
     return [one for one in found.values() if one.nanoseconds > 0]

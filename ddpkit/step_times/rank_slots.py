@@ -77,7 +77,8 @@ def rows_of(sums: list[float], world_size: int) -> list[RankRow]:
         >>> rows_of(filled_slots(row, 0, 1), 1) == [row]
         True
     """
-    return [_unpacked(iter(sums[rank * SLOTS : (rank + 1) * SLOTS])) for rank in range(world_size)]
+    begins = range(0, world_size * SLOTS, SLOTS)
+    return [_unpacked(iter(sums[begin : begin + SLOTS])) for begin in begins]
 
 
 def _packed(row: RankRow) -> list[float]:

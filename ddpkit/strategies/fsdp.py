@@ -199,7 +199,8 @@ class FSDP(Strategy):
         blocks = []
         # a part comes after all that is in it
         for path, part in reversed(list(module.named_modules())):
-            own = {id(one): one.numel() for one in part.parameters() if id(one) not in taken}
+            free = [weight for weight in part.parameters() if id(weight) not in taken]
+            own = {id(weight): weight.numel() for weight in free}
             is_large = next(part.children(), None) is not None and sum(own.values()) >= least
             is_wanted = type(part).__name__ in names if names else is_large
             if (

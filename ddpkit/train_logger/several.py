@@ -126,7 +126,8 @@ def log_places(train_logger: Any) -> list[str]:
     beside = getattr(train_logger, "run_log_beside", None)
     run_log = beside if Current.log is None else Current.log.path
     own = [getattr(train_logger, name, None) for name in ("save_file", "save_dir")]
-    return [os.fspath(one) for one in (run_log, *own) if isinstance(one, (str, os.PathLike))]
+    paths = [path for path in (run_log, *own) if isinstance(path, (str, os.PathLike))]
+    return [os.fspath(path) for path in paths]
 
 
 def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,8 +117,12 @@ def _file_cache(machine: Machine, folder: str) -> int:
 
 
 def _pairs(text: str) -> dict[str, int]:
-    words = (line.split() for line in text.splitlines())
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if value.strip().isdecimal():
+            found[name] = int(value)
+    return found
 
 
 def _folders(machine: Machine, controller: str) -> Iterator[str]:

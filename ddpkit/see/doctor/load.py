@@ -56,9 +56,10 @@ def measure_load(left_out: set[int]) -> Load:
     after = _seconds_by_process()
     now = psutil.cpu_times()
     seconds = time.monotonic() - began
-    used = {
-        pid: (name, taken - before.get(pid, (name, 0.0))[1]) for pid, (name, taken) in after.items()
-    }
+    used = {}
+    for pid, (name, taken) in after.items():
+        _, taken_before = before.get(pid, (name, 0.0))
+        used[pid] = (name, taken - taken_before)
     own = sum(taken for pid, (_, taken) in used.items() if pid in left_out)
     idle = now.idle - times.idle + getattr(now, "iowait", 0.0) - getattr(times, "iowait", 0.0)
     stolen = getattr(now, "steal", 0.0) - getattr(times, "steal", 0.0)

@@ -260,10 +260,13 @@ def _stack(
     below = np.zeros(len(x))
     for number, (line, column) in enumerate(zip(lines, columns, strict=True)):
         above = below + column
-        outline = np.concatenate([x, x[::-1]]), np.concatenate([above, below[::-1]])
+        # along the upper edge, and back along the lower one
+        outline_x = np.concatenate([x, x[::-1]])
+        outline_y = np.concatenate([above, below[::-1]])
         colour = palette.lines[line.stage % NUM_COLOURS]
         axes.fill(
-            *outline,
+            outline_x,
+            outline_y,
             facecolor=colour,
             alpha=CALM_ALPHA,
             linewidth=0,
@@ -284,7 +287,10 @@ def _finite(lines: Sequence[Line], is_y: bool) -> Numbers:
 
 def _is_wide(lines: Sequence[Line]) -> bool:
     values = _finite(lines, is_y=True)
-    return bool(len(values) and values.min() > 0 and values.max() / values.min() >= LOG_FROM)
+    if not len(values):
+        return False
+    low = values.min()
+    return bool(low > 0 and values.max() / low >= LOG_FROM)
 
 
 def _limit(
@@ -294,7 +300,7 @@ def _limit(
     is_log: bool,
 ) -> None:
     x = _finite(panel.lines, is_y=False)
-    low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 1.0)
+    low, high = _range_of(x)
     room = (high - low) * 0.02 or 1.0
     axes.set_xlim(low - room, high + room)
     if panel.is_stack:
@@ -303,9 +309,15 @@ def _limit(
         _limit_height(axes, panel)
 
 
+def _range_of(values: Numbers) -> tuple[float, float]:
+    if not len(values):
+        return 0.0, 1.0
+    return float(values.min()), float(values.max())
+
+
 def _limit_height(axes: Any, panel: Panel) -> None:
     y = _finite(panel.lines, is_y=True)
-    low, high = (float(y.min()), float(y.max())) if len(y) else (0.0, 1.0)
+    low, high = _range_of(y)
     if panel.unit in {BYTES, SHARE} or 0 <= low <= 0.4 * high:
         low = min(low, 0.0)  # a height that can be compared
     room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5

@@ -225,8 +225,10 @@ def starting_seconds(attempt: Attempt) -> float:
 
 def _gaps(attempts: Sequence[Attempt]) -> list[float]:
     """Return the seconds before each attempt in which nothing ran; of the first none."""
+    if not attempts:
+        return []
     pairs = itertools.pairwise(attempts)
-    return [0.0 for _ in attempts[:1]] + [max(0.0, now.begin - old.end) for old, now in pairs]
+    return [0.0, *(max(0.0, now.begin - old.end) for old, now in pairs)]
 
 
 def _fitted(parts: dict[str, float], wall: float) -> dict[str, float]:

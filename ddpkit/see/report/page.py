@@ -231,7 +231,8 @@ def _is_thinned(drawn: Sequence[Drawn], points: int) -> bool:
 
 def _compared(runs: Sequence[RunReport]) -> dict[str, Any]:
     """Return what differs between runs, by what it is."""
-    results = [{name: words.number(value) for name, value in run.results().items()} for run in runs]
+    numbers = [run.results() for run in runs]
+    results = [{name: words.number(value) for name, value in found.items()} for found in numbers]
     tables = {
         "Results": differences(results),
         "Options": differences([run.options for run in runs]),

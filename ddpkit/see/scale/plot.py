@@ -18,6 +18,9 @@ INCHES = (10.0, 4.2)
 DPI = 150
 LEAST_SHARE = 0.005  # of the longest step: shorter phases of all sizes are no use in the legend
 MILLI = 1000.0
+# a label beside a point: its offset, and how it is aligned
+BELOW = ((8, -4), "left", "top")
+ABOVE = ((-8, 4), "right", "bottom")
 
 
 def draw(measurement: Measurement, rows: Sequence[Row], path: Path) -> None:
@@ -71,7 +74,7 @@ def _draw_speed_up(axes: Any, rows: Sequence[Row]) -> None:
         linewidth=1.2,
         label="ideal",
     )
-    ways = dict.fromkeys(row.slice.way for row in rows[1:]) or {base.slice.way: None}
+    ways = dict.fromkeys(row.slice.way for row in rows[1:] or [base])
     for number, way in enumerate(ways):
         points = [base, *(row for row in rows[1:] if row.slice.way == way)]
         _draw_way(
@@ -114,7 +117,7 @@ def _draw_way(
         text = f"{row.speed_up:.2f}x\n{100 * row.efficiency:.0f} %"
         place = (row.slice.size, row.speed_up)
         # Right below or left above a point: a rising line passes through neither.
-        offset, align, side = ((8, -4), "left", "top") if is_below else ((-8, 4), "right", "bottom")
+        offset, align, side = BELOW if is_below else ABOVE
         axes.annotate(
             text,
             place,

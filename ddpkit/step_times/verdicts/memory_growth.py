@@ -121,8 +121,10 @@ def growth_per_step(
     levels = np.stack([np.percentile(part, LOWER, axis=0) for part in parts])
     middles = [float(np.median(part)) for part in np.array_split(steps, PARTS)]
     rises = np.diff(levels, axis=0)
-    total = np.median(parts[-1], axis=0) - np.median(parts[0], axis=0)
-    is_even = (rises.min(axis=0) > 0) & (rises.min(axis=0) >= EVEN_RISE * rises.mean(axis=0))
+    begin, *_, end = (np.median(part, axis=0) for part in parts)
+    total = end - begin
+    least = rises.min(axis=0)
+    is_even = (least > 0) & (least >= EVEN_RISE * rises.mean(axis=0))
     is_much = total >= np.maximum(FEWEST_BYTES, share * levels[0])
     return np.where(
         is_even & is_much,

@@ -214,7 +214,8 @@ def _pairs(
             found = pair_seconds(place, pairs, times)
     except (RuntimeError, ValueError) as error:
         return Measured(error=_words(error))
-    return Measured(pairs=[[i, j, size, value] for (i, j), (size, value) in found.items()])
+    rows = [[*ranks, *measured] for ranks, measured in found.items()]
+    return Measured(pairs=rows)
 
 
 def _store(site: Site, name: str) -> Store:

@@ -78,8 +78,12 @@ def memory_info(site: Site) -> dict[str, int]:
 
     Ranks: local.
     """
-    lines = (line.split() for line in site.machine.read("proc/meminfo").splitlines())
-    return {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if len(words) > 1}
+    found = {}
+    for line in site.machine.read("proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if words := value.split():
+            found[name] = 1024 * int(words[0])  # kB, says the kernel, and means KiB
+    return found
 
 
 def own_bytes(site: Site) -> int:

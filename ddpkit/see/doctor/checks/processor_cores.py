@@ -14,6 +14,7 @@ from ddpkit.see.doctor.ranks import answering
 
 THREADS = "OMP_NUM_THREADS"
 OFTEN = 0.05  # a share of periods
+MOST_SHOWN = 4  # processes, of whose threads a finding tells
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def _cores(site: Site, share: Share) -> Finding:
 def _threads(site: Site, share: Share) -> Finding:
     total = sum(share.threads)
     each = max(1, int(share.usable) // share.processes)
-    shown = " + ".join(map(str, share.threads[:4])) + (" + ..." if share.processes > 4 else "")  # noqa: PLR2004
+    more = ["..."] if share.processes > MOST_SHOWN else []
+    shown = " + ".join([*map(str, share.threads[:MOST_SHOWN]), *more])
     given = site.machine.environ.get(THREADS)
     verdict = OK
     cost = ""

@@ -89,7 +89,8 @@ def _is_set(value: str) -> bool:
 
 
 def _is_no_number(value: str) -> bool:
-    return not all(word.strip().isdecimal() and int(word) > 0 for word in value.split(","))
+    words = [word.strip() for word in value.split(",")]
+    return not all(word.isdecimal() and int(word) > 0 for word in words)
 
 
 BY_HAND = "NCCL's own choice for this machine is switched off; often left over from another one"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -153,7 +153,12 @@ class Driver:
             version=plain.get("version"),
             cuda=None if cuda is None else (int(cuda[0]), int(cuda[1])),
             gpus=tuple(Gpu.from_plain(one) for one in plain.get("gpus", ())),
-            common=tuple((int(i), int(j), int(level)) for i, j, level in plain.get("common", ())),
-            peers=tuple((int(i), int(j), int(status)) for i, j, status in plain.get("peers", ())),
+            common=_triples(plain.get("common", ())),
+            peers=_triples(plain.get("peers", ())),
             problem=plain.get("problem"),
         )
+
+
+def _triples(rows: Iterable[Sequence[Any]]) -> tuple[tuple[int, int, int], ...]:
+    """Make triples of what was JSON: two GPUs, and what is known of them."""
+    return tuple((int(i), int(j), int(known)) for i, j, known in rows)

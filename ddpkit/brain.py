@@ -218,7 +218,7 @@ class Brain(_Typed):
         strategy = choose_strategy(
             options,
             accumulation,
-            decides_late=recipe.has_own_fit_batch,
+            has_own_fit_batch=recipe.has_own_fit_batch,
         )
         take_device(device)
         self.device_type = torch.device(device).type

@@ -35,7 +35,7 @@ from ddpkit.data import (
     default_seed,
     is_sharded,
     keep_states,
-    layers,
+    nested_samplers,
     plan_in,
     plan_of,
     require_loader_arguments,
@@ -348,7 +348,9 @@ def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
     says so.
     """
     deciding = sampler if batch_sampler is None else batch_sampler
-    return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
+    return any(
+        isinstance(one, DistributedSampler) or is_sharded(one) for one in nested_samplers(deciding)
+    )
 
 
 def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:

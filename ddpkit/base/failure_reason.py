@@ -114,9 +114,9 @@ class Reason:
             return self.words
         if not self.trace:
             return f"{self.who()} {self.text}"
-        return self.told("failed first")
+        return self.in_words("failed first")
 
-    def told(self, how: str) -> str:
+    def in_words(self, how: str) -> str:
         """Return one line with other words than "failed first"."""
         return f"{self.who()} {how}{self.where() and f', {self.where()}'}: {self.text}"
 

@@ -597,7 +597,7 @@ def _fault_without_manifest(path: Path, mode: VerifyMode) -> str | None:
 
 
 def read_text(path: Path, limit: int = MOST_TEXT) -> str:
-    """Read a small text file of a checkpoint; one that is none, or not small, is not opened.
+    """Read a text file of at most so many bytes; refuse pipes, devices and larger files.
 
     Args:
         path: the file.

@@ -3,12 +3,12 @@ from ddpkit.comm.agreement import (
     data_facts as data_facts,
     failures_of as failures_of,
     model_facts as model_facts,
+    on_every_rank as on_every_rank,
     optimizer_facts as optimizer_facts,
     option_facts as option_facts,
     recipe_facts as recipe_facts,
     require_agreement as require_agreement,
     software_facts as software_facts,
-    together as together,
 )
 from ddpkit.comm.late_ranks import (
     await_late as await_late,

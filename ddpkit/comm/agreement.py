@@ -364,13 +364,13 @@ def _values(groups: Mapping[str, list[int]]) -> str:
     return "; ".join(words) + ("; and more" if len(groups) > MOST_SHOWN else "")
 
 
-def own_place() -> str:
+def process_label() -> str:
     """Say where this process is, in the words of :func:`describe_differences`.
 
     Ranks: local.
 
     Example:
-        >>> own_place().endswith(f"(pid {os.getpid()})")
+        >>> process_label().endswith(f"(pid {os.getpid()})")
         True
     """
     return f"{host_name()} (pid {os.getpid()})"
@@ -418,7 +418,7 @@ def compare_over_store(
         >>> compare_over_store(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
     """
     end = time.monotonic() + seconds
-    store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), own_place()]))
+    store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), process_label()]))
     if rank == 0:
         found = [
             json.loads(_get(store, f"ddpkit/start/{other}", end, other))
@@ -449,7 +449,7 @@ def _get(
 
 
 def poll_until(end: float) -> Iterator[None]:
-    """Yield, with naps between that get longer, until a time has come; at least once.
+    """Poll with exponential back-off until the deadline; at least once.
 
     Args:
         end: as ``time.monotonic()`` counts.
@@ -472,7 +472,7 @@ def poll_until(end: float) -> Iterator[None]:
 # ----------------------------------------------------------------------- what all ranks do together
 
 
-def together(work: Callable[[], T]) -> T:
+def on_every_rank(work: Callable[[], T]) -> T:
     """Do something on every rank; if it fails on one, fail on all, naming the rank, before anybody
     waits for it.
 
@@ -489,7 +489,7 @@ def together(work: Callable[[], T]) -> T:
     Ranks: collective (over the store).
 
     Example:
-        >>> together(lambda: 3)
+        >>> on_every_rank(lambda: 3)
         3
     """
     values: list[T] = []
@@ -567,7 +567,7 @@ def require_agreement(
     values = exchange((_digest(facts), about), site)
     if len({digest for digest, _ in values}) > 1:
         everybody = exchange(
-            (dict(facts), own_place()),
+            (dict(facts), process_label()),
             None if site is None else (f"{site}, in detail"),
         )
         message = describe_differences(

@@ -335,7 +335,9 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
         vars(error)[AFTER] = first.rank
     # whose end reaches no excepthook, so that it is said here
     if multiprocessing.parent_process() is not None:
-        words = reason.summary() if first is None else reason.told(f"failed after {first.who()}")
+        words = (
+            reason.summary() if first is None else reason.in_words(f"failed after {first.who()}")
+        )
         logger.error("%s", words, main_process_only=False)
 
 
@@ -407,7 +409,7 @@ def _show(error: BaseException, previous: Callable[..., object]) -> None:
     )
     if report is None:
         _log(error)
-        _record_printed(error, own.told("failed"))
+        _record_printed(error, own.in_words("failed"))
         previous(type(error), error, error.__traceback__)
         return
     order = FailureOrder(report, own)
@@ -449,10 +451,10 @@ def _show_after(
     previous: Callable[..., object],
 ) -> None:
     _log(error, is_shown=False)
-    likeness = order.likeness()
+    likeness = order.compared_with_first()
     place = _written_traceback()
     words = _LIKENESS.get(likeness, f"another traceback ({place or 'above'})")
-    line = order.own.told(f"failed after {first.who()}, with {words}")
+    line = order.own.in_words(f"failed after {first.who()}, with {words}")
     _record_printed(error, line, is_first=False, is_known=likeness != OTHER)
     is_silent = likeness == SAME and order.is_read_beside_first()
     if is_silent and order.come_after(is_silent=True):

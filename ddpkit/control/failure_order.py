@@ -58,7 +58,7 @@ class FailureOrder:
         ... ]
         >>> for order in orders:
         ...     order.take_turn(None)
-        >>> orders[0].first is None, orders[1].first.rank, orders[1].likeness()
+        >>> orders[0].first is None, orders[1].first.rank, orders[1].compared_with_first()
         (True, 0, 'same')
     """
 
@@ -90,9 +90,9 @@ class FailureOrder:
 
     def summary(self) -> str:
         """Return one line: that this rank failed first; without the store nobody knows that."""
-        return self.own.told("failed") if self.report.store_is_lost else self.own.summary()
+        return self.own.in_words("failed") if self.report.store_is_lost else self.own.summary()
 
-    def likeness(self) -> str:
+    def compared_with_first(self) -> str:
         """Say how this failure is like the first.
 
         Returns:

@@ -216,7 +216,7 @@ class Heartbeat:
         inside = self.position.progress is not None
         return inside and (reason.is_final or reason.session == self.position.session)
 
-    def gone(self, rank: int, how: str) -> Reason:
+    def disappearance(self, rank: int, how: str) -> Reason:
         """Describe that a rank has disappeared.
 
         Args:
@@ -285,7 +285,7 @@ class Heartbeat:
         """Report that a rank has disappeared: as the first failure, unless there is one, and as
         departed.
         """
-        report.tell(self.gone(rank, how))
+        report.tell(self.disappearance(rank, how))
         report.depart(rank)
 
     def _read_others(self, store: Store) -> None:

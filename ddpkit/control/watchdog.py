@@ -163,7 +163,7 @@ class Watchdog:
                 "closed its connections and left no reason: it was killed (out of memory? a "
                 "signal?)"
             )
-            reason = heartbeat.gone(
+            reason = heartbeat.disappearance(
                 lost,
                 f"{how}, or its machine is down, or the network to it is cut",
             )
@@ -253,7 +253,7 @@ class Watchdog:
         if _launcher_keeps_store():
             text = f"the store on {self.store_place} is gone with the process that held it, {cut}."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
-        return self.heartbeat.gone(
+        return self.heartbeat.disappearance(
             0,
             f"was lost with the store on {self.store_place}, which it held, {cut}",
         )

@@ -1,12 +1,5 @@
 from ddpkit.data.batch_size_guess import guess_batch_size as guess_batch_size
 from ddpkit.data.dealt_batches import DealtBatchSampler as DealtBatchSampler
-from ddpkit.data.likeness import (
-    FEW_ITEMS as FEW_ITEMS,
-    MOST_ITEMS as MOST_ITEMS,
-    FirstItems as FirstItems,
-    require_alike as require_alike,
-    summarize as summarize,
-)
 from ddpkit.data.loader_arguments import require_loader_arguments as require_loader_arguments
 from ddpkit.data.loader_epoch import (
     set_epoch as set_epoch,
@@ -33,13 +26,20 @@ from ddpkit.data.plan import (
     CHUNK as CHUNK,
     Order as Order,
     SamplingPlan as SamplingPlan,
-    layers as layers,
+    nested_samplers as nested_samplers,
     require_positive as require_positive,
     set_epoch_inside as set_epoch_inside,
 )
 from ddpkit.data.planned_batches import PlannedBatchSampler as PlannedBatchSampler
 from ddpkit.data.rank_batches import RankBatchSampler as RankBatchSampler
 from ddpkit.data.repeats import count_repeats as count_repeats, index_number as index_number
+from ddpkit.data.sample_comparison import (
+    FEW_ITEMS as FEW_ITEMS,
+    MOST_ITEMS as MOST_ITEMS,
+    FirstItems as FirstItems,
+    require_alike as require_alike,
+    summarize as summarize,
+)
 from ddpkit.data.saveable_loader import (
     SaveableDataLoader as SaveableDataLoader,
 )

@@ -296,7 +296,7 @@ def part(size: int, parts: int, number: int) -> tuple[int, int]:
     return start, start + each + (1 if number < more else 0)
 
 
-def layers(sampler: Any) -> Iterator[Any]:
+def nested_samplers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler or a loader, the sampler inside it, and so on.
 
     Args:
@@ -307,7 +307,8 @@ def layers(sampler: Any) -> Iterator[Any]:
 
     Example:
         >>> from torch.utils.data import BatchSampler
-        >>> [type(one).__name__ for one in layers(BatchSampler(range(3), 2, drop_last=False))]
+        >>> outer = BatchSampler(range(3), 2, drop_last=False)
+        >>> [type(sampler).__name__ for sampler in nested_samplers(outer)]
         ['BatchSampler', 'range']
     """
     seen: set[int] = set()
@@ -337,7 +338,7 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
     Example:
         >>> set_epoch_inside([0, 1, 2], 3)
     """
-    for one in layers(sampler):
+    for one in nested_samplers(sampler):
         setter = getattr(one, "set_epoch", None)
         if setter is not None:
             setter(epoch)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ddpkit.data.plan import layers
+from ddpkit.data.plan import nested_samplers
 from ddpkit.errors import DataError
 from ddpkit.seed import mix_key, own_randomness
 
@@ -26,7 +26,7 @@ def draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     Ranks: local; every rank gets the same.
     """
     key = mix_key(seed, epoch, 0xDEA1)
-    generators = [getattr(one, "generator", None) for one in layers(sampler)]
+    generators = [getattr(one, "generator", None) for one in nested_samplers(sampler)]
     with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
         most = MOST_DRAWN
         with contextlib.suppress(TypeError, NotImplementedError):

@@ -16,15 +16,15 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpkit.control import start_loading
-from ddpkit.data.likeness import MOST_ITEMS, summarize
 from ddpkit.data.plan import part
+from ddpkit.data.sample_comparison import MOST_ITEMS, summarize
 from ddpkit.data.stream_position import READ, Reading, Source, one_by_one, tell_epoch
 from ddpkit.seed import mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpkit.data.likeness import FirstItems, Summary
+    from ddpkit.data.sample_comparison import FirstItems, Summary
     from ddpkit.data.sharding import Sharding
 
 

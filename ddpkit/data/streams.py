@@ -24,7 +24,7 @@ from ddpkit.seed import mix, mix_key, own_randomness
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpkit.data.likeness import FirstItems
+    from ddpkit.data.sample_comparison import FirstItems
     from ddpkit.data.sharding import Sharding
 
 

@@ -670,7 +670,7 @@ class CheckpointPolicy:
         """
         self._has_saved = True
         self.context.progress.resolve_pending()  # the checkpoint counts it
-        if self.context.strategy.is_apart:
+        if self.context.strategy.weights_differ:
             raise CheckpointError(APART)
         self.train_step.end_window()  # an own fit_batch saves after its steps
         ema = self.train_step.ema

@@ -6,7 +6,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.compat import shuffle_digest
-from ddpkit.data import PlannedBatchSampler, RankBatchSampler, StreamShard, layers
+from ddpkit.data import PlannedBatchSampler, RankBatchSampler, StreamShard, nested_samplers
 from ddpkit.dataloader import LoopedLoader, plan_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def order_of(loader: Any) -> dict[str, str | int]:
     if isinstance(plan, RankBatchSampler):
         samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
         return {
-            "order": _names(layers(plan.source)),
+            "order": _names(nested_samplers(plan.source)),
             "drop_last": bool(plan.drop_last),
             **samples,
         }

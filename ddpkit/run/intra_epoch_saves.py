@@ -51,7 +51,7 @@ class IntraEpochSaves:
         """Stop or save if any rank has been asked to, or save if the main process's clock says
         so.
         """
-        self._put_off = report if self.context.strategy.is_apart else None
+        self._put_off = report if self.context.strategy.weights_differ else None
         if report.stop and not self._is_pending():
             self.stop.stop_training(
                 report.stop, is_saved=self.last_step == self.context.progress.step
@@ -90,7 +90,7 @@ class IntraEpochSaves:
         between ranks.
         """
         progress = self.context.progress
-        return progress.window.pending(progress.step) > 0 or self.context.strategy.is_apart
+        return progress.window.pending(progress.step) > 0 or self.context.strategy.weights_differ
 
     def _start_anew(self) -> None:
         self.last_time, self.last_step = time.monotonic(), self.context.progress.step

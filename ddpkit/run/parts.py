@@ -117,7 +117,7 @@ class Run:
         with usage_errors():
             options.check()
             if not self.is_wrapped:
-                check_strategy(options, decides_late=context.recipe.has_own_fit_batch)
+                check_strategy(options, has_own_fit_batch=context.recipe.has_own_fit_batch)
                 require_module_keys(context.modules, options)
 
     def plan_steps(

@@ -42,13 +42,13 @@ from ddpkit.comm import (
     call_path,
     data_facts,
     model_facts,
+    on_every_rank,
     optimizer_facts,
     option_facts,
     outside_frame,
     recipe_facts,
     require_agreement,
     software_facts,
-    together,
 )
 from ddpkit.control import failure_notice
 from ddpkit.distributed import (
@@ -282,7 +282,7 @@ class Preflight:
             make: makes it.
             inputs: for ``make``.
         """
-        return make(*inputs) if get_world_size() == 1 else together(lambda: make(*inputs))
+        return make(*inputs) if get_world_size() == 1 else on_every_rank(lambda: make(*inputs))
 
     def report_training(
         self,
@@ -322,7 +322,7 @@ class Preflight:
         # on the number of processes, whatever the size
         depends = self.context.strategy.averages_weights
         optimizers = self.train_step.named_optimizers()
-        told = self.context.strategy.start_rows(self.context.modules)
+        told = self.context.strategy.startup_rows(self.context.modules)
         first = {
             "strategy": told["strategy"],
             "batch": batch_row(sizes, batch_size, global_batch_size),

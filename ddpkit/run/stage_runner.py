@@ -426,7 +426,7 @@ class StageRunner:
             whole_batches=getattr(loader, "batch_size", None) is None,
             start_sum=start_sum_over_ranks,
             size_of=size_of(loader),
-            uneven=strategy.noting_use,
+            uneven=strategy.recording_use,
             **known,
         )
 

@@ -51,8 +51,9 @@ class Strategy:
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
             under :meth:`no_sync` before :meth:`finish_gradients`.
         averages_weights: whether :meth:`after_window` must be called.
-        steps_alone: whether the next optimizer step is made with this rank's own gradients.
-        is_apart: whether the ranks' weights differ until the next average: a checkpoint must wait.
+        steps_locally: whether the next optimizer step is made with this rank's own gradients.
+        weights_differ: whether the ranks' weights differ until the next average: a checkpoint must
+            wait.
         timer: measures steps; or None.
 
     Ranks: local.
@@ -71,7 +72,7 @@ class Strategy:
     divides = False
     roots: Sequence[Any] = ()
     unrepeatable = ""
-    averages_weights = steps_alone = is_apart = False
+    averages_weights = steps_locally = weights_differ = False
     timer: StepTimer | None = None
 
     def wrap(self, modules: nn.ModuleDict) -> None:
@@ -158,7 +159,7 @@ class Strategy:
         is time.
         """
 
-    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+    def recording_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that does not count on all ranks: what only others use
         has no gradient.
         """
@@ -169,7 +170,7 @@ class Strategy:
         differ.
         """
 
-    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows for the start-up block: ``strategy``, and what is not computed as in one
         process.
         """
@@ -256,7 +257,7 @@ class Strategy:
 
 
 @contextlib.contextmanager
-def hooked(handles: list[Any]) -> Iterator[None]:
+def removing_hooks(handles: list[Any]) -> Iterator[None]:
     """Return a context at whose end hooks are removed.
 
     Args:
@@ -266,7 +267,7 @@ def hooked(handles: list[Any]) -> Iterator[None]:
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
-        >>> with hooked([weight.register_hook(torch.zeros_like)]):
+        >>> with removing_hooks([weight.register_hook(torch.zeros_like)]):
         ...     weight.sum().backward()
         >>> weight.grad
         tensor([0.])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _ROUNDED = {"check_parity": "it would compare gradients that were rounded"}
-_WAY = "each is a way of its own"
+_WAY = "choose one of them"
 _SWITCHES = ("gradient_as_bucket_view", "broadcast_buffers")  # given where they are off, too
 _OF_DDP = (
     "ddp_comm_hook",
@@ -93,7 +93,7 @@ def choose_strategy(
     options: RunOptions,
     accumulation: Accumulation | None = None,
     *,
-    decides_late: bool = False,
+    has_own_fit_batch: bool = False,
 ) -> Strategy:
     """Choose the strategy from the launch and the options.
 
@@ -101,7 +101,7 @@ def choose_strategy(
         options: of the run.
         accumulation: of the run, for strategies that ask how many batches make a step; None: as
             the options say.
-        decides_late: whether the recipe has its own ``fit_batch``.
+        has_own_fit_batch: whether the recipe has its own ``fit_batch``.
 
     Raises:
         ConfigError: the options cannot work together, or on so many processes.
@@ -114,11 +114,11 @@ def choose_strategy(
         6
     """
     _warn_of_unused(options)
-    check_strategy(options, decides_late=decides_late)
+    check_strategy(options, has_own_fit_batch=has_own_fit_batch)
     if options.virtual_ranks is not None:
         from ddpkit.strategies.virtual_ranks import VirtualRanks
 
-        return VirtualRanks(str(options.device), options.virtual_ranks, is_strict=decides_late)
+        return VirtualRanks(str(options.device), options.virtual_ranks, is_strict=has_own_fit_batch)
     if options.data_parallel_backend:
         from ddpkit.strategies.data_parallel import DataParallel
 
@@ -136,15 +136,15 @@ def choose_strategy(
     if options.ddp_comm_hook == "post_local_sgd":
         return LocalSGD(options, accumulation)
     kind = Zero1 if options.strategy == "zero1" else DDP
-    return kind(options, accumulation, decides_late=decides_late)
+    return kind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
 
 
-def check_strategy(options: RunOptions, *, decides_late: bool = False) -> None:
+def check_strategy(options: RunOptions, *, has_own_fit_batch: bool = False) -> None:
     """Refuse options that cannot work together, or on so many processes.
 
     Args:
         options: of the run.
-        decides_late: whether the recipe has its own ``fit_batch``.
+        has_own_fit_batch: whether the recipe has its own ``fit_batch``.
 
     Raises:
         ConfigError: naming the options.
@@ -158,7 +158,7 @@ def check_strategy(options: RunOptions, *, decides_late: bool = False) -> None:
         ddpkit.errors.ConfigError: evaluate_ema needs --ema_decay: it evaluates averaged weights.
     """
     _refuse_number(options)
-    _refuse_pairs(options, decides_late=decides_late)
+    _refuse_pairs(options, has_own_fit_batch=has_own_fit_batch)
 
 
 def make_strategy(device: str) -> Strategy:
@@ -224,7 +224,7 @@ def _refuse_number(options: RunOptions) -> None:
         )
 
 
-def _refuse_pairs(options: RunOptions, *, decides_late: bool) -> None:
+def _refuse_pairs(options: RunOptions, *, has_own_fit_batch: bool) -> None:
     """Refuse options that do not go with others, with a group of processes, or with a ``fit_batch``
     of the recipe.
     """
@@ -234,7 +234,7 @@ def _refuse_pairs(options: RunOptions, *, decides_late: bool) -> None:
             options,
             {"data_parallel_backend": ("it is for one process")},
         )
-    if decides_late:
+    if has_own_fit_batch:
         refuse_with("a fit_batch of the recipe", options, NOT_WITH_FIT_BATCH)
     for chosen, reasons in NOT_WITH.items():
         if all(is_given(options, one) for one in chosen.split()):

@@ -98,7 +98,7 @@ class DataParallel(Strategy):
             )
         self.device = device
 
-    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own
         rows.
         """

@@ -23,7 +23,7 @@ from ddpkit.device import widest_float
 from ddpkit.errors import BatchError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, batch_norms, has_moving_buffers
 from ddpkit.strategies.batch_outputs import has_batch_statistics
 from ddpkit.strategies.comm_hooks import hook_of
@@ -81,8 +81,8 @@ class DDP(Strategy):
     Args:
         options: of the run, with the device of this rank.
         accumulation: of the run; None: as the options say.
-        decides_late: a backward pass is told whether to average, whatever the forward pass before
-            it expected: for a ``fit_batch`` that does not say so before (see
+        has_own_fit_batch: whether the recipe has its own ``fit_batch``: a backward pass is then
+            told whether to average, whatever the forward pass before it expected (see
             :meth:`backward_pass`).
 
     Ranks: collective.
@@ -102,12 +102,12 @@ class DDP(Strategy):
         options: RunOptions,
         accumulation: Accumulation | None = None,
         *,
-        decides_late: bool = False,
+        has_own_fit_batch: bool = False,
     ) -> None:
         self.device = str(options.device)
         self.options = options
         self.accumulation = accumulation or Accumulation(options)
-        self.decides_late = decides_late
+        self.has_own_fit_batch = has_own_fit_batch
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
@@ -148,7 +148,7 @@ class DDP(Strategy):
                 wrapped.gradient_reduction.entry = name
                 wrapped.gradient_reduction.clock = self._clock
                 watched = (
-                    self.decides_late
+                    self.has_own_fit_batch
                     or self.options.static_graph
                     or self.options.find_unused_parameters
                 )
@@ -273,7 +273,7 @@ class DDP(Strategy):
         for reduction in watched:
             reduction.defers = defers
         try:
-            with hooked([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
+            with removing_hooks([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
                 yield
             for reduction in watched:
                 reduction.after_backward()
@@ -286,7 +286,7 @@ class DDP(Strategy):
         # In the last batch of a window DDP does not know what those before have used, unless
         # no_sync was around them.
         differ = self.options.find_unused_parameters and self.accumulation.factor > 1
-        return not closes or (differ and self.decides_late)
+        return not closes or (differ and self.has_own_fit_batch)
 
     def without_backward(
         self,
@@ -348,7 +348,7 @@ class DDP(Strategy):
             for module in self.wrapped
             if module.require_backward_grad_sync and not module.gradient_reduction.held
         ]
-        is_known = len(sending) == 1 or not self.decides_late
+        is_known = len(sending) == 1 or not self.has_own_fit_batch
         # in each backward pass that the forward pass has armed
         sends_use = self.options.find_unused_parameters
         if sending and sends_use and not closes and not is_known:
@@ -453,7 +453,7 @@ class DDP(Strategy):
             if not number:
                 parameter.grad = None
 
-    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+    def recording_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that counts on some ranks only.
 
         A batch that counts nothing gives gradients of zero. A parameter that only such batches use
@@ -477,7 +477,7 @@ class DDP(Strategy):
             if parameter.grad is not None:
                 used.add(id(parameter))
 
-        return hooked([one.register_post_accumulate_grad_hook(note) for one in trained])
+        return removing_hooks([one.register_post_accumulate_grad_hook(note) for one in trained])
 
     def _parameters(self) -> list[nn.Parameter]:
         return [
@@ -567,7 +567,7 @@ class DDP(Strategy):
                 for buffer in part.buffers(recurse=False):
                     torch.distributed.broadcast(buffer, src=0)
 
-    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on what each process holds, on batch statistics, and on how gradients
         travel.
         """
@@ -596,10 +596,12 @@ class DDP(Strategy):
             "bucket_cap_mb": given.bucket_cap_mb,
             # A recipe's fit_batch may keep a gradient; a view is overwritten by the next backward
             # pass.
-            "gradient_as_bucket_view": _or(given.gradient_as_bucket_view, not self.decides_late),
-            buffers: _or(given.broadcast_buffers, has_moving_buffers(module)),
+            "gradient_as_bucket_view": _or_default(
+                given.gradient_as_bucket_view, not self.has_own_fit_batch
+            ),
+            buffers: _or_default(given.broadcast_buffers, has_moving_buffers(module)),
         }
 
 
-def _or(given: bool | None, default: bool) -> bool:
+def _or_default(given: bool | None, default: bool) -> bool:
     return default if given is None else given

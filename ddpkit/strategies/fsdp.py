@@ -27,7 +27,7 @@ from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, has_moving_buffers
 from ddpkit.strategies.entries import broadcast_from_main, refuse_shared_parameters, refuse_wrapped
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
@@ -221,7 +221,7 @@ class FSDP(Strategy):
                 )
         return blocks
 
-    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the blocks, and on batch statistics."""
         holds = (
             f"fsdp: each process holds 1/{get_world_size()} of the weights, in "
@@ -335,7 +335,7 @@ class FSDP(Strategy):
             [] if counts else [one for one in self._gathered.values() if one.requires_grad]
         )
         return (
-            hooked([one.register_hook(torch.zeros_like) for one in trained])
+            removing_hooks([one.register_hook(torch.zeros_like) for one in trained])
             if trained
             else NO_CONTEXT
         )

@@ -58,8 +58,8 @@ class LocalSGD(DDP):
         options: of the run.
 
     Attributes:
-        steps_alone: whether the next optimizer step is made with this rank's own gradients.
-        is_apart: whether a step was made so since the last average.
+        steps_locally: whether the next optimizer step is made with this rank's own gradients.
+        weights_differ: whether a step was made so since the last average.
 
     Ranks: collective.
 
@@ -114,21 +114,21 @@ class LocalSGD(DDP):
     ) -> Any:
         """Note, as a pass begins, how many steps there have been. The ranks are the same."""
         self._progress = progress
-        self.is_apart = False
+        self.weights_differ = False
         self._close_orders()
         self._choose_phase()
         return super().feed(feed, progress, seed)
 
     def _choose_phase(self) -> None:
         """Switch DDP's averaging of the next step's gradients on or off."""
-        self.steps_alone = self._progress.optimizer_step >= self.start
+        self.steps_locally = self._progress.optimizer_step >= self.start
         for module in self.wrapped:
-            module.require_backward_grad_sync = not self.steps_alone
+            module.require_backward_grad_sync = not self.steps_locally
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Finish gradients as DDP does; those of a rank alone stay as they are."""
-        if self.steps_alone:
-            self.is_apart = True
+        if self.steps_locally:
+            self.weights_differ = True
             if self._zeros.versions:
                 self._zeros.drop_own()
         else:
@@ -138,24 +138,24 @@ class LocalSGD(DDP):
         """Average if it is time, by the optimizer steps of the run: then a resume does not move
         it.
         """
-        if self.is_apart and (self._progress.optimizer_step - self.start) % self.period == 0:
+        if self.weights_differ and (self._progress.optimizer_step - self.start) % self.period == 0:
             self._average(modules)
         self._choose_phase()
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
         """Average at the end of an epoch, whatever the period."""
-        if self.is_apart:
+        if self.weights_differ:
             self._average(modules)
         super().end_pass(modules)
 
-    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows as of DDP, and on how long gradients are averaged."""
         told = (
             f"each process's own after {self.start} optimizer steps; weights averaged every "
             f"{self.period} steps"
         )
         return {
-            **super().start_rows(modules),
+            **super().startup_rows(modules),
             "gradients": (f"{told} (--ddp_comm_hook=post_local_sgd)"),
         }
 
@@ -177,7 +177,7 @@ class LocalSGD(DDP):
         if largest != -smallest:
             raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
         _average_over_ranks(itertools.chain(*parts), torch.device(self.device))
-        self.is_apart = False
+        self.weights_differ = False
         progress.require_patience("on the rank with the most", self.options["nonfinite_patience"])
 
     def _parts(self, modules: nn.ModuleDict) -> Iterator[list[torch.Tensor]]:

@@ -131,7 +131,7 @@ class VirtualRanks(Strategy):
                 broadcast_from_main(module, self.device)
         self.follow(modules)
 
-    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the shards, and on batch statistics, which each shard takes from its own
         rows.
         """

@@ -277,9 +277,9 @@ class Zero1(DDP):
         options: RunOptions,
         accumulation: Accumulation | None = None,
         *,
-        decides_late: bool = False,
+        has_own_fit_batch: bool = False,
     ) -> None:
-        super().__init__(options, accumulation, decides_late=decides_late)
+        super().__init__(options, accumulation, has_own_fit_batch=has_own_fit_batch)
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 

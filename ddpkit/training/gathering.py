@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import kind_of, map_values, reads_device
-from ddpkit.data import StreamShard, is_sharded, layers
+from ddpkit.data import StreamShard, is_sharded, nested_samplers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
@@ -55,7 +55,9 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
         return dataset.world_size > 1 or is_sharded(dataset.whole)
     if is_sharded(inner) or is_sharded(dataset):
         return True
-    parts = [one.num_replicas for one in layers(inner) if isinstance(one, DistributedSampler)]
+    parts = [
+        one.num_replicas for one in nested_samplers(inner) if isinstance(one, DistributedSampler)
+    ]
     return max(parts) > 1 if parts else unknown
 
 
@@ -414,7 +416,7 @@ def _check_seen(seen: Seen) -> None:
             "gather cannot know which samples the batches held: the loader was made with "
             "in_order=False. Leave it out."
         )
-    foreign = any(isinstance(one, DistributedSampler) for one in layers(seen.loader))
+    foreign = any(isinstance(one, DistributedSampler) for one in nested_samplers(seen.loader))
     is_looped = seen.stage is Stage.TRAIN and seen.of_stream is None
     if seen.divided and not seen.is_known and (is_looped or foreign):
         repeats = "is divided by a DistributedSampler, which repeats samples"

@@ -7,7 +7,14 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.comm import require_agreement
-from ddpkit.data import FEW_ITEMS, MOST_ITEMS, StreamLoader, layers, require_alike, selection_facts
+from ddpkit.data import (
+    FEW_ITEMS,
+    MOST_ITEMS,
+    StreamLoader,
+    nested_samplers,
+    require_alike,
+    selection_facts,
+)
 from ddpkit.dataloader import LoopedLoader, plan_of, spread_samples
 from ddpkit.distributed import get_world_size
 from ddpkit.training.passed_through import PassedThrough
@@ -58,7 +65,7 @@ def selected_facts(name: str, loader: Any) -> dict[str, str]:
         return {}
     facts = selection_facts(name, inner.dataset)
     if plan.world_size > 1 and not isinstance(plan.source, int):
-        for sampler in layers(plan.source):
+        for sampler in nested_samplers(plan.source):
             facts |= selection_facts(name, sampler)
     return facts
 

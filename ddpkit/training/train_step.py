@@ -398,7 +398,7 @@ class TrainStep:
             scaler,
             multiplier,
             updates=updates,
-            alone=self.context.strategy.steps_alone,
+            alone=self.context.strategy.steps_locally,
         )
         if progress.window.closes:
             progress.window_end = progress.step
@@ -502,7 +502,7 @@ class TrainStep:
         It is resolved at once where something follows each step.
         """
         progress = self.context.progress
-        if self.context.strategy.steps_alone:
+        if self.context.strategy.steps_locally:
             return False
         pending = optim.take_late_step(
             optimizers, self.context.options["max_grad_norm"], multiplier

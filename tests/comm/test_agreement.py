@@ -16,10 +16,10 @@ from ddpkit.comm import agreement
 from ddpkit.comm.agreement import (
     data_facts,
     model_facts,
+    on_every_rank,
     optimizer_facts,
     option_facts,
     require_agreement,
-    together,
 )
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.errors import DataError, RankFailedError, RankMismatchError
@@ -193,14 +193,14 @@ def test_all_ranks_raise_the_same(monkeypatch):
 
 def test_together_everybody_works_or_everybody_fails(monkeypatch):
     ranks = Ranks(3, monkeypatch)
-    assert ranks.run(lambda rank: together(lambda: rank * 10)) == [0, 10, 20]
+    assert ranks.run(lambda rank: on_every_rank(lambda: rank * 10)) == [0, 10, 20]
 
     def work(rank):
         if rank:
             raise FileNotFoundError(f"data of {rank}")
         return rank
 
-    results = ranks.run(lambda rank: together(lambda: work(rank)))
+    results = ranks.run(lambda rank: on_every_rank(lambda: work(rank)))
     assert [type(result) for result in results] == [
         RankFailedError,
         FileNotFoundError,
@@ -220,7 +220,7 @@ def test_a_failure_without_words_is_one(monkeypatch):
         if rank:
             raise DataError
 
-    results = ranks.run(lambda rank: together(lambda: work(rank)))
+    results = ranks.run(lambda rank: on_every_rank(lambda: work(rank)))
     assert [type(result) for result in results] == [RankFailedError, DataError]
     assert str(results[0]).endswith("rank 1: ddpkit.errors.DataError")
 
@@ -234,4 +234,4 @@ def test_an_interrupt_is_not_held_back(monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        together(interrupted)
+        on_every_rank(interrupted)

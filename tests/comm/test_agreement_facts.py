@@ -23,7 +23,7 @@ from ddpkit.comm.agreement import (
     describe_differences,
     file_digest,
     model_facts,
-    own_place,
+    process_label,
     recipe_facts,
     software_facts,
 )
@@ -246,7 +246,7 @@ def test_every_rank_raises_the_same(store, odd):
     assert [type(error) for error in errors] == [RankMismatchError] * 3
     assert len(set(map(str, errors))) == 1
     assert f"2.12 on rank {odd}" in str(errors[0])
-    assert f"rank {odd} is on {own_place()}" in str(errors[0])
+    assert f"rank {odd} is on {process_label()}" in str(errors[0])
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])

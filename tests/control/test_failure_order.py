@@ -94,7 +94,7 @@ def test_how_a_failure_is_like_the_first(store, theirs, own, likeness):
     other = order(store, 1, raised(own))
     first.take_turn(None)
     other.take_turn(None)
-    assert other.likeness() == likeness
+    assert other.compared_with_first() == likeness
 
 
 def test_another_way_through_the_code_is_another_failure(store):
@@ -102,14 +102,14 @@ def test_another_way_through_the_code_is_another_failure(store):
     other = order(store, 1, raised(ValueError("boom"), 2))
     first.take_turn(None)
     other.take_turn(None)
-    assert other.likeness() == "other"
+    assert other.compared_with_first() == "other"
 
 
 def test_beside_a_rank_that_was_lost_a_failure_is_shown_whole(store):
     FailureReport(store, 0, 2).tell(Reason(0, "disappeared: it was killed.", is_final=True))
     other = order(store, 1)
     other.take_turn(None)
-    assert other.likeness() == "other"
+    assert other.compared_with_first() == "other"
 
 
 def together(first, others):

@@ -852,4 +852,4 @@ def test_where_a_lost_rank_was(clock, store, here, there, says):
     here, there = (RankStatus(stage=a, epoch=b, step=c, beats=1) for a, b, c in (here, there))
     one.position.own_status = lambda *_, **__: here
     one.heartbeat.latest[1] = there
-    assert one.heartbeat.gone(1, "was killed").text.startswith(says)
+    assert one.heartbeat.disappearance(1, "was killed").text.startswith(says)

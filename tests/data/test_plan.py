@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from ddpkit.data import sampler_drawing
 from ddpkit.data.dealt_batches import DealtBatchSampler
-from ddpkit.data.plan import CHUNK, SMALL, Order, SamplingPlan, layers
+from ddpkit.data.plan import CHUNK, SMALL, Order, SamplingPlan, nested_samplers
 from ddpkit.data.planned_batches import PlannedBatchSampler
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import ConcatDatasetBatchSampler
@@ -553,7 +553,7 @@ def test_set_epoch_reaches_inner_samplers_once(names):
         sampler.set_epoch(5)
         assert innermost.told == [5]
     setattr(outer, names[-1], outer)  # a sampler that holds itself
-    assert [id(one) for one in layers(outer)] == [id(outer)]
+    assert [id(one) for one in nested_samplers(outer)] == [id(outer)]
 
 
 def test_nothing_to_draw():
@@ -576,7 +576,9 @@ def test_samplers_inside_a_sampler_of_several_are_found():
     generators = [torch.Generator(), torch.Generator()]
     inner = [RandomSampler(range(4), generator=generator) for generator in generators]
     outer = ConcatDatasetBatchSampler(inner, [1, 2])
-    assert [one.generator for one in layers(outer) if isinstance(one, RandomSampler)] == generators
+    assert [
+        one.generator for one in nested_samplers(outer) if isinstance(one, RandomSampler)
+    ] == generators
     before = [generator.get_state() for generator in generators]
     dealt = DealtBatchSampler(outer, 0, 1, seed=3)
     assert list(dealt) == list(DealtBatchSampler(outer, 0, 1, seed=3))

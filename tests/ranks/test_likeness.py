@@ -124,7 +124,7 @@ def train_on(kind, num_workers, stage):
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = logging.getLogger("ddpkit.data.likeness")
+    logger = logging.getLogger("ddpkit.data.sample_comparison")
     logger.addHandler(handler)
     try:
         brain = make(Seen, net=torch.nn.Linear(1, 1).double(), shard_evaluation=True)

@@ -78,7 +78,7 @@ def test_a_rank_with_another_model(ranks, world, odd):
         ("(1, 4) torch.float32 trained on ") + one,
     )
     assert (
-        f"rank {odd} is on {agreement.own_place().split(' ', maxsplit=1)[0]} (pid "
+        f"rank {odd} is on {agreement.process_label().split(' ', maxsplit=1)[0]} (pid "
         in outcomes[0].error
     )
 
@@ -367,7 +367,7 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     assert [line.partition(":")[0] for line in rest[1:]] == [
         ("A checkpointer was given and fit has saved nothing")
     ]
-    host = agreement.own_place().split()[0]
+    host = agreement.process_label().split()[0]
     assert {name: row for name, row in found["Training"].items() if name != "versions"} == {
         "launcher": f"torchrun, 2 processes on {host}",
         "devices": "2 x cpu (1 thread), backend gloo",
@@ -576,7 +576,8 @@ def test_two_versions_of_a_recipe(tmp_path, what, when, line):
         assert f"{line}" in tail
         assert " on rank 0; " in tail
         assert (
-            f"rank 0 is on {agreement.own_place().split()[0]} (pid {runs[0].process.pid})" in tail
+            f"rank 0 is on {agreement.process_label().split()[0]} (pid {runs[0].process.pid})"
+            in tail
         )
         assert tail.endswith(
             "Start every rank with the same script, the same command line and the same data."

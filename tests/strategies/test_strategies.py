@@ -111,7 +111,7 @@ def test_one_process_needs_no_strategy(name):
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1"])
 def test_strategies_that_do_not_go_with_others(name):
     for option, value in {"virtual_ranks": 4, "data_parallel_backend": True}.items():
-        assert f"{option} does not work with strategy={name}: each is" in refused(
+        assert f"{option} does not work with strategy={name}: choose one of them" in refused(
             strategy=name,
             **{option: value},
         )
@@ -641,7 +641,7 @@ def test_a_backward_pass_decides_whether_to_average_also_in_a_copy(group, monkey
         "all_reduce",
         lambda *a, **k: averaged.append(1) or real(*a, **k),
     )
-    strategy = DDP(RunOptions(device="cpu"), decides_late=True)
+    strategy = DDP(RunOptions(device="cpu"), has_own_fit_batch=True)
     modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
     strategy.wrap(modules)
     other = DDP(RunOptions(device="cpu"))

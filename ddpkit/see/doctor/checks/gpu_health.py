@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.gpus.driver import Gpu
-from ddpkit.see.doctor.gpus.told import Row, Rule, told
+from ddpkit.see.doctor.gpus.rule_finding import Row, Rule, finding_of
 
 # Why clocks are lower than they could be. Source: nvml.h, nvmlClocksEventReason...
 SLOWED = {
@@ -79,7 +79,7 @@ def lost(gpus: Sequence[Gpu]) -> Finding | None:
     rows = [
         Row(gpu, PROBLEM, gpu.unanswered["handle"]) for gpu in gpus if "handle" in gpu.unanswered
     ]
-    return told(LOST, rows) if rows else None
+    return finding_of(LOST, rows) if rows else None
 
 
 def memory_errors(gpus: Sequence[Gpu]) -> Finding | None:
@@ -90,7 +90,7 @@ def memory_errors(gpus: Sequence[Gpu]) -> Finding | None:
     rows = [
         _errors_row(gpu) for gpu in gpus if gpu.ecc is not None or gpu.remapping_failed is not None
     ]
-    return told(ECC, rows) if rows else None
+    return finding_of(ECC, rows) if rows else None
 
 
 def _errors_row(gpu: Gpu) -> Row:
@@ -131,7 +131,7 @@ def slowdown(gpus: Sequence[Gpu], *, is_loaded: bool) -> Finding | None:
     rows = [
         _clocks_row(gpu, is_loaded=is_loaded) for gpu in gpus if gpu.throttle_reasons is not None
     ]
-    return told(SLOWDOWN, rows) if rows else None
+    return finding_of(SLOWDOWN, rows) if rows else None
 
 
 def _clocks_row(gpu: Gpu, *, is_loaded: bool) -> Row:
@@ -163,7 +163,7 @@ def temperature(gpus: Sequence[Gpu]) -> Finding | None:
         verdict = PROBLEM if left <= 0 else LOOK if left <= NEAR_DEGREES else OK
         words = f"{gpu.temperature} C, slows down at {gpu.slowdown_temperature} C"
         rows.append(Row(gpu, verdict, words))
-    return told(HEAT, rows) if rows else None
+    return finding_of(HEAT, rows) if rows else None
 
 
 def power_limit(gpus: Sequence[Gpu]) -> Finding | None:
@@ -180,4 +180,4 @@ def power_limit(gpus: Sequence[Gpu]) -> Finding | None:
         for gpu in gpus
         if gpu.power_limit and gpu.power_default_limit
     ]
-    return told(POWER, rows) if rows else None
+    return finding_of(POWER, rows) if rows else None

@@ -8,7 +8,7 @@ from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.gpus.by_torch import ByTorch
 from ddpkit.see.doctor.gpus.driver import TOPOLOGY, Driver, Gpu
 from ddpkit.see.doctor.gpus.load import Busy
-from ddpkit.see.doctor.gpus.told import Row, Rule, told
+from ddpkit.see.doctor.gpus.rule_finding import Row, Rule, finding_of
 
 # Bytes per second of a lane, in one direction, after encoding.
 # Source: PCI Express Base Specification: 2.5 to 64 GT/s; 8b/10b, from 8 GT/s on 128b/130b.
@@ -64,7 +64,7 @@ def pcie(gpus: Sequence[Gpu], *, is_loaded: bool) -> Finding | None:
     rows = [
         _pcie_row(gpu, is_loaded=is_loaded) for gpu in gpus if gpu.pcie_width and gpu.pcie_max_width
     ]
-    return told(PCIE, rows) if rows else None
+    return finding_of(PCIE, rows) if rows else None
 
 
 def _pcie_row(gpu: Gpu, *, is_loaded: bool) -> Row:
@@ -101,7 +101,7 @@ def replays(gpus: Sequence[Gpu]) -> Finding | None:
         for gpu in gpus
         if gpu.pcie_replays is not None
     ]
-    return told(REPLAYS, rows) if rows else None
+    return finding_of(REPLAYS, rows) if rows else None
 
 
 def copies(gpus: Sequence[Gpu], done: Sequence[Busy]) -> Finding | None:
@@ -137,7 +137,7 @@ def copies(gpus: Sequence[Gpu], done: Sequence[Busy]) -> Finding | None:
             "is virtual."
         ),
     )
-    return told(rule, rows) if rows else None
+    return finding_of(rule, rows) if rows else None
 
 
 def nvlinks(gpus: Sequence[Gpu]) -> Finding | None:
@@ -149,7 +149,7 @@ def nvlinks(gpus: Sequence[Gpu]) -> Finding | None:
     Ranks: local.
     """
     rows = [_nvlink_row(gpu, len(gpus)) for gpu in gpus if gpu.links]
-    return told(NVLINK, rows) if rows else None
+    return finding_of(NVLINK, rows) if rows else None
 
 
 def _nvlink_row(gpu: Gpu, count: int) -> Row:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.gpus.driver import Gpu
-from ddpkit.see.doctor.gpus.told import Row, Rule, told
+from ddpkit.see.doctor.gpus.rule_finding import Row, Rule, finding_of
 
 # Source: nvml.h, nvmlComputeMode_t.
 SHARED = 0
@@ -53,7 +53,7 @@ def persistence(gpus: Sequence[Gpu]) -> Finding | None:
         for gpu in gpus
         if gpu.persistence is not None
     ]
-    return told(PERSISTENCE, rows) if rows else None
+    return finding_of(PERSISTENCE, rows) if rows else None
 
 
 def compute_mode(gpus: Sequence[Gpu]) -> Finding | None:
@@ -62,7 +62,7 @@ def compute_mode(gpus: Sequence[Gpu]) -> Finding | None:
     Ranks: local.
     """
     rows = [_compute_row(gpu) for gpu in gpus if gpu.compute_mode is not None]
-    return told(COMPUTE, rows) if rows else None
+    return finding_of(COMPUTE, rows) if rows else None
 
 
 def _compute_row(gpu: Gpu) -> Row:
@@ -91,4 +91,4 @@ def mig(gpus: Sequence[Gpu], processes: int) -> Finding | None:
         rows.append(
             Row(gpu, verdict, f"on, {parts or 'no'} part{'s' * (parts != 1)}" if gpu.mig else "off")
         )
-    return told(MIG, rows) if rows else None
+    return finding_of(MIG, rows) if rows else None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.gpus.driver import Gpu, GpuProcess
-from ddpkit.see.doctor.gpus.told import Row, Rule, told
+from ddpkit.see.doctor.gpus.rule_finding import Row, Rule, finding_of
 
 MUCH = 0.05  # of the memory of a GPU
 BUSY_PERCENT = 10
@@ -35,7 +35,7 @@ def others(gpus: Sequence[Gpu], ours: Collection[int]) -> Finding | None:
     Ranks: local.
     """
     rows = [_row(gpu, ours) for gpu in gpus if gpu.memory_total]
-    return told(OTHERS, rows) if rows else None
+    return finding_of(OTHERS, rows) if rows else None
 
 
 def _row(gpu: Gpu, ours: Collection[int]) -> Row:

@@ -36,7 +36,7 @@ class Rule:
     advice: str
 
 
-def told(rule: Rule, rows: Sequence[Row], **details: Any) -> Finding:
+def finding_of(rule: Rule, rows: Sequence[Row], **details: Any) -> Finding:
     """Make the finding.
 
     Args:
@@ -48,9 +48,9 @@ def told(rule: Rule, rows: Sequence[Row], **details: Any) -> Finding:
 
     Example:
         >>> rule = Rule("PCIe link", "x16", "the slot", "slow copies", "Seat it again.")
-        >>> told(rule, [Row(Gpu(0), "ok", "x16"), Row(Gpu(1), "look", "x8")]).measured
+        >>> finding_of(rule, [Row(Gpu(0), "ok", "x16"), Row(Gpu(1), "look", "x8")]).measured
         'GPU 1: x8'
-        >>> told(rule, [Row(Gpu(0), "ok", "x16"), Row(Gpu(1), "ok", "x16")]).measured
+        >>> finding_of(rule, [Row(Gpu(0), "ok", "x16"), Row(Gpu(1), "ok", "x16")]).measured
         '2 GPUs: x16'
     """
     verdict = max((row.verdict for row in rows), key=VERDICTS.index)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.data.likeness import compare_summaries, summarize
+from ddpkit.data.sample_comparison import compare_summaries, summarize
 
 
 def read(items):

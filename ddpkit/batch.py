@@ -68,7 +68,7 @@ def batch_pad_right(
         (tensor([[   1,    2],
                 [   3, -100]]), tensor([1.0000, 0.5000]))
     """
-    shapes = [tuple(one.shape) for one in tensors]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
     if len({(len(shape), shape[1:]) for shape in shapes}) != 1:
         raise DataError(
             f"shapes {shapes[:8]} cannot be padded: tensors may differ in their first dimension "
@@ -144,7 +144,7 @@ class PaddedBatch:
         apply_default_convert: bool = True,
         nonpadded_stack: bool = True,
     ) -> None:
-        if not examples or not all(isinstance(one, Mapping) for one in examples):
+        if not examples or not all(isinstance(example, Mapping) for example in examples):
             raise DataError(
                 f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}."
             )
@@ -281,10 +281,10 @@ def _padded(
 
 def _stacked(values: list[Any]) -> Any:
     """Make a tensor of numbers or of tensors of one shape; leave anything else as it is."""
-    if all(isinstance(one, Tensor) for one in values):
-        return torch.stack(values) if len({one.shape for one in values}) == 1 else values
-    if all(isinstance(one, (int, float)) for one in values):
-        wide = torch.float64 if any(isinstance(one, float) for one in values) else None
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack(values) if len({value.shape for value in values}) == 1 else values
+    if all(isinstance(value, (int, float)) for value in values):
+        wide = torch.float64 if any(isinstance(value, float) for value in values) else None
         return torch.tensor(values, dtype=wide)
     return values
 

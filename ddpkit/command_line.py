@@ -314,7 +314,7 @@ def _check_overrides(
     param_file: str,
 ) -> None:
     """Refuse overrides that match nothing, with the names that come close."""
-    options = [one.name for one in OPTIONS if one.group]
+    options = [option.name for option in OPTIONS if option.group]
     for key, value in overrides.items():
         if key in nodes:
             if value is not None:

@@ -264,7 +264,7 @@ def _with_all_samples(loader_kwargs: Mapping[str, Any], sharding: Sharding) -> d
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:
     """Return whether a loader's class has its own iteration, which a rebuilt loader would lose."""
-    kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
+    kind = next(base for base in type(loader).__mro__ if "__iter__" in vars(base))
     return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
 
 

@@ -323,8 +323,8 @@ class WeightAverage:
         statistics: dict[int, _Weight] = {}
         for path, part in self.modules.named_modules(remove_duplicate=False):
             tensors = [
-                (found, *one)
-                for one in part.named_parameters(recurse=False, remove_duplicate=False)
+                (found, *parameter)
+                for parameter in part.named_parameters(recurse=False, remove_duplicate=False)
             ]
             for attribute, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
                 if attribute in STATISTICS and buffer.is_floating_point():

@@ -225,11 +225,13 @@ def log_file_of() -> str:
         ''
     """
     handlers = [
-        one
-        for one in logging.getLogger().handlers
-        if isinstance(one, _LogFile) and not one.has_failed
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, _LogFile) and not handler.has_failed
     ]
-    return next((one.baseFilename for one in handlers if Path(one.baseFilename).exists()), "")
+    return next(
+        (handler.baseFilename for handler in handlers if Path(handler.baseFilename).exists()), ""
+    )
 
 
 @contextlib.contextmanager
@@ -245,9 +247,11 @@ def without_console() -> Iterator[None]:
         ...     get_logger("ddpkit.example").error("for the file")
     """
     consoles = [
-        one for one in logging.getLogger().handlers if isinstance(one, TqdmCompatibleStreamHandler)
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, TqdmCompatibleStreamHandler)
     ]
-    before = [one.level for one in consoles]
+    before = [handler.level for handler in consoles]
     for one in consoles:
         one.setLevel(logging.CRITICAL + 1)
     try:

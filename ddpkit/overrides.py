@@ -100,11 +100,11 @@ def close_names(
     own = list(keys)
     known = list(dict.fromkeys([*keys, *options]))
     plain = _plain(name)
-    same = [one for one in known if _plain(one) in {plain, plain.removeprefix("no_")}]
+    same = [option for option in known if _plain(option) in {plain, plain.removeprefix("no_")}]
     if same:
         return same[:_MOST_NAMES]
     rows = [row.split() for row in SYNONYMS if plain in row.split()]
-    meant = [one for row in rows for one in known if _plain(one) in row]
+    meant = [option for row in rows for option in known if _plain(option) in row]
     if meant:
         return list(dict.fromkeys(meant))[:_MOST_NAMES]
     longer = [one for one in own if plain in _plain(one)]

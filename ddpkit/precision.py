@@ -310,10 +310,10 @@ def _infer_device_type(*values: Any) -> str:
     found: list[Any] = []
     map_values(values, found.append)
     parameters = (
-        one
+        parameter
         for module in found
         if isinstance(module, torch.nn.Module)
-        for one in module.parameters()
+        for parameter in module.parameters()
     )
     tensors = (one for one in found if isinstance(one, torch.Tensor))
     first = next(itertools.chain(tensors, parameters), None)

@@ -196,7 +196,10 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
             require_positive("batch_sizes", size, "each part needs at least one sample per batch")
         self.samplers = samplers
         self.batch_sizes = batch_sizes
-        drawn_from = [getattr(one, "data_source", getattr(one, "weights", one)) for one in samplers]
+        drawn_from = [
+            getattr(sampler, "data_source", getattr(sampler, "weights", sampler))
+            for sampler in samplers
+        ]
         self.offsets = [0, *itertools.accumulate(map(len, drawn_from[:-1]))]
         self.set_epoch(epoch)
 
@@ -208,11 +211,11 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers which epoch comes."""
         self.epoch = epoch
-        for one in self.samplers:
-            set_epoch_inside(one, epoch)
+        for sampler in self.samplers:
+            set_epoch_inside(sampler, epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        iterators = [iter(one) for one in self.samplers]
+        iterators = [iter(sampler) for sampler in self.samplers]
         while True:
             batch: list[int] = []
             for offset, size, iterator in zip(
@@ -519,7 +522,7 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         with of_key_alone:
             classes = [dataset[index][key] for index in range(len(dataset))]
         counts = Counter(classes)
-        weights = [1.0 / counts[one] for one in classes]
+        weights = [1.0 / counts[class_] for class_ in classes]
         super().__init__(
             weights,
             num_samples or len(classes),

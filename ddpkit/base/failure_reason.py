@@ -185,5 +185,5 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
             traceback.FrameSummary(file, int(line), name, lookup_line=False)
             for file, line, name in found
         ]
-    causes = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
+    causes = [failure.__traceback__ for failure in (error, error.__cause__) if failure is not None]
     return [frame for trace in causes for frame in traceback.extract_tb(trace)]

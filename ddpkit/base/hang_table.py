@@ -36,19 +36,20 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
     silent = silent or {}
     guilty: list[str] = []
     waiting: dict[tuple[str, str], list[RankStatus]] = {}
-    for one in ranks:
-        place = one.place() or "outside of fit and evaluate"
-        if one.rank in silent:
-            guilty.append(f"{one.name()}: silent for {silent[one.rank]:.0f} s, last {place}")
-        elif one.waits:
-            waiting.setdefault((place, one.where), []).append(one)
+    for status in ranks:
+        place = status.place() or "outside of fit and evaluate"
+        if status.rank in silent:
+            guilty.append(f"{status.name()}: silent for {silent[status.rank]:.0f} s, last {place}")
+        elif status.waits:
+            waiting.setdefault((place, status.where), []).append(status)
         else:
             guilty.append(
-                f"{one.name()}: {place}, for {one.seconds:.0f} s{one.where and f' at {one.where}'}"
+                f"{status.name()}: {place}, for {status.seconds:.0f} s"
+                f"{status.where and f' at {status.where}'}"
             )
     for (place, where), members in waiting.items():
-        seconds = max(one.seconds for one in members)
-        numbers = spans(one.rank for one in members)
+        seconds = max(member.seconds for member in members)
+        numbers = spans(member.rank for member in members)
         guilty.append(
             f"rank {numbers}: {place}, for {seconds:.0f} s waiting for other ranks at {where}"
         )
@@ -69,4 +70,4 @@ def spans(numbers: Iterable[int]) -> str:
         [number for _, number in run]
         for _, run in itertools.groupby(pairs, lambda pair: pair[1] - pair[0])
     ]
-    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in runs)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

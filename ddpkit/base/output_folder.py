@@ -133,7 +133,7 @@ def require_writable_file(what: str, path: str | os.PathLike[str]) -> None:
 
 def _require_writable(path: Path) -> None:
     """Raise the error that writing would end in, with the nearest folder or file that is there."""
-    found = next(one for one in (path, *path.parents) if one.exists())
+    found = next(folder for folder in (path, *path.parents) if folder.exists())
     disk = os.statvfs(found)
     number = 0
     if found != path and not found.is_dir():
@@ -156,7 +156,7 @@ def _file_in_the_way(path: Path) -> Path | None:
     """Return the file that stands where a folder is needed: the path itself, or one of its
     parents.
     """
-    for one in (path, *path.parents):
-        if one.exists():
-            return None if one.is_dir() else one
+    for folder in (path, *path.parents):
+        if folder.exists():
+            return None if folder.is_dir() else folder
     return None

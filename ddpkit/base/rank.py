@@ -131,7 +131,11 @@ def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
     environ = os.environ if environ is None else environ
     if environ.get("RANK", "").isdecimal():
         return int(environ["RANK"])
-    names = [one.rank for one in MPI_LAUNCHERS.values() if size(environ, one.world_size) > 1]
+    names = [
+        launcher.rank
+        for launcher in MPI_LAUNCHERS.values()
+        if size(environ, launcher.world_size) > 1
+    ]
     if in_slurm_step(environ):
         names.append("SLURM_PROCID")
     return next(

@@ -65,4 +65,4 @@ def user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumma
         ... ).lineno
         12
     """
-    return next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
+    return next((frame for frame in reversed(frames) if not is_library(frame.filename)), frames[-1])

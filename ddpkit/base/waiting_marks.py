@@ -115,5 +115,7 @@ def is_marked_reading(file: str, line: int) -> bool:
 def _last_line(code: CodeType) -> int:
     """Return the last line of a function, or of what is defined inside of it."""
     own = [line for _, _, line in code.co_lines() if line is not None]
-    inner = [_last_line(one) for one in code.co_consts if isinstance(one, type(code))]
+    inner = [
+        _last_line(constant) for constant in code.co_consts if isinstance(constant, type(code))
+    ]
     return max(own + inner)

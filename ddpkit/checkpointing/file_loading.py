@@ -95,5 +95,5 @@ def _can_be_mapped(path: Path) -> bool:
                 flags=mmap.MAP_PRIVATE,
                 prot=mmap.PROT_READ,
             ).close()
-            return all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
+            return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
     return False

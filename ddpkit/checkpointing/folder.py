@@ -425,7 +425,9 @@ def _retained(
     """Say what a deletion has left in a folder, and what is the best of it by each key of the
     meta.
     """
-    left = sorted((one for one in counted if one not in gone), key=ckpt_recency)
+    left = sorted(
+        (checkpoint for checkpoint in counted if checkpoint not in gone), key=ckpt_recency
+    )
     best = {}
     for selection, _ in retention.selections():
         key = selection.max_key or selection.min_key
@@ -433,7 +435,7 @@ def _retained(
         if key is not None and order:
             best[key] = order[0].path.name
     return Retained(
-        tuple(one.path.name for one in left),
-        tuple(one.path.name for one in gone),
+        tuple(checkpoint.path.name for checkpoint in left),
+        tuple(checkpoint.path.name for checkpoint in gone),
         best,
     )

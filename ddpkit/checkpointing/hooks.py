@@ -292,11 +292,11 @@ def _copies_what_it_loads(obj: Any) -> bool:
     do.
     """
     return isinstance(obj, nn.Module) and not any(
-        vars(one).get("_load_state_dict_pre_hooks", True)
-        or any(not _is_torchs(getattr(one, name)) for name in _LOADING_METHODS)
+        vars(module).get("_load_state_dict_pre_hooks", True)
+        or any(not _is_torchs(getattr(module, name)) for name in _LOADING_METHODS)
         # they keep the scales that are given
-        or any(buffer.is_quantized for buffer in one.buffers(recurse=False))
-        for one in unwrap(obj).modules()
+        or any(buffer.is_quantized for buffer in module.buffers(recurse=False))
+        for module in unwrap(obj).modules()
     )
 
 
@@ -351,7 +351,7 @@ def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
         pairs = zip(saved, known, strict=True)
         groups = [{**old, "fused": new["fused"]} for old, new in pairs]
         state = {**state, "param_groups": groups}
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]

@@ -39,9 +39,9 @@ def load_to_keep(path: Path) -> Any:
     # of a damaged file safe_load tells
     with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
         sizes = sorted(
-            one.compress_size
-            for one in archive.infolist()
-            if "/data/" in one.filename and one.file_size
+            entry.compress_size
+            for entry in archive.infolist()
+            if "/data/" in entry.filename and entry.file_size
         )
     state = None
     if sum(sizes) > len(sizes) * LEAST_MEAN_BYTES:

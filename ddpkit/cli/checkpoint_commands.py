@@ -184,7 +184,9 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
     """
     try:
         named = (
-            one for one in path.iterdir() if one.name.startswith(DIRECTORY_PREFIX) and one.is_dir()
+            entry
+            for entry in path.iterdir()
+            if entry.name.startswith(DIRECTORY_PREFIX) and entry.is_dir()
         )
         paths = [path] if is_checkpoint(path) else list(named)
     except OSError as error:
@@ -246,8 +248,8 @@ def command_ls(options: argparse.Namespace) -> int:
     found = find(options.path)
     for line in _listing(found):
         say(line)
-    damaged = sum(bool(one.reasons) for one in found)
-    size = size_text(sum(one.size for one in found))
+    damaged = sum(bool(checkpoint.reasons) for checkpoint in found)
+    size = size_text(sum(checkpoint.size for checkpoint in found))
     say(f"\n{len(found)} checkpoint(s) in {printable(options.path)}, {size}, {damaged} damaged.")
     say(f"Sizes were compared; ckpt verify {printable(options.path)} reads every byte.")
     return 0
@@ -255,19 +257,20 @@ def command_ls(options: argparse.Namespace) -> int:
 
 def _listing(found: Sequence[Entry]) -> list[str]:
     rows: list[tuple[str, ...]] = [("name", "saved", "epoch", "step", "size", "ranks", "files", "")]
-    for one in found:
-        state = "damaged" if one.reasons else "ok"
+    for checkpoint in found:
+        state = "damaged" if checkpoint.reasons else "ok"
         metrics = "  ".join(
-            f"{printable(name)}={value_text(value, 40)}" for name, value in one.metrics.items()
+            f"{printable(name)}={value_text(value, 40)}"
+            for name, value in checkpoint.metrics.items()
         )
-        step = value_text(one.brain.get("optimizer_step", UNKNOWN), 20)
-        ranks = value_text(one.manifest.get("world_size", UNKNOWN), 20)
-        name, size = printable(one.path.name), size_text(one.size)
+        step = value_text(checkpoint.brain.get("optimizer_step", UNKNOWN), 20)
+        ranks = value_text(checkpoint.manifest.get("world_size", UNKNOWN), 20)
+        name, size = printable(checkpoint.path.name), size_text(checkpoint.size)
         rows.append(
             (
                 name,
-                one.time_text,
-                one.epoch_text,
+                checkpoint.time_text,
+                checkpoint.epoch_text,
                 step,
                 size,
                 ranks,
@@ -278,7 +281,10 @@ def _listing(found: Sequence[Entry]) -> list[str]:
     columns = zip(*rows, strict=True)
     known = [column for column in columns if set(column[1:]) != {UNKNOWN}]
     title, *lines = table(list(zip(*known, strict=True)))
-    reasons = [[f"    damaged: {printable(reason)}" for reason in one.reasons] for one in found]
+    reasons = [
+        [f"    damaged: {printable(reason)}" for reason in checkpoint.reasons]
+        for checkpoint in found
+    ]
     pairs = zip(lines, reasons, strict=True)
     return [title, *(text for line, below in pairs for text in (line, *below))]
 
@@ -288,7 +294,7 @@ def command_show(options: argparse.Namespace) -> int:
     damaged.
     """
     found = find(options.path)
-    one = next((one for one in found if not one.reasons), found[0])
+    one = next((checkpoint for checkpoint in found if not checkpoint.reasons), found[0])
     state = "damaged" if one.reasons else "sizes are right"
     made = ", ".join(
         f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items()
@@ -333,7 +339,10 @@ def describe(
         else:
             whole = read_text(path).splitlines()
             lines = [
-                printable(f"{one[:MAX_LINE]} ..." if len(one) > MAX_LINE else one) for one in whole
+                printable(
+                    f"{checkpoint[:MAX_LINE]} ..." if len(checkpoint) > MAX_LINE else checkpoint
+                )
+                for checkpoint in whole
             ]
     except UnicodeDecodeError:
         return ["neither text nor a file of torch.save: not looked into"]
@@ -373,15 +382,14 @@ def tensors_in(
 
 def command_verify(options: argparse.Namespace) -> int:
     """Compare every byte with what was saved; return 1 if any is damaged."""
-    found = [one for path in options.paths for one in find(path, "full")]
-    for one in found:
-        about = f"{len(one.files)} file(s), {size_text(one.size)}"
-        whole = (
-            f"whole{'' if one.manifest else ' as far as can be told without a manifest'} ({about})"
-        )
-        broken = f"damaged: {printable('; '.join(one.reasons))}"
-        say(f"{printable(one.path.name)}: {broken if one.reasons else whole}")
-    return 1 if any(one.reasons for one in found) else 0
+    found = [checkpoint for path in options.paths for checkpoint in find(path, "full")]
+    for checkpoint in found:
+        about = f"{len(checkpoint.files)} file(s), {size_text(checkpoint.size)}"
+        limit = "" if checkpoint.manifest else " as far as can be told without a manifest"
+        whole = f"whole{limit} ({about})"
+        broken = f"damaged: {printable('; '.join(checkpoint.reasons))}"
+        say(f"{printable(checkpoint.path.name)}: {broken if checkpoint.reasons else whole}")
+    return 1 if any(checkpoint.reasons for checkpoint in found) else 0
 
 
 # ---------------------------------------------------------------------------------- average, export
@@ -412,7 +420,7 @@ def command_average(options: argparse.Namespace) -> int:
     )
     state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
     _write(state, path, options.format)
-    say(f"from {', '.join(printable(one.path.name) for one in chosen)}")
+    say(f"from {', '.join(printable(checkpoint.path.name) for checkpoint in chosen)}")
     say(f"wrote {printable(path)}: {len(state)} tensor(s), {size_text(path.stat().st_size)}")
     return 0
 
@@ -423,18 +431,18 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
     Raises:
         CheckpointError: none counts, or one is damaged.
     """
-    found = [one.checkpoint for path in paths for one in find(path, "off") if one.meta]
+    found = [listed.checkpoint for path in paths for listed in find(path, "off") if listed.meta]
     chosen = ranked(dict.fromkeys(found), selection)[:limit]
     if not chosen:
         where = ", ".join(repr(str(path)) for path in paths)
         key = selection.max_key or selection.min_key
-        keys = sorted({printable(name) for one in found for name in one.meta})
+        keys = sorted({printable(name) for checkpoint in found for name in checkpoint.meta})
         has = f" that has {key!r} in its meta; there are: {', '.join(keys)}" if key else ""
         raise CheckpointError(f"there is no checkpoint in {where}{has}.")
-    for one in chosen:
-        reasons = verify(one.path, "full")
+    for checkpoint in chosen:
+        reasons = verify(checkpoint.path, "full")
         if reasons:
-            text = f"{printable(one.path)} is damaged: {printable('; '.join(reasons))}"
+            text = f"{printable(checkpoint.path)} is damaged: {printable('; '.join(reasons))}"
             raise CheckpointError(f"{text}. Name the checkpoints that are to be used.")
     return chosen
 

@@ -58,13 +58,15 @@ def run(words: Sequence[str]) -> int:
     """
     options = _parser().parse_args(words)
     recipe = port_recipe(options.recipe)
-    for one in recipe.changed:
-        say(one.diff(), end="")
+    for file in recipe.changed:
+        say(file.diff(), end="")
     backup = write_recipe(recipe) if options.write else None
     now = recipe if backup is None else port_recipe(options.recipe)  # with the lines as they are
     say("".join(_told(now)), end="")
-    for one in recipe.problems:
-        say(f"{PROGRAM}: error: {one.name}: left as it is: {one.problem}", stream=sys.stderr)
+    for problem in recipe.problems:
+        say(
+            f"{PROGRAM}: error: {problem.name}: left as it is: {problem.problem}", stream=sys.stderr
+        )
     say(_summary(recipe, backup))
     return 1 if recipe.problems else 0
 
@@ -75,7 +77,7 @@ def _told(recipe: PortedRecipe) -> Iterator[str]:
         ("Left as it is", "left"),
         ("What behaves differently in this recipe", "notes"),
     ):
-        told = [(one.name, note) for one in recipe.files for note in getattr(one, kind)]
+        told = [(file.name, note) for file in recipe.files for note in getattr(file, kind)]
         yield f"\n{title}:\n\n" if told else ""
         for name, note in told:
             link = f"    {note.link}\n" if note.link else ""

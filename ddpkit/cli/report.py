@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
     require_extra()
     files = find_runs(options.runs)
     _require_writable(options)
-    runs = [read_run(one) for one in files]
+    runs = [read_run(file) for file in files]
     _write("--output", options.output, write_page(runs).encode())
     if options.png is not None:
         _write("--png", options.png, write_picture(runs))

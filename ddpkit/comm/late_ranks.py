@@ -141,7 +141,7 @@ def _tell(call: str, waited: float) -> None:
     """Say where all ranks are, if no rank below this one waits and says so."""
     report = get_runtime().report
     known = latest_statuses(report)
-    if any(one.waits for one in known if one.rank < report.rank):
+    if any(status.waits for status in known if status.rank < report.rank):
         return
     logger.warning(
         LATE,

@@ -45,7 +45,7 @@ def is_exchanged(tensors: Iterable[torch.Tensor], group: Any = None) -> bool:
         >>> is_exchanged([torch.ones(2**18)])  # 1 MiB
         False
     """
-    sizes = [one.nbytes if one.is_cpu else EXCHANGED_BYTES + 1 for one in tensors]
+    sizes = [tensor.nbytes if tensor.is_cpu else EXCHANGED_BYTES + 1 for tensor in tensors]
     is_small = sum(sizes) <= EXCHANGED_BYTES
     return is_small and dist.get_world_size(group) == 2 and "gloo" in dist.get_backend(group)  # noqa: PLR2004 -- a pair
 

@@ -66,26 +66,29 @@ def profile_events(profiler: Any) -> list[ProfileEvent]:
 
 def _of_kineto(events: Iterable[Any]) -> list[ProfileEvent]:
     found = []
-    for one in events:
-        if getattr(one, "is_python_function", bool)() or getattr(one, "is_hidden_event", bool)():
+    for event in events:
+        if (
+            getattr(event, "is_python_function", bool)()
+            or getattr(event, "is_hidden_event", bool)()
+        ):
             continue
-        if one.start_thread_id() != one.end_thread_id():  # of what goes on in the background
+        if event.start_thread_id() != event.end_thread_id():  # of what goes on in the background
             continue
         with contextlib.suppress(
             UnicodeDecodeError
         ):  # a Python function of a torch that does not tell
-            name = one.name()
+            name = event.name()
             if not _is_python(name):
                 found.append(
                     ProfileEvent(
                         name,
-                        one.start_ns(),
-                        one.start_ns() + one.duration_ns(),
-                        one.start_thread_id(),
-                        one.correlation_id(),
-                        one.linked_correlation_id(),
-                        one.is_user_annotation(),
-                        one.device_type() != DeviceType.CPU,
+                        event.start_ns(),
+                        event.start_ns() + event.duration_ns(),
+                        event.start_thread_id(),
+                        event.correlation_id(),
+                        event.linked_correlation_id(),
+                        event.is_user_annotation(),
+                        event.device_type() != DeviceType.CPU,
                     )
                 )
     return found
@@ -94,17 +97,17 @@ def _of_kineto(events: Iterable[Any]) -> list[ProfileEvent]:
 def _of_public(events: Iterable[Any]) -> list[ProfileEvent]:
     return [
         ProfileEvent(
-            getattr(one, "trace_name", None) or one.name,
-            round(one.time_range.start * 1e3),
-            round(one.time_range.end * 1e3),
-            one.thread,
-            one.id,
-            getattr(one, "linked_correlation_id", 0) or 0,
-            one.is_user_annotation,
-            one.device_type != DeviceType.CPU,
+            getattr(event, "trace_name", None) or event.name,
+            round(event.time_range.start * 1e3),
+            round(event.time_range.end * 1e3),
+            event.thread,
+            event.id,
+            getattr(event, "linked_correlation_id", 0) or 0,
+            event.is_user_annotation,
+            event.device_type != DeviceType.CPU,
         )
-        for one in events
-        if not (one.is_async or _is_python(one.name))
+        for event in events
+        if not (event.is_async or _is_python(event.name))
     ]
 
 

@@ -91,7 +91,7 @@ def _is_second(number: int) -> bool:
     after the first.
     """
     is_heard = number in _Listeners.before and any(
-        number in one.stopping for one in _Listeners.active
+        number in listener.stopping for listener in _Listeners.active
     )
     if not is_heard or signal.Signals(number).name not in _ENDING:
         return False
@@ -209,7 +209,9 @@ class SignalListener:
         finally:
             if not stopped:
                 _put_back(added)
-                _Listeners.active = [one for one in _Listeners.active if one is not self]
+                _Listeners.active = [
+                    listener for listener in _Listeners.active if listener is not self
+                ]
                 _Listeners.before = {
                     number: one for number, one in _Listeners.before.items() if number not in added
                 }
@@ -241,7 +243,9 @@ class SignalListener:
 
 
 def _hear(number: int, _frame: Any) -> None:
-    is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
+    is_first = [
+        listener.note(number) for listener in _Listeners.active
+    ]  # each has a use of its own for it
     if any(is_first):
         name = signal.Signals(number).name
         again = f" A second {name} ends the process at once." if name in _ENDING else ""

@@ -146,14 +146,14 @@ def _at_time_out(then: RankStatus, now: RankStatus) -> RankStatus:
 
 def _words(error: BaseException, report: FailureReport, statuses: list[RankStatus]) -> str:
     own = statuses[report.rank]
-    others = [one for one in statuses if one.rank != report.rank]
+    others = [status for status in statuses if status.rank != report.rank]
     # The error of a call of fit has lines from there on; those before it are still to be returned
     # to.
     place = own.place()
     line = line_of([*traceback.extract_stack(), *frames_of(error)])
     here = f" {place}{line and ','}" if place else ""
     here += f" at {line}," if line else ""
-    late = [one for one in others if not one.waits]
+    late = [other for other in others if not other.waits]
     begin = f"{own.name()} waited{_limit(error, report)}{here}"
     if not late:
         return f"{begin} for {_named(others)}. {NOBODY_LATE}"
@@ -173,8 +173,8 @@ def _limit(error: BaseException, report: FailureReport) -> str:
 
 def _named(ranks: list[RankStatus]) -> str:
     """Name the ranks that have not come, and say where each is."""
-    words = [_where(one) for one in ranks[:SHOWN_RANKS]]
-    more = [one.rank for one in ranks[SHOWN_RANKS:]]
+    words = [_where(rank) for rank in ranks[:SHOWN_RANKS]]
+    more = [rank.rank for rank in ranks[SHOWN_RANKS:]]
     if more:
         words.append(f"rank {spans(more)}")
     return "; for ".join(words)

@@ -64,7 +64,7 @@ class DealtBatchSampler(RankBatchSampler):
         """Return the number of samples of a round over all ranks; of several shards, with the first
         of them.
         """
-        return 0 if batch % self.shards else sum(len(one) for one in self._round(batch))
+        return 0 if batch % self.shards else sum(len(indices) for indices in self._round(batch))
 
     def part(self, batch: int) -> float:
         """Return 1 if this rank has a batch in a round, else 0: every batch of the user counts the
@@ -82,7 +82,7 @@ class DealtBatchSampler(RankBatchSampler):
         """
         if self._repeats is None:
             seen: dict[int, int] = {}
-            self._repeats = [count_repeats(one, seen) for one in self._draw()]
+            self._repeats = [count_repeats(indices, seen) for indices in self._draw()]
         return self._own(self._repeats, batch)
 
     def __len__(self) -> int:

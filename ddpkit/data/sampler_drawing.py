@@ -27,7 +27,9 @@ def draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     """
     key = mix_key(seed, epoch, 0xDEA1)
     generators = [getattr(one, "generator", None) for one in nested_samplers(sampler)]
-    with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
+    with own_randomness(
+        key, [generator for generator in generators if isinstance(generator, torch.Generator)]
+    ):
         most = MOST_DRAWN
         with contextlib.suppress(TypeError, NotImplementedError):
             most = max(most, 2 * len(cast("Sized", sampler)))

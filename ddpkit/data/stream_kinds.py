@@ -37,4 +37,4 @@ def is_webdataset(data: Any) -> bool:
 
 
 def _comes_from(data: Any, package: str) -> bool:
-    return any(one.__module__.partition(".")[0] == package for one in type(data).__mro__)
+    return any(base.__module__.partition(".")[0] == package for base in type(data).__mro__)

@@ -72,7 +72,7 @@ def start_sum_over_ranks(
     def finish() -> list[float]:
         wait()
         sums: list[float] = tensor.tolist()
-        if sums[:2] != [world_size * one for one in numbers[:2]]:
+        if sums[:2] != [world_size * number for number in numbers[:2]]:
             raise RankMismatchError(
                 f"rank {dist.get_rank()} has come to {call}, at "
                 f"{line_of(traceback.extract_stack())}, and another rank to another collective: "

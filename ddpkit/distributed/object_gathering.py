@@ -91,7 +91,7 @@ def _gather_bytes(
     everybody = [keep_alive(torch.empty_like(facts)) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, facts, group=group)
     payloads = []
-    for source, (size, _) in enumerate(one.tolist() for one in everybody):
+    for source, (size, _) in enumerate(facts_of_rank.tolist() for facts_of_rank in everybody):
         mine = source == rank
         buffer = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -100,4 +100,4 @@ def _gather_bytes(
         )
         dist.broadcast(buffer, src=source, group=group)
         payloads.append(buffer.numpy())
-    return payloads, [bool(one[1]) for one in everybody]
+    return payloads, [bool(facts_of_rank[1]) for facts_of_rank in everybody]

@@ -48,9 +48,13 @@ _NAMES = {
         RANK_PROCESS,
         SLICE,
     ),
-    *(one.rank for one in MPI_LAUNCHERS.values()),
-    *(one.world_size for one in MPI_LAUNCHERS.values()),
-    *(name for one in MPI_LAUNCHERS.values() for name in (*one.local_rank, *one.local_world_size)),
+    *(launcher.rank for launcher in MPI_LAUNCHERS.values()),
+    *(launcher.world_size for launcher in MPI_LAUNCHERS.values()),
+    *(
+        name
+        for launcher in MPI_LAUNCHERS.values()
+        for name in (*launcher.local_rank, *launcher.local_world_size)
+    ),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS", *NUMBERS_OF_NODES),
 }
 _PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_")

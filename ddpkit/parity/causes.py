@@ -52,7 +52,7 @@ def tolerance_of(brain: Any, gradients: Mapping[str, Tensor]) -> float:
 
     Ranks: local.
     """
-    used = {one.dtype for one in gradients.values()}
+    used = {gradient.dtype for gradient in gradients.values()}
     if brain.training_ctx.enabled:
         used.add(brain.training_ctx.dtype)
     known = {**TOLERANCES, torch.float32: ROUGH} if brain.device.startswith("cuda") else TOLERANCES
@@ -198,7 +198,8 @@ class Diagnosis:
         self.world_size = len(records)
         self.factor: int = records[0]["factor"] * (1 if side.joins else len(records))
         self.windows = [
-            _Window(side, ranks) for ranks in zip(*[one["steps"] for one in records], strict=True)
+            _Window(side, ranks)
+            for ranks in zip(*[record["steps"] for record in records], strict=True)
         ]
         self.tolerance = tolerance_of(side.brain, self.windows[0].found[0])
         self.own_fit_batch = side.parts.context.recipe.has_own_fit_batch

@@ -170,8 +170,8 @@ class Side:
         # schedules and logs follow a step, and none is made
         replaced.on_fit_batch_end = lambda *_: None
         self.optimizers: list[Any] = list(parts.train_step.named_optimizers().values())
-        for one in self.optimizers:
-            one.step = functools.partial(self._keep, [one], 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step = functools.partial(self._keep, [optimizer], 1.0)
 
     def step(self, number: int) -> Step:
         """Return this process's samples of an optimizer step of the epoch.

@@ -82,12 +82,12 @@ class PortedRecipe:
     @property
     def changed(self) -> list[PortedFile]:
         """The files that would not be as they are."""
-        return [one for one in self.files if one.new != one.old]
+        return [file for file in self.files if file.new != file.old]
 
     @property
     def problems(self) -> list[PortedFile]:
         """The files that were left because they cannot be read, parsed or written."""
-        return [one for one in self.files if one.problem]
+        return [file for file in self.files if file.problem]
 
 
 def port_recipe(path: Path) -> PortedRecipe:
@@ -173,10 +173,10 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
         return None
     backup = recipe.root / _BACKUP
     backup.mkdir()
-    for one in recipe.changed:
-        copy = backup / one.name
+    for file in recipe.changed:
+        copy = backup / file.name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(one.path, copy)
-    for one in recipe.changed:
-        one.path.write_bytes(one.new.encode())
+        shutil.copy2(file.path, copy)
+    for file in recipe.changed:
+        file.path.write_bytes(file.new.encode())
     return backup

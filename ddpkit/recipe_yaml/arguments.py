@@ -44,9 +44,9 @@ def argument_problem(
     except (TypeError, ValueError):  # of some that are written in C
         return None
     parameters = list(signature.parameters.values())
-    kinds = {one.kind for one in parameters}
-    by_place = [one for one in parameters if one.kind in _BY_PLACE]
-    by_name = [one.name for one in parameters if one.kind in _BY_NAME]
+    kinds = {parameter.kind for parameter in parameters}
+    by_place = [parameter for parameter in parameters if parameter.kind in _BY_PLACE]
+    by_name = [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
     takes = f" It takes: {_shown(parameters)}."
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         unknown = next((one for one in keywords if one not in by_name), None)
@@ -57,7 +57,11 @@ def argument_problem(
         words = f"{name} takes at most {number} arguments without a name, and gets {positional}."
         return words + takes, ""
     given = {*(one.name for one in by_place[:positional]), *keywords}
-    lacking = [one.name for one in parameters if one.default is one.empty and one.name not in given]
+    lacking = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.name not in given
+    ]
     lacking = [one for one in lacking if signature.parameters[one].kind not in _ANY]
     if is_whole and lacking:
         return f"{name} needs {' and '.join(map(repr, lacking))}.{_later(lacking)}{takes}", ""
@@ -76,6 +80,6 @@ def _later(lacking: Sequence[str]) -> str:
 
 
 def _shown(parameters: Sequence[inspect.Parameter]) -> str:
-    names = [one.name for one in parameters if one.kind not in _ANY]
+    names = [parameter.name for parameter in parameters if parameter.kind not in _ANY]
     more = ", ..." if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more if names else "none"

@@ -88,11 +88,15 @@ class ProfileSummary:
         room = _WIDTH - 2 - 26  # for a name
         lines = [_TITLE.format("device" if self.is_device else "host")]
         lines.append(f"  {'operation':<{room}}{'calls':>8}{'ms':>10}{'share':>8}")
-        for one in self.operations[:_MOST]:
-            name = one.name if len(one.name) < room else f"{one.name[: room - 4]}..."
-            share = one.nanoseconds / self.nanoseconds
-            calls = f"{one.calls}" if one.calls else ""
-            lines.append(f"  {name:<{room}}{calls:>8}{one.nanoseconds / 1e6:>10.1f}{share:>8.1%}")
+        for operation in self.operations[:_MOST]:
+            name = (
+                operation.name if len(operation.name) < room else f"{operation.name[: room - 4]}..."
+            )
+            share = operation.nanoseconds / self.nanoseconds
+            calls = f"{operation.calls}" if operation.calls else ""
+            lines.append(
+                f"  {name:<{room}}{calls:>8}{operation.nanoseconds / 1e6:>10.1f}{share:>8.1%}"
+            )
         return lines
 
 
@@ -104,16 +108,16 @@ def summary_of(events: Sequence[ProfileEvent]) -> ProfileSummary:
 
     Ranks: local.
     """
-    steps = [one for one in events if one.name.startswith(_STEP) and not one.is_on_device]
+    steps = [event for event in events if event.name.startswith(_STEP) and not event.is_on_device]
     ranges: dict[str, int] = defaultdict(int)
-    for one in events:
-        if one.name.startswith(RANGE) and not one.is_on_device:
-            ranges[one.name.removeprefix(RANGE)] += one.end - one.begin
-    kernels = [one for one in events if one.is_on_device and not one.is_range]
-    on_host = [one for one in events if not (one.is_on_device or one.is_range)]
+    for event in events:
+        if event.name.startswith(RANGE) and not event.is_on_device:
+            ranges[event.name.removeprefix(RANGE)] += event.end - event.begin
+    kernels = [event for event in events if event.is_on_device and not event.is_range]
+    on_host = [event for event in events if not (event.is_on_device or event.is_range)]
     found = _of_device(kernels, on_host) if kernels else _of_host(on_host, steps)
     operations = sorted(found, key=lambda one: one.nanoseconds, reverse=True)
-    total = sum(one.nanoseconds for one in operations)
+    total = sum(operation.nanoseconds for operation in operations)
     return ProfileSummary(
         max(len(steps), 1),
         operations,

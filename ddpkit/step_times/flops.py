@@ -75,7 +75,7 @@ def _rnn(
 ) -> int:
     """Count a multiplication and an addition for each step of each sequence and each weight."""
     steps = inputs.numel() // inputs.shape[-1]
-    return 2 * steps * sum(one.numel() for one in weights if one.dim() > 1)
+    return 2 * steps * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def _rnn_backward(*args: Any, **_: Any) -> int:
@@ -92,12 +92,12 @@ def _rnn_layer_backward(inputs: torch.Tensor, *weights: Any, **_: Any) -> int:
 
 def _attention(*tensors: Any, **_: Any) -> int:
     count: Any = flop_counter.sdpa_flop_count
-    return int(count(*(one.shape for one in tensors[:3])))
+    return int(count(*(tensor.shape for tensor in tensors[:3])))
 
 
 def _attention_backward(*tensors: Any, **_: Any) -> int:
     count: Any = flop_counter.sdpa_backward_flop_count
-    return int(count(*(one.shape for one in tensors[:4])))
+    return int(count(*(tensor.shape for tensor in tensors[:4])))
 
 
 def _own_formulas() -> dict[Any, Callable[..., int]]:

@@ -88,7 +88,7 @@ class SecondOfSteps:
     @property
     def step_seconds(self) -> float:
         """Seconds of a step: of the slowest rank."""
-        return max(one["step"] for one in self.phases)
+        return max(phase["step"] for phase in self.phases)
 
     @property
     def samples_per_second(self) -> float:

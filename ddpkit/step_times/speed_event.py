@@ -62,7 +62,7 @@ def speed_fields(
         "batches_per_window": _rounded(second.batches_per_window),
         "world_size": second.world_size,
         "samples_per_second": _rounded(second.samples_per_second),
-        "step_seconds": spread([one[STEP] for one in second.phases]),
+        "step_seconds": spread([phase[STEP] for phase in second.phases]),
         "phases": {phase: spread([one[phase] for one in second.phases]) for phase in PHASES},
         "memory": _memory(second),
     }

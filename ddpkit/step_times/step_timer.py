@@ -195,7 +195,7 @@ class StepTimer:
             return
         self._chosen.begin(self._progress.step)
         if not self._notices:
-            self._notices = [CallNotice(one, self._note_call) for one in self._modules()]
+            self._notices = [CallNotice(module, self._note_call) for module in self._modules()]
         self._now = WindowTimes()
         self._watch = self._new_watch()
         if self._ranges is not None:

@@ -94,19 +94,19 @@ def summarized(windows: list[WindowTimes]) -> RankNumbers:
         >>> summarized([first, first]).phases["step"]
         3.5
     """
-    phases = {phase: median(one.seconds[phase] for one in windows) for phase in PHASES}
-    phases[STEP] = median(sum(one.seconds.values()) for one in windows)
+    phases = {phase: median(window.seconds[phase] for window in windows) for phase in PHASES}
+    phases[STEP] = median(sum(window.seconds.values()) for window in windows)
     number = len(windows)
-    whole = [one for one in windows if not one.is_cut]
-    counts = [float(count) for one in windows for count in one.counts]
+    whole = [window for window in windows if not window.is_cut]
+    counts = [float(count) for window in windows for count in window.counts]
     return RankNumbers(
         phases=phases,
-        samples=sum(one.samples for one in windows) / number,
-        size=sum(one.size for one in windows) / number,
+        samples=sum(window.samples for window in windows) / number,
+        size=sum(window.size for window in windows) / number,
         tokens=sum(counts) / number if counts else None,
         host_seconds=median(one.host_seconds for one in whole or windows),
         is_host_bound=sum(one.is_host_bound for one in whole) / max(len(whole), 1),
-        singles=[_single(one) for one in windows[-SINGLE_WINDOWS:]],
+        singles=[_single(window) for window in windows[-SINGLE_WINDOWS:]],
     )
 
 

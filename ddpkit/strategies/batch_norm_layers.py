@@ -66,7 +66,7 @@ def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
         return "each process by its own rows, as --sync_batchnorm=off says"
     from ddpkit.syncbn import SyncBatchNorm  # loaded already where there is one
 
-    shared = sum(isinstance(one, (SyncBatchNorm, nn.SyncBatchNorm)) for one in layers)
+    shared = sum(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in layers)
     given = "auto" if synchronises is None else "on"
     rest = (
         ""

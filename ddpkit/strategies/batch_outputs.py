@@ -153,7 +153,9 @@ class BatchOutputs:
         for hook in self._hooks:
             hook.remove()
         is_needed = has_batch_statistics(modules, in_any_mode=True)
-        plain = [one for one in modules.values() if not isinstance(one, DistributedDataParallel)]
+        plain = [
+            module for module in modules.values() if not isinstance(module, DistributedDataParallel)
+        ]
         self._hooks = [one.register_forward_hook(self._after_forward) for one in plain if is_needed]
         return is_needed
 

@@ -27,7 +27,7 @@ def hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None
     Ranks: local; alike on all ranks.
     """
     if options.ddp_comm_hook in {None, "post_local_sgd"}:
-        trained = [one for one in module.parameters() if one.requires_grad]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # Ranks that use different parameters have their buckets in another order: they must not
         # wait for each.
         return (

@@ -159,7 +159,9 @@ class DDP(Strategy):
             else:
                 broadcast_from_main(module, self.device)
                 modules[name] = self._converted(module)  # its running statistics may move
-        self._frozen = [one for one in modules.parameters() if not one.requires_grad]
+        self._frozen = [
+            parameter for parameter in modules.parameters() if not parameter.requires_grad
+        ]
         self._clock.outputs = self._zeros.outputs if self._zeros.outputs.follow(modules) else None
 
     def follow_batches(self, progress: Any) -> None:
@@ -214,7 +216,11 @@ class DDP(Strategy):
             RankMismatchError: the ranks have other parameters of that kind. On every rank.
         """
         known = set(map(id, modules.parameters()))
-        self._outside = [one for one in parameters_of(optimizers.values()) if id(one) not in known]
+        self._outside = [
+            parameter
+            for parameter in parameters_of(optimizers.values())
+            if id(parameter) not in known
+        ]
         shapes = str([tuple(one.shape) for one in self._outside])
         require_agreement(
             {("shapes of the parameters that an optimizer has and no entry of modules"): shapes}
@@ -253,7 +259,11 @@ class DDP(Strategy):
         uncounted = (
             []
             if counts
-            else [one for one in (*modules.parameters(), *self._outside) if one.requires_grad]
+            else [
+                parameter
+                for parameter in (*modules.parameters(), *self._outside)
+                if parameter.requires_grad
+            ]
         )
         return (
             self._watched_pass(watched, uncounted, closes=closes)
@@ -481,10 +491,10 @@ class DDP(Strategy):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [
-            one
+            parameter
             for module in self.wrapped
-            for one in module.module.parameters()
-            if one.requires_grad
+            for parameter in module.module.parameters()
+            if parameter.requires_grad
         ]
 
     def _close_orders(self) -> None:
@@ -499,7 +509,9 @@ class DDP(Strategy):
         """
         wide = widest_float(self.device)
         own = {
-            name: float(sum(one.detach().abs().sum(dtype=wide) for one in module.parameters()))
+            name: float(
+                sum(parameter.detach().abs().sum(dtype=wide) for parameter in module.parameters())
+            )
             for name, module in modules.named_children()
             if self._trained.get(name)
         }

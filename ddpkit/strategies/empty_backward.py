@@ -141,7 +141,7 @@ def gradient_versions(module: WrappedDDP) -> list[tuple[int, int]]:
 
     Ranks: local.
     """
-    return [(id(one.grad), version_of(one.grad)) for one in trained_of(module)]
+    return [(id(parameter.grad), version_of(parameter.grad)) for parameter in trained_of(module)]
 
 
 def drop_zeros(module: WrappedDDP) -> None:
@@ -151,6 +151,6 @@ def drop_zeros(module: WrappedDDP) -> None:
     """
     parameters = trained_of(module)
     gradients = [one.grad for one in parameters if one.grad is not None]
-    if not any(bool(one.any()) for one in gradients):
+    if not any(bool(gradient.any()) for gradient in gradients):
         for parameter in parameters:
             parameter.grad = None

@@ -138,7 +138,7 @@ def blocks_of(
         ['1']
     """
     parts = {name: one for name, one in modules.named_modules() if name}
-    there = {type(one).__name__ for one in parts.values()}
+    there = {type(part).__name__ for part in parts.values()}
     unknown = sorted(set(classes) - there)
     if unknown:
         raise ConfigError(

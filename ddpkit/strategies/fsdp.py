@@ -67,7 +67,7 @@ WITHOUT_GRAPH = (
 def _owners(module: nn.Module) -> Counter[int]:
     """Count in how many parts of a module each parameter is, by its id."""
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
-    return Counter(id(one) for part in parts for one in part.parameters(recurse=False))
+    return Counter(id(parameter) for part in parts for parameter in part.parameters(recurse=False))
 
 
 def _send_buffers(module: nn.Module, _: Any) -> None:
@@ -127,7 +127,9 @@ class FSDP(Strategy):
         """
         refuse_shared_parameters(modules)
         for name in [
-            name for name, module in modules.items() if all(module is not one for one in self.roots)
+            name
+            for name, module in modules.items()
+            if all(module is not root for root in self.roots)
         ]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
             broadcast_from_main(modules[name], self.device)
@@ -181,7 +183,11 @@ class FSDP(Strategy):
         self.roots.append(module)
         for block in parts:
             block.unshard()
-            self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
+            self._gathered |= {
+                id(parameter): parameter
+                for parameter in block.parameters()
+                if not is_sharded(parameter)
+            }
             block.reshard()
         logger.info(
             "modules[%r] is divided over %d ranks, in %d blocks.",
@@ -292,10 +298,12 @@ class FSDP(Strategy):
         without an error; the others fail.
         """
         for name, optimizer in optimizers.items():
-            if not WHOLE_MATRICES.isdisjoint(one.__name__ for one in type(optimizer).__mro__):
+            if not WHOLE_MATRICES.isdisjoint(base.__name__ for base in type(optimizer).__mro__):
                 raise ConfigError(CANNOT.format(name, type(optimizer).__name__))
             if not all(
-                is_sharded(one) for group in optimizer.param_groups for one in group["params"]
+                is_sharded(parameter)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
             ):
                 raise ConfigError(
                     f"strategy='fsdp': the optimizer {name!r} has parameters that are not in "
@@ -335,7 +343,7 @@ class FSDP(Strategy):
             [] if counts else [one for one in self._gathered.values() if one.requires_grad]
         )
         return (
-            removing_hooks([one.register_hook(torch.zeros_like) for one in trained])
+            removing_hooks([parameter.register_hook(torch.zeros_like) for parameter in trained])
             if trained
             else NO_CONTEXT
         )
@@ -363,7 +371,9 @@ class FSDP(Strategy):
             RankMismatchError: the ranks have used other blocks; looked at in the first steps.
         """
         self._reshard()
-        self._order = hash((self._order, *[one.grad is None for one in parameters_of(optimizers)]))
+        self._order = hash(
+            (self._order, *[parameter.grad is None for parameter in parameters_of(optimizers)])
+        )
         if self._compared < FIRST_STEPS:
             self._compared += 1
             self._require_same_order(exchange(self._order, site="blocks"))

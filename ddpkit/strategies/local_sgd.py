@@ -232,7 +232,7 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
             lambda pair: pair[1] // BUCKET_ELEMENTS,
         ):
             bucket = [one for one, _ in pairs]
-            flat = torch.cat([one.reshape(-1).to(dtype) for one in bucket])
+            flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
             if dtype.is_floating_point or dtype.is_complex:
                 # before the sum, which could overflow: a mask has the lowest number
                 flat /= dist.get_world_size()
@@ -247,7 +247,7 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
                     )
             for one, values in zip(
                 bucket,
-                torch.split(flat, [one.numel() for one in bucket]),
+                torch.split(flat, [tensor.numel() for tensor in bucket]),
                 strict=True,
             ):
                 one.copy_(values.view_as(one))

@@ -34,7 +34,7 @@ def is_on_meta(module: nn.Module) -> bool:
         >>> is_on_meta(nn.Linear(1, 1, device="meta"))
         True
     """
-    return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def give_values(name: str, module: nn.Module, device: str) -> None:
@@ -75,9 +75,9 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
             torch.default_generator.manual_seed(zlib.crc32(f"{seed} {whole}".encode()))
             _reset(whole, part, empty)
     torch.set_rng_state(state)
-    for one in (*module.parameters(), *module.buffers()):
-        if not is_sharded(one):
-            one.data = one.data.to(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_sharded(tensor):
+            tensor.data = tensor.data.to(device)
 
 
 def _reset(
@@ -90,7 +90,7 @@ def _reset(
     reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
     if reset is None:
         raise ConfigError(NO_VALUES.format(name, kind, "has no reset_parameters()"))
-    divided = [local_part(one) for one in part.parameters() if is_sharded(one)]
+    divided = [local_part(parameter) for parameter in part.parameters() if is_sharded(parameter)]
     before = [one.clone() for one in divided]
     for one in empty.values():
         values = torch.empty_like(one, device="cpu")

@@ -24,7 +24,9 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         """Return a zero, shape ``()``."""
-        ctx.like = [one if has_gradient_hooks(one) else None for one in parameters]
+        ctx.like = [
+            parameter if has_gradient_hooks(parameter) else None for parameter in parameters
+        ]
         return parameters[0].new_zeros(())
 
     @staticmethod
@@ -42,7 +44,7 @@ def trained_of(module: DistributedDataParallel) -> list[nn.Parameter]:
 
     Ranks: local.
     """
-    return [one for one in module.module.parameters() if one.requires_grad]
+    return [parameter for parameter in module.module.parameters() if parameter.requires_grad]
 
 
 def has_gradients(module: DistributedDataParallel) -> bool:
@@ -50,7 +52,7 @@ def has_gradients(module: DistributedDataParallel) -> bool:
 
     Ranks: local.
     """
-    return any(one.grad is not None for one in trained_of(module))
+    return any(parameter.grad is not None for parameter in trained_of(module))
 
 
 def go_backwards(module: DistributedDataParallel) -> None:

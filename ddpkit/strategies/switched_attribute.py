@@ -31,9 +31,9 @@ class SwitchedAttribute:
 
     def __enter__(self) -> None:
         name = self._name
-        self._before = [getattr(one, name) for one in self._owners]
-        for one in self._owners:
-            setattr(one, name, self._during)
+        self._before = [getattr(owner, name) for owner in self._owners]
+        for owner in self._owners:
+            setattr(owner, name, self._during)
 
     def __exit__(self, *_: object) -> None:
         for one, before in zip(self._owners, self._before, strict=True):

@@ -171,7 +171,10 @@ class VirtualRanks(Strategy):
         wide = wide_number(0.0, self.device)
         moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
         # torch 2.8 has none
-        dtypes = [getattr(one, "grad_dtype", None) or one.dtype for one in self._parameters]
+        dtypes = [
+            getattr(parameter, "grad_dtype", None) or parameter.dtype
+            for parameter in self._parameters
+        ]
         pairs = zip(self._parameters, dtypes, strict=True)
         self._like = [one.new_zeros((), dtype=dtype).expand(one.shape) for one, dtype in pairs]
         self._sum = OrderedSum([wide, wide, *moves, *self._like], self.virtual_ranks)
@@ -190,10 +193,10 @@ class VirtualRanks(Strategy):
         known = set(map(id, modules.parameters()))
         for name, optimizer in optimizers.items():
             given = [
-                one
+                parameter
                 for group in optimizer.param_groups
-                for one in group["params"]
-                if one.requires_grad
+                for parameter in group["params"]
+                if parameter.requires_grad
             ]
             if not known.issuperset(map(id, given)):
                 raise ConfigError(
@@ -296,9 +299,10 @@ class VirtualRanks(Strategy):
 
     def _versions(self) -> list[Any]:
         """Return what tells whether a recipe has changed gradients."""
-        gradients = (one.grad for one in self._parameters)
+        gradients = (parameter.grad for parameter in self._parameters)
         return [
-            None if one is None else (id(one), getattr(one, "_version", 0)) for one in gradients
+            None if gradient is None else (id(gradient), getattr(gradient, "_version", 0))
+            for gradient in gradients
         ]
 
     def start_average(
@@ -391,7 +395,7 @@ class VirtualRanks(Strategy):
         gradients = [one.grad for one in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        if any(one is not None for one in gradients) and not (
+        if any(gradient is not None for gradient in gradients) and not (
             window.is_weighed or window.counted is not None
         ):
             raise ConfigError(
@@ -403,7 +407,7 @@ class VirtualRanks(Strategy):
         if window.counted is not None and not window.closes:
             count = wide_number(window.counted, self.device)
             window.counted = 0.0
-        contiguous = (None if one is None else one.contiguous() for one in gradients)
+        contiguous = (None if gradient is None else gradient.contiguous() for gradient in gradients)
         pairs = [(self._buffer(name), before) for name, before in self._before.items()]
         moves = [
             None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs

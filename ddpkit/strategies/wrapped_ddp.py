@@ -51,7 +51,7 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.gradient_reduction = GradientReduction(
-            next(one for one in module.parameters() if one.requires_grad)
+            next(parameter for parameter in module.parameters() if parameter.requires_grad)
         )
         # DDP's `dim` is only for one process with several devices; a model's own is not hidden.
         self.__dict__.pop("dim", None)

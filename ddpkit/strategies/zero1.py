@@ -132,10 +132,18 @@ class DividedOptimizer:
         self._deal(trained)
         self._own = [[one for one in group if self._is_mine(one)] for group in groups]
         together: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-        for one in trained:
-            is_alone = one.is_contiguous() and one.numel() * one.element_size() >= PACKED_BELOW
-            key = self._owners[one], one.dtype, one.device, id(one) if is_alone else 0
-            together.setdefault(key, []).append(one)
+        for parameter in trained:
+            is_alone = (
+                parameter.is_contiguous()
+                and parameter.numel() * parameter.element_size() >= PACKED_BELOW
+            )
+            key = (
+                self._owners[parameter],
+                parameter.dtype,
+                parameter.device,
+                id(parameter) if is_alone else 0,
+            )
+            together.setdefault(key, []).append(parameter)
         self._sent = []
         for (owner, dtype, device, alone), packed in together.items():
             size = sum(one.numel() for one in packed)
@@ -200,9 +208,18 @@ class DividedOptimizer:
         """Refuse, in the first step, gradients that are not averages over the ranks: no weights
         would show it later.
         """
-        gradients = [one.grad for one in parameters_of([self.optimizer]) if one.grad is not None]
+        gradients = [
+            parameter.grad
+            for parameter in parameters_of([self.optimizer])
+            if parameter.grad is not None
+        ]
         sizes = exchange(
-            float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)),
+            float(
+                sum(
+                    gradient.abs().sum(dtype=widest_float(gradient.device))
+                    for gradient in gradients
+                )
+            ),
             MARK,
         )
         if max(sizes) - min(sizes) > APART * max(sizes):

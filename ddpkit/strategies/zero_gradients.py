@@ -94,7 +94,7 @@ class ZeroGradients:
             is_found = any(tensors for caller, tensors in found if caller is module)
             if not is_found and has_batch_statistics(module):
                 raise BatchError(NO_OUTPUTS.format(module.gradient_reduction.entry))
-        starts = [one for _, tensors in found for one in tensors]
+        starts = [tensor for _, tensors in found for tensor in tensors]
         if not starts:
             raise BatchError(NO_OUTPUTS.format(called[0].gradient_reduction.entry))
         return starts
@@ -145,7 +145,7 @@ class ZeroGradients:
         Args:
             step: its number.
         """
-        known = [one for one in self.versions if self._is_of_zeros(one)]
+        known = [version for version in self.versions if self._is_of_zeros(version)]
         found = [one for one in known if not one.gradient_reduction.reduced]
         for module in found:
             announce(module, f"{step}/leftovers")

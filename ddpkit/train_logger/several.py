@@ -45,10 +45,10 @@ class TrainLoggers(TrainLogger):
     """
 
     def __init__(self, *loggers: Any) -> None:
-        for one in loggers:
-            if isinstance(one, type) or not callable(getattr(one, "log_stats", None)):
+        for logger in loggers:
+            if isinstance(logger, type) or not callable(getattr(logger, "log_stats", None)):
                 raise ConfigError(
-                    f"train_logger: {one!r} is not a train logger: it has no log_stats, or is a "
+                    f"train_logger: {logger!r} is not a train logger: it has no log_stats, or is a "
                     "class."
                 )
         self.loggers = loggers
@@ -64,9 +64,9 @@ class TrainLoggers(TrainLogger):
 
         Ranks: the main process alone.
         """
-        for one in self.loggers:
-            if callable(getattr(one, "require_writable", None)):
-                one.require_writable()
+        for logger in self.loggers:
+            if callable(getattr(logger, "require_writable", None)):
+                logger.require_writable()
 
     def _report(
         self,
@@ -75,8 +75,8 @@ class TrainLoggers(TrainLogger):
         verbose: bool | None,
     ) -> None:
         stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
-        for one in self.loggers:
-            one.log_stats(
+        for logger in self.loggers:
+            logger.log_stats(
                 meta,
                 **stats,
                 **({} if verbose is None else {"verbose": verbose}),
@@ -90,9 +90,9 @@ class TrainLoggers(TrainLogger):
 
         Ranks: the main process alone.
         """
-        for one in self.loggers:
-            if hasattr(one, "begin_anew"):
-                one.begin_anew()
+        for logger in self.loggers:
+            if hasattr(logger, "begin_anew"):
+                logger.begin_anew()
 
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Report to every logger that has this method.
@@ -103,9 +103,9 @@ class TrainLoggers(TrainLogger):
 
         Ranks: the main process alone.
         """
-        for one in self.loggers:
-            if hasattr(one, "log_step"):
-                one.log_step(values, step)
+        for logger in self.loggers:
+            if hasattr(logger, "log_step"):
+                logger.log_step(values, step)
 
 
 def log_places(train_logger: Any) -> list[str]:
@@ -122,7 +122,7 @@ def log_places(train_logger: Any) -> list[str]:
         ['results/metrics.jsonl', 'results/train_log.txt']
     """
     if isinstance(train_logger, TrainLoggers):
-        return list(dict.fromkeys(place for one in train_logger for place in log_places(one)))
+        return list(dict.fromkeys(place for member in train_logger for place in log_places(member)))
     beside = getattr(train_logger, "run_log_beside", None)
     run_log = beside if Current.log is None else Current.log.path
     own = [getattr(train_logger, name, None) for name in ("save_file", "save_dir")]

@@ -100,7 +100,7 @@ def run_doctor(
             else _as_text(examination, site, verbose=request.verbose)
         )
     ranks.leave()
-    return int(any(one.finding.is_problem for one in examination.placed))
+    return int(any(finding.finding.is_problem for finding in examination.placed))
 
 
 def require_extra() -> None:
@@ -197,14 +197,14 @@ def _as_text(
     launcher = "" if by in UNNAMED_LAUNCHERS else f" by {by}"
     title = f"ddpkit {__version__} doctor: {processes} on {where}{launcher}, {site.run.device}"
     text = f"{title}\n\n{table(examination, verbose=verbose)}"
-    is_bad = any(one.finding.is_problem for one in examination.placed)
+    is_bad = any(finding.finding.is_problem for finding in examination.placed)
     if is_bad and by == "torchrun":
         text += "\n(exit code 1: torchrun adds a report of its own below)"
     return text
 
 
 def _as_json(examination: Examination, site: Site) -> str:
-    verdicts = [one.finding.verdict for one in examination.placed]
+    verdicts = [finding.finding.verdict for finding in examination.placed]
     return json.dumps(
         {
             "ddpkit": __version__,
@@ -218,11 +218,11 @@ def _as_json(examination: Examination, site: Site) -> str:
             ),
             "findings": [
                 {
-                    "host": one.host,
-                    "rank": one.rank,
-                    **dataclasses.asdict(one.finding),
+                    "host": finding.host,
+                    "rank": finding.rank,
+                    **dataclasses.asdict(finding.finding),
                 }
-                for one in examination.placed
+                for finding in examination.placed
             ],
         },
         indent=1,

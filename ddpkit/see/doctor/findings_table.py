@@ -34,7 +34,7 @@ def table(examination: Examination, *, verbose: bool = False) -> str:
     everywhere = _Everywhere(set(range(examination.world_size)), set(examination.hosts))
     rows = []
     for verdict in VERDICTS:
-        for group in grouped(one for one in placed if one.finding.verdict == verdict):
+        for group in grouped(finding for finding in placed if finding.finding.verdict == verdict):
             rows += _row(group, everywhere, is_block=verbose or verdict != OK)
     return "\n".join([*rows, "", *_wrapped("", summary(placed))]).lstrip("\n")
 
@@ -70,10 +70,14 @@ def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
     Ranks: local.
     """
     groups: dict[tuple[str, str, str], list[Placed]] = {}
-    for one in placed:
-        is_shown = one.finding.verdict != OK
-        key = (one.finding.name, one.finding.verdict, one.finding.advice if is_shown else "")
-        groups.setdefault(key, []).append(one)
+    for finding in placed:
+        is_shown = finding.finding.verdict != OK
+        key = (
+            finding.finding.name,
+            finding.finding.verdict,
+            finding.finding.advice if is_shown else "",
+        )
+        groups.setdefault(key, []).append(finding)
     return list(groups.values())
 
 

@@ -52,7 +52,9 @@ def gloo_address(machine: Machine) -> GlooAddress:
     except OSError:
         resolved = ()
     if named:
-        first = next((one for one in interfaces if one.name == named.split(",")[0]), None)
+        first = next(
+            (interface for interface in interfaces if interface.name == named.split(",")[0]), None
+        )
         address = first.addresses[0] if first is not None and first.is_usable else ""
         return GlooAddress(address, first, named, resolved)
     for address in resolved:

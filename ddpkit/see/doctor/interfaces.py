@@ -61,7 +61,9 @@ def interfaces_of_machine() -> list[Interface]:
     states = psutil.net_if_stats()
     found = []
     for name, addresses in psutil.net_if_addrs().items():
-        internet = [one for one in addresses if one.family in {socket.AF_INET, socket.AF_INET6}]
+        internet = [
+            address for address in addresses if address.family in {socket.AF_INET, socket.AF_INET6}
+        ]
         state = states.get(name)
         found.append(
             Interface(
@@ -102,9 +104,9 @@ def having(interfaces: Iterable[Interface], address: str) -> Interface | None:
         >>> having([Interface("lo", ("127.0.0.1",))], "127.0.1.1").name
         'lo'
     """
-    found = next((one for one in interfaces if address in one.addresses), None)
+    found = next((interface for interface in interfaces if address in interface.addresses), None)
     if found is None and is_loopback(address):  # all of 127.0.0.0/8 is
-        return next((one for one in interfaces if one.name == LOOPBACK), None)
+        return next((interface for interface in interfaces if interface.name == LOOPBACK), None)
     return found
 
 
@@ -124,11 +126,11 @@ def taken_by_nccl(interfaces: Sequence[Interface], names: str | None) -> list[In
         >>> [one.name for one in taken_by_nccl(both, None)], taken_by_nccl(both, "=eth")
         (['eth0'], [])
     """
-    usable = [one for one in interfaces if one.is_usable]
+    usable = [interface for interface in interfaces if interface.is_usable]
     if names:
-        return [one for one in usable if _matches(one.name, names)]
+        return [interface for interface in usable if _matches(interface.name, names)]
     for rule in ("ib", "^docker,lo,virbr", "docker", "lo"):
-        found = [one for one in usable if _matches(one.name, rule)]
+        found = [interface for interface in usable if _matches(interface.name, rule)]
         if found:
             return found
     return []

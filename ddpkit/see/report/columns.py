@@ -45,7 +45,7 @@ class Table:
 
         Ranks: local.
         """
-        for name in [one for one in values if one not in self._columns]:
+        for name in [value for value in values if value not in self._columns]:
             self._columns[name] = array("d", [math.nan]) * self.rows
         for name, column in self._columns.items():
             column.append(values.get(name, math.nan))

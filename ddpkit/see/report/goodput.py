@@ -147,7 +147,10 @@ def _resume_point(
         return told
     if attempt.first is None:
         return None
-    times = [(number_of(one.get("time")) or 0.0, one) for one in checkpoints.values()]
+    times = [
+        (number_of(checkpoint.get("time")) or 0.0, checkpoint)
+        for checkpoint in checkpoints.values()
+    ]
     saved = [number_of(one.get("optimizer_step")) for time, one in times if time <= attempt.begin]
     known = [step for step in saved if step is not None]
     if not known:  # an old log: a run saves at the end of epochs, and when it is stopped

@@ -104,8 +104,8 @@ def _by_epoch(runs: Sequence[RunReport]) -> Iterator[Panel]:
     names = dict.fromkeys(name for run in runs for name, _ in run.history.epochs)
     stages = dict.fromkeys(stage for run in runs for _, stage in run.history.epochs)
     order = [
-        *(one for one in STAGES if one in stages),
-        *(one for one in stages if one not in STAGES),
+        *(stage for stage in STAGES if stage in stages),
+        *(stage for stage in stages if stage not in STAGES),
     ]
     for name in sorted(names, key=lambda name: name != "loss"):
         found = [

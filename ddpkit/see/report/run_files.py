@@ -163,7 +163,7 @@ def _hint(folder: Path) -> str:
             below = sorted(folder.glob("*/" * depth + METRICS))
             if below:
                 return f"Runs below it: {_named(path.parent for path in below)}."
-        above = [one for one in folder.resolve().parents[:2] if (one / METRICS).is_file()]
+        above = [parent for parent in folder.resolve().parents[:2] if (parent / METRICS).is_file()]
         if above:
             return f"The run is perhaps {str(above[0])!r}."
     return "Give the folder that the recipe calls output_folder."

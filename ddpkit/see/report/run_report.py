@@ -102,7 +102,7 @@ class RunReport:
     @property
     def optimizer_steps(self) -> float:
         """How far it came."""
-        return max((one.reached for one in self.history.attempts), default=0.0)
+        return max((attempt.reached for attempt in self.history.attempts), default=0.0)
 
     def median(self, column: str) -> float | None:
         """Return the median of a column of the measured seconds; None without one.

@@ -68,7 +68,7 @@ def options_of(history: RunHistory) -> dict[str, str]:
 
 
 def _options_in(arguments: Any) -> Iterator[tuple[str, str]]:
-    words = [str(one) for one in arguments] if isinstance(arguments, list) else []
+    words = [str(argument) for argument in arguments] if isinstance(arguments, list) else []
     for at, word in enumerate(words):
         if not word.startswith("--"):
             continue

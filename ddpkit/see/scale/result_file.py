@@ -59,7 +59,7 @@ def write_measurement(
         "scaling": "strong" if measurement.is_strong else "weak",
         "table": list(table),
         "failed": dict(measurement.failed),
-        "slices": [one.as_dict() for one in measurement.slices],
+        "slices": [slice_.as_dict() for slice_ in measurement.slices],
     }
     with writing(f"--json={str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def read_measurement(path: Path) -> Measurement:
         raise _unknown(path) from error
     if not _is_measurement(values):
         raise _unknown(path)
-    slices = [SliceResult.from_dict(one, repr(str(path))) for one in values["slices"]]
+    slices = [SliceResult.from_dict(found, repr(str(path))) for found in values["slices"]]
     is_strong = values["scaling"] == "strong"
     return Measurement(values["recipe"], is_strong, slices, values["failed"])
 
@@ -117,8 +117,8 @@ def joined(measurements: Sequence[Measurement]) -> Measurement:
                 f"--join: the files are of different recipes, {first.recipe!r} and "
                 f"{other.recipe!r}. Join files of one recipe with the same options."
             )
-    slices = [one for measurement in measurements for one in measurement.slices]
-    failed = {name: why for one in measurements for name, why in one.failed.items()}
+    slices = [slice_ for measurement in measurements for slice_ in measurement.slices]
+    failed = {name: why for measurement in measurements for name, why in measurement.failed.items()}
     return Measurement(first.recipe, _is_strong(slices), slices, failed)
 
 
@@ -128,11 +128,13 @@ def _is_strong(slices: Sequence[SliceResult]) -> bool:
     Raises:
         ConfigError: neither a step nor the part of a process has the same number everywhere.
     """
-    if same_number([one.samples_of_step for one in slices]):
-        return len({one.size for one in slices}) > 1 or slices[0].global_batch_size is not None
-    if same_number([one.samples_of_step / one.size for one in slices]):
+    if same_number([slice_.samples_of_step for slice_ in slices]):
+        return (
+            len({slice_.size for slice_ in slices}) > 1 or slices[0].global_batch_size is not None
+        )
+    if same_number([slice_.samples_of_step / slice_.size for slice_ in slices]):
         return False
-    steps = ", ".join(f"{one.samples_of_step:g} on {one.size}" for one in slices)
+    steps = ", ".join(f"{slice_.samples_of_step:g} on {slice_.size}" for slice_ in slices)
     raise ConfigError(
         f"--join: a step has {steps} processes. It must be the same on all (strong scaling), "
         "or the same for each process (weak scaling). Measure all with --strong, or all with "

@@ -123,8 +123,8 @@ def rows_of(slices: Sequence[SliceResult]) -> list[Row]:
     Ranks: local.
     """
     groups: dict[tuple[str, int], list[SliceResult]] = {}
-    for one in slices:
-        groups.setdefault((one.way, one.size), []).append(one)
+    for slice_ in slices:
+        groups.setdefault((slice_.way, slice_.size), []).append(slice_)
     ordered = sorted(groups.values(), key=lambda group: group[0].size)
     base = _median_slice(ordered[0])
     return [

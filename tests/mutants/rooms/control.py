@@ -52,7 +52,7 @@ COMM = in_room(
         Fault(
             "each waiting rank warns of those that are late",
             "_tell",
-            "any((one.waits for one in known if one.rank < report.rank))",
+            "any((status.waits for status in known if status.rank < report.rank))",
             "False",
             "tests/comm/test_late_ranks.py",
         ),
@@ -187,7 +187,7 @@ CONTROL = in_room(
         Fault(
             "a limit of collectives is told for ranks that do wait",
             "_words",
-            "[one for one in others if not one.waits]",
+            "[other for other in others if not other.waits]",
             "others",
             "tests/control/test_time_outs.py",
         ),
@@ -208,7 +208,7 @@ BASE = in_room(
         Fault(
             "in the table of a hang a rank that waits is among the guilty",
             "table",
-            "one.waits",
+            "status.waits",
             "False",
             "tests/base/test_rank_status.py tests/control/test_watchdog.py",
         ),

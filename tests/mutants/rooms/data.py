@@ -195,7 +195,7 @@ SAMPLERS = in_room(
         Fault(
             "rare classes are drawn as often as they occur",
             "BalancingDataSampler.__init__",
-            "1.0 / counts[one]",
+            "1.0 / counts[class_]",
             "1.0",
         ),
     ],

@@ -68,7 +68,7 @@ FAULTS = [
             Fault(
                 "numbers of two different collectives are added up",
                 "start_sum_over_ranks",
-                "sums[:2] != [world_size * one for one in numbers[:2]]",
+                "sums[:2] != [world_size * number for number in numbers[:2]]",
                 "False",
                 "tests/ranks/test_main_only.py tests/ranks/test_failures_together.py",
             ),

@@ -374,7 +374,7 @@ OTHERS = [
             Fault(
                 "numbers of a batch lose their decimals",
                 "_stacked",
-                "torch.float64 if any((isinstance(one, float) for one in values)) else None",
+                "torch.float64 if any((isinstance(value, float) for value in values)) else None",
                 "torch.int64",
             ),
         ],

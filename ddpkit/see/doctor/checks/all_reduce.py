@@ -260,7 +260,7 @@ def _of_whole(
         [member.link for member in members.values()],
         backend,
         len(hosts),
-        min(one.copied for one in measured.values()),
+        min(answer.copied for answer in measured.values()),
     )
     share = speeds[largest] / expected.bytes_per_second
     yield Finding(
@@ -286,10 +286,10 @@ def _of_whole(
 
 def _slowest(measured: Mapping[int, Measured]) -> dict[int, float]:
     """Return the best time by bytes: an all-reduce takes as long as for its slowest rank."""
-    sizes = set.intersection(*(set(one.seconds) for one in measured.values()))
+    sizes = set.intersection(*(set(answer.seconds) for answer in measured.values()))
     found = {}
     for size in sorted(sizes, key=int):
-        each = zip(*(one.seconds[size] for one in measured.values()), strict=True)
+        each = zip(*(answer.seconds[size] for answer in measured.values()), strict=True)
         found[int(size)] = min(map(max, each))
     return found
 
@@ -362,8 +362,8 @@ def _speed(bytes_per_second: float) -> str:
 def _pair_speeds(measured: Mapping[int, Measured]) -> dict[tuple[int, int], float]:
     """Return bytes per second and direction of each pair, as the slower of the two has seen it."""
     found: dict[tuple[int, int], float] = {}
-    for one in measured.values():
-        for i, j, size, value in one.pairs:
+    for answer in measured.values():
+        for i, j, size, value in answer.pairs:
             pair = int(i), int(j)
             found[pair] = min(size / value, found.get(pair, math.inf))
     return found

@@ -42,7 +42,7 @@ def _row(gpu: Gpu, ours: Collection[int]) -> Row:
     total = gpu.memory_total or 1
     used = gpu.memory_used or 0
     busy = gpu.utilization or 0
-    foreign = [one for one in gpu.processes or () if one.pid not in ours]
+    foreign = [process for process in gpu.processes or () if process.pid not in ours]
     if foreign:
         shown = ", ".join(map(_process, foreign))
         heavy = used > MUCH * total or busy >= BUSY_PERCENT

@@ -64,8 +64,8 @@ def look(site: Site) -> Iterator[Finding]:
     processes = ranks.exchange("processes", {"host": host, "pid": os.getpid()})
     _attempt(here, "GPUs of torch", _by_torch)
     plain = ranks.exchange("seats", None if here.seat is None else asdict(here.seat))
-    seats = [Seat(**one) for one in answering(plain).values()]
-    ours = [one["pid"] for one in answering(processes).values() if one["host"] == host]
+    seats = [Seat(**value) for value in answering(plain).values()]
+    ours = [value["pid"] for value in answering(processes).values() if value["host"] == host]
     speeds = _at_work(here)
     if ranks.is_first_on_host:
         _attempt(here, "GPUs of this host", lambda look: _of_host(look, seats, ours))

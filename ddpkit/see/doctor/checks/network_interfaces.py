@@ -69,7 +69,7 @@ def _finding(  # noqa: PLR0913 -- the parts of a sentence
     failure: str,
 ) -> Finding:
     interfaces = site.machine.interfaces()
-    there = ", ".join(one.name for one in interfaces if one.is_usable)
+    there = ", ".join(interface.name for interface in interfaces if interface.is_usable)
     return Finding(
         name,
         PROBLEM if is_fatal else LOOK if fault else OK,
@@ -86,7 +86,7 @@ def _finding(  # noqa: PLR0913 -- the parts of a sentence
 
 def _wrong_names(interfaces: Sequence[Interface], named: str) -> str:
     """Say which interfaces of a list do not work: gloo wants whole names, separated by commas."""
-    known = {one.name: one for one in interfaces}
+    known = {interface.name: interface for interface in interfaces}
     for name in named.split(",") if named else []:
         if name not in known:
             return f"there is no interface {name!r}"

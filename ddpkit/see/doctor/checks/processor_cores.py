@@ -67,7 +67,9 @@ def look(site: Site) -> Iterator[Finding]:
 
 
 def _share(site: Site, everybody: list[Any]) -> Share:
-    here = [one for one in answering(everybody).values() if one["host"] == site.machine.name()]
+    here = [
+        value for value in answering(everybody).values() if value["host"] == site.machine.name()
+    ]
     cores = len(set().union(*(one["cores"] for one in here)))
     limit = cpu_limit(site.machine)
     if limit is None or limit.value >= cores:

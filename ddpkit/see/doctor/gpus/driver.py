@@ -152,7 +152,7 @@ class Driver:
         return cls(
             version=plain.get("version"),
             cuda=None if cuda is None else (int(cuda[0]), int(cuda[1])),
-            gpus=tuple(Gpu.from_plain(one) for one in plain.get("gpus", ())),
+            gpus=tuple(Gpu.from_plain(gpu) for gpu in plain.get("gpus", ())),
             common=_triples(plain.get("common", ())),
             peers=_triples(plain.get("peers", ())),
             problem=plain.get("problem"),

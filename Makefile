@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick house faults mutants model lint format types layers docs check bench bench-peers clean
+.PHONY: help venv demo test launch quick house faults mutants model messages lint format types layers docs check bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,9 @@ mutants: $(VENV)/.installed-dev  ## plant each fault of a list, run the tests th
 
 model: $(VENV)/.installed-dev  ## compare drawn trainings with a plain loop, for ten minutes (MODEL_ARGS="--seed 3 --minutes 300")
 	$(BIN)/python -m tests.model $(MODEL_ARGS)
+
+messages: $(VENV)/.installed-dev  ## write the snapshot of all messages anew, after a change of texts
+	$(BIN)/python -m tests.messages
 
 house: $(VENV)/.installed-dev  ## the measures that may only get better: tokens of a line, dense lines, and others
 	$(BIN)/python -m tests.house

@@ -1,0 +1,1 @@
+"""A snapshot of every text that the library shows: a change of prose is one diff to read."""

@@ -1,9 +1,9 @@
 """Law 1 as a property: sizes, remainders, accumulation and weights of every kind give one process's
 answer.
 
-One process with the joined batch is the reference, and for plain means a loop of a few lines that
-knows nothing of ddpkit. Everything is in float64, where agreement to 1e-10 leaves no room for a
-sample that counts a little more.
+One process with the joined batch is the reference. Everything is in float64, where agreement to
+1e-10 leaves no room for a sample that counts a little more. Other options, strategies and kills are
+drawn in ``tests/model``, against a loop that knows nothing of ddpkit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import nn
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data.plan import Order
-from ddpkit.dataloader import Sharding
 from ddpkit.errors import DataError
 from ddpkit.training import Feed
 from ddpkit.types import Stage
@@ -37,9 +35,7 @@ class Case:
     factor: int = 1
     shuffle: bool = True
     drop_last: bool = False
-    weighting: str = "samples"
     objective: str = "mean"
-    batch_norm: bool = False
     optimizers: int = 1
     shard_evaluation: bool = True
     whole: int | None = None
@@ -66,13 +62,7 @@ def make_data(samples, first=0):
 
 def make_modules(case):
     torch.manual_seed(5)
-    middle = [nn.BatchNorm1d(4)] if case.batch_norm else []
-    net = nn.Sequential(
-        nn.Linear(3, 4, bias=not case.batch_norm),
-        *middle,
-        nn.Tanh(),
-        nn.Linear(4, 1),
-    ).double()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     return {"net": net, **({"gain": nn.Linear(1, 1).double()} if case.optimizers > 1 else {})}
 
 
@@ -127,7 +117,6 @@ def train(case):
             "grad_accumulation_factor": case.factor,
             "max_grad_norm": MAX_NORM,
             "shard_evaluation": case.shard_evaluation,
-            "loss_weighting": case.weighting,
             "global_batch_size": case.whole,
             "micro_batch_size": case.micro,
         },
@@ -250,12 +239,6 @@ def test_any_sizes(ranks, world_size, number):
     compare(ranks, world_size, small + draw(world_size, number))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_any_sizes_at_length(ranks, world_size):
-    compare(ranks, world_size, draw(10 + world_size, 80))
-
-
 @pytest.mark.corner
 @drawn
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -264,108 +247,6 @@ def test_sums_and_counts(ranks, world_size, objective, number):
     """Losses that are means over tokens: batches and samples without any token count nothing."""
     cases = draw(world_size, number, objective=objective)
     compare(ranks, world_size, [*cases, *draw(7, number // 4, objective=objective, optimizers=2)])
-
-
-@pytest.mark.slow
-@drawn
-@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_batches_that_count_the_same(ranks, world_size, number):
-    compare(ranks, world_size, draw(world_size, number, weighting="batches"))
-
-
-@pytest.mark.slow
-@drawn
-@two_to_four
-def test_batch_norm_with_any_sizes(ranks, world_size, number):
-    cases = [
-        case
-        for case in draw(20 + world_size, 40, batch_norm=True)
-        if case.batch_size * world_size > 1 and case.samples % (case.batch_size * world_size) != 1
-    ]
-    compare(ranks, world_size, cases[:number])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "number"),
-    [(3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 6), (3, 6)])],
-)
-def test_two_optimizers(ranks, world_size, number):
-    compare(ranks, world_size, draw(world_size, number, optimizers=2))
-
-
-@pytest.mark.slow
-@drawn
-@two_to_four
-def test_global_batches_divided_unevenly(ranks, world_size, number):
-    """``global_batch_size`` divided over the ranks; with ``micro_batch_size`` in as many batches as
-    that needs.
-    """
-    chance = random.Random(world_size)
-    cases = []
-    for seed in range(number * 3 // 2):
-        whole = chance.randint(1, 17)
-        micro = chance.randint(1, 5) if seed % 3 else None
-        objective = chance.choice(["mean", "tokens"])
-        cases += draw(
-            seed,
-            1,
-            batch_size=None,
-            factor=1,
-            whole=whole,
-            micro=micro,
-            objective=objective,
-        )
-    compare(ranks, world_size, cases)
-
-
-# ------------------------------------------------------------------------------ against a bare loop
-
-
-def bare(case, world_size):
-    """Train with a few lines of torch: windows of samples, the mean over each, clip, step."""
-    modules = make_modules(case)
-    net = modules["net"]
-    data = make_data(case.samples)
-    optimizer = sgd(net.parameters())
-    window = case.batch_size * world_size * case.factor
-    for epoch in range(1, EPOCHS + 1):
-        order = Order(case.samples, Sharding().seed, epoch, shuffle=case.shuffle).indices(
-            0,
-            case.samples,
-        )
-        for start in range(0, case.samples, window):
-            batch = [data[index] for index in order[start : start + window]]
-            inputs = torch.stack([one[1] for one in batch])
-            targets = torch.stack([one[2] for one in batch])
-            (net(inputs) - targets).square().mean().backward()
-            nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-    return torch.cat([value.detach().flatten() for value in net.state_dict().values()])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "world_size",
-    [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))],
-)
-def test_against_a_bare_loop(ranks, world_size, monkeypatch):
-    for name in ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED"):
-        monkeypatch.delenv(name, raising=False)
-    cases = draw(31, 10, drop_last=False)
-    results = (
-        ranks.run(train_all, cases, world_size=world_size) if world_size > 1 else [train_all(cases)]
-    )
-    for found in results:
-        for case, (weights, *_) in zip(cases, found, strict=True):
-            torch.testing.assert_close(
-                weights,
-                bare(case, world_size),
-                rtol=0,
-                atol=1e-10,
-                msg=str(case),
-            )
 
 
 # ------------------------------------------------------------------------------------ its own teeth

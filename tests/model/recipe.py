@@ -22,7 +22,7 @@ from ddpkit.checkpoints import (
     mark_as_saver,
     register_checkpoint_hooks,
 )
-from ddpkit.distributed import if_main_process
+from ddpkit.distributed import get_rank, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, DataError
 from tests.model.training import REFERENCE, SEED, Training, rate_after, rows_of, sampled
@@ -260,6 +260,9 @@ def train(training: Training, folder: str, strategy: str, act=None) -> dict | st
     """
     ddpkit.seed_everything(SEED, verbose=False)
     net = make_net(training)
+    with torch.no_grad():
+        for one in (*net.parameters(), *net.buffers()):
+            one += get_rank() or 0  # a run begins with what rank 0 has
     counter = EpochCounter(training.epochs)
     moment = Moment(training, act)
     recoverables = {"net": net, "counter": counter, "moment": moment}

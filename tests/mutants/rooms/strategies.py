@@ -78,7 +78,7 @@ FAULTS = in_room(
             "broadcast_from_main",
             "torch.distributed.broadcast(sent, src=0)",
             "pass",
-            f"{UNIT} {FSDP}",
+            f"{UNIT} {FSDP} {MODEL}",
         ),
         Fault(
             "frozen weights differ between ranks",

@@ -97,7 +97,7 @@ WRITTEN_DOWN = {
     "fsdp with a layer that thaws, killed between two epochs": Training(
         world=2,
         samples=9,
-        epochs=2,
+        epochs=3,
         factor=3,
         shuffle=True,
         adam=True,
@@ -109,6 +109,7 @@ WRITTEN_DOWN = {
         strategy="fsdp",
         sends_checkpoints=True,
         killed="saved",
+        killed_at=2,
         world_after=2,
         strategy_after="fsdp",
     ),

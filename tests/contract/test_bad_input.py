@@ -117,7 +117,7 @@ def test_missing_yaml(tmp_path):
 def test_no_yaml_at_all():
     with pytest.raises(
         ConfigError,
-        match="Give one hyperparameter YAML; found: none. Put it first",
+        match="hyperparameter YAML; found: none",
     ):
         parse_arguments(["--debug"])
 

@@ -526,20 +526,14 @@ def test_a_schedule_of_epochs_keeps_its_length_too(tmp_path, caplog):
     run_of(tmp_path, warm, 2, scheduler_every="epoch")
     brain = run_of(tmp_path, warm, 4, scheduler_every="epoch")
     assert brain.rates == torch_rates(partial(warm, total_steps=2), 24, every=6)[12:]
-    assert (
-        "was made for 2 epochs, and this run has 4 epochs. It goes on as it was made."
-        in caplog.text
-    )
+    assert "was made for 2 epochs, and this run has 4 epochs" in caplog.text
 
 
 def test_a_schedule_goes_on_in_the_unit_in_which_it_began(tmp_path, caplog):
     run_of(tmp_path, CosineAnnealingLR, 2, dies_at=(2, 1))
     brain = run_of(tmp_path, CosineAnnealingLR, 2, scheduler_every="epoch")
     assert brain.rates == torch_rates(partial(CosineAnnealingLR, T_max=12), 12)[6:]
-    assert (
-        "was made for 12 steps, and this run has 2 epochs. It goes on as it was made."
-        in caplog.text
-    )
+    assert "was made for 12 steps, and this run has 2 epochs" in caplog.text
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def train(training: Training, folder: str, strategy: str, act=None) -> dict | st
     net = make_net(training)
     with torch.no_grad():
         for one in (*net.parameters(), *net.buffers()):
-            one += get_rank() or 0  # a run begins with what rank 0 has
+            one.add_(get_rank() or 0)  # a run begins with what rank 0 has
     counter = EpochCounter(training.epochs)
     moment = Moment(training, act)
     recoverables = {"net": net, "counter": counter, "moment": moment}

@@ -320,6 +320,4 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
         lambda name, *more: None if name == "jinja2" else found(name, *more),
     )
     assert main(["report", str(a_short_run(tmp_path / "run"))]) == 1
-    assert "needs jinja2, which is not installed. Run `pip install jinja2`" in (
-        capsys.readouterr().err
-    )
+    assert "pip install jinja2" in (capsys.readouterr().err)

@@ -68,18 +68,21 @@ def shown(text: str) -> str:
 def messages_of(source: str) -> Iterator[tuple[str, str]]:
     """Yield the messages of a module: what each is given to, and its text."""
     tree = ast.parse(source)
+    kinds = _kinds_of_names(tree)
     for node in _children(tree):
-        yield from _inside(node, _kind_of_constant(node, tree))
+        names = [ast.unparse(one) for one in getattr(node, "targets", [])]
+        yield from _inside(node, next((kinds[one] for one in names if one in kinds), OTHERS))
 
 
-def _kind_of_constant(node: ast.AST, tree: ast.Module) -> str:
-    """Return what a constant of a module is given to in that module."""
-    names = {ast.unparse(one) for one in getattr(node, "targets", [])}
-    for call in ast.walk(tree) if names else ():
-        kind = _kind_of(call)
-        if kind and any(isinstance(one, ast.Name) and one.id in names for one in ast.walk(call)):
-            return kind
-    return OTHERS
+def _kinds_of_names(tree: ast.Module) -> dict[str, str]:
+    """Return what each name is given to: of a constant with a text."""
+    kinds: dict[str, str] = {}
+    for call in ast.walk(tree):
+        if kind := _kind_of(call):
+            for one in ast.walk(call):
+                if isinstance(one, ast.Name):
+                    kinds.setdefault(one.id, kind)
+    return kinds
 
 
 def _inside(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
@@ -106,7 +109,8 @@ def _kind_of(node: ast.AST) -> str | None:
     """Return what the texts in a call are: an error by its class, or a line of the log."""
     if not isinstance(node, ast.Call):
         return None
-    name = ast.unparse(node.func).rpartition(".")[2]
+    called = node.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     if name.endswith(("Error", "Warning")):
         return name
     return f"logger.{name}" if name in LEVELS else None

@@ -563,10 +563,10 @@ class Brain(_Typed):
                 outputs = self.compute_forward(batch, Stage.TRAIN)
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
             train_step.backward(loss)
-        result, loss = train_step.note_loss(loss)
+        result, loss = train_step.record_loss(loss)
         if should_step:
             self.optimizers_step()
-        self.progress.result_at = self.progress.step
+        train_step.end_batch()
         self.on_fit_batch_end(batch, outputs, loss, should_step)
         return result
 

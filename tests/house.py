@@ -284,7 +284,7 @@ FEATURES = {
     "prefetch": r"prefetch_to_device|move_ahead",
     "profiler": r"profil",
     "lr_scaling": r"lr_?scal",
-    "late steps": r"late_step|LateStep|leave_open|take_late",
+    "late steps": r"late_step|PendingStep|resolve_pending|resolve_at_sync",
     "gc_interval": r"gc_interval",
     "zero1": r"zero1",
     "schedule": r"scheduler_class|scheduler_every",

@@ -48,7 +48,7 @@ RATCHETS = {
     "tokens per code line": 7.41,
     "lines of 30 tokens or more": 23,
     "assignments that pack several": 18,
-    "files that write a Progress": 11,
+    "files that write a Progress": 2,
     "circles of files": 0,
     "modules that name a feature, median": 8,
     "modules that name a feature, most": 18,

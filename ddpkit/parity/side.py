@@ -234,9 +234,8 @@ class Side:
         self._kept = {}
         self.parts.context.accumulation.hold(factor)
         progress.restart()
-        progress.epoch = 1
-        progress.step = step.first
-        progress.optimizer_step = self.done + step.number
+        progress.recover_updates(self.done + step.number)
+        progress.go_to(1, step.first)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 -- the stream that recipes draw from
         torch.manual_seed(seed)
@@ -255,7 +254,7 @@ class Side:
         counted = counted_by(progress.window)
         with eager, without_noise(brain.modules), logged, counted:
             for batch in feed.batches(progress.window):
-                progress.step += 1
+                progress.begin_batch()
                 brain.fit_batch(batch)
             if self.parts.train_step.prepare_flush(brain):
                 brain.optimizers_step()
@@ -291,7 +290,7 @@ class Side:
         self.parts.context.strategy.finish_gradients(optimizers)
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
-        brain.progress.optimizer_step += 1
+        brain.optimizer_step += 1
 
     def _keep(
         self,

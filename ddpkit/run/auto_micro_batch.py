@@ -347,10 +347,7 @@ class AutoMicroBatch:
         )
         # The step is repeated, so all is put back to its beginning. From now on batches are counted
         # in the new size: at the end of a step both sizes have done the same samples.
-        progress.logged.forget_after(progress.window_end)
-        progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
-        progress.meter = progress.train_meter or progress.new_meter()
-        progress.window = Window(number=progress.window.number)
+        progress.repeat_window(plan.micro_batches, factor)
         self.run_state.step_plan = replace(
             self.run_state.step_plan,
             grad_accumulation_factor=factor,

@@ -537,7 +537,7 @@ class CheckpointPolicy:
         logger.announce(words, calls.number, path, state["fit"])
         steps = dict(enumerate(state.get("finished") or (), 1)).get(calls.number)
         if steps is not None:
-            self.context.progress.optimizer_step = steps
+            self.context.progress.recover_updates(steps)
         return True
 
     def warn_unused_entries(self) -> None:

@@ -279,10 +279,7 @@ class RankState:
         epoch's seed.
         """
         progress = self.context.progress
-        progress.epoch = epoch
-        if not progress.step:
-            progress.began_at = progress.optimizer_step
-            progress.clipped = 0
+        progress.begin_epoch(epoch)
         self._seed(epoch, progress.began_at)
 
     def end_streams(self) -> None:
@@ -316,7 +313,7 @@ class RankState:
         """
         progress = self.context.progress
         states = self.states
-        progress.loader = loader
+        progress.read_from(loader)
         self._resumed_at = {}
         self._unread = None
         own: dict[str, Any] = {}

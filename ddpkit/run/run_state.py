@@ -283,7 +283,7 @@ class RunState:
             raise CheckpointError(
                 f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}"
             )
-        self.context.progress.optimizer_step = state.get("optimizer_step", state["step"])
+        self.context.progress.recover_updates(state.get("optimizer_step", state["step"]))
         self._fitted_epoch = state.get("epoch")
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")
@@ -311,30 +311,33 @@ class RunState:
         samples = state.get("samples", 0)
         before = StepPlan.read(state)
         batches, told = self.step_plan.place(before, state["step"], samples)
-        progress.step = batches * self.context.strategy.shards
+        step = batches * self.context.strategy.shards
         for one in filter(
             None,
             (told, self.step_plan.other_data(before) if state["step"] else None),
         ):
             logger.warning("%s", one)
-        if "loss_sum" not in state and progress.step:
+        if "loss_sum" not in state and step:
             logger.warning(
                 "This checkpoint was made by SpeechBrain in the middle of an epoch: %d batches "
                 "are left out now, but in ddpkit's order. To avoid it, go on from the end of an "
-                "epoch.", progress.step,
+                "epoch.", step,
             )  # fmt: skip
-        progress.began_at = state.get("epoch_began_at", progress.optimizer_step)
-        progress.nonfinite = state.get("nonfinite", 0)
-        progress.clipped = state.get("clipped", 0)
-        progress.avg_train_loss = state["avg_train_loss"]
-        count = Fraction(state.get("loss_count", progress.step))
+        progress.recover_position(
+            step,
+            began_at=state.get("epoch_began_at", progress.optimizer_step),
+            nonfinite=state.get("nonfinite", 0),
+            clipped=state.get("clipped", 0),
+            avg_train_loss=state["avg_train_loss"],
+        )
+        count = Fraction(state.get("loss_count", step))
         loss_sum = Fraction(state.get("loss_sum", progress.avg_train_loss * float(count)))
         exact = isinstance(state.get("loss_sum"), str)
         if progress.phase is EpochPhase.OUTSIDE:
-            progress.is_whole = bool(state.get("whole"))
-            progress.is_validated = bool(state.get("stages_done"))
             progress.recover_inside(
-                (loss_sum, count, samples) if exact else (float(loss_sum), float(count), samples)
+                (loss_sum, count, samples) if exact else (float(loss_sum), float(count), samples),
+                is_whole=bool(state.get("whole")),
+                is_validated=bool(state.get("stages_done")),
             )
         if not get_rank():
             progress.meter.restore(loss_sum, count, samples=samples)

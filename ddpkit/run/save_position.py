@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpkit.run.run_state import RunState
-    from ddpkit.training import Progress, RunContext
+    from ddpkit.training import RunContext
 
 logger = get_logger(__name__)
 
@@ -119,7 +119,7 @@ class SavePosition:
         sums = progress.train_sums or (0.0, 0.0, 0)
         mean = float(Fraction(sums[0]) / Fraction(sums[1])) if sums[1] else 0.0
         with (
-            temporarily(progress, step=progress.window_end, avg_train_loss=mean),
+            progress.at_end_of_pass(mean),
             temporarily(self.run_state, loss_sums=list(sums)),
         ):
             yield
@@ -154,7 +154,7 @@ class SavePosition:
         self.rank_state.is_inside_batch = not is_before
         self.rank_state.goes_back_to_begin = is_before and not progress.window_end
         try:
-            with at_last_update(progress) if is_before else contextlib.nullcontext():
+            with progress.at_last_update() if is_before else contextlib.nullcontext():
                 have_all_come = states is not None and states.gather_if_all_come()
                 with self.with_sums(
                     progress.add_totals(self.rank_state.own_sums()) if have_all_come else None
@@ -199,22 +199,3 @@ class SavePosition:
         is_seen = progress.optimizer_step or not (progress.window_end or progress.epochs)
         is_over = window.number in {window.stepped_in, window.skipped_in}
         return is_over or progress.window_end == progress.step or not is_seen
-
-
-def at_last_update(progress: Progress) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which progress is reset to the last optimizer step.
-
-    Ranks: local.
-
-    Example:
-        >>> from ddpkit.training import Progress
-        >>> progress = Progress(step=5, window_end=4)
-        >>> with at_last_update(progress):
-        ...     progress.step
-        4
-    """
-    return temporarily(
-        progress,
-        step=progress.window_end,
-        meter=progress.train_meter or progress.meter,
-    )

@@ -32,7 +32,7 @@ class SkippedSteps:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        progress.skips_written = progress.nonfinite
+        progress.note_skips_written(progress.nonfinite)
 
     def write(self) -> None:
         """Write what is new, the pending step included."""
@@ -53,5 +53,5 @@ class SkippedSteps:
 
     def _write_known(self) -> None:
         if fields := unwritten_skips(self._progress):
-            self._progress.skips_written = fields["in_epoch"]
+            self._progress.note_skips_written(fields["in_epoch"])
             run_event("skipped_steps", **fields)

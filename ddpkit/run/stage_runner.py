@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.base import POSITION, is_sharded, temporarily
+from ddpkit.base import POSITION, is_sharded
 from ddpkit.control import PeriodicSync
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
@@ -144,7 +144,7 @@ class StageRunner:
             output_folder: for the profiler's records.
         """
         options = self.context.options
-        self.context.progress.is_fitting = True
+        self.context.progress.begin_fit()
         self._read_options()
         self.speed.prepare()
         self.context.progress.restart()
@@ -169,7 +169,7 @@ class StageRunner:
                 )
                 logger.warning(words, options.profile_warmup)
         finally:  # a recipe's own profiler is for this call, too
-            self.context.progress.is_fitting = False
+            self.context.progress.end_fit()
             self.profiler = None
             self.speed.stop()
 
@@ -245,8 +245,6 @@ class StageRunner:
             if train_step.ema is not None:
                 train_step.ema.follow()
             brain.zero_grad()  # what was computed before, such as in the hook, is of no step
-            if not progress.step:
-                progress.nonfinite = 0
             one_pass = functools.partial(
                 self._pass,
                 brain,
@@ -260,7 +258,7 @@ class StageRunner:
                     if self.context.options.auto_micro_batch
                     else one_pass()
                 )
-            progress.avg_train_loss = progress.train_loss = found
+            progress.note_train_loss(found)
             brain.zero_grad(set_to_none=True)  # the validation has their memory
             # Before the hook: a checkpoint that it saves has the schedule after this epoch.
             if train_step.schedule is not None and progress.is_whole:
@@ -269,9 +267,9 @@ class StageRunner:
                     progress.avg_train_loss,
                     progress.optimizer_step,
                 )
-            with self._unsaved(), self._explaining(brain):
+            with self.context.progress.unsaved(), self._explaining(brain):
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
-            progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
+            progress.end_training()
 
     def _pass(
         self,
@@ -287,7 +285,7 @@ class StageRunner:
         length = length_of(loader)
         if length is not None:
             # another world size may have a shorter last step
-            progress.step = min(progress.step, length)
+            progress.limit_step(length)
         left_out, ready = self.rank_state.begin_pass(loader)
         set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
         require_same_draw(loader)
@@ -323,7 +321,7 @@ class StageRunner:
                 progress.resolve_at_sync()
                 self.stop.tighten_timeouts()
                 self._write_steps(report.step)
-                progress.avg_train_loss = report.loss
+                progress.note_average_loss(report.loss)
                 self.speed.on_sync(report, self._sync)
                 bar.show(report.step, report.loss, report.samples - samples_before)
                 saves.on_sync(report)
@@ -341,9 +339,8 @@ class StageRunner:
                     tell=saves.tell,
                 )
             self.speed.end_pass()
-            progress.is_whole = not is_limited or (
-                feed.length is not None and progress.step >= feed.length
-            )
+            is_read = feed.length is not None and progress.step >= feed.length
+            progress.end_batches(is_whole=is_read or not is_limited)
             if not progress.is_whole:
                 logger.info(CUT, options.optimizer_step_limit, epoch, progress.step)
             self._after_last_batch(brain, saves)
@@ -464,13 +461,12 @@ class StageRunner:
             progress = self.context.progress
             schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
-            after = (progress.step, progress.meter) if is_inside else (0, progress.new_meter())
+            kept = (progress.step, progress.meter) if is_inside else None
             if stage is Stage.VALID:
                 self.time_left.begin_validation()
             with stage_mode(lambda: self.context.modules, training=False):
                 brain.on_stage_start(stage, epoch)
             progress.resolve_pending()
-            progress.step = 0
             with (
                 self._explaining(brain),
                 self._stoppable(),
@@ -486,14 +482,12 @@ class StageRunner:
                     enable_bar=enable_bar,
                 )
             if stage is Stage.VALID:
-                progress.step = 0
-                progress.valid_loss = loss
-                progress.is_validated = True
+                progress.end_validation(loss)
                 if schedule is not None and progress.is_whole:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
-            with torch.no_grad(), self._unsaved(), self._explaining(brain):
+            with torch.no_grad(), self.context.progress.unsaved(), self._explaining(brain):
                 brain.on_stage_end(stage, loss, epoch)
-            progress.step, progress.meter = after
+            progress.end_evaluation(kept)
             return loss
 
     def _evaluate(
@@ -507,9 +501,9 @@ class StageRunner:
         enable_bar: bool,
     ) -> float:
         """Evaluate every batch; ``trained``: the epoch and the optimizer steps of the weights."""
-        require_same_draw(loader)
         progress = self.context.progress
-        progress.meter = progress.new_meter()
+        progress.begin_evaluation()
+        require_same_draw(loader)
         self._begin(stage, loader)
         started = time.monotonic()
         strategy = self.context.strategy
@@ -588,7 +582,7 @@ class StageRunner:
         begin_stage(divided=seen.divided)
         POSITION.stage_begins()
         with (
-            temporarily(progress, seen=seen, step=0),
+            progress.predicting(seen),
             self._stoppable(),
             progress.logged.during(None, None),
         ):
@@ -627,7 +621,7 @@ class StageRunner:
             place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
             batches = first_of(self._batches(loader, Stage.TEST), self._limited(None))
             for number, batch in enumerate(self.context.strategy.evaluated(batches, *place), 1):
-                progress.step = number
+                progress.begin_batch()
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
                 count = None if counts is None else counts.count(number - 1)
@@ -685,13 +679,15 @@ class StageRunner:
         POSITION.stage_begins()
         before = self.context.progress.meter.samples
         first = self.context.progress.step if is_training else 0
-        self.context.progress.seen = Seen(
-            stage,
-            loader,
-            divided,
-            first=first,
-            stream=stream,
-            samples_before=before,
+        self.context.progress.begin_stage(
+            Seen(
+                stage,
+                loader,
+                divided,
+                first=first,
+                stream=stream,
+                samples_before=before,
+            )
         )
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
@@ -788,18 +784,6 @@ class StageRunner:
     def _explaining(self, brain: StageHooks) -> AbstractContextManager[None]:
         return explaining(brain, self.context.options, self.context.strategy, self.memory)
 
-    @contextlib.contextmanager
-    def _unsaved(self) -> Iterator[None]:
-        """Return a context for a hook that must not run twice: a stop inside of it saves no
-        checkpoint.
-        """
-        meter = self.context.progress.train_meter
-        self.context.progress.train_meter = None
-        try:
-            yield
-        finally:  # a recipe may catch what a hook of its own evaluation raises
-            self.context.progress.train_meter = meter
-
     def _finish(
         self,
         stage: Stage,
@@ -869,7 +853,7 @@ class StageRunner:
         progress = self.context.progress
         if progress.clipped:
             say = logger.info if progress.has_told_clipping else logger.announce
-            progress.has_told_clipping = True
+            progress.note_clipping_told()
             words = (
                 "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s "
                 "(--max_grad_norm)."

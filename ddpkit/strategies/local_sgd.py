@@ -173,7 +173,8 @@ class LocalSGD(DDP):
         most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])
         with waiting():
             dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
-        largest, smallest, progress.clipped, progress.nonfinite = most.tolist()
+        largest, smallest, clipped, nonfinite = most.tolist()
+        progress.take_counts_of_all_ranks(clipped=clipped, nonfinite=nonfinite)
         if largest != -smallest:
             raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
         _average_over_ranks(itertools.chain(*parts), torch.device(self.device))

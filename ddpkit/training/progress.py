@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpkit import optim
+from ddpkit.base import temporarily
 from ddpkit.distributed import sum_exactly, sum_over_ranks
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.logger import get_logger
@@ -138,6 +141,16 @@ class Progress(optim.StepCounters):
         has_ended = self.phase in {EpochPhase.OVER, EpochPhase.RECOVERED} and not self.is_fitting
         return has_ended and not self.is_whole
 
+    # ------------------------------------------------------------------ a call of fit
+
+    def begin_fit(self) -> None:
+        """Note that a call of ``fit`` runs."""
+        self.is_fitting = True
+
+    def end_fit(self) -> None:
+        """Note that it is over, however it has ended."""
+        self.is_fitting = False
+
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
         self.resolve_pending()
@@ -179,21 +192,76 @@ class Progress(optim.StepCounters):
         if self.phase is EpochPhase.ASKED and not self.epochs:
             self.phase = EpochPhase.OUTSIDE
 
-    def recover_inside(self, sums: tuple[Any, Any, int]) -> None:
-        """Note the position of a checkpoint from the middle of an epoch, which has not begun again.
+    # ------------------------------------------------------------------ what a checkpoint says
+
+    def recover_updates(self, optimizer_step: int) -> None:
+        """Go on counting updates where a checkpoint says."""
+        self.resolve_pending()
+        self.optimizer_step = optimizer_step
+
+    def go_to(self, epoch: int, step: int) -> None:
+        """Go on at a batch of an epoch, for a check that trains nothing."""
+        self.epoch = epoch
+        self.step = step
+
+    def recover_position(
+        self,
+        step: int,
+        *,
+        began_at: int,
+        nonfinite: int,
+        clipped: int,
+        avg_train_loss: float,
+    ) -> None:
+        """Go on inside of an epoch, where a checkpoint says.
+
+        Args:
+            step: batches of this rank.
+            began_at: updates before the epoch.
+            nonfinite: steps of the epoch that were skipped.
+            clipped: updates of the epoch whose gradients were clipped.
+            avg_train_loss: mean loss so far.
+        """
+        self.step = step
+        self.began_at = began_at
+        self.nonfinite = nonfinite
+        self.clipped = clipped
+        self.avg_train_loss = avg_train_loss
+
+    def recover_inside(
+        self,
+        sums: tuple[Any, Any, int],
+        *,
+        is_whole: bool,
+        is_validated: bool,
+    ) -> None:
+        """Note that a checkpoint is of the middle of an epoch, which has not begun again.
 
         Args:
             sums: of the losses of all ranks, their weights, and the samples so far.
+            is_whole: whether its training has read all data.
+            is_validated: whether its validation is over, too.
         """
         self.phase = EpochPhase.RECOVERED
         self.window_end = self.step
         self.train_sums = sums
+        self.is_whole = is_whole
+        self.is_validated = is_validated
 
     def forget_position(self) -> None:
         """Begin the next epoch at its first batch, whatever the position was."""
         self.step, self.meter = 0, self.new_meter()
         self.avg_train_loss = 0.0
         self.nonfinite = 0
+
+    # ------------------------------------------------------------------ the training of an epoch
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note which epoch is trained from now on, or goes on."""
+        self.epoch = epoch
+        if not self.step:
+            self.began_at = self.optimizer_step
+            self.clipped = 0
 
     def begin_training(self) -> None:
         """Note that the training stage of an epoch begins, or one that a checkpoint has left."""
@@ -204,16 +272,59 @@ class Progress(optim.StepCounters):
         self.phase = EpochPhase.BEGUN
         self.is_validated = False
 
+    def limit_step(self, length: int) -> None:
+        """Begin at the end of the data at the latest: on another number of ranks it may be
+        shorter.
+        """
+        self.step = min(self.step, length)
+
+    def read_from(self, loader: Any) -> None:
+        """Note which loader the training reads."""
+        self.loader = loader
+
     def begin_pass(self) -> None:
         """Note that the training stage reads its batches now; the last result is of the epoch
         before.
         """
+        if not self.step:
+            self.nonfinite = 0  # a step that a hook has made is not of the epoch
         self.phase = _IN_PASS
         self.window_end = self.step
         self.train_meter = self.meter.copy()
         self.train_sums = None
         self.is_whole = False
         self.result_of = self.result_at = 0
+
+    def begin_stage(self, seen: Seen) -> None:
+        """Note what the stage runs over."""
+        self.seen = seen
+
+    def begin_batch(self) -> None:
+        """Count a batch. The loops do it by themselves, as this costs a call."""
+        self.step += 1
+
+    def repeat_window(self, micro_batches: int, factor: int) -> None:
+        """Go back to the end of the last step, and count batches in another size from there.
+
+        At the end of a step both sizes have done the same samples.
+
+        Args:
+            micro_batches: of a full step so far.
+            factor: of a full step from now on.
+        """
+        self.logged.forget_after(self.window_end)
+        self.window_end = self.window_end // micro_batches * factor
+        self.step = self.window_end
+        self.meter = self.train_meter or self.new_meter()
+        self.window = Window(number=self.window.number)
+
+    def note_average_loss(self, loss: float) -> None:
+        """Note the mean training loss so far, which a sync of the ranks has found."""
+        self.avg_train_loss = loss
+
+    def end_batches(self, *, is_whole: bool) -> None:
+        """Note that the training stage reads no further batch, and whether it has read all."""
+        self.is_whole = is_whole
 
     def end_pass(self, sums: tuple[Any, Any, int]) -> None:
         """Note that the training stage has read its last batch.
@@ -223,6 +334,81 @@ class Progress(optim.StepCounters):
         """
         self.phase = EpochPhase.TRAINED
         self.train_sums = sums
+
+    def note_train_loss(self, loss: float) -> None:
+        """Note the mean loss of the training stage, over all ranks."""
+        self.avg_train_loss = loss
+        self.train_loss = loss
+
+    def end_training(self) -> None:
+        """Note that the training stage is over, with its last hook."""
+        self.avg_train_loss = 0.0
+        self.step = 0
+        self.meter = self.new_meter()
+
+    # ------------------------------------------------------------------ other stages
+
+    def begin_evaluation(self) -> None:
+        """Count the batches and losses of an evaluation from now on."""
+        self.step = 0
+        self.meter = self.new_meter()
+
+    def end_validation(self, loss: float) -> None:
+        """Note that the validation of the epoch has read its last batch."""
+        self.step = 0
+        self.valid_loss = loss
+        self.is_validated = True
+
+    def end_evaluation(self, kept: tuple[int, Any] | None) -> None:
+        """Note that an evaluation is over.
+
+        Args:
+            kept: step and meter of the training whose hook has evaluated; else None.
+        """
+        self.step, self.meter = (0, self.new_meter()) if kept is None else kept
+
+    def predicting(self, seen: Seen) -> AbstractContextManager[None]:
+        """Return a context that counts batches of a prediction."""
+        return temporarily(self, seen=seen, step=0)
+
+    # ------------------------------------------------------------------ around a save
+
+    def at_end_of_pass(self, mean: float) -> AbstractContextManager[None]:
+        """Return a context with the position, and the loss, of the last batch that was trained
+        on.
+        """
+        return temporarily(self, step=self.window_end, avg_train_loss=mean)
+
+    def at_last_update(self) -> AbstractContextManager[None]:
+        """Return a context in which progress is reset to the last optimizer step."""
+        return temporarily(self, step=self.window_end, meter=self.train_meter or self.meter)
+
+    @contextlib.contextmanager
+    def unsaved(self) -> Iterator[None]:
+        """Return a context for a hook that must not run twice: a stop inside of it saves no
+        checkpoint.
+        """
+        meter = self.train_meter
+        self.train_meter = None
+        try:
+            yield
+        finally:  # a recipe may catch what a hook of its own evaluation raises
+            self.train_meter = meter
+
+    # ------------------------------------------------------------------ clipped and skipped steps
+
+    def note_clipping_told(self) -> None:
+        """Note that a line has said that gradients are clipped."""
+        self.has_told_clipping = True
+
+    def note_skips_written(self, in_epoch: int) -> None:
+        """Note how many skipped steps of this epoch the run's log knows."""
+        self.skips_written = in_epoch
+
+    def take_counts_of_all_ranks(self, *, clipped: int, nonfinite: int) -> None:
+        """Take over the largest counts of the epoch on any rank, where ranks step alone."""
+        self.clipped = clipped
+        self.nonfinite = nonfinite
 
     @property
     def clipped_share(self) -> float:

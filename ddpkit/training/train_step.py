@@ -273,8 +273,8 @@ class TrainStep:
             raise BatchError(NOT_STATIC.format(self.context.recipe.name), hook="compute_objectives")
         return is_meant
 
-    def note_loss(self, loss: Any) -> tuple[Any, Any]:
-        """Note the loss of the current micro-batch.
+    def record_loss(self, loss: Any) -> tuple[Any, Any]:
+        """Record the loss of the current micro-batch.
 
         Args:
             loss: as ``compute_objectives`` returned it.
@@ -292,6 +292,11 @@ class TrainStep:
             result = loss.detach()
         progress.result, progress.result_of = result, progress.step
         return result, loss
+
+    def end_batch(self) -> None:
+        """Note that the loss is recorded, and the step made if it was due."""
+        progress = self.context.progress
+        progress.result_at = progress.step
 
     def _count(self, count: torch.Tensor | float) -> float:
         """Add to the window's count, and return the factor for the loss sum; at the window's end,
@@ -707,7 +712,10 @@ class TrainStep:
         if is_first:
             window.stepped_in = n
             progress.optimizer_step += 1
-        if progress.phase is _IN_PASS and self.waits_for_window:
+        # the recipe first: to ask whether it waits is a call in every step
+        if self.context.recipe.has_own_fit_batch and (
+            progress.phase is _IN_PASS and self.waits_for_window
+        ):
             self._waiting += stepped
         elif is_first:
             self._update_after_window(stepped)

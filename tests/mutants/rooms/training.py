@@ -125,6 +125,27 @@ FAULTS = in_room(
             "True",
         ),
         Fault(
+            "an epoch goes on with the skipped steps of the one before",
+            "Progress.begin_pass",
+            "self.nonfinite = 0",
+            "pass",
+            "tests/training/test_late_steps.py",
+        ),
+        Fault(
+            "an epoch goes on with the clipped steps of the one before",
+            "Progress.begin_epoch",
+            "self.clipped = 0",
+            "pass",
+            "tests/contract/test_what_is_told.py",
+        ),
+        Fault(
+            "the losses of a validation stay for the next epoch",
+            "Progress.end_evaluation",
+            "(0, self.new_meter()) if kept is None else kept",
+            "(0, self.meter) if kept is None else kept",
+            "tests/golden",
+        ),
+        Fault(
             "the garbage collector runs after one step too many",
             "TrainStep._after_taken_step",
             "progress.optimizer_step % self.gc_interval == 0",

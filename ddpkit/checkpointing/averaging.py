@@ -63,8 +63,8 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             total.add_(state[name].detach().to(total.device, total.dtype))
     if not count:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
-    means = {name: total / count for name, total in sums.items()}
-    return first | {name: mean.to(first[name].dtype) for name, mean in means.items()}
+    kinds = {name: first[name].dtype for name in sums}
+    return first | {name: (total / count).to(kinds[name]) for name, total in sums.items()}
 
 
 def _shape_to_average(name: str, value: Any) -> torch.Size | None:

@@ -206,10 +206,10 @@ def require_alike(
     digests = exchange(digest, site)
     if None in digests or len(set(digests)) == 1 or first is None:
         return
-    both = read() or []  # the same samples, read twice
-    half = len(both) // 2
-    own = both[:half]
-    again = both[half:]
+    both = read()  # the same samples twice; None where they cannot be read again
+    half = len(both or ()) // 2
+    own = [] if both is None else both[:half]
+    again = [] if both is None else both[half:]
     pairs = zip(own, again, strict=True)
     noise = {
         place
@@ -218,7 +218,7 @@ def require_alike(
         if not _alike(one.get(place), two.get(place))
     }
     places, firsts, more, noises = zip(
-        *exchange((*first, both and own, noise), f"{site}, in detail"),
+        *exchange((*first, None if both is None else own, noise), f"{site}, in detail"),
         strict=True,
     )
     if len(set(places)) > 1:

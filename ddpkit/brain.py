@@ -642,7 +642,7 @@ class Brain(_Typed):
             return
         self.__prepare_modules()
         self.init_optimizers()
-        self.__prepare_optimizers()
+        self.__run.prepare_optimizers()
         self.__run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
@@ -1167,10 +1167,6 @@ class Brain(_Typed):
             self.__run.is_wrapped = True
             self.run_opts.reach(WRAPPED)
 
-    def __prepare_optimizers(self) -> None:
-        named = self.__run.train_step.named_optimizers()
-        self.__run.context.strategy.prepare_optimizers(self.modules, named)
-
     def _compile(self) -> None:
         options = self.run_opts
         if options.activation_checkpointing:
@@ -1184,7 +1180,7 @@ class Brain(_Typed):
 
     def __check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        self.__prepare_optimizers()
+        self.__run.prepare_optimizers()
         schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(
@@ -1210,7 +1206,7 @@ class Brain(_Typed):
         progressbar: bool | None,
     ) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
-        enable = self.__bar_enabled(progressbar)
+        self.__bar_enabled(progressbar)  # refuses what is no switch, before the first epoch
         if self.__is_step_limit_reached() and (not self.step or self.progress.is_validated):
             logger.info(
                 "optimizer_step_limit=%s has been reached before.",
@@ -1219,8 +1215,8 @@ class Brain(_Typed):
             return "optimizer_step_limit"
         self.progress.ask_for_epochs(validates=valid is not None)
         for epoch in epoch_counter:
-            self._fit_train(train, epoch, enable)
-            self._fit_valid(valid, epoch, enable)
+            self._fit_train(train, epoch, self.__bar_enabled(progressbar))
+            self._fit_valid(valid, epoch, self.__bar_enabled(progressbar))
             self.progress.end_epoch()
             if self.run_opts.debug and 0 < self.run_opts.debug_epochs <= epoch:
                 return "debug"

@@ -29,6 +29,7 @@ from ddpkit.options import (
     OPTION_BY_NAME,
     OPTIONS,
     PREPARED,
+    READING,
     RUN_OPTIONS,
     WRAPPED,
     Option,
@@ -65,6 +66,10 @@ _TOO_LATE = {
         "init_optimizers"
     ),
     IN_FIT: "it was read when this call of fit began. Assign it before fit, or after it",
+    READING: (
+        "it was read when the training began to read the data of this epoch. Assign it in "
+        "on_stage_start"
+    ),
 }
 
 _OWN_ATTRIBUTES = frozenset({"_values", "_reached", "overridden_args"})
@@ -269,7 +274,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         """Let the options that are read for good at a moment be changed no more.
 
         Args:
-            moment: ``MADE``, ``WRAPPED``, ``PREPARED`` or ``IN_FIT`` of this module.
+            moment: ``MADE``, ``WRAPPED``, ``PREPARED``, ``IN_FIT`` or ``READING`` of this module.
 
         Ranks: local.
 

@@ -63,8 +63,10 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             total.add_(state[name].detach().to(total.device, total.dtype))
     if not count:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
-    kinds = {name: first[name].dtype for name in sums}
-    return first | {name: (total / count).to(kinds[name]) for name, total in sums.items()}
+    averages = dict(first)
+    for name, total in sums.items():
+        averages[name] = (total / count).to(first[name].dtype)
+    return averages
 
 
 def _shape_to_average(name: str, value: Any) -> torch.Size | None:

@@ -207,20 +207,19 @@ def require_alike(
     if None in digests or len(set(digests)) == 1 or first is None:
         return
     both = read()  # the same samples twice; None where they cannot be read again
-    half = len(both or ()) // 2
-    own = [] if both is None else both[:half]
-    again = [] if both is None else both[half:]
-    pairs = zip(own, again, strict=True)
+    known = both or []
+    half = len(known) // 2
+    own = known[:half]
+    pairs = zip(own, known[half:], strict=True)
     noise = {
         place
         for one, two in pairs
         for place in {**one, **two}
         if not _alike(one.get(place), two.get(place))
     }
-    places, firsts, more, noises = zip(
-        *exchange((*first, None if both is None else own, noise), f"{site}, in detail"),
-        strict=True,
-    )
+    own_detail = (*first, None if both is None else own, noise)
+    of_all = exchange(own_detail, f"{site}, in detail")
+    places, firsts, more, noises = zip(*of_all, strict=True)
     if len(set(places)) > 1:
         return
     compared = (firsts,) if None in more else (more, set().union(*noises))

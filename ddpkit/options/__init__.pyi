@@ -5,6 +5,7 @@ from ddpkit.options.option import (
     MADE as MADE,
     ON_COMMAND_LINE as ON_COMMAND_LINE,
     PREPARED as PREPARED,
+    READING as READING,
     WRAPPED as WRAPPED,
     Option as Option,
 )

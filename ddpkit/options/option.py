@@ -17,6 +17,7 @@ MADE = "made"
 WRAPPED = "wrapped"
 PREPARED = "prepared"
 IN_FIT = "in fit"
+READING = "reading"  # the data of an epoch, in training
 
 _NOTHING = frozenset({"", "none", "null", "~", "auto"})
 

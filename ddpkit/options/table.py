@@ -5,7 +5,7 @@ To add an option, add a row to :class:`OptionTypes`.
 
 from __future__ import annotations
 
-from ddpkit.options.option import IN_FIT, MADE, PREPARED, WRAPPED, Option, option
+from ddpkit.options.option import IN_FIT, MADE, PREPARED, READING, WRAPPED, Option, option
 
 RUNNING = "What is run"
 WHERE = "Where it runs"
@@ -39,7 +39,7 @@ class OptionTypes:
     debug: bool = option(False, RUNNING, "few batches and epochs, temporary checkpoints",
         fixed=IN_FIT)
     debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1,
-        needs="debug")
+        needs="debug", fixed=READING)
     debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N",
         needs="debug")
     debug_persistently: bool = option(False, RUNNING,
@@ -122,7 +122,7 @@ class OptionTypes:
         form="auto|on|off", shown="auto: on", is_attribute=False, fixed=WRAPPED)
 
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N",
-        minimum=1)
+        minimum=1, fixed=READING)
     global_batch_size: int | None = option(None, BATCHES,
         "samples per optimizer step, over all processes", form="N", minimum=1, fixed=IN_FIT)
     micro_batch_size: int | None = option(None, BATCHES, "most samples at a time on a process",
@@ -132,7 +132,8 @@ class OptionTypes:
     prefetch_to_device: bool = option(False, BATCHES,
         "move the next batch to the GPU during a step", is_attribute=False, fixed=IN_FIT)
     loss_weighting: str = option("samples", BATCHES,
-        "what counts the same: each sample, or each batch", choices=("samples", "batches"))
+        "what counts the same: each sample, or each batch", choices=("samples", "batches"),
+        fixed=READING)
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
         choices=("none", "linear", "sqrt"), fixed=IN_FIT)
     reference_batch_size: int | None = option(None, BATCHES,
@@ -146,7 +147,7 @@ class OptionTypes:
     max_grad_norm: float | None = option(5.0, GRADIENTS,
         "clip gradients to this norm; 0 or less: never", form="X")
     optimizer_step_limit: int | None = option(None, GRADIENTS, "stop after N optimizer steps",
-        form="N", minimum=1)
+        form="N", minimum=1, fixed=READING)
     scheduler_every: str = option("step", GRADIENTS, "when the schedule of scheduler_class steps",
         choices=("step", "epoch"), fixed=PREPARED)
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N",
@@ -161,17 +162,17 @@ class OptionTypes:
     ckpt_interval_minutes: float = option(0.0, CHECKPOINTS,
         "save every X minutes; 0 or less: never", form="X")
     ckpt_interval_steps: int = option(0, CHECKPOINTS, "save every N batches; 0 or less: never",
-        form="N")
+        form="N", fixed=READING)
     resume: str = option("auto", CHECKPOINTS,
         "checkpoint to go on from: the newest, none, this one", form="auto|never|PATH")
     ckpt_async: bool = option(True, CHECKPOINTS,
         "write checkpoints in the background, if memory allows", fixed=IN_FIT)
     ckpt_verify: str = option("full", CHECKPOINTS, "what is read of a checkpoint before it is used",
-        choices=("full", "size", "off"))
+        choices=("full", "size", "off"), fixed=IN_FIT)
     ckpt_load: str = option("all", CHECKPOINTS, "every process reads a checkpoint, or one sends it",
-        choices=("all", "broadcast"))
+        choices=("all", "broadcast"), fixed=IN_FIT)
     ckpt_errors: str = option("stop", CHECKPOINTS, "if a checkpoint cannot be saved: stop, or warn",
-        choices=("stop", "warn"))
+        choices=("stop", "warn"), fixed=IN_FIT)
 
     time_limit: str | None = option(None, STOPPING, "save a checkpoint and stop, after so long",
         form="H:MM:SS")

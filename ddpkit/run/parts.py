@@ -105,6 +105,8 @@ class Run:
         self.is_wrapped = False
         self.lr_scaling = LrScaling()
         self.is_prepared = False
+        self._prepared: dict[str, torch.optim.Optimizer] = {}
+        self.stages.follow_optimizers = self._follow_new_optimizers
 
     def check_options(self) -> None:
         """Check, when ``fit`` begins, what a recipe may have assigned since the Brain was made.
@@ -224,6 +226,18 @@ class Run:
             with contextlib.suppress(ConfigError):  # no value of the option
                 if APART[name].coerce(value, "") != options[name]:
                     logger.warning_once(NO_OPTION, name, value, options[name], name)
+
+    def prepare_optimizers(self) -> None:
+        """Have the strategy prepare the optimizers that the recipe has now."""
+        self._prepared = dict(self.train_step.named_optimizers())
+        self.context.strategy.prepare_optimizers(self.context.modules, self._prepared)
+
+    def _follow_new_optimizers(self) -> None:
+        """Prepare optimizers that a recipe has put in the place of others since ``fit`` began."""
+        named = self.train_step.named_optimizers()
+        if any(one is not self._prepared.get(name) for name, one in named.items()):
+            self.prepare_optimizers()
+            self.follow_optimizers({})
 
     def follow_optimizers(self, attributes: Mapping[str, Any]) -> None:
         """Scale the steps of optimizers, and drop casts of weights after them, if that is to be.

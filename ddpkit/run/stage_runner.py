@@ -18,6 +18,7 @@ from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, metrics_of
+from ddpkit.options import READING
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
@@ -100,6 +101,8 @@ class StageRunner:
 
     Attributes:
         profiler: of this call of ``fit``, or None.
+        follow_optimizers: called when the training of an epoch begins, as the hook before may have
+            made others.
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
         speed: measures steps and reports them.
@@ -123,6 +126,7 @@ class StageRunner:
         self.rank_state = policy.rank_state
         self.auto_micro_batch = AutoMicroBatch(context, train_step, policy.run_state, self.memory)
         self.profiler: Any = None
+        self.follow_optimizers: Callable[[], object] = bool
         self.time_left = TimeLeft()
         self._has_graphs = False
         self.speed = SpeedReport(context, train_step)
@@ -242,6 +246,7 @@ class StageRunner:
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
             self.context.strategy.follow(self.context.modules)
+            self.follow_optimizers()
             if train_step.ema is not None:
                 train_step.ema.follow()
             brain.zero_grad()  # what was computed before, such as in the hook, is of no step
@@ -252,7 +257,7 @@ class StageRunner:
                 epoch,
                 enable_bar=enable_bar,
             )
-            with self._explaining(brain):
+            with self._explaining(brain), self.context.options.held(READING):
                 found = (
                     self.auto_micro_batch.run(one_pass, loader)
                     if self.context.options.auto_micro_batch

@@ -9,13 +9,14 @@ import functools
 import gc
 import re
 from dataclasses import astuple, replace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from ddpkit.errors import ConfigError, RunStopped
-from ddpkit.run_opts import IN_FIT, MADE, PREPARED, RUN_OPTIONS, WRAPPED, RunOptions
+from ddpkit.run_opts import IN_FIT, MADE, PREPARED, READING, RUN_OPTIONS, WRAPPED, RunOptions
 from ddpkit.types import Stage
 from tests.house import ROOT
 
@@ -144,6 +145,12 @@ class Seen(Regression):
         self.seen = [self.optimizer.param_groups[0]["lr"], len(self.optimizer.param_groups)]
         self.seen += [type(self.modules.net).__name__, type(self.modules.net).forward.__qualname__]
 
+    late: ClassVar = {}  # options to assign when the training of the first epoch begins
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN and epoch == 1:
+            self.run_opts.update(self.late)
+
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         self.seen += [len(batch[0]), self.step, self.optimizer_step, gc.isenabled(), self.lr_scale]
 
@@ -166,7 +173,10 @@ def observed(folder, given, assigned, way):
     brain = make(Seen, folder=folder, **given)
     brain.scheduler_class = halved
     brain.seen = []
-    assign(brain, assigned, way)
+    if way == "in fit":
+        brain.late = assigned
+    else:
+        assign(brain, assigned, way)
     outcome = []
     with contextlib.suppress(ZeroDivisionError):
         result = brain.fit(range(1, 4), points(7), points(3), None, KWARGS, KWARGS)
@@ -204,7 +214,14 @@ def assign(brain, values, way):
 
 def test_every_option_is_in_the_table():
     assert VALUES.keys() == RUN_OPTIONS.keys()
-    assert {RUN_OPTIONS[name].fixed for name in VALUES} == {"", MADE, WRAPPED, PREPARED, IN_FIT}
+    assert {RUN_OPTIONS[name].fixed for name in VALUES} == {
+        "",
+        MADE,
+        WRAPPED,
+        PREPARED,
+        IN_FIT,
+        READING,
+    }
 
 
 @pytest.mark.corner
@@ -259,20 +276,27 @@ def refusals_inside(name, value):
         def on_stage_start(self, stage, epoch=None):
             self.tries("on_stage_start")
 
+        def on_fit_batch_start(self, batch, should_step):
+            self.tries("on_fit_batch_start")
+
     brain = make(Late, net=nn.Sequential(nn.Linear(3, 1).double()))
     brain.fit([1], points(4), train_loader_kwargs=KWARGS)
     brain.tries("after fit")
-    return refused
+    return list(dict.fromkeys(refused))
+
+
+IN_STAGE = ["on_stage_start", "on_fit_batch_start"]
 
 
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
         ("max_grad_norm", []),
-        ("hang_timeout", ["on_fit_start", "init_optimizers", "on_stage_start"]),
-        ("static_graph", ["init_optimizers", "on_stage_start", "after fit"]),
-        ("scheduler_every", ["on_stage_start", "after fit"]),
-        ("precision", ["on_fit_start", "init_optimizers", "on_stage_start", "after fit"]),
+        ("grad_accumulation_factor", ["on_fit_batch_start"]),
+        ("hang_timeout", ["on_fit_start", "init_optimizers", *IN_STAGE]),
+        ("static_graph", ["init_optimizers", *IN_STAGE, "after fit"]),
+        ("scheduler_every", [*IN_STAGE, "after fit"]),
+        ("precision", ["on_fit_start", "init_optimizers", *IN_STAGE, "after fit"]),
     ],
 )
 def test_what_was_read_for_good_is_refused_from_then_on(name, refused):
@@ -282,9 +306,13 @@ def test_what_was_read_for_good_is_refused_from_then_on(name, refused):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AT_ANY_TIME)
 def test_every_option_is_refused_from_its_moment_on(name):
-    late = {WRAPPED: "after fit", PREPARED: "after fit", IN_FIT: "on_stage_start", "": None}[
-        RUN_OPTIONS[name].fixed
-    ]
+    late = {
+        WRAPPED: "after fit",
+        PREPARED: "after fit",
+        IN_FIT: "on_stage_start",
+        READING: "on_fit_batch_start",
+        "": None,
+    }[RUN_OPTIONS[name].fixed]
     assert late is None or late in refusals_inside(name, VALUES[name][0])
 
 
@@ -367,7 +395,7 @@ def test_the_page_of_the_options_says_when_each_is_read():
     ]
     assert listed == [
         {name for name, row in RUN_OPTIONS.items() if row.fixed == moment}
-        for moment in (MADE, WRAPPED, PREPARED, IN_FIT)
+        for moment in (MADE, WRAPPED, PREPARED, IN_FIT, READING)
     ]
 
 

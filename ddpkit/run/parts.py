@@ -138,7 +138,7 @@ class Run:
 
         Raises:
             ConfigError: the learning rates cannot be scaled, or the data cannot be divided.
-            DataError: the data cannot feed the self.
+            DataError: the data cannot feed the run.
             RankMismatchError: the ranks have other data.
         """
         options = self.context.options

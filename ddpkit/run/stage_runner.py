@@ -126,7 +126,7 @@ class StageRunner:
         self.rank_state = policy.rank_state
         self.auto_micro_batch = AutoMicroBatch(context, train_step, policy.run_state, self.memory)
         self.profiler: Any = None
-        self.follow_optimizers: Callable[[], object] = bool
+        self.follow_optimizers: Callable[[], object] = bool  # does nothing, until a run sets it
         self.time_left = TimeLeft()
         self._has_graphs = False
         self.speed = SpeedReport(context, train_step)

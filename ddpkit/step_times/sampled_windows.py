@@ -20,8 +20,6 @@ class SampledWindows:
 
     Attributes:
         due: a step that begins after so many batches, or more, is measured.
-
-    Attributes:
         every: as given; may be changed.
 
     Ranks: local; equal on all ranks.

@@ -130,8 +130,8 @@ def test_a_group_of_the_users_own_is_used_and_not_destroyed(tmp_path):
         assert dist.group.WORLD is mine
         import atexit
         atexit.register(lambda: (Path(f"still.{get_rank()}").write_text(str(dist.is_initialized()))))
-        from ddpkit.comm import mailbox, process_group
-        process_group._leave(mailbox.get_runtime, destroy=False)
+        from ddpkit.comm import group_end, mailbox
+        group_end._leave(mailbox.get_runtime, destroy=False)
         assert dist.is_initialized()
         dist.barrier()
         dist.destroy_process_group()

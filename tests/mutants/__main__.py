@@ -27,6 +27,7 @@ from .trial import BROKEN, CAUGHT, ROOT, SURVIVED, Trial, Verdict, copy_of_repos
 POLL_SECONDS = 0.02
 PRELOADED = ("pytest", "hypothesis", "hyperpyyaml", "tqdm", "torch", "torch.utils.data")
 SECONDS_OF_A_TEST = 10.0  # on average, on a machine that is busy
+LINES_OF_A_REASON = 20
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -135,7 +136,7 @@ def without_faults(
     for test in failing:
         print(f"fails without a fault, too: {test}")
     return {
-        name: Verdict(BROKEN, verdict.tests)
+        name: Verdict(BROKEN, verdict.tests, clean.output)
         if verdict.tests and set(verdict.tests) <= failing
         else verdict
         for name, verdict in verdicts.items()
@@ -152,6 +153,13 @@ def tell(trial: Trial, verdict: Verdict, *, show: bool) -> None:
         print(f"{'':21}tests: {fault.tests}", flush=True)
         if show:
             print(verdict.output, flush=True)
+        elif verdict.kind == BROKEN:
+            print(last_lines(verdict.output), flush=True)
+
+
+def last_lines(output: str) -> str:
+    lines = output.strip().splitlines()[-LINES_OF_A_REASON:]
+    return "".join(f"{'':21}| {line}\n" for line in lines)
 
 
 def check_all_apply(faults: Sequence[Fault]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +18,7 @@ from tests.mutants.fault import Fault
 from tests.mutants.planting import DoesNotApply, find, plant
 from tests.mutants.record import complaint, read_record, write_record
 from tests.mutants.rooms import all_faults
-from tests.mutants.trial import CAUGHT, HUNG, ROOT, SURVIVED, Verdict
+from tests.mutants.trial import BROKEN, CAUGHT, HUNG, ROOT, SURVIVED, Verdict
 
 TOY = '''\
 """A toy."""
@@ -152,7 +156,32 @@ def test_a_word_that_chooses_no_fault_ends_with_the_rooms():
         command.chosen(all_faults(), ["nowhere"])
 
 
+def test_tests_that_cannot_run_are_told_with_the_end_of_what_pytest_wrote(capsys):
+    trial = SimpleNamespace(fault=Fault("a fault", "here", "x", "y", "tests/a.py"), began=0.0)
+    output = "collecting\n" * 50 + "ImportError: no module has this name\n"
+    command.tell(trial, Verdict(BROKEN, [], output), show=False)
+    told = capsys.readouterr().out
+    assert "| ImportError: no module has this name" in told
+    assert told.count("collecting") == command.LINES_OF_A_REASON - 1
+
+
 @pytest.mark.slow
-def test_a_planted_fault_is_caught_and_taken_back(capsys):
-    assert command.main(["--only", "the linear scheduler reaches its end", "--jobs", "1"]) == 0
-    assert "caught" in capsys.readouterr().out
+def test_a_planted_fault_is_caught_and_taken_back():
+    """As a user runs it: a worker of pytest, which has run much, is no process to fork from."""
+    words = ["--only", "the linear scheduler reaches its end", "--jobs", "1"]
+    before = _digest_of_package()
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.mutants", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 caught" in run.stdout
+    assert _digest_of_package() == before
+
+
+def _digest_of_package():
+    sources = sorted((ROOT / "ddpkit").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

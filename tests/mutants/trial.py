@@ -135,7 +135,7 @@ class Trial:
         if code == 0:
             return Verdict(SURVIVED, [], self._output())
         if code != TESTS_FAILED:
-            return Verdict(BROKEN, [], self._output())
+            return Verdict(BROKEN, [], f"{self._output()}\npytest has ended with {code}.")
         return Verdict(
             CAUGHT,
             json.loads((self.copy / "failures.json").read_text()),

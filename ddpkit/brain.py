@@ -951,7 +951,7 @@ class Brain(_Typed):
             run.policy.load_deferred()
             run.policy.run_state.restore_trained_flags(self.raw_modules)
             run.tell_of_options(vars(self))
-            run.follow_optimizers(vars(self))
+            run.hook_optimizers(vars(self))
             self.__check_prepared(validates=valid is not None)
             if run.policy.is_done_before(train):
                 return run.fit_result("done_before")
@@ -1096,12 +1096,12 @@ class Brain(_Typed):
         ``shard_evaluation``), else local. Call it on every rank. Every rank then holds the results
         of all.
         """
-        if self.progress.seen is None:
+        if self.progress.stage_batches is None:
             raise ConfigError(
                 "gather was called before any stage has run: call it in on_stage_end, or after "
                 "evaluate."
             )
-        return gather_results(self.progress.seen, results)
+        return gather_results(self.progress.stage_batches, results)
 
     def print_trainable_parameters(self) -> None:
         """Log how many parameters there are, and how many of them are trained."""
@@ -1127,7 +1127,7 @@ class Brain(_Typed):
         """Make the loaders, once it is known how many batches an optimizer step takes."""
         run = self.__run
         context = run.context
-        context.accumulation.settle(get_world_size(), context.strategy.shards)
+        context.accumulation.choose_factor(get_world_size(), context.strategy.shards)
         if isinstance(train_set, LoopedLoader):
             run.policy.add("dataloader-TRAIN", train_set)
         return run.preflight.on_all_ranks(
@@ -1251,8 +1251,8 @@ class Brain(_Typed):
     def __bar_enabled(self, progressbar: bool | None) -> bool:
         if progressbar not in (True, False, None):
             raise ConfigError(
-                f"progressbar={progressbar!r} is no switch: give train_loader_kwargs and such by "
-                "name."
+                f"progressbar must be True, False or None, got {progressbar!r}. Give "
+                "train_loader_kwargs and such by name."
             )
         return not self.run_opts.noprogressbar if progressbar is None else progressbar
 

@@ -202,5 +202,5 @@ def stage_of(progress: Any) -> str:
         >>> stage_of(Progress())
         ''
     """
-    seen = getattr(progress, "seen", None)
-    return "" if seen is None else str(seen.stage.name)
+    batches = getattr(progress, "stage_batches", None)
+    return "" if batches is None else str(batches.stage.name)

@@ -115,7 +115,7 @@ class Side:
         self.brain = brain
         self.parts = parts
         context = parts.context
-        self.factor = context.accumulation.settle(get_world_size(), context.strategy.shards)
+        self.factor = context.accumulation.choose_factor(get_world_size(), context.strategy.shards)
         with parts.loaders.named(Stage.TRAIN):
             if isinstance(train_set, (DataLoader, LoopedLoader)):
                 loader = parts.loaders.adapt(train_set, Stage.TRAIN)
@@ -248,7 +248,7 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        self.parts.context.strategy.follow_batches(progress)
+        self.parts.context.strategy.set_progress(progress)
         eager = torch.compiler.set_stance("force_eager")
         logged = progress.logged.during(Stage.TRAIN, None)
         counted = counted_by(progress.window)

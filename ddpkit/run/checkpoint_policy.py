@@ -116,7 +116,7 @@ class CheckpointPolicy:
         states = self.rank_state.states
         if checkpointer is None or states is None:
             return
-        self.follow_options()
+        self.apply_options()
         self._require_free("brain", "the training position", brain)
         self._require_free(RANKS, "the state of each rank", states)
         self.register_scaler()
@@ -195,7 +195,7 @@ class CheckpointPolicy:
             if name not in self._recoverables():
                 self.add(name, one)
 
-    def follow_options(self) -> None:
+    def apply_options(self) -> None:
         """Give the checkpointer what the options say now: how it reads and fails; a temporary
         folder when debugging.
 
@@ -285,7 +285,7 @@ class CheckpointPolicy:
     def session(self) -> Iterator[None]:
         """Keep the folder while ``fit`` runs, save in the background, finish what is begun."""
         checkpointer = self.checkpointer
-        self.follow_options()
+        self.apply_options()
         self.rank_state.choose_seed()
         self.run_state.is_recovered_here = True
         self._has_saved = False
@@ -578,7 +578,7 @@ class CheckpointPolicy:
         if checkpointer is None:
             return None
         if not self.context.progress.is_fitting:
-            self.follow_options()
+            self.apply_options()
         if self.run_state.start is None and resume not in {NEWEST, NEVER}:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
             with temporarily(checkpointer, resume=resume):

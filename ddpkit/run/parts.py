@@ -52,7 +52,7 @@ NO_OPTION = (
 )
 
 #: Options that are read at ``run_opts`` only: an attribute of the name is a recipe's own.
-APART = {name: row for name, row in RUN_OPTIONS.items() if not row.is_attribute}
+RUN_OPTS_ONLY = {name: row for name, row in RUN_OPTIONS.items() if not row.is_attribute}
 
 
 class Run:
@@ -106,7 +106,7 @@ class Run:
         self.lr_scaling = LrScaling()
         self.is_prepared = False
         self._prepared: dict[str, torch.optim.Optimizer] = {}
-        self.stages.follow_optimizers = self._follow_new_optimizers
+        self.stages.prepare_new_optimizers = self._prepare_new_optimizers
 
     def check_options(self) -> None:
         """Check, when ``fit`` begins, what a recipe may have assigned since the Brain was made.
@@ -221,10 +221,10 @@ class Run:
             attributes: of the Brain.
         """
         options = self.context.options
-        for name in APART.keys() & attributes.keys():
+        for name in RUN_OPTS_ONLY.keys() & attributes.keys():
             value = attributes[name]
             with contextlib.suppress(ConfigError):  # no value of the option
-                if APART[name].coerce(value, "") != options[name]:
+                if RUN_OPTS_ONLY[name].coerce(value, "") != options[name]:
                     logger.warning_once(NO_OPTION, name, value, options[name], name)
 
     def prepare_optimizers(self) -> None:
@@ -232,25 +232,25 @@ class Run:
         self._prepared = dict(self.train_step.named_optimizers())
         self.context.strategy.prepare_optimizers(self.context.modules, self._prepared)
 
-    def _follow_new_optimizers(self) -> None:
+    def _prepare_new_optimizers(self) -> None:
         """Prepare optimizers that a recipe has put in the place of others since ``fit`` began."""
         named = self.train_step.named_optimizers()
-        if any(one is not self._prepared.get(name) for name, one in named.items()):
+        if any(optimizer is not self._prepared.get(name) for name, optimizer in named.items()):
             self.prepare_optimizers()
-            self.follow_optimizers({})
+            self.hook_optimizers({})
 
-    def follow_optimizers(self, attributes: Mapping[str, Any]) -> None:
+    def hook_optimizers(self, attributes: Mapping[str, Any]) -> None:
         """Scale the steps of optimizers, and drop casts of weights after them, if that is to be.
 
         Args:
             attributes: of the Brain; optimizers among them are followed, too.
         """
         named = self.train_step.named_optimizers()
-        known = {id(one) for one in named.values()}
+        known = {id(optimizer) for optimizer in named.values()}
         others = {
-            name: one
-            for name, one in attributes.items()
-            if isinstance(one, torch.optim.Optimizer) and id(one) not in known
+            name: value
+            for name, value in attributes.items()
+            if isinstance(value, torch.optim.Optimizer) and id(value) not in known
         }
         self.lr_scaling.follow({**named, **others})
         self.train_step.drop_casts_after_steps({**named, **others})

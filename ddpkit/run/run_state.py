@@ -217,7 +217,7 @@ class RunState:
             return None
         return PassedOn({**(self._evaluated_state or {}), EVALUATED: True}, self._evaluated_end)
 
-    def place_of_weights(self) -> tuple[Any, int]:
+    def epoch_and_steps_of_weights(self) -> tuple[Any, int]:
         """Return the epoch and the number of optimizer steps of the weights that the modules have
         now.
 

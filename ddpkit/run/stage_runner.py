@@ -37,7 +37,7 @@ from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
     PassedThrough,
-    Seen,
+    StageBatches,
     StreamFeed,
     compared,
     counting,
@@ -101,8 +101,8 @@ class StageRunner:
 
     Attributes:
         profiler: of this call of ``fit``, or None.
-        follow_optimizers: called when the training of an epoch begins, as the hook before may have
-            made others.
+        prepare_new_optimizers: called when the training of an epoch begins, since
+            ``on_stage_start`` may have made other optimizers.
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
         speed: measures steps and reports them.
@@ -126,7 +126,9 @@ class StageRunner:
         self.rank_state = policy.rank_state
         self.auto_micro_batch = AutoMicroBatch(context, train_step, policy.run_state, self.memory)
         self.profiler: Any = None
-        self.follow_optimizers: Callable[[], object] = bool  # does nothing, until a run sets it
+        self.prepare_new_optimizers: Callable[[], object] = (
+            bool  # does nothing, until a run sets it
+        )
         self.time_left = TimeLeft()
         self._has_graphs = False
         self.speed = SpeedReport(context, train_step)
@@ -230,26 +232,29 @@ class StageRunner:
         with self._logging(Stage.TRAIN, epoch):
             progress = self.context.progress
             train_step = self.train_step
-            progress.resolve_pending()  # of a hook before
+            # a hook or loop of the recipe may have made a step that is not counted yet
+            progress.resolve_pending()
             self.time_left.begin_training(epoch, self._done_before(loader))
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             progress.begin_training()
-            # The hook comes before all that reads what it may change: frozen parameters, metrics,
-            # the data's origin.
+            # After begin_epoch, which seeds the random streams: what the hook draws is the same in
+            # a resumed run. Before all that reads what it may change: what the loader draws from,
+            # metrics, frozen parameters, optimizers.
             with stage_mode(lambda: self.context.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
             progress.resolve_pending()  # the hook may have made steps
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
-                # to draw anew, but from no generator: the hook may have changed what it draws from
+                # The plan draws its order once per epoch, and the hook may have changed what it
+                # draws from, such as weights of samples. A generator cannot be drawn from twice.
                 plan.epoch = 0
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
-            self.context.strategy.follow(self.context.modules)
-            self.follow_optimizers()
+            self.context.strategy.begin_epoch(self.context.modules)
+            self.prepare_new_optimizers()
             if train_step.ema is not None:
                 train_step.ema.follow()
-            brain.zero_grad()  # what was computed before, such as in the hook, is of no step
+            brain.zero_grad()  # gradients that the hook has computed belong to no step
             one_pass = functools.partial(
                 self._pass,
                 brain,
@@ -264,7 +269,7 @@ class StageRunner:
                     else one_pass()
                 )
             progress.note_train_loss(found)
-            brain.zero_grad(set_to_none=True)  # the validation has their memory
+            brain.zero_grad(set_to_none=True)  # frees memory for the validation
             # Before the hook: a checkpoint that it saves has the schedule after this epoch.
             if train_step.schedule is not None and progress.is_whole:
                 train_step.schedule.after_stage(
@@ -289,10 +294,11 @@ class StageRunner:
         options = self.context.options
         length = length_of(loader)
         if length is not None:
-            # another world size may have a shorter last step
+            # On another number of ranks the last step of the epoch may have fewer batches.
             progress.limit_step(length)
         left_out, ready = self.rank_state.begin_pass(loader)
-        set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
+        # after begin_pass: the state that it loads into a stream may name the epoch before
+        set_epoch(loader, epoch)
         require_same_draw(loader)
         if options.auto_micro_batch:
             ready = self.auto_micro_batch.ready(ready)
@@ -459,10 +465,10 @@ class StageRunner:
             self._read_options()
         self.note_logger(brain)
         self.context.progress.resolve_pending()  # of a hook or loop of the recipe
-        place = epoch, self.context.progress.optimizer_step
+        trained = epoch, self.context.progress.optimizer_step
         if epoch is None:
-            place = self.policy.run_state.place_of_weights()
-        with self._logging(stage, place[0]), self._modes_of_fit(stage):
+            trained = self.policy.run_state.epoch_and_steps_of_weights()
+        with self._logging(stage, trained[0]), self._modes_of_fit(stage):
             progress = self.context.progress
             schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
@@ -483,7 +489,7 @@ class StageRunner:
                     loader,
                     stage,
                     epoch,
-                    place,
+                    trained,
                     enable_bar=enable_bar,
                 )
             if stage is Stage.VALID:
@@ -530,8 +536,9 @@ class StageRunner:
                 self._limited(None, shards),
             )
             if is_shared:
-                place = progress.epoch, progress.optimizer_step
-                batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
+                seed = self.rank_state.base_seed or 0
+                key = progress.epoch, progress.optimizer_step
+                batches = strategy.evaluated(batches, seed, *key)
             evaluate_epoch(
                 brain,
                 batches,
@@ -579,15 +586,15 @@ class StageRunner:
     ) -> list[Any]:
         progress = self.context.progress
         progress.resolve_pending()
-        seen = Seen(
+        stage_batches = StageBatches(
             Stage.TEST,
             loader,
             divided=get_world_size() > 1 and is_divided(loader),
         )
-        begin_stage(divided=seen.divided)
+        begin_stage(divided=stage_batches.divided)
         POSITION.stage_begins()
         with (
-            progress.predicting(seen),
+            progress.predicting(stage_batches),
             self._stoppable(),
             progress.logged.during(None, None),
         ):
@@ -597,7 +604,7 @@ class StageRunner:
                 self._evaluating(loader, PREDICT),
             ):
                 outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
-            gathered: list[Any] = gather_results(seen, outputs)
+            gathered: list[Any] = gather_results(stage_batches, outputs)
         return gathered
 
     @torch.no_grad()
@@ -623,9 +630,10 @@ class StageRunner:
         stop_sync = StopsOfEvaluation(progress, self.stop.cause, added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            place = self.rank_state.base_seed or 0, progress.epoch, progress.optimizer_step
+            seed = self.rank_state.base_seed or 0
+            key = progress.epoch, progress.optimizer_step
             batches = first_of(self._batches(loader, Stage.TEST), self._limited(None))
-            for number, batch in enumerate(self.context.strategy.evaluated(batches, *place), 1):
+            for number, batch in enumerate(self.context.strategy.evaluated(batches, seed, *key), 1):
                 progress.begin_batch()
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
@@ -641,8 +649,8 @@ class StageRunner:
                 stop_sync(number)
             stop_sync.await_others()
             bar.show(progress.step, None, len(outputs))
-        if progress.seen is not None:
-            progress.seen.close(progress.step)
+        if progress.stage_batches is not None:
+            progress.stage_batches.close(progress.step)
         return outputs
 
     # ------------------------------------------------------------------ around every stage
@@ -685,7 +693,7 @@ class StageRunner:
         before = self.context.progress.meter.samples
         first = self.context.progress.step if is_training else 0
         self.context.progress.begin_stage(
-            Seen(
+            StageBatches(
                 stage,
                 loader,
                 divided,
@@ -772,9 +780,10 @@ class StageRunner:
     def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.context.options.shard_evaluation)
         strategy = self.context.strategy
-        gathered = {id(one) for root in strategy.roots for one in root.parameters()}
+        gathered = {id(parameter) for root in strategy.roots for parameter in root.parameters()}
         if divided and any(
-            is_sharded(one) and id(one) not in gathered for one in self.context.modules.parameters()
+            is_sharded(parameter) and id(parameter) not in gathered
+            for parameter in self.context.modules.parameters()
         ):
             raise ConfigError(words.format(self.context.options.shard_evaluation))
         return strategy.evaluating(None if divided else length_of(loader))
@@ -810,10 +819,11 @@ class StageRunner:
         progress = self.context.progress
         copies = 1
         meter = progress.meter
-        seen = progress.seen
-        if seen is not None:
-            seen.close(progress.step, meter.samples)
-            copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
+        stage_batches = progress.stage_batches
+        if stage_batches is not None:
+            stage_batches.close(progress.step, meter.samples)
+            # where every rank evaluated all samples, the sum over the ranks counts each so often
+            copies = 1 if stage_batches.divided else get_world_size()
         own = [*meter.totals(), meter.samples]
         loss_sum, count, bad, samples = progress.logged.sync(own, at_end=True)
         mean = float(loss_sum / count) if count else float("nan")
@@ -830,7 +840,7 @@ class StageRunner:
             logger.warning(words, stage.name, int(bad))
         facts: dict[str, Any] = {"loss": mean, "samples": int(samples), "optimizer_step": steps}
         if stage is Stage.TRAIN:
-            self._tell_clipped(epoch)
+            self._report_clipping(epoch)
             facts["clipped_share"] = progress.clipped_share
             facts["skipped"] = progress.nonfinite
             self._write_steps(progress.step)
@@ -851,14 +861,14 @@ class StageRunner:
         progress.logged.write_steps(step, progress.optimizer_step)
         self._skipped.write()
 
-    def _tell_clipped(self, epoch: int | None) -> None:
+    def _report_clipping(self, epoch: int | None) -> None:
         """Say in how many steps of the epoch gradients were clipped; the first time also without
         any logging.
         """
         progress = self.context.progress
         if progress.clipped:
-            say = logger.info if progress.has_told_clipping else logger.announce
-            progress.note_clipping_told()
+            say = logger.info if progress.has_reported_clipping else logger.announce
+            progress.note_clipping_reported()
             words = (
                 "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s "
                 "(--max_grad_norm)."

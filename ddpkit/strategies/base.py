@@ -78,7 +78,7 @@ class Strategy:
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
-    def follow(self, modules: nn.ModuleDict) -> None:
+    def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
     def prepare_optimizers(
@@ -97,10 +97,10 @@ class Strategy:
         seed: int,
     ) -> Any:
         """Wrap the batches of a training pass, so that the strategy sees each of them."""
-        self.follow_batches(progress)
+        self.set_progress(progress)
         return feed
 
-    def follow_batches(self, progress: Any) -> None:
+    def set_progress(self, progress: Any) -> None:
         """Note what tells at which batch the training is, where its batches do not come by
         :meth:`feed`.
         """

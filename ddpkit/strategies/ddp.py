@@ -164,7 +164,7 @@ class DDP(Strategy):
         ]
         self._clock.outputs = self._zeros.outputs if self._zeros.outputs.follow(modules) else None
 
-    def follow_batches(self, progress: Any) -> None:
+    def set_progress(self, progress: Any) -> None:
         """Note what tells at which batch the training is, before its first one."""
         self._zeros.outputs.begin_pass(progress, self._clock)
 
@@ -178,7 +178,7 @@ class DDP(Strategy):
         matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
         return averages and matters and not options.find_unused_parameters
 
-    def follow(self, modules: nn.ModuleDict) -> None:
+    def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Wrap new entries, and those again whose trainable parameters have changed since they were
         wrapped.
 

@@ -238,7 +238,7 @@ class FSDP(Strategy):
             "batch norm": batch_norm_row(modules, self.options.sync_batchnorm),
         }
 
-    def follow(self, modules: nn.ModuleDict) -> None:
+    def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Reshard, before an epoch, the blocks that a recipe's own forward pass has left
         unsharded.
         """

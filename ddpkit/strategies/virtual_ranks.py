@@ -129,7 +129,7 @@ class VirtualRanks(Strategy):
             refuse_wrapped(name, module, f"virtual_ranks={self.virtual_ranks}")
             if get_world_size() > 1:
                 broadcast_from_main(module, self.device)
-        self.follow(modules)
+        self.begin_epoch(modules)
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the shards, and on batch statistics, which each shard takes from its own
@@ -155,7 +155,7 @@ class VirtualRanks(Strategy):
                     "sparse gradients. Use nn.BatchNorm; leave sparse out."
                 )
 
-    def follow(self, modules: nn.ModuleDict) -> None:
+    def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Take note of the parameters, also of frozen ones, and of the buffers."""
         self._parameters = list(modules.parameters())
         owners = dict(modules.named_modules())

@@ -15,7 +15,7 @@ from ddpkit.training.feed import (
     Feed as Feed,
 )
 from ddpkit.training.gathering import (
-    Seen as Seen,
+    StageBatches as StageBatches,
     gather_results as gather_results,
     is_divided as is_divided,
     on_cpu as on_cpu,

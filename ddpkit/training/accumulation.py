@@ -28,7 +28,7 @@ class Accumulation:
         >>> from ddpkit.run_opts import RunOptions
         >>> options = RunOptions(global_batch_size=64, micro_batch_size=8)
         >>> accumulation = Accumulation(options)
-        >>> accumulation.settle(world_size=2)
+        >>> accumulation.choose_factor(world_size=2)
         4
         >>> accumulation.factor, options.grad_accumulation_factor
         (4, 1)
@@ -37,15 +37,15 @@ class Accumulation:
     def __init__(self, options: RunOptions) -> None:
         self._options = options
         self._used: dict[str, tuple[Any, int]] = {}  # by option: as it was given, and what is used
-        self._settled: tuple[int, int] | None = None  # what was asked for, and what it came to
+        self._chosen: tuple[int, int] | None = None  # what was asked for, and what it came to
         self._shards = 1
 
     @property
     def factor(self) -> int:
         """Batches of each process per optimizer step; before ``fit``, as it was asked for."""
         asked: int = self._asked("grad_accumulation_factor")
-        if self._settled is not None and self._settled[0] == asked:
-            return self._settled[1]
+        if self._chosen is not None and self._chosen[0] == asked:
+            return self._chosen[1]
         return asked * self._shards  # a recipe has assigned another since
 
     @property
@@ -77,9 +77,9 @@ class Accumulation:
         for name, size in sizes.items():
             self._used[name] = (self._options[name], size)
         if "grad_accumulation_factor" in sizes:
-            self._settled = None
+            self._chosen = None
 
-    def settle(self, world_size: int, shards: int = 1) -> int:
+    def choose_factor(self, world_size: int, shards: int = 1) -> int:
         """Find out how many batches each process works on per optimizer step, when ``fit`` begins.
 
         Args:
@@ -104,7 +104,7 @@ class Accumulation:
 
     def hold(self, factor: int) -> int:
         """Let so many batches make an optimizer step, until a recipe assigns others."""
-        self._settled = (self._asked("grad_accumulation_factor"), factor)
+        self._chosen = (self._asked("grad_accumulation_factor"), factor)
         return factor
 
     def _asked(self, name: str) -> Any:

@@ -94,7 +94,7 @@ class FirstGradients:
         name: of the recipe's class, for messages.
 
     Attributes:
-        is_settled: whether there was such a step, and what is not trained has been told.
+        is_done: whether there was such a step, and what is not trained has been told.
 
     Ranks: local; speaks on the main process.
 
@@ -106,12 +106,12 @@ class FirstGradients:
         >>> loss.backward()
         >>> modules = nn.ModuleDict({"net": net})
         >>> first.compare(SimpleNamespace(), modules, {"sgd": torch.optim.SGD(net.parameters())})
-        >>> first.is_settled
+        >>> first.is_done
         True
     """
 
     def __init__(self, name: str) -> None:
-        self.is_settled = False
+        self.is_done = False
         self._name = name
         self._step: int | None = None
         self._leaves: dict[int, nn.Parameter] = {}
@@ -166,7 +166,7 @@ class FirstGradients:
         Raises:
             ConfigError: no optimizer has any parameter that the loss depends on.
         """
-        if self.is_settled:
+        if self.is_done:
             return
         self._has_compared = True
         known = {**_optimizers_in(brain), **optimizers}
@@ -177,7 +177,7 @@ class FirstGradients:
             if not is_divided:
                 self._require_overlap(brain, modules, known, stepped.keys())
             return
-        self.is_settled = True
+        self.is_done = True
         inside = {id(one) for one in modules.parameters()}
         trained = stepped.keys() | inside
         outside = (
@@ -208,7 +208,7 @@ class FirstGradients:
         Raises:
             ConfigError: none had.
         """
-        if self._has_compared and not self.is_settled:
+        if self._has_compared and not self.is_done:
             raise ConfigError(NEVER.format(self._name, ", ".join(optimizers)))
 
     def _require_overlap(

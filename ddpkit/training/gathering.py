@@ -62,8 +62,8 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
 
 
 @dataclass(eq=False)
-class Seen:
-    """What this rank has seen of a stage: so many batches of a loader.
+class StageBatches:
+    """Which batches of a loader this rank has read in a stage.
 
     Attributes:
         stage: TRAIN, VALID or TEST.
@@ -82,7 +82,8 @@ class Seen:
     Example:
         >>> from ddpkit.dataloader import Sharding, shard
         >>> from ddpkit.types import Stage
-        >>> seen = Seen(Stage.TEST, shard(range(5), Sharding(1, 2), batch_size=2), divided=True)
+        >>> loader = shard(range(5), Sharding(1, 2), batch_size=2)
+        >>> seen = StageBatches(Stage.TEST, loader, divided=True)
         >>> seen.close(2)
         >>> [indices for _, indices, is_repeated in seen.batches() if not is_repeated]
         [[2, 3]]
@@ -230,7 +231,7 @@ class _Rows:
     has_indices: bool = True
 
 
-def _rows_seen(seen: Seen) -> _Rows:
+def _rows_seen(seen: StageBatches) -> _Rows:
     batches = list(seen.batches())
     sizes = [len(indices) for _, indices, _ in batches]
     flat = [index for _, indices, _ in batches for index in indices]
@@ -252,7 +253,7 @@ def _rows_seen(seen: Seen) -> _Rows:
     return _Rows(places, numbers, counted, sizes, counted_sizes, has_indices)
 
 
-def _rows_of(seen: Seen, columns: list[Any]) -> _Rows:
+def _rows_of(seen: StageBatches, columns: list[Any]) -> _Rows:
     if seen.is_known:
         return _rows_seen(seen)
     if seen.of_stream is not None:
@@ -260,7 +261,7 @@ def _rows_of(seen: Seen, columns: list[Any]) -> _Rows:
     return _rows_given(seen, columns)
 
 
-def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
+def _rows_given(seen: StageBatches, columns: list[Any]) -> _Rows:
     """Take the samples of a stream that are given as seen: in its order where it was dealt out,
     else rank by rank.
     """
@@ -288,7 +289,7 @@ def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
 
 
 def _rows_of_training(
-    seen: Seen,
+    seen: StageBatches,
     columns: list[Any],
     samples: int,
     repeated: int,
@@ -348,7 +349,7 @@ class _Part:
         return int(self.rows.counted.sum())
 
 
-def gather_results(seen: Seen, results: Any) -> Any:
+def gather_results(seen: StageBatches, results: Any) -> Any:
     """Give every rank all ranks' results of a stage, each sample's once, in dataset order.
 
     Args:
@@ -369,7 +370,7 @@ def gather_results(seen: Seen, results: Any) -> Any:
         >>> from ddpkit.dataloader import Sharding, shard
         >>> from ddpkit.types import Stage
         >>> from torch.utils.data import SequentialSampler
-        >>> seen = Seen(
+        >>> seen = StageBatches(
         ...     Stage.TEST,
         ...     shard(range(3), Sharding(), sampler=[2, 0, 1], batch_size=2),
         ...     divided=False,
@@ -401,7 +402,7 @@ def gather_results(seen: Seen, results: Any) -> Any:
     return _joined(holders, by_batch) if holders else on_cpu(results)
 
 
-def _check_seen(seen: Seen) -> None:
+def _check_seen(seen: StageBatches) -> None:
     if seen.last is None:
         raise ConfigError(
             f"gather was called while the stage {seen.stage.name} runs: ranks may have different "

@@ -151,8 +151,8 @@ def evaluate_epoch(
             else:
                 meter.append(one_number(loss, name, "evaluate_batch"), samples)
             meter.samples += samples
-            if progress.seen is not None:
-                progress.seen.sizes.append(samples)
+            if progress.stage_batches is not None:
+                progress.stage_batches.sizes.append(samples)
             if progress.step >= sync.due:
                 report = sync(
                     progress.step,

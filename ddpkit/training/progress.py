@@ -16,7 +16,7 @@ from ddpkit.errors import NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.epoch_phase import EpochPhase
-from ddpkit.training.gathering import Seen
+from ddpkit.training.gathering import StageBatches
 from ddpkit.training.loss_meter import ExactMeter, LossMeter
 from ddpkit.training.window import Window
 
@@ -49,10 +49,11 @@ class Progress(optim.StepCounters):
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         skipped_norm: the gradients' norm of the last step that was skipped; None before the first.
         skips_written: how many of the skipped steps of this epoch the run's log has been told of.
-        has_told_clipping: whether a line has said that gradients are clipped.
+        has_reported_clipping: whether a line has said that gradients are clipped.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
-        seen: which samples this rank has seen in the current or last stage; None before the first.
+        stage_batches: which batches this rank has read in the current or last stage; None before
+            the first.
         loader: of the current or last training stage.
         result: the return value of ``fit_batch`` once its loss is known; it may belong to an older
             batch.
@@ -86,12 +87,12 @@ class Progress(optim.StepCounters):
     is_fitting: bool = False
     skipped_norm: float | None = None
     skips_written: int = 0
-    has_told_clipping: bool = False
+    has_reported_clipping: bool = False
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
     train_meter: LossMeter | None = None
     train_sums: tuple[Any, Any, int] | None = None
-    seen: Seen | None = None
+    stage_batches: StageBatches | None = None
     loader: Any = None
     result: Any = None
     result_of: int = 0
@@ -295,9 +296,9 @@ class Progress(optim.StepCounters):
         self.is_whole = False
         self.result_of = self.result_at = 0
 
-    def begin_stage(self, seen: Seen) -> None:
+    def begin_stage(self, batches: StageBatches) -> None:
         """Note what the stage runs over."""
-        self.seen = seen
+        self.stage_batches = batches
 
     def begin_batch(self) -> None:
         """Count a batch. The loops do it by themselves, as this costs a call."""
@@ -367,9 +368,9 @@ class Progress(optim.StepCounters):
         """
         self.step, self.meter = (0, self.new_meter()) if kept is None else kept
 
-    def predicting(self, seen: Seen) -> AbstractContextManager[None]:
+    def predicting(self, batches: StageBatches) -> AbstractContextManager[None]:
         """Return a context that counts batches of a prediction."""
-        return temporarily(self, seen=seen, step=0)
+        return temporarily(self, stage_batches=batches, step=0)
 
     # ------------------------------------------------------------------ around a save
 
@@ -397,9 +398,9 @@ class Progress(optim.StepCounters):
 
     # ------------------------------------------------------------------ clipped and skipped steps
 
-    def note_clipping_told(self) -> None:
+    def note_clipping_reported(self) -> None:
         """Note that a line has said that gradients are clipped."""
-        self.has_told_clipping = True
+        self.has_reported_clipping = True
 
     def note_skips_written(self, in_epoch: int) -> None:
         """Note how many skipped steps of this epoch the run's log knows."""

@@ -495,7 +495,7 @@ class TrainStep:
         first = self.first_gradients
         if first is None:
             return
-        if first.is_settled:
+        if first.is_done:
             first.stop()
             self.first_gradients = None
         else:

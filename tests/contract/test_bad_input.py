@@ -244,8 +244,8 @@ def test_a_dataset_without_a_length_needs_a_sampler():
 def test_loader_arguments_in_the_place_of_the_progress_bar():
     """The fourth parameter of fit is ``progressbar``, as in SpeechBrain."""
     words = (
-        r"progressbar=\{'batch_size': 2\} is no switch: give train_loader_kwargs and such "
-        r"by name"
+        r"progressbar must be True, False or None, got \{'batch_size': 2\}\. "
+        r"Give train_loader_kwargs and such by name"
     )
     with pytest.raises(ConfigError, match=words):
         make().fit([1], DATA, DATA, {"batch_size": 2})

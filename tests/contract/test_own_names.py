@@ -48,11 +48,11 @@ OPTIONS -= {one.name for one in RUN_OPTIONS.values() if not one.is_attribute}
 # What a recipe might well call something of its own: the names of the Brain's parts and steps,
 # today's and former ones.
 NAMES = """
-    accumulate accumulation agree attended average batch batches before_recovery beat begin begin_epoch begin_pass
-    choose_seed choose_start choosing_start clip close collect_own_state collect_state compare_data compare_ranks config
+    accumulate accumulation agree apply_options attended average batch batches before_recovery beat begin begin_epoch begin_pass
+    choose_factor choose_seed choose_start choosing_start clip close collect_own_state collect_state compare_data compare_ranks config
     control counts criterion data dataset ddp drop_frozen_gradients end end_epoch end_pass end_streams epoch
     epoch_counter evaluator every failure finish finish_gradients flags flush flush_window follow_options freezes
-    guard heartbeat history host signals is_done is_done_before is_fitting is_main is_ready keep_global_batch labels
+    guard heartbeat history hook_optimizers host signals is_done is_done_before is_fitting is_main is_ready keep_global_batch labels
     last_loss leave let_go limits lineage load loader load_state load_state_dict local_rank lock logger losses
     losses_so_far main mean meter metrics mode model move name names net no_failure_saved note_trainer opt options
     order outputs pace part parts place_in_calls plan policy position preflight prepare prepare_ending prepare_fit

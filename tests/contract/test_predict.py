@@ -71,7 +71,7 @@ def test_a_signal_stops_predict(tmp_path, name, code):
     found = json.loads((tmp_path / "stopped.json").read_text())
     assert (found["reason"], found["exit_code"]) == (name, code)
     assert (found["stage"], found["step"]) == ("TEST", len(brain.marks))
-    assert (brain.step, brain.progress.seen) == (7, None)
+    assert (brain.step, brain.progress.stage_batches) == (7, None)
 
 
 def test_the_time_limit_stops_predict():

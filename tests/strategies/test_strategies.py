@@ -517,11 +517,11 @@ def test_ddp_follows_what_is_frozen_and_unfrozen(group):
     net = modules.net.module
     first = modules.net
     same = modules.same
-    strategy.follow(modules)
+    strategy.begin_epoch(modules)
     assert modules.net is first, "nothing has changed"
     net[0].requires_grad_(requires_grad=False)
     modules.fixed.requires_grad_(requires_grad=True)
-    strategy.follow(modules)
+    strategy.begin_epoch(modules)
     assert modules.net is not first
     assert modules.net.module is net
     assert type(modules.fixed) is WrappedDDP
@@ -531,7 +531,7 @@ def test_ddp_follows_what_is_frozen_and_unfrozen(group):
     strategy.finish_gradients()
     assert net[0].weight.grad is None
     frozen(net)
-    strategy.follow(modules)
+    strategy.begin_epoch(modules)
     assert modules.net is net, "nothing of it is trained any more"
     assert len(strategy.wrapped) == 2
 

@@ -12,7 +12,7 @@ from ddpkit.training import Accumulation
 def settled(world_size=1, shards=1, **given):
     options = RunOptions(**given)
     accumulation = Accumulation(options)
-    accumulation.settle(world_size, shards)
+    accumulation.choose_factor(world_size, shards)
     return accumulation, options
 
 
@@ -30,7 +30,7 @@ def test_what_follows_is_no_option(shards, factor):
     accumulation, options = settled(2, shards, global_batch_size=64, micro_batch_size=8)
     assert accumulation.factor == factor
     assert options.grad_accumulation_factor == 1
-    accumulation.settle(2, shards)  # at the next call of fit it contradicts nothing
+    accumulation.choose_factor(2, shards)  # at the next call of fit it contradicts nothing
     assert accumulation.factor == factor
 
 
@@ -38,7 +38,7 @@ def test_what_a_recipe_assigns_later_counts():
     accumulation, options = settled(grad_accumulation_factor=2)
     options.grad_accumulation_factor = 3
     assert accumulation.factor == 3
-    accumulation.settle(1, shards=4)
+    accumulation.choose_factor(1, shards=4)
     assert accumulation.factor == 12
     options.grad_accumulation_factor = 2
     assert accumulation.factor == 8
@@ -48,14 +48,14 @@ def test_sizes_that_were_found_are_used_until_the_recipe_assigns_others():
     accumulation, options = settled(global_batch_size=12, grad_accumulation_factor=2)
     accumulation.use({"micro_batch_size": 3, "grad_accumulation_factor": 4})
     assert (accumulation.factor, accumulation.micro_batch_size) == (4, 3)
-    assert accumulation.settle(1) == 4
+    assert accumulation.choose_factor(1) == 4
     options.micro_batch_size = 6
     assert accumulation.micro_batch_size == 6
     with pytest.raises(ConfigError, match="grad_accumulation_factor=4 contradicts"):
-        accumulation.settle(1)
+        accumulation.choose_factor(1)
 
 
-def test_a_size_that_is_found_anew_takes_the_place_of_what_was_settled():
+def test_a_size_that_is_found_anew_takes_the_place_of_what_was_chosen():
     """Also where the factor is the one that was given: what had followed from it was another."""
     accumulation, _ = settled(global_batch_size=16, micro_batch_size=4)
     assert accumulation.factor == 4

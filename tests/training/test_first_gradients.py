@@ -34,7 +34,7 @@ def test_a_loss_that_is_no_tensor_is_left_to_the_backward_pass():
     first = FirstGradients("Line")
     first.note(3.0, 1)
     first.note(torch.zeros(()), 1)
-    assert not first.is_settled
+    assert not first.is_done
 
 
 def test_a_step_that_is_watched_is_left_alone_afterwards():

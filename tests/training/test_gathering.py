@@ -9,13 +9,20 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, make_dataloader, shard
 from ddpkit.errors import BatchError, ConfigError, DataError
-from ddpkit.training.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
+from ddpkit.training.gathering import (
+    StageBatches,
+    gather_results,
+    is_divided,
+    on_cpu,
+    row_count,
+    rows_of,
+)
 from ddpkit.types import Stage
 from tests.contract.recipes import make, points
 
 
 def seen_of(loader, batches, *, stage=Stage.TEST, first=0):
-    seen = Seen(stage, loader, divided=False, first=first)
+    seen = StageBatches(stage, loader, divided=False, first=first)
     seen.close(batches)
     return seen
 
@@ -92,7 +99,7 @@ def test_nominal_epochs_do_not_tell_what_was_seen():
     loader = LoopedLoader(shard(list(range(5)), Sharding(), batch_size=2, shuffle=True), 4)
     assert not seen_of(loader, 4).is_known
     assert gather_results(seen_of(loader, 2), list("abc")) == list("abc"), "as it was given"
-    seen = Seen(Stage.TRAIN, loader, divided=True)
+    seen = StageBatches(Stage.TRAIN, loader, divided=True)
     seen.close(4)
     with pytest.raises(
         ConfigError,
@@ -200,7 +207,7 @@ def test_indices_that_are_names():
 def test_running_stages_and_loaders_out_of_order_are_refused():
     loader = shard(range(5), Sharding(), batch_size=2)
     with pytest.raises(ConfigError, match="while the stage VALID runs"):
-        gather_results(Seen(Stage.VALID, loader, divided=False), [])
+        gather_results(StageBatches(Stage.VALID, loader, divided=False), [])
     loader = shard(range(5), Sharding(), batch_size=2, num_workers=2, in_order=False)
     with pytest.raises(ConfigError, match="in_order=False"):
         gather_results(seen_of(loader, 3), list("01234"))
@@ -216,7 +223,7 @@ def test_predict_under_debug_and_what_it_says_of_a_wrong_output():
         r"sample",
     ):
         brain.predict(points(9), loader_kwargs={"batch_size": 2})
-    assert brain.progress.seen is None
+    assert brain.progress.stage_batches is None
 
 
 def test_predict_leaves_the_step_and_the_callers_arguments_alone():

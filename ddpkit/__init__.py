@@ -44,6 +44,7 @@ __all__ = [
     "MissingFileError",
     "NonFiniteLossError",
     "ParityError",
+    "Part",
     "RankFailedError",
     "RankMismatchError",
     "RunOptions",

@@ -22,6 +22,7 @@ from ddpkit import (
     optim as optim,
     overrides as overrides,
     parameter_transfer as parameter_transfer,
+    parts as parts,
     precision as precision,
     profiler as profiler,
     run_opts as run_opts,
@@ -66,6 +67,9 @@ from ddpkit.experiment import (
 )
 from ddpkit.hparams import (
     load_hparams as load_hparams,
+)
+from ddpkit.parts import (
+    Part as Part,
 )
 from ddpkit.precision import (
     AMPConfig as AMPConfig,

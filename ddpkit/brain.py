@@ -23,6 +23,7 @@ from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.options import IN_FIT, MADE, PREPARED, WRAPPED
+from ddpkit.parts import PartEvents, parts_of
 from ddpkit.precision import Precision
 from ddpkit.run import (
     RUN,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.options import OptionTypes as _Typed
+    from ddpkit.parts import Part
 else:
     _Typed = object
 
@@ -144,6 +146,8 @@ class Brain(_Typed):
             number if it has a parameter ``total_steps`` or ``T_max``
             (:func:`~ddpkit.optim.make_schedule`). It is made once, with the optimizer, and the
             Brain steps it.
+        parts: features in objects of their own (:class:`~ddpkit.parts.Part`), which hear events in
+            this order; those of the key ``parts`` in ``hparams`` come before them.
 
     Attributes:
         modules: ``torch.nn.ModuleDict``; under a wrapper, the module's own attributes can still be
@@ -202,9 +206,12 @@ class Brain(_Typed):
         run_opts: RunOptions | Mapping[str, Any] | None = None,
         checkpointer: Any = None,
         scheduler_class: Callable[..., Any] | None = None,
+        parts: Iterable[Part] | None = None,
     ) -> None:
         joined_hparams = join_loggers(hparams or {})
         options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
+        with usage_errors():
+            heard = PartEvents(parts_of(hparams, parts))
         ddp_init_group(options)
         self.rank = get_rank() or 0
         device = str(options.device)
@@ -231,6 +238,7 @@ class Brain(_Typed):
             strategy,
             opt_class=opt_class,
             scheduler_class=scheduler_class,
+            parts=heard,
         )
         if strategy.same_bits:
             context.progress.round_nothing()
@@ -462,6 +470,13 @@ class Brain(_Typed):
     def lr_scale(self) -> float:
         """What ``lr_scaling`` multiplies learning rates by in each step."""
         return self.__run.lr_scaling.factor
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """The means of what was logged with :meth:`log` in the present stage, by name; in
+        ``on_stage_end``, and empty before. Equal on every rank, but for what is logged there.
+        """
+        return self.progress.logged.of_stage()
 
     @property
     def raw_modules(self) -> nn.ModuleDict:
@@ -863,6 +878,22 @@ class Brain(_Typed):
             step=self.progress.step,
         )
 
+    def stop_training(self, reason: str = "") -> None:
+        """End this call of :meth:`fit` after the present epoch and its validation.
+
+        ``fit`` then returns with the reason ``"early_stop"``. Call it on every rank alike; where they
+        differ the main process's word counts.
+
+        Args:
+            reason: in words, for the log.
+
+        Raises:
+            ConfigError: called outside of ``fit``.
+
+        Ranks: local.
+        """
+        self.__run.ask_to_end(reason)
+
     # ------------------------------------------------------------------ whole runs
 
     def fit(
@@ -906,6 +937,8 @@ class Brain(_Typed):
         run.tell_of_options(vars(self))
         self.tot_prof_steps = _steps_of_profile(self.run_opts)
         run.check_options()
+        with usage_errors():
+            run.context.parts.tell("check", self)
         train_kwargs = train_loader_kwargs or {}
         valid_kwargs = valid_loader_kwargs or {}
         run.preflight.compare_ranks("fit", type(self))
@@ -935,6 +968,7 @@ class Brain(_Typed):
             held,
             run.stop.guarded("fit"),
             run.stages.session(folder),
+            run.hearing(self),
             run.policy.session(),
             failure_notice(),
         ):
@@ -956,11 +990,15 @@ class Brain(_Typed):
             if run.policy.is_done_before(train):
                 return run.fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
+            parts = run.context.parts
+            parts.tell("on_fit_start", self)
             given = given_batch_size(train_set, train_kwargs)
             contexts = (self.training_ctx, self.evaluation_ctx)
-            run.preflight.report_training(sizes, run.length, given, valid, contexts)
+            rows = parts.rows(self)
+            run.preflight.report_training(sizes, run.length, given, valid, contexts, rows)
             run.record.begin(sizes, run.length)
             result = run.fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
+            parts.tell("on_fit_end", self, result)
             run.record.end(result)
             return result
 
@@ -995,6 +1033,8 @@ class Brain(_Typed):
         )
         warn_of_misspelt_hooks(type(self), Brain)
         run.tell_of_options(vars(self))
+        with usage_errors():
+            run.context.parts.tell("check", self)
         run.preflight.compare_ranks("evaluate", type(self))
         run.stages.note_logger(self)
         with run.stop.guarded("evaluate"):
@@ -1213,6 +1253,9 @@ class Brain(_Typed):
                 self.run_opts.optimizer_step_limit,
             )
             return "optimizer_step_limit"
+        early_end = self.__run.early_end
+        if early_end.is_due(0):
+            return "early_stop"
         self.progress.ask_for_epochs(validates=valid is not None)
         for epoch in epoch_counter:
             self._fit_train(train, epoch, self.__bar_enabled(progressbar))
@@ -1222,6 +1265,8 @@ class Brain(_Typed):
                 return "debug"
             if self.__is_step_limit_reached():
                 return "optimizer_step_limit"
+            if early_end.is_due(epoch):
+                return "early_stop"
         self.progress.end_epochs()
         if self.optimizer_step and not self.progress.epochs:
             return "done_before"

@@ -23,6 +23,7 @@ from ddpkit.base.failure_reason import (
     WAITED as WAITED,
     Reason as Reason,
     frames_of as frames_of,
+    note_part as note_part,
     output_identity as output_identity,
     text_and_line as text_and_line,
 )

@@ -18,6 +18,8 @@ LONGEST_TRACE = 20_000
 HOOK_LINE = "_ddpkit_hook_line"
 # attribute of an exception that names the ranks that a collective has waited for in vain
 WAITED = "_ddpkit_waited"
+NOTE = "(in {}, an event of a part)"
+IN_PART = "_ddpkit_in_part"  # attribute of an exception: the part and its event that raised it
 PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
 
 # How torch raises in a rank what was raised in a worker of its loader.
@@ -83,6 +85,9 @@ class Reason:
         here = POSITION.own_status(rank, 0.0, look=False)
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
         place = here.place() or str(vars(error).get(PLACE, ""))
+        if IN_PART in vars(error):
+            in_part = f"in {vars(error)[IN_PART]}"
+            place = f"{in_part}, {place}" if place else in_part
         text, line = text_and_line(error)
         output = output_identity()
         words = str(error) if WAITED in vars(error) else ""
@@ -160,10 +165,34 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
     of_worker = OF_WORKER.search(str(error))
     if of_worker is None:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        if IN_PART in vars(error):  # the place says it
+            text = text.removesuffix(NOTE.format(vars(error)[IN_PART])).strip()
         text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
         return text, line_of(frames_of(error))
     last = of_worker["trace"].rstrip().splitlines()[-1]
     return f"{last} (in {of_worker['worker']})", line_of(frames_of(error))
+
+
+def note_part(error: BaseException, event: str) -> None:
+    """Note in an exception which part of a run has raised it, and in which event.
+
+    Args:
+        error: of the innermost part, if one calls another.
+        event: such as ``"EarlyStopping.on_stage_end"``.
+
+    Ranks: local.
+
+    Example:
+        >>> error = ValueError("boom")
+        >>> note_part(error, "Heartbeat.on_sync")
+        >>> Reason.of(1, error, is_final=True).where()
+        'in Heartbeat.on_sync'
+    """
+    if IN_PART in vars(error):
+        return
+    vars(error)[IN_PART] = event
+    if hasattr(error, "add_note"):  # since Python 3.11; it stands below the traceback
+        error.add_note(NOTE.format(event))
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:

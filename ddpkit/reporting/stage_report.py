@@ -167,6 +167,13 @@ class LoggedValues:
         stages = (_TRAIN, _VALID) if self._stage == _VALID else (self._stage,)
         return {name: self.values[name] for name in stages if self.values.get(name)}
 
+    def of_stage(self) -> dict[str, float]:
+        """Return the means of the present stage, by name; empty before they are made.
+
+        Ranks: local.
+        """
+        return dict(self.values.get(self._stage, {}))
+
     # ------------------------------------------------------------------ logging
 
     def add(

@@ -128,6 +128,9 @@ class CheckpointPolicy:
             optional_load=True,
         )
         self.register_average()
+        for name, part in self.context.parts.saved().items():
+            self._require_free(f"part-{name}", f"the part {name}", part)
+            checkpointer.add_recoverable(f"part-{name}", part, optional_load=True)
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.context.progress.epoch or None
         checkpointer.listener = SaveRecord(self.context.progress)

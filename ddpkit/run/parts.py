@@ -18,6 +18,7 @@ from ddpkit.optim import LrScaling
 from ddpkit.options import RUN_OPTIONS
 from ddpkit.reporting import TimeLeft
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
+from ddpkit.run.early_end import EarlyEnd
 from ddpkit.run.epoch_numbers import last_epoch
 from ddpkit.run.fit_counters import FitCounters
 from ddpkit.run.preflight import Preflight
@@ -40,6 +41,8 @@ from ddpkit.training import (
 from ddpkit.types import FitResult
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ddpkit.ema import WeightAverage
     from ddpkit.training import BatchSizes, RunContext, TrainStep
 
@@ -72,6 +75,7 @@ class Run:
         record: writes the begin and the end of each call of ``fit`` into the run's log.
         stages: runs a stage.
         loaders: makes loaders.
+        early_end: whether this call of ``fit`` is to end after the present epoch.
         counters: which epoch counter the calls of ``fit`` count with.
         epochs: of this call of ``fit``; None where that is not known.
         length: of this call of ``fit``.
@@ -99,6 +103,7 @@ class Run:
         self.record = RunRecord(context, self.policy, self.preflight)
         self.stages = StageRunner(context, train_step, self.policy, self.stop)
         self.loaders = LoaderFactory(context)
+        self.early_end = EarlyEnd()
         self.counters = FitCounters()
         self.epochs: int | None = 1
         self.length = RunLength()
@@ -107,6 +112,39 @@ class Run:
         self.is_prepared = False
         self._prepared: dict[str, torch.optim.Optimizer] = {}
         self.stages.prepare_new_optimizers = self._prepare_new_optimizers
+
+    @contextlib.contextmanager
+    def hearing(self, brain: Any) -> Iterator[None]:
+        """Return a context for a call of ``fit``, in whose steps the parts of the recipe are heard.
+
+        Args:
+            brain: of the recipe.
+        """
+        parts = self.context.parts
+        step = self.train_step
+        self.early_end.begin()
+        step.on_gradients = parts.bound("on_gradients", brain)
+        step.after_window = parts.bound("after_step", brain)
+        try:
+            yield
+        finally:
+            step.on_gradients = step.after_window = None
+
+    def ask_to_end(self, reason: str) -> None:
+        """End the training after the present epoch.
+
+        Args:
+            reason: in words.
+
+        Raises:
+            ConfigError: no training runs.
+        """
+        if not self.context.progress.is_fitting:
+            raise ConfigError(
+                "stop_training was called outside of fit, and there is no training to stop. Call "
+                "it in a hook or a part."
+            )
+        self.early_end.ask(reason)
 
     def check_options(self) -> None:
         """Check, when ``fit`` begins, what a recipe may have assigned since the Brain was made.

@@ -191,6 +191,7 @@ class Preflight:
                 **self.versions,
                 **recipe_facts(recipe, options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
+                "parts": ", ".join(part.name for part in self.context.parts.parts) or "none",
                 **option_facts(options),
                 **model_facts(self.context.modules),
             }
@@ -291,6 +292,7 @@ class Preflight:
         batch_size: int | None,
         valid_set: Any,
         contexts: tuple[Any, Any],
+        parts: Mapping[str, str],
     ) -> None:
         """Show what is about to be trained, as far as it has not been shown.
 
@@ -301,6 +303,7 @@ class Preflight:
             valid_set: the loader of the validation, or None.
             contexts: of the forward pass in training and in evaluation; a recipe may have others
                 than the options say.
+            parts: the rows of the parts that were given to the Brain.
         """
         self.context.progress.resolve_pending()  # on_fit_start may have made steps
         options = self.context.options
@@ -336,6 +339,7 @@ class Preflight:
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
             **{name: row for name, row in told.items() if name != "strategy"},
             "gradients": gradients_row(told.get("gradients", ""), options.ddp_comm_hook),
+            **parts,
         }
         self._show("Training", first, {"start": start}, contexts)
 

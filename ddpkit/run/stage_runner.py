@@ -243,6 +243,7 @@ class StageRunner:
             # metrics, frozen parameters, optimizers.
             with stage_mode(lambda: self.context.modules, training=True):
                 brain.on_stage_start(Stage.TRAIN, epoch)
+                self.context.parts.tell("on_stage_start", brain, Stage.TRAIN, epoch)
             progress.resolve_pending()  # the hook may have made steps
             if (plan := plan_of(loader)) is not None and not hasattr(plan.source, "__next__"):
                 # The plan draws its order once per epoch, and the hook may have changed what it
@@ -278,6 +279,8 @@ class StageRunner:
                     progress.optimizer_step,
                 )
             with self.context.progress.unsaved(), self._explaining(brain):
+                loss = progress.avg_train_loss
+                self.context.parts.tell("on_stage_end", brain, Stage.TRAIN, loss, epoch)
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
             progress.end_training()
 
@@ -302,7 +305,7 @@ class StageRunner:
         require_same_draw(loader)
         if options.auto_micro_batch:
             ready = self.auto_micro_batch.ready(ready)
-        feed: Any = self._feed(loader, left_out, ready)
+        feed: Any = self._feed(brain, loader, left_out, ready)
         feed = self.context.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
@@ -335,6 +338,7 @@ class StageRunner:
                 progress.note_average_loss(report.loss)
                 self.speed.on_sync(report, self._sync)
                 bar.show(report.step, report.loss, report.samples - samples_before)
+                self.context.parts.tell("on_sync", brain)
                 saves.on_sync(report)
 
             limit = self._step_limit(ready)
@@ -396,6 +400,7 @@ class StageRunner:
 
     def _feed(
         self,
+        brain: StageHooks,
         loader: Any,
         left_out: int,
         ready: Callable[[], object],
@@ -406,7 +411,7 @@ class StageRunner:
         options = self.context.options
         strategy = self.context.strategy
         length = length_of(loader)
-        batches = self._batches(loader, Stage.TRAIN)
+        batches = self._batches(brain, loader, Stage.TRAIN)
         if self.profiler is not None:
             ranges = self.speed.mark_ranges(once=options.profile_training)
             batches = PassedThrough(
@@ -477,6 +482,7 @@ class StageRunner:
                 self.time_left.begin_validation()
             with stage_mode(lambda: self.context.modules, training=False):
                 brain.on_stage_start(stage, epoch)
+                self.context.parts.tell("on_stage_start", brain, stage, epoch)
             progress.resolve_pending()
             with (
                 self._explaining(brain),
@@ -497,6 +503,7 @@ class StageRunner:
                 if schedule is not None and progress.is_whole:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
             with torch.no_grad(), self.context.progress.unsaved(), self._explaining(brain):
+                self.context.parts.tell("on_stage_end", brain, stage, loss, epoch)
                 brain.on_stage_end(stage, loss, epoch)
             progress.end_evaluation(kept)
             return loss
@@ -532,7 +539,7 @@ class StageRunner:
             stop_sync = self._stop_sync
             stop_sync.sync.start(progress.step)
             batches: Iterable[Any] = first_of(
-                self._batches(loader, stage),
+                self._batches(brain, loader, stage),
                 self._limited(None, shards),
             )
             if is_shared:
@@ -632,7 +639,7 @@ class StageRunner:
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
             seed = self.rank_state.base_seed or 0
             key = progress.epoch, progress.optimizer_step
-            batches = first_of(self._batches(loader, Stage.TEST), self._limited(None))
+            batches = first_of(self._batches(brain, loader, Stage.TEST), self._limited(None))
             for number, batch in enumerate(self.context.strategy.evaluated(batches, seed, *key), 1):
                 progress.begin_batch()
                 with precision:
@@ -703,8 +710,14 @@ class StageRunner:
             )
         )
 
-    def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
+    def _batches(self, brain: StageHooks, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
+        parts = self.context.parts
+        if parts.hears("wrap_batches"):
+            batches = PassedThrough(
+                batches,
+                lambda inner: iter(parts.wrapped(brain, inner, stage)),
+            )
         return PassedThrough(batches, cuda_graph_steps) if self._has_graphs else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:

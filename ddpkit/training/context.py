@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.parts import PartEvents
 from ddpkit.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class RunContext:
         progress: how far the run has come.
         opt_class: makes the optimizer; or None.
         scheduler_class: makes its scheduler; or None.
+        parts: features that were given to the Brain, and who of them hears what.
         device: of this rank, such as ``"cuda:1"``; an option that cannot be changed any more.
 
     Ranks: local; alike on every rank.
@@ -69,6 +71,7 @@ class RunContext:
     progress: Progress = field(default_factory=Progress)
     opt_class: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None
     scheduler_class: Callable[..., Any] | None = None
+    parts: PartEvents = field(default_factory=PartEvents)
     device: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -82,6 +82,7 @@ class _Prepared:
     Attributes:
         optimizers: for which they were made ready.
         multiplier: what is still to be applied to them.
+        is_final: whether nothing is: the step is going to use them as they are.
         updates: whether the scaler chooses its next scale after the step; None: nothing is
             unscaled.
     """
@@ -89,6 +90,7 @@ class _Prepared:
     optimizers: list[torch.optim.Optimizer]
     multiplier: float | torch.Tensor
     updates: bool | None = None
+    is_final: bool = False
 
 
 def _no_more(_: Any) -> None:
@@ -113,6 +115,8 @@ class TrainStep:
         first_gradients: watches the training until its first step with gradients; None after it.
         agree: called before the ranks send each other anything of an optimizer step; or None.
         timer: measures steps; or None.
+        on_gradients: called before each step with its final gradients; or None.
+        after_window: called after each window in which optimizers have stepped; or None.
 
     Ranks: collective.
 
@@ -151,6 +155,8 @@ class TrainStep:
         self.first_gradients: FirstGradients | None = FirstGradients(context.recipe.name)
         self.agree: Callable[[], None] | None = None
         self.timer: StepTimer | None = None
+        self.on_gradients: Callable[[], None] | None = None
+        self.after_window: Callable[[], None] | None = None
         self._dropping_casts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.gc_interval = context.options.gc_interval
         self._is_on_gpu = context.device.partition(":")[0] in optim.GPUS
@@ -361,11 +367,21 @@ class TrainStep:
         """
         timer = self.timer
         if timer is None or not timer.measures:
-            self._step_optimizers(brain)
+            self._step_with_gradients_heard(brain)
             return
         timer.begin_optimizer()
-        self._step_optimizers(brain)
+        self._step_with_gradients_heard(brain)
         timer.end_optimizer()
+
+    def _step_with_gradients_heard(self, brain: StepHooks) -> None:
+        """Step; before that, have the final gradients heard, where something listens."""
+        if self.on_gradients is None:
+            self._step_optimizers(brain)
+            return
+        with self.final_gradients(brain):
+            if self._prepared is not None and self._prepared.is_final:
+                self.on_gradients()
+            self._step_optimizers(brain)
 
     def _step_optimizers(self, brain: StepHooks) -> None:
         progress = self.context.progress
@@ -456,7 +472,7 @@ class TrainStep:
             optim.multiply_gradients(
                 dict.fromkeys((*self.context.modules.parameters(), *stepped)), factor
             )
-        return _Prepared(optimizers, 1.0, updates)
+        return _Prepared(optimizers, 1.0, updates, is_final=True)
 
     def drop_casts_after_steps(self, optimizers: Mapping[str, Any]) -> None:
         """Have autocast cast weights anew after each step, where a step may be made inside of its
@@ -521,10 +537,15 @@ class TrainStep:
         number = progress.window.number
         pending.then(lambda result: self._after_step(optimizers, multiplier, result, batch, number))
         progress.pending = pending
-        by_step = self.schedule is not None and self.schedule.every == "step"
-        if self.ema is not None or by_step or self.context.options["ddp_comm_hook"] is not None:
+        if self._follows_each_step or self.context.options["ddp_comm_hook"] is not None:
             progress.resolve_at_sync()
         return True
+
+    @property
+    def _follows_each_step(self) -> bool:
+        """Whether something follows each step: an average, a schedule of steps, or a part."""
+        by_step = self.schedule is not None and self.schedule.every == "step"
+        return self.ema is not None or by_step or self.after_window is not None
 
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
@@ -727,8 +748,7 @@ class TrainStep:
         """Whether something follows a window only when it is over: an own ``fit_batch`` may step
         several times.
         """
-        by_step = self.schedule is not None and self.schedule.every == "step"
-        return self.context.recipe.has_own_fit_batch and (self.ema is not None or by_step)
+        return self.context.recipe.has_own_fit_batch and self._follows_each_step
 
     def forget_window(self) -> None:
         """Forget what an interrupted pass has left; drop its gradients, where ``zero_grad`` sees a
@@ -753,6 +773,8 @@ class TrainStep:
             self.ema.update()
         if self.schedule is not None:
             self.schedule.after_step(stepped)
+        if self.after_window is not None:
+            self.after_window()
 
     def _note_unscaled(self, optimizers: list[torch.optim.Optimizer]) -> bool:
         """Note which optimizers are unscaled; return whether no gradients wait with the present

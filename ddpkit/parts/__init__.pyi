@@ -1,0 +1,3 @@
+from ddpkit.parts.early_stopping import EarlyStopping as EarlyStopping
+from ddpkit.parts.events import PartEvents as PartEvents, parts_of as parts_of
+from ddpkit.parts.part import Part as Part

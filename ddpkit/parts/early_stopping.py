@@ -1,0 +1,170 @@
+"""Ends a training that does not get better."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.parts.part import Part
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = get_logger(__name__)
+
+MODES = ("min", "max")
+
+
+class EarlyStopping(Part):
+    """Ends a training when a value has not become better for some validations in a row.
+
+    A value is better if it is smaller (``mode="min"``) or larger (``"max"``) than the best one so
+    far by more than ``min_change``. One that is not finite never is. A run that has stopped and is
+    started again says so, and trains nothing; with more ``patience`` it goes on.
+
+    Args:
+        metric: the name of a value that the recipe logs in the validation, as in
+            ``self.log("accuracy", ...)``; ``"loss"``: the mean loss of the validation.
+        mode: ``"min"`` or ``"max"``.
+        patience: how many validations in a row may be no better, at least 1.
+        min_change: how much better counts, in the unit of the value.
+        warmup: validations at the start that are not looked at.
+
+    Attributes:
+        best: the best value so far; None before the first.
+        best_epoch: its epoch; 0 before the first.
+        waited: validations since then.
+
+    Raises:
+        ConfigError: an argument cannot be used; or, in the first validation, the recipe has logged
+            nothing under that name.
+
+    Ranks: all; each sees the same means.
+
+    State: the best value, its epoch, and how many validations there have been since.
+
+    Example:
+        >>> EarlyStopping("accuracy", mode="max", patience=5).waited
+        0
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        mode: str = "min",
+        patience: int = 3,
+        min_change: float = 0.0,
+        warmup: int = 0,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(
+                f"EarlyStopping: mode={mode!r} is neither 'min', for a value that gets smaller, nor "
+                "'max', for one that gets larger."
+            )
+        self.metric = metric
+        self.mode = mode
+        self.patience = _whole("patience", patience, least=1)
+        self.min_change = float(min_change)
+        if not 0.0 <= self.min_change < math.inf:
+            raise ConfigError(f"EarlyStopping: min_change={min_change!r} must be 0 or more.")
+        self.warmup = _whole("warmup", warmup, least=0)
+        self.best: float | None = None
+        self.best_epoch = 0
+        self.waited = 0
+        self.seen = 0
+
+    def start_rows(self, brain: Any) -> Mapping[str, str]:
+        """Return one row: when the training ends."""
+        best = (
+            "" if self.best is None else f"; best so far {self.best:g} in epoch {self.best_epoch}"
+        )
+        row = (
+            f"after {self.patience} validations in which {self.metric} is no "
+            f"{'smaller' if self.mode == 'min' else 'larger'}{best}"
+        )
+        return {"stops": row}
+
+    def on_fit_start(self, brain: Any) -> None:
+        """End at once where an earlier start of the run has stopped for good."""
+        if self._is_exhausted():
+            brain.stop_training(
+                f"{self._why()} before this start. Give more patience than {self.patience} to go on"
+            )
+
+    def on_stage_end(
+        self,
+        brain: Any,
+        stage: Stage,
+        stage_loss: float,
+        epoch: int | None,
+    ) -> None:
+        """Look at the value of a validation of the training."""
+        if stage is not Stage.VALID or epoch is None:
+            return
+        self.seen += 1
+        value = self._value(brain.logged, stage_loss)
+        if self.seen <= self.warmup:
+            return
+        if self._is_better(value):
+            self.best = value
+            self.best_epoch = epoch
+            self.waited = 0
+            return
+        self.waited += 1
+        if self._is_exhausted():
+            brain.stop_training(self._why())
+
+    def _value(self, logged: Mapping[str, float], stage_loss: float) -> float:
+        if self.metric == "loss" and "loss" not in logged:
+            return stage_loss
+        if self.metric not in logged:
+            names = ", ".join(sorted(logged)) or "nothing"
+            raise ConfigError(
+                f"EarlyStopping: metric={self.metric!r} was not logged in the validation, which has "
+                f"logged {names}. Call self.log({self.metric!r}, ...) for its batches, or give "
+                "another metric; 'loss' is the loss of the validation."
+            )
+        return logged[self.metric]
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_change
+
+    def _is_exhausted(self) -> bool:
+        return self.waited >= self.patience
+
+    def _why(self) -> str:
+        best = "never was a finite number" if self.best is None else f"was {self.best:g}"
+        return (
+            f"{self.metric} has not become better in {self.waited} validations (its best "
+            f"{best}{f', in epoch {self.best_epoch}' if self.best_epoch else ''})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, its epoch, and the validations since."""
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "waited": self.waited,
+            "seen": self.seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them over."""
+        self.best = state["best"]
+        self.best_epoch = int(state["best_epoch"])
+        self.waited = int(state["waited"])
+        self.seen = int(state["seen"])
+
+
+def _whole(name: str, value: Any, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"EarlyStopping: {name}={value!r} must be a whole number >= {least}.")
+    return value

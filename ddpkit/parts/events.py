@@ -1,0 +1,215 @@
+"""Who hears what: the parts of one run, their order, and the calls of their events."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base import note_part
+from ddpkit.errors import ConfigError
+from ddpkit.parts.part import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ddpkit.types import Stage
+
+EVENTS = (
+    "check",
+    "start_rows",
+    "on_fit_start",
+    "on_stage_start",
+    "wrap_batches",
+    "on_gradients",
+    "after_step",
+    "on_sync",
+    "on_stage_end",
+    "on_fit_end",
+    "state_dict",
+    "load_state_dict",
+)
+NO_PART = (
+    "parts={!r}: {!r} is no part. A part is an object of a subclass of ddpkit.Part, in the YAML "
+    "such as !new:ddpkit.parts.EarlyStopping."
+)
+A_CLASS = "parts: {} is a class. Make an object of it; in the YAML with !new: and not with !name:."
+SAME_NAME = (
+    "parts: two parts have the name {!r}. Give one of them another `name`: its state stands under "
+    "it in checkpoints."
+)
+NEEDS = "parts: {} needs {} before it in the list, and the list is {}."
+
+
+class PartEvents:
+    """The parts of a run, and who of them hears which event.
+
+    Args:
+        parts: in the order in which they hear an event.
+
+    Attributes:
+        parts: as given.
+
+    Raises:
+        ConfigError: something is no part, two have one name, or one needs another before it.
+
+    Ranks: as the events.
+
+    Example:
+        >>> class Heartbeat(Part):
+        ...     def on_sync(self, brain):
+        ...         print("alive")
+        >>> events = PartEvents([Heartbeat()])
+        >>> events.hears("on_sync"), events.hears("after_step")
+        (True, False)
+        >>> events.tell("on_sync", None)
+        alive
+    """
+
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
+        self.parts = tuple(parts)
+        _check(self.parts)
+        self._hearing = {
+            event: [part for part in self.parts if _overrides(part, event)] for event in EVENTS
+        }
+
+    def hears(self, event: str) -> bool:
+        """Say whether any part hears an event."""
+        return bool(self._hearing[event])
+
+    def saved(self) -> Mapping[str, Part]:
+        """Return the parts whose state is saved, by name."""
+        return {part.name: part for part in self._hearing["state_dict"]}
+
+    def tell(self, event: str, *values: Any) -> None:
+        """Call an event of all parts that hear it.
+
+        Args:
+            event: its name.
+            *values: its arguments.
+        """
+        for part in self._hearing[event]:
+            with _naming(part, event):
+                getattr(part, event)(*values)
+
+    def bound(self, event: str, brain: Any) -> Callable[[], None] | None:
+        """Return a call of an event that comes in each step; None if no part hears it.
+
+        Args:
+            event: its name.
+            brain: of the recipe.
+        """
+        hearing = [(part, getattr(part, event)) for part in self._hearing[event]]
+        if not hearing:
+            return None
+
+        def call() -> None:
+            part = None
+            try:
+                for part, hear in hearing:
+                    hear(brain)
+            except BaseException as error:
+                note_part(error, f"{part.name}.{event}" if part is not None else event)
+                raise
+
+        return call
+
+    def wrapped(self, brain: Any, batches: Iterable[Any], stage: Stage) -> Iterable[Any]:
+        """Return the batches of a stage as the parts pass them on, the first part innermost.
+
+        Args:
+            brain: of the recipe.
+            batches: of this rank.
+            stage: TRAIN, VALID or TEST.
+
+        Raises:
+            ConfigError: a part has returned nothing to iterate over.
+        """
+        for part in self._hearing["wrap_batches"]:
+            with _naming(part, "wrap_batches"):
+                wrapped = part.wrap_batches(brain, batches, stage)
+            if not hasattr(wrapped, "__iter__"):
+                raise ConfigError(
+                    f"{part.name}.wrap_batches returned {wrapped!r}, which yields no batches. "
+                    "Return `batches`, or a generator that yields as many."
+                )
+            batches = wrapped
+        return batches
+
+    def rows(self, brain: Any) -> dict[str, str]:
+        """Return the rows of the start-up block: the parts in their order, and what they say.
+
+        Args:
+            brain: of the recipe.
+        """
+        found = {"parts": ", ".join(part.name for part in self.parts)}
+        for part in self._hearing["start_rows"]:
+            with _naming(part, "start_rows"):
+                found |= {str(name): str(row) for name, row in part.start_rows(brain).items()}
+        return found
+
+
+def parts_of(hparams: Any, given: Iterable[Part] | None) -> list[Part]:
+    """Return the parts of a run: those of the YAML's ``parts``, then those given to the Brain.
+
+    A key ``parts`` without any part in it is the recipe's own.
+
+    Args:
+        hparams: a mapping, or None.
+        given: to the Brain; None: none.
+
+    Raises:
+        ConfigError: what was given cannot be listed.
+
+    Ranks: local.
+
+    Example:
+        >>> parts_of({"parts": ["verb", "noun"]}, None)
+        []
+    """
+    found = (hparams or {}).get("parts")
+    in_yaml = list(found) if isinstance(found, (list, tuple)) else []
+    if isinstance(found, Part):
+        in_yaml = [found]
+    if not any(isinstance(one, Part) or _is_part_class(one) for one in in_yaml):
+        in_yaml = []
+    try:
+        own = list(given or ())
+    except TypeError:
+        raise ConfigError(
+            f"parts={given!r} is no list. Give a list of parts, such as parts=[EarlyStopping()]."
+        ) from None
+    return [*in_yaml, *(one for one in own if all(one is not other for other in in_yaml))]
+
+
+def _is_part_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Part)
+
+
+def _overrides(part: Part, event: str) -> bool:
+    return getattr(type(part), event) is not getattr(Part, event) or event in vars(part)
+
+
+def _check(parts: tuple[Any, ...]) -> None:
+    names: set[str] = set()
+    for number, part in enumerate(parts):
+        if _is_part_class(part):
+            raise ConfigError(A_CLASS.format(part.__name__))
+        if not isinstance(part, Part):
+            raise ConfigError(NO_PART.format(list(parts), part))
+        if part.name in names:
+            raise ConfigError(SAME_NAME.format(part.name))
+        names.add(part.name)
+        for needed in part.needs:
+            if not any(isinstance(before, needed) for before in parts[:number]):
+                order = ", ".join(one.name for one in parts)
+                raise ConfigError(NEEDS.format(part.name, needed.__name__, order))
+
+
+@contextlib.contextmanager
+def _naming(part: Part, event: str) -> Iterator[None]:
+    """Note in an exception in which part and event it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        note_part(error, f"{part.name}.{event}")
+        raise

@@ -1,0 +1,214 @@
+"""A feature of a run as one object: what it hears, what it may change, what is saved of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ddpkit.types import FitResult, Stage
+
+
+class Part:
+    """A feature of a run in a class of its own: subclass it, and override the events that it needs.
+
+    Parts are given to the Brain, ``Brain(..., parts=[...])``, or stand in the YAML::
+
+        parts:
+          - !new:ddpkit.parts.EarlyStopping
+            patience: 3
+
+    In the order of a run::
+
+        fit:       check, (the checkpoint is recovered), on_fit_start, and for every epoch:
+                     on_stage_start(TRAIN), wrap_batches(TRAIN), for every optimizer step:
+                       on_gradients, the step, after_step
+                     about once a second: on_sync
+                     on_stage_end(TRAIN)
+                     on_stage_start(VALID), wrap_batches(VALID), on_stage_end(VALID)
+                   on_fit_end
+        evaluate:  check, on_stage_start(TEST), wrap_batches(TEST), on_stage_end(TEST)
+
+    Each event comes on every rank, at the same place of the run. So a part may communicate in each,
+    but for those that say otherwise. What a part changes must be the same on every rank. Parts hear
+    an event in the order in which they were given: at the start of a stage after the recipe's own
+    hook, at its end before it, so that a checkpoint of ``on_stage_end`` holds what the parts know of
+    this stage.
+
+    An event that no part overrides costs nothing. An exception in a part ends the run as one in the
+    recipe does; what is said of it names the part and the event.
+
+    Attributes:
+        name: of the part in messages and checkpoints, by default that of the class. Two parts of one
+            class need two names.
+        needs: classes of parts of which one must have been given before this one.
+
+    Ranks: all; every rank makes the same parts.
+
+    State: what :meth:`state_dict` returns is saved in each checkpoint, if a class overrides it.
+
+    Example:
+        >>> class Steps(Part):
+        ...     made = 0
+        ...     def after_step(self, brain):
+        ...         self.made += 1
+        >>> steps = Steps()
+        >>> steps.name, steps.made
+        ('Steps', 0)
+    """
+
+    name: str = ""
+    needs: ClassVar[tuple[type[Part], ...]] = ()
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    # ------------------------------------------------------------------ before the run
+
+    def check(self, brain: Any) -> None:
+        """Refuse what cannot work with this run: called when ``fit`` or ``evaluate`` begins.
+
+        Args:
+            brain: of the recipe; its optimizers are not made yet, and no checkpoint is recovered.
+
+        Raises:
+            ConfigError: says what was given, why it cannot work and what to do.
+
+        Ranks: all; must not communicate.
+        """
+
+    def start_rows(self, brain: Any) -> Mapping[str, str]:
+        """Return rows for the block that a run shows when it starts: a word or two, and a sentence.
+
+        Args:
+            brain: of the recipe, ready to train.
+
+        Ranks: the main process; must not communicate.
+        """
+        return {}
+
+    def on_fit_start(self, brain: Any) -> None:
+        """Called when the optimizers are made and the checkpoint is recovered, before the first
+        epoch.
+
+        Args:
+            brain: of the recipe.
+
+        Ranks: all; may communicate.
+        """
+
+    # ------------------------------------------------------------------ in a stage
+
+    def on_stage_start(self, brain: Any, stage: Stage, epoch: int | None) -> None:
+        """Called before a stage, after the recipe's ``on_stage_start``. An epoch that is resumed in
+        its middle begins again with it.
+
+        Args:
+            brain: of the recipe; its modules are in the mode of the stage.
+            stage: TRAIN, VALID or TEST.
+            epoch: from 1; None where no training runs.
+
+        Ranks: all; may communicate.
+        """
+
+    def wrap_batches(self, brain: Any, batches: Iterable[Any], stage: Stage) -> Iterable[Any]:
+        """Return what yields the batches of a stage in the place of ``batches``.
+
+        There must be as many, each of as many samples: where a batch stands in its accumulation
+        window is planned before.
+
+        Args:
+            brain: of the recipe.
+            batches: of this rank, as the loader yields them.
+            stage: TRAIN, VALID or TEST.
+
+        Ranks: all; must not communicate, since ranks read ahead as they like.
+        """
+        return batches
+
+    def on_gradients(self, brain: Any) -> None:
+        """Called before each optimizer step, with gradients as the step is going to use them.
+
+        They are averaged over the ranks, divided by the count of ``(loss_sum, count)`` and by the
+        scale of fp16, and not yet clipped by ``max_grad_norm``. A part may change them in place, on
+        every rank alike. They may hold what is not finite: then the step is skipped afterwards.
+
+        Args:
+            brain: of the recipe; its gradients are in its modules' parameters.
+
+        Ranks: all; may communicate. Under ``strategy=fsdp`` a rank has its part of each gradient.
+        """
+
+    def after_step(self, brain: Any) -> None:
+        """Called when an accumulation window is over in which the optimizers have stepped; not if
+        the step was skipped.
+
+        On a GPU the host waits for each step where a part hears this: it is known only then whether
+        it was skipped.
+
+        Args:
+            brain: of the recipe; ``brain.optimizer_step`` counts this step.
+
+        Ranks: all; may communicate.
+        """
+
+    def on_sync(self, brain: Any) -> None:
+        """Called about once a second in training, between two optimizer steps; before the save, if
+        one is due.
+
+        Args:
+            brain: of the recipe; ``brain.avg_train_loss`` is of this moment.
+
+        Ranks: all, at the same step; may communicate.
+        """
+
+    def on_stage_end(
+        self,
+        brain: Any,
+        stage: Stage,
+        stage_loss: float,
+        epoch: int | None,
+    ) -> None:
+        """Called after a stage, before the recipe's ``on_stage_end``.
+
+        Args:
+            brain: of the recipe; ``brain.logged`` has the means of what it has logged.
+            stage: TRAIN, VALID or TEST.
+            stage_loss: the mean over the samples of all ranks.
+            epoch: from 1; None where no training runs.
+
+        Ranks: all; may communicate.
+        """
+
+    def on_fit_end(self, brain: Any, result: FitResult) -> None:
+        """Called when a call of ``fit`` has trained and ends; not if an exception ends it.
+
+        Args:
+            brain: of the recipe.
+            result: what ``fit`` returns.
+
+        Ranks: all; may communicate.
+        """
+
+    # ------------------------------------------------------------------ in a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the part: tensors, numbers, strings, and lists and dicts
+        of such.
+
+        Ranks: the main process; must not communicate.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds of the part.
+
+        Args:
+            state: as :meth:`state_dict` has returned it. A checkpoint of a run without the part has
+                none, and this is not called.
+
+        Ranks: all, with the same state; must not communicate.
+        """

@@ -1,0 +1,120 @@
+"""A training that does not get better ends, says why, and goes on with more patience."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpkit import Brain, Stage
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import ConfigError
+from ddpkit.parts import EarlyStopping
+from tests.contract.recipes import QUIET, linear, points, sgd
+
+DATA = points(4)
+
+
+class Scored(Brain):
+    """Logs a score for each epoch, from a list."""
+
+    scores: tuple[float, ...] = ()
+    epoch = 0
+
+    def compute_forward(self, batch, stage):
+        if stage is Stage.VALID:
+            self.log("score", self.scores[self.epoch - 1])
+        return self.modules.net(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return torch.nn.functional.mse_loss(predictions, batch[1])
+
+    def on_stage_start(self, stage, epoch=None):
+        self.epoch = epoch
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage is Stage.VALID and self.checkpointer is not None:
+            self.checkpointer.save_and_keep_only()
+
+
+def epochs(scores, folder=None, limit=None, **arguments):
+    """Return how many epochs were trained in all, and the part."""
+    net = linear()
+    counter = EpochCounter(limit or len(scores))
+    part = EarlyStopping(**{"metric": "score", **arguments})
+    checkpointer = None
+    if folder is not None:
+        checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    brain = Scored({"net": net}, sgd(), {}, QUIET, checkpointer, parts=[part])
+    brain.scores = scores
+    result = brain.fit(counter, DATA, DATA)
+    return counter.current, result.reason, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "trained"),
+    [
+        ({"patience": 2}, (5, 4, 4, 4, 1), 4),
+        ({"patience": 2}, (5, 4, 4, 3, 3, 3, 1), 6),
+        ({"patience": 1, "mode": "max"}, (1, 2, 3, 3, 9), 4),
+        ({"patience": 1, "min_change": 0.5}, (5, 4, 3.6, 1), 3),
+        ({"patience": 1, "warmup": 3}, (5, 6, 7, 4, 4, 1), 5),
+        ({"patience": 2}, (float("nan"), 5, float("nan"), float("inf"), 1), 4),
+        ({"patience": 3}, (3, 2, 1), 3),
+    ],
+)
+def test_the_training_ends_when_the_score_has_not_become_better(arguments, scores, trained):
+    found, reason, _ = epochs(scores, **arguments)
+    assert found == trained
+    assert reason == ("early_stop" if trained < len(scores) else "epochs")
+
+
+def on_ranks():
+    return epochs((5, 4, 4, 4, 1), patience=2)[:2]
+
+
+def test_all_ranks_end_together(ranks):
+    assert ranks.run(on_ranks, world_size=2) == [(4, "early_stop")] * 2
+
+
+def test_a_run_that_has_stopped_says_why_and_goes_on_with_more_patience(tmp_path, capsys):
+    scores = (5, 4, 4, 4, 4, 1)
+    assert epochs(scores, tmp_path, patience=2)[:2] == (4, "early_stop")
+    capsys.readouterr()
+    assert epochs(scores, tmp_path, patience=2)[:2] == (4, "early_stop")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Nothing is trained: score has not become better in 2 validations" in said
+    assert "its best was 4, in epoch 2" in said
+    assert "Give more patience than 2" in said
+    found, reason, part = epochs(scores, tmp_path, patience=4)
+    assert (found, reason) == (6, "epochs")
+    assert (part.best, part.best_epoch, part.waited) == (1.0, 6, 0)
+
+
+def test_the_loss_of_the_validation_needs_no_log():
+    part = EarlyStopping(patience=1)
+    net = linear()
+    brain = Scored({"net": net}, sgd(lr=0.0), {}, QUIET, parts=[part])
+    brain.scores = (0,) * 9
+    assert brain.fit(range(1, 10), DATA, DATA).epochs == 2
+    assert part.best == pytest.approx(brain.progress.valid_loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mode": "least"}, "mode='least'"),
+        ({"patience": 0}, "patience=0 must be a whole number >= 1"),
+        ({"patience": 1.5}, "patience=1.5"),
+        ({"min_change": -1}, "min_change=-1"),
+        ({"warmup": -1}, "warmup=-1"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        EarlyStopping(**arguments)
+
+
+def test_a_score_that_is_not_logged_is_named_with_those_that_are():
+    with pytest.raises(ConfigError, match="'accuracy' was not logged.*has logged score"):
+        epochs((1, 2), metric="accuracy")

@@ -22,7 +22,7 @@ from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
 from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
-from ddpkit.options import IN_FIT, MADE, PREPARED, WRAPPED
+from ddpkit.options import IN_FIT, MADE, WRAPPED
 from ddpkit.parts import PartEvents, parts_of
 from ddpkit.precision import Precision
 from ddpkit.run import (
@@ -33,6 +33,8 @@ from ddpkit.run import (
     are_parts_made,
     given_batch_size,
     hparams_of_slice,
+    is_step_limit_reached,
+    run_epochs,
     warn_of_misspelt_hooks,
 )
 from ddpkit.run_opts import RunOptions, option_attributes
@@ -627,7 +629,6 @@ class Brain(_Typed):
         if self.opt_class is None:
             logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
             return
-        train_step = self.__run.train_step
         split_vectors = self.run_opts.remove_vector_weight_decay
         self.optimizer = optim.make_optimizer(
             self.opt_class,
@@ -637,17 +638,7 @@ class Brain(_Typed):
         self.optimizers_dict = {"opt_class": self.optimizer}
         self.__run.policy.add("optimizer", self.optimizer)
         if self.scheduler_class is not None:
-            length = self.__run.length
-            every = self.run_opts.scheduler_every
-            steps = length.total_steps if every == "step" else length.epochs
-            before = train_step.schedule
-            train_step.schedule = optim.make_schedule(
-                self.scheduler_class,
-                self.optimizer,
-                every,
-                steps,
-            )
-            self.__run.policy.add_schedule(train_step.schedule, before)
+            self.__run.make_schedule(self.scheduler_class, self.optimizer)
 
     def on_fit_start(self) -> None:
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often
@@ -881,8 +872,8 @@ class Brain(_Typed):
     def stop_training(self, reason: str = "") -> None:
         """End this call of :meth:`fit` after the present epoch and its validation.
 
-        ``fit`` then returns with the reason ``"early_stop"``. Call it on every rank alike; where they
-        differ the main process's word counts.
+        ``fit`` then returns with the reason ``"early_stop"``. Call it on every rank alike; where
+        they differ the main process's word counts.
 
         Args:
             reason: in words, for the log.
@@ -949,7 +940,7 @@ class Brain(_Typed):
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         # a save after it is still of that call
-        if self.__is_step_limit_reached() and self.progress.is_cut_short:
+        if is_step_limit_reached(run.context) and self.progress.is_cut_short:
             logger.info(
                 "optimizer_step_limit=%s has ended an earlier call of fit.",
                 self.run_opts.optimizer_step_limit,
@@ -986,18 +977,31 @@ class Brain(_Typed):
             run.policy.run_state.restore_trained_flags(self.raw_modules)
             run.tell_of_options(vars(self))
             run.hook_optimizers(vars(self))
-            self.__check_prepared(validates=valid is not None)
+            run.check_prepared(self, validates=valid is not None)
             if run.policy.is_done_before(train):
                 return run.fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
             parts = run.context.parts
-            parts.tell("on_fit_start", self)
-            given = given_batch_size(train_set, train_kwargs)
-            contexts = (self.training_ctx, self.evaluation_ctx)
-            rows = parts.rows(self)
-            run.preflight.report_training(sizes, run.length, given, valid, contexts, rows)
+            if parts.hears("on_fit_start"):
+                run.preflight.on_all_ranks(parts.tell, "on_fit_start", self)
+            run.preflight.report_training(
+                sizes,
+                run.length,
+                given_batch_size(train_set, train_kwargs),
+                valid,
+                (self.training_ctx, self.evaluation_ctx),
+                parts.rows(self),
+            )
             run.record.begin(sizes, run.length)
-            result = run.fit_result(self.__run_epochs(epoch_counter, train, valid, progressbar))
+            self.__bar_enabled(progressbar)  # refuses what is no switch, before the first epoch
+            reason = run_epochs(
+                run.context,
+                run.early_end,
+                epoch_counter,
+                lambda epoch: self.__train_and_validate(train, valid, epoch, progressbar),
+                validates=valid is not None,
+            )
+            result = run.fit_result(reason)
             parts.tell("on_fit_end", self, result)
             run.record.end(result)
             return result
@@ -1218,63 +1222,15 @@ class Brain(_Typed):
         self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step
         self.__run.context.strategy.wrap(self.modules)
 
-    def __check_prepared(self, *, validates: bool) -> None:
-        """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        self.__run.prepare_optimizers()
-        schedule = self.__run.train_step.schedule
-        if self.scheduler_class is not None and schedule is None:
-            raise ConfigError(
-                "scheduler_class was given, and nothing has made a schedule of it: "
-                f"{type(self).__name__} overrides init_optimizers or gives no opt_class. Call "
-                "super().init_optimizers(), or leave scheduler_class out."
-            )
-        if schedule is not None and schedule.follows_loss and not validates:
-            raise ConfigError(
-                "ReduceLROnPlateau follows the valid loss, and fit was given no valid_set."
-            )
-        if not self.__run.is_prepared:
-            self.__run.is_prepared = True
-            self.run_opts.reach(PREPARED)
-            self.__run.preflight.compare_optimizers()
-            self.__run.train_step.watch_first_step(self)
-
-    def __run_epochs(
+    def __train_and_validate(
         self,
-        epoch_counter: Iterable[int],
         train: Any,
         valid: Any,
+        epoch: int,
         progressbar: bool | None,
-    ) -> str:
-        """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
-        self.__bar_enabled(progressbar)  # refuses what is no switch, before the first epoch
-        if self.__is_step_limit_reached() and (not self.step or self.progress.is_validated):
-            logger.info(
-                "optimizer_step_limit=%s has been reached before.",
-                self.run_opts.optimizer_step_limit,
-            )
-            return "optimizer_step_limit"
-        early_end = self.__run.early_end
-        if early_end.is_due(0):
-            return "early_stop"
-        self.progress.ask_for_epochs(validates=valid is not None)
-        for epoch in epoch_counter:
-            self._fit_train(train, epoch, self.__bar_enabled(progressbar))
-            self._fit_valid(valid, epoch, self.__bar_enabled(progressbar))
-            self.progress.end_epoch()
-            if self.run_opts.debug and 0 < self.run_opts.debug_epochs <= epoch:
-                return "debug"
-            if self.__is_step_limit_reached():
-                return "optimizer_step_limit"
-            if early_end.is_due(epoch):
-                return "early_stop"
-        self.progress.end_epochs()
-        if self.optimizer_step and not self.progress.epochs:
-            return "done_before"
-        return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
-
-    def __is_step_limit_reached(self) -> bool:
-        limit = self.run_opts.optimizer_step_limit
-        return limit is not None and self.optimizer_step >= limit
+    ) -> None:
+        self._fit_train(train, epoch, self.__bar_enabled(progressbar))
+        self._fit_valid(valid, epoch, self.__bar_enabled(progressbar))
 
     def _fit_train(
         self,

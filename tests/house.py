@@ -23,6 +23,7 @@ FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 PUBLIC_ROOMS = {
     "distributed",
     "optim",
+    "parts",
     "train_logger",
 }  # users import from them as from a module of the face
 FACE = sorted(

@@ -61,7 +61,7 @@ class EarlyStopping(Part):
     ) -> None:
         if mode not in MODES:
             raise ConfigError(
-                f"EarlyStopping: mode={mode!r} is neither 'min', for a value that gets smaller, nor "
+                f"EarlyStopping: mode={mode!r} must be 'min', for a value that gets smaller, or "
                 "'max', for one that gets larger."
             )
         self.metric = metric
@@ -123,7 +123,7 @@ class EarlyStopping(Part):
         if self.metric not in logged:
             names = ", ".join(sorted(logged)) or "nothing"
             raise ConfigError(
-                f"EarlyStopping: metric={self.metric!r} was not logged in the validation, which has "
+                f"EarlyStopping: metric={self.metric!r} was not logged in the validation; it has "
                 f"logged {names}. Call self.log({self.metric!r}, ...) for its batches, or give "
                 "another metric; 'loss' is the loss of the validation."
             )

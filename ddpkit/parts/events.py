@@ -98,20 +98,19 @@ class PartEvents:
             event: its name.
             brain: of the recipe.
         """
-        hearing = [(part, getattr(part, event)) for part in self._hearing[event]]
-        if not hearing:
+        calls = [(getattr(part, event), f"{part.name}.{event}") for part in self._hearing[event]]
+        if not calls:
             return None
 
-        def call() -> None:
-            part = None
-            try:
-                for part, hear in hearing:
+        def call_all() -> None:
+            for hear, name in calls:
+                try:
                     hear(brain)
-            except BaseException as error:
-                note_part(error, f"{part.name}.{event}" if part is not None else event)
-                raise
+                except BaseException as error:
+                    note_part(error, name)
+                    raise
 
-        return call
+        return call_all
 
     def wrapped(self, brain: Any, batches: Iterable[Any], stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage as the parts pass them on, the first part innermost.

@@ -31,17 +31,18 @@ class Part:
         evaluate:  check, on_stage_start(TEST), wrap_batches(TEST), on_stage_end(TEST)
 
     Each event comes on every rank, at the same place of the run. So a part may communicate in each,
-    but for those that say otherwise. What a part changes must be the same on every rank. Parts hear
-    an event in the order in which they were given: at the start of a stage after the recipe's own
-    hook, at its end before it, so that a checkpoint of ``on_stage_end`` holds what the parts know of
-    this stage.
+    but for those that say otherwise. What a part changes must be the same on every rank.
+
+    Parts hear an event in the order in which they were given. At the start of a stage they come
+    after the recipe's own hook. At its end they come before it: a checkpoint that the recipe saves
+    in ``on_stage_end`` then holds what the parts know of this stage.
 
     An event that no part overrides costs nothing. An exception in a part ends the run as one in the
     recipe does; what is said of it names the part and the event.
 
     Attributes:
-        name: of the part in messages and checkpoints, by default that of the class. Two parts of one
-            class need two names.
+        name: of the part in messages and checkpoints, by default that of the class. Two parts of
+            one class need two names.
         needs: classes of parts of which one must have been given before this one.
 
     Ranks: all; every rank makes the same parts.
@@ -196,8 +197,8 @@ class Part:
     # ------------------------------------------------------------------ in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the part: tensors, numbers, strings, and lists and dicts
-        of such.
+        """Return what a checkpoint holds of the part: tensors, numbers, strings, and lists and
+        dicts of such.
 
         Ranks: the main process; must not communicate.
         """

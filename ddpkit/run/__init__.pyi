@@ -6,6 +6,10 @@ from ddpkit.run.early_values import (
 from ddpkit.run.epoch_numbers import (
     last_epoch as last_epoch,
 )
+from ddpkit.run.epochs import (
+    is_step_limit_reached as is_step_limit_reached,
+    run_epochs as run_epochs,
+)
 from ddpkit.run.misspelt_hooks import (
     warn_of_misspelt_hooks as warn_of_misspelt_hooks,
 )

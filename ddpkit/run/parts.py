@@ -14,8 +14,8 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import get_world_size, run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.optim import LrScaling
-from ddpkit.options import RUN_OPTIONS
+from ddpkit.optim import LrScaling, make_schedule
+from ddpkit.options import PREPARED, RUN_OPTIONS
 from ddpkit.reporting import TimeLeft
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
 from ddpkit.run.early_end import EarlyEnd
@@ -41,7 +41,7 @@ from ddpkit.training import (
 from ddpkit.types import FitResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ddpkit.ema import WeightAverage
     from ddpkit.training import BatchSizes, RunContext, TrainStep
@@ -264,6 +264,59 @@ class Run:
             with contextlib.suppress(ConfigError):  # no value of the option
                 if RUN_OPTS_ONLY[name].coerce(value, "") != options[name]:
                     logger.warning_once(NO_OPTION, name, value, options[name], name)
+
+    def make_schedule(
+        self,
+        scheduler_class: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Make the scheduler of ``scheduler_class``, which steps and checkpoints then have.
+
+        Args:
+            scheduler_class: as the Brain was given it.
+            optimizer: whose rates it sets.
+
+        Raises:
+            ConfigError: the class cannot be used.
+        """
+        every = self.context.options.scheduler_every
+        steps = self.length.total_steps if every == "step" else self.length.epochs
+        before = self.train_step.schedule
+        self.train_step.schedule = make_schedule(
+            scheduler_class,
+            optimizer,
+            every,
+            steps,
+        )
+        self.policy.add_schedule(self.train_step.schedule, before)
+
+    def check_prepared(self, brain: Any, *, validates: bool) -> None:
+        """Check what ``on_fit_start`` has made; after its first call, compare optimizers.
+
+        Args:
+            brain: of the recipe.
+            validates: whether ``fit`` was given data for a validation.
+
+        Raises:
+            ConfigError: there is no schedule, or one that nothing can be told to.
+        """
+        self.prepare_optimizers()
+        schedule = self.train_step.schedule
+        if self.context.scheduler_class is not None and schedule is None:
+            raise ConfigError(
+                "scheduler_class was given, and nothing has made a schedule of it: "
+                f"{self.context.recipe.name} overrides init_optimizers or gives no opt_class. Call "
+                "super().init_optimizers(), or leave scheduler_class out."
+            )
+        if schedule is not None and schedule.follows_loss and not validates:
+            raise ConfigError(
+                "ReduceLROnPlateau follows the valid loss, and fit was given no valid_set."
+            )
+        if not self.is_prepared:
+            self.is_prepared = True
+            self.context.options.reach(PREPARED)
+            self.preflight.compare_optimizers()
+            self.train_step.watch_first_step(brain)
 
     def prepare_optimizers(self) -> None:
         """Have the strategy prepare the optimizers that the recipe has now."""

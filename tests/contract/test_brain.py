@@ -29,7 +29,15 @@ from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_
 
 SIGNATURES = {
     # the last is ours
-    "__init__": ["modules", "opt_class", "hparams", "run_opts", "checkpointer", "scheduler_class"],
+    "__init__": [
+        "modules",
+        "opt_class",
+        "hparams",
+        "run_opts",
+        "checkpointer",
+        "scheduler_class",
+        "parts",
+    ],
     "compute_forward": ["batch", "stage"],
     "compute_objectives": ["predictions", "batch", "stage"],
     "on_stage_start": ["stage", "epoch"],
@@ -68,6 +76,7 @@ SIGNATURES = {
 }
 DEFAULTS = {
     ("__init__", "scheduler_class"): None,
+    ("__init__", "parts"): None,
     ("on_stage_start", "epoch"): None,
     ("on_stage_end", "epoch"): None,
     ("make_dataloader", "ckpt_prefix"): "dataloader-",

@@ -28,10 +28,11 @@ METHODS = {
     "no_sync", "on_evaluate_start", "on_fit_batch_end", "on_fit_batch_start", "on_fit_start",
     "on_stage_end",
     "on_stage_start", "optimizers_step", "predict", "predict_batch", "print_trainable_parameters",
-    "update_average", "zero_grad",
+    "stop_training", "update_average", "zero_grad",
 }  # fmt: skip
 ATTRIBUTES = {
-    "avg_train_loss", "checkpointer", "device_type", "ema", "evaluation_ctx", "hparams", "lr_scale",
+    "avg_train_loss", "checkpointer", "device_type", "ema", "evaluation_ctx", "hparams", "logged",
+    "lr_scale",
     "modules",
     "nonfinite_count", "opt_class", "optimizer", "optimizer_step", "optimizers_dict", "profiler",
     "progress", "rank",

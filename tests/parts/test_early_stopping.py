@@ -77,12 +77,13 @@ def test_all_ranks_end_together(ranks):
     assert ranks.run(on_ranks, world_size=2) == [(4, "early_stop")] * 2
 
 
-def test_a_run_that_has_stopped_says_why_and_goes_on_with_more_patience(tmp_path, capsys):
+def test_a_run_that_has_stopped_says_why_and_goes_on_with_more_patience(tmp_path, caplog):
+    caplog.set_level("INFO")
     scores = (5, 4, 4, 4, 4, 1)
     assert epochs(scores, tmp_path, patience=2)[:2] == (4, "early_stop")
-    capsys.readouterr()
+    caplog.clear()
     assert epochs(scores, tmp_path, patience=2)[:2] == (4, "early_stop")
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(caplog.text.split())
     assert "Nothing is trained: score has not become better in 2 validations" in said
     assert "its best was 4, in epoch 2" in said
     assert "Give more patience than 2" in said

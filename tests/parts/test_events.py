@@ -10,6 +10,7 @@ from torch import nn
 
 from ddpkit import Brain, Part, Stage
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError
 from tests.contract.recipes import (
     QUIET,
@@ -168,9 +169,7 @@ class Own(Regression):
     """Has a step of its own."""
 
     def fit_batch(self, batch):
-        loss = self.compute_objectives(
-            self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN
-        )
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
         self.backward(loss)
         if self.should_step:
             self.optimizers_step()
@@ -283,11 +282,11 @@ def counted(folder, dies_at=None, interval=1):
     brain = brain_with(
         part, cls=Saving, folder=folder, ckpt_interval_steps=interval, virtual_ranks=2
     )
+    counter = EpochCounter(3)
+    brain.checkpointer.add_recoverable("counter", counter)
     brain.dies_at = dies_at
     try:
-        brain.fit(
-            range(1, 4), DATA, VALID, train_loader_kwargs={"batch_size": 2 // world_size()}
-        )
+        brain.fit(counter, DATA, VALID, train_loader_kwargs={"batch_size": 1})
     except Killed:
         return None
     return part.steps, part.stages, weights(brain)
@@ -305,7 +304,11 @@ def test_a_part_goes_on_where_the_run_does(tmp_path, dies_at):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_part_goes_on_with_another_number_of_ranks(ranks, tmp_path, before, after):
     expected = counted(tmp_path / "whole")

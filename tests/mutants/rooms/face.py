@@ -41,9 +41,9 @@ FAULTS = [
             ),
             Fault(
                 "the schedule by steps is made for as many steps as there are epochs",
-                "Brain.init_optimizers",
-                "length.total_steps if every == 'step' else length.epochs",
-                "length.epochs",
+                "Run.make_schedule",
+                "self.length.total_steps if every == 'step' else self.length.epochs",
+                "self.length.epochs",
                 "tests/contract/test_schedules.py",
             ),
         ],

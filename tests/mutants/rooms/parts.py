@@ -1,0 +1,90 @@
+"""Faults in parts: who hears what, in which order, and what is kept of it."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault, in_room
+
+EVENTS = "tests/parts/test_events.py"
+
+FAULTS = [
+    *in_room(
+        "parts",
+        EVENTS,
+        [
+            Fault(
+                "an event that a part has as an attribute is not heard",
+                "_overrides",
+                "getattr(type(part), event) is not getattr(Part, event) or event in vars(part)",
+                "getattr(type(part), event) is not getattr(Part, event)",
+            ),
+            Fault(
+                "a part that another needs may stand after it",
+                "_check",
+                "parts[:number]",
+                "parts",
+            ),
+            Fault(
+                "parts of the YAML come last",
+                "parts_of",
+                "[*in_yaml, *(one for one in own if all(one is not other for other in in_yaml))]",
+                "[*own, *(one for one in in_yaml if all(one is not other for other in own))]",
+            ),
+            Fault(
+                "a part that fails is not named",
+                "PartEvents.bound.call_all",
+                "note_part(error, name)",
+                "pass",
+            ),
+            Fault(
+                "patience is a validation too long",
+                "EarlyStopping._is_exhausted",
+                "self.waited >= self.patience",
+                "self.waited > self.patience",
+                "tests/parts/test_early_stopping.py",
+            ),
+            Fault(
+                "a value that is not finite is the best one",
+                "EarlyStopping._is_better",
+                "not math.isfinite(value)",
+                "False",
+                "tests/parts/test_early_stopping.py",
+            ),
+        ],
+    ),
+    *in_room(
+        "run",
+        EVENTS,
+        [
+            Fault(
+                "parts do not hear the end of a validation",
+                "StageRunner.evaluate",
+                'self.context.parts.tell("on_stage_end", brain, stage, loss, epoch)',
+                "pass",
+            ),
+            Fault(
+                "each rank ends by its own word",
+                "EarlyEnd.is_due",
+                'run_on_main(lambda: self.reason) or ""',
+                "self.reason",
+            ),
+            Fault(
+                "each step is told to the event of gradients",
+                "Run.hearing",
+                'parts.bound("after_step", brain)',
+                'parts.bound("on_gradients", brain)',
+            ),
+        ],
+    ),
+    *in_room(
+        "training",
+        EVENTS,
+        [
+            Fault(
+                "gradients are heard before they are divided by the count",
+                "TrainStep._step_with_gradients_heard",
+                "self.final_gradients(brain)",
+                "contextlib.nullcontext()",
+            ),
+        ],
+    ),
+]

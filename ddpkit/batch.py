@@ -78,15 +78,15 @@ def batch_pad_right(
     longest = max(lengths)
     behind = [0, 0] * (len(shapes[0]) - 1)
     padded = [
-        one
+        tensor
         if length == longest
         else torch.nn.functional.pad(
-            one,
+            tensor,
             [*behind, 0, longest - length],
             mode,
             value,
         )
-        for one, length in zip(tensors, lengths, strict=True)
+        for tensor, length in zip(tensors, lengths, strict=True)
     ]
     return torch.stack(padded), torch.tensor(
         [length / longest if longest else 1.0 for length in lengths]
@@ -294,11 +294,11 @@ def _each(value: Any, method: str, call: Callable[[Any], Any]) -> Any:
     if hasattr(value, method):
         return call(value)
     if isinstance(value, Mapping):
-        return {key: _each(one, method, call) for key, one in value.items()}
+        return {key: _each(inner, method, call) for key, inner in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(one, method, call) for one in value))
+        return type(value)(*(_each(inner, method, call) for inner in value))
     return (
-        type(value)(_each(one, method, call) for one in value)
+        type(value)(_each(inner, method, call) for inner in value)
         if isinstance(value, (list, tuple))
         else value
     )

@@ -290,7 +290,9 @@ class Checkpointer:
         check_file_name(name, "the name of a recoverable,")
         kinds = (torch.optim.Optimizer, torch.nn.Module)
         before = self.recoverables.get(name)
-        if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
+        if {
+            kind for recoverable in (before, obj) for kind in kinds if isinstance(recoverable, kind)
+        } == {*kinds}:
             raise ConfigError(
                 f"The recoverable {name!r} is {kind_of(before)}: with {kind_of(obj)} in its place "
                 "it is not saved. A module and an optimizer need two names, such as 'model' and "
@@ -672,8 +674,10 @@ class Checkpointer:
         """
         found = self.list_checkpoints()
         # whatever it was called
-        if start is not None and any(one.path.samefile(start.path) for one in found):
-            found = [one for one in found if ckpt_recency(one) > ckpt_recency(start)]
+        if start is not None and any(checkpoint.path.samefile(start.path) for checkpoint in found):
+            found = [
+                checkpoint for checkpoint in found if ckpt_recency(checkpoint) > ckpt_recency(start)
+            ]
         if found:
             self.set_these_aside(found)
 
@@ -748,7 +752,7 @@ class Checkpointer:
                 check_file_name(name, "the name of a checkpoint,")
             objects, hooks, epoch = self.recoverables, self.require_hooks(), self.tell_epoch()
             if self.whole_states is not None:
-                stored = {one: obj for one, obj in objects.items() if hooks[one] is torch_save}
+                stored = {name: obj for name, obj in objects.items() if hooks[name] is torch_save}
                 objects = {**objects, **self.whole_states(stored)}
             save = SaveRequest(
                 meta or {},

@@ -174,7 +174,7 @@ def help_text() -> str:
     lines.append(f"  {'--version':38} print the versions and stop")
     for group in dict.fromkeys(option.group for option in OPTIONS if option.group):
         lines += ["", f"{group}:"]
-        for option in (one for one in OPTIONS if one.group == group):
+        for option in (option for option in OPTIONS if option.group == group):
             flag = f"--{option.name} {option.form}".rstrip()
             lines.append(f"  {flag:38} {option.help} [{option.shown_default}]")
     return "\n".join([*lines, "", _EPILOG, ""])
@@ -250,7 +250,7 @@ def _whole(value: str, rest: deque[str]) -> str:
 
 
 def _is_open(text: str) -> bool:
-    return any(text.count(one) > text.count(end) for one, end in ("[]", "{}"))
+    return any(text.count(opening) > text.count(end) for opening, end in ("[]", "{}"))
 
 
 def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:

@@ -349,7 +349,8 @@ def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
     """
     deciding = sampler if batch_sampler is None else batch_sampler
     return any(
-        isinstance(one, DistributedSampler) or is_sharded(one) for one in nested_samplers(deciding)
+        isinstance(inner, DistributedSampler) or is_sharded(inner)
+        for inner in nested_samplers(deciding)
     )
 
 
@@ -383,13 +384,13 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {**sizes, "sampler": sampler}
 
 
-def _is_torchs(one: Any, kind: type) -> bool:
+def _is_torchs(sampler: Any, kind: type) -> bool:
     """Say whether a sampler is torch's own, or the one that a ``StatefulDataLoader`` of torchdata
     has in its place.
     """
-    return type(one) is kind or (
-        type(one).__name__ == kind.__name__
-        and type(one).__module__.startswith("torchdata.stateful_dataloader.")
+    return type(sampler) is kind or (
+        type(sampler).__name__ == kind.__name__
+        and type(sampler).__module__.startswith("torchdata.stateful_dataloader.")
     )
 
 

@@ -161,8 +161,8 @@ class WeightAverage:
         elif weights:
             pairs = zip(weights, self._followed, strict=True)
             wide = [
-                one if one.dtype == average.dtype else one.to(average.dtype)
-                for one, average in pairs
+                weight if weight.dtype == average.dtype else weight.to(average.dtype)
+                for weight, average in pairs
             ]
             self._lerp(self._followed, wide, self.updates)
         if not self.updates:
@@ -198,7 +198,7 @@ class WeightAverage:
         self._averages = averages
 
     def _weights_now(self) -> list[torch.Tensor]:
-        return [*self._parameters, *(one.now() for one in self._statistics)]
+        return [*self._parameters, *(statistic.now() for statistic in self._statistics)]
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

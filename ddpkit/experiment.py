@@ -203,7 +203,9 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         f"{get_world_size()} processes",
     )
     packages = {
-        f"{one.name}=={one.version}" for one in importlib.metadata.distributions() if one.name
+        f"{package.name}=={package.version}"
+        for package in importlib.metadata.distributions()
+        if package.name
     }
     where = Path(folder or ".").resolve()
     sections = [

@@ -252,13 +252,13 @@ def without_console() -> Iterator[None]:
         if isinstance(handler, TqdmCompatibleStreamHandler)
     ]
     before = [handler.level for handler in consoles]
-    for one in consoles:
-        one.setLevel(logging.CRITICAL + 1)
+    for handler in consoles:
+        handler.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for one, level in zip(consoles, before, strict=True):
-            one.setLevel(level)
+        for handler, level in zip(consoles, before, strict=True):
+            handler.setLevel(level)
 
 
 def _without_bars(stream: TextIO) -> contextlib.AbstractContextManager[None]:

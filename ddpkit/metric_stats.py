@@ -122,8 +122,8 @@ class MetricStats(Reducing):
         if lengths is not None:
             ends = (lengths * predict.shape[1]).round().int().tolist()
             pairs = [
-                (one[:end].cpu(), other[:end].cpu())
-                for (one, other), end in zip(pairs, ends, strict=True)
+                (value[:end].cpu(), other[:end].cpu())
+                for (value, other), end in zip(pairs, ends, strict=True)
             ]
         with ThreadPoolExecutor(self.n_jobs) as threads:
             return [float(score) for score in threads.map(lambda pair: self.metric(*pair), pairs)]

@@ -223,11 +223,11 @@ def metrics_of(*owners: Any) -> dict[str, _Metric]:
         ['0.acc']
     """
     attributes = [
-        (f"{place}.{name}", one)
+        (f"{place}.{name}", attribute)
         for place, owner in enumerate(owners)
-        for name, one in vars(owner).items()
+        for name, attribute in vars(owner).items()
     ]
-    return {name: one for name, one in attributes if isinstance(one, _Metric)}
+    return {name: attribute for name, attribute in attributes if isinstance(attribute, _Metric)}
 
 
 def _tensor_or_number(values: Any) -> Any:
@@ -464,17 +464,17 @@ class Reduced(Reducing):
         self.metric = metric
         self._is_reducing = False
         inside = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
-        synced = [one for one in inside if hasattr(one, "sync_on_compute")]
-        if not synced or not all(one.sync_on_compute for one in synced):
+        synced = [part for part in inside if hasattr(part, "sync_on_compute")]
+        if not synced or not all(part.sync_on_compute for part in synced):
             raise ConfigError(
                 f"{type(metric).__name__} cannot be reduced over the ranks: it is not a metric of "
                 "torchmetrics, or was made with sync_on_compute=False. Count what is a sum in "
                 "ddpkit.metrics.Sum or Mean, or collect the samples' results and use Brain.gather."
             )
-        for one in synced:
-            one.dist_sync_fn = _all_tensors
-            one.distributed_available_fn = self._is_asked
-            one.compute_with_cache = False  # a value may be of this rank alone
+        for part in synced:
+            part.dist_sync_fn = _all_tensors
+            part.distributed_available_fn = self._is_asked
+            part.compute_with_cache = False  # a value may be of this rank alone
 
     def _is_asked(self) -> bool:  # a method: a copy asks itself
         return self._is_reducing
@@ -529,15 +529,15 @@ def _all_tensors(tensor: Tensor | None, group: Any = None) -> list[Tensor]:  # n
     from ddpkit.distributed import gather_objects
 
     found: list[Any] = gather_objects(lambda: None if tensor is None else tensor.detach().cpu())
-    if len({one is None for one in found}) > 1:
+    if len({value is None for value in found}) > 1:
         raise DataError(
             "a metric cannot be reduced: it keeps a list that is not concatenated, of different "
             "lengths on the ranks. Collect the samples' results instead, and use Brain.gather."
         )
     if tensor is None:
         return []
-    found = [one.to(tensor.device) for one in found]
+    found = [value.to(tensor.device) for value in found]
     # an empty list of a rank without samples
-    if len({(one.dim(), one.dtype) for one in found}) > 1:
-        found = [one for one in found if one.numel()] or found
+    if len({(value.dim(), value.dtype) for value in found}) > 1:
+        found = [value for value in found if value.numel()] or found
     return found

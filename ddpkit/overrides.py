@@ -107,9 +107,9 @@ def close_names(
     meant = [option for row in rows for option in known if _plain(option) in row]
     if meant:
         return list(dict.fromkeys(meant))[:_MOST_NAMES]
-    longer = [one for one in own if plain in _plain(one)]
-    by_plain = {_plain(one): one for one in reversed(known)}
-    found = longer or [by_plain[one] for one in difflib.get_close_matches(plain, by_plain)]
+    longer = [name for name in own if plain in _plain(name)]
+    by_plain = {_plain(name): name for name in reversed(known)}
+    found = longer or [by_plain[name] for name in difflib.get_close_matches(plain, by_plain)]
     return found[:_MOST_NAMES]
 
 

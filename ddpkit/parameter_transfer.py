@@ -171,4 +171,4 @@ class Pretrainer:
                 f"Pretrainer: nothing loads {name!r}, {kind_of(obj)}: mark a method with "
                 "mark_as_transfer, or give custom_hooks."
             )
-        return lambda one, path: load(one, path, False)  # no epoch has ended
+        return lambda obj, path: load(obj, path, False)  # no epoch has ended

@@ -291,14 +291,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     object.
     """
 
-    def narrowed(one: Any) -> Any:
+    def narrowed(value: Any) -> Any:
         # A float64 tensor is always explicit: it is not narrowed.
         is_cast = (
-            isinstance(one, torch.Tensor)
-            and one.is_floating_point()
-            and one.dtype is not torch.float64
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
         )
-        return one.to(dtype) if is_cast else one
+        return value.to(dtype) if is_cast else value
 
     return map_values(value, narrowed)
 
@@ -315,6 +315,6 @@ def _infer_device_type(*values: Any) -> str:
         if isinstance(module, torch.nn.Module)
         for parameter in module.parameters()
     )
-    tensors = (one for one in found if isinstance(one, torch.Tensor))
+    tensors = (tensor for tensor in found if isinstance(tensor, torch.Tensor))
     first = next(itertools.chain(tensors, parameters), None)
     return "cpu" if first is None else str(first.device.type)

@@ -233,7 +233,8 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return min(
-            len(one) // size for one, size in zip(self.samplers, self.batch_sizes, strict=True)
+            len(sampler) // size
+            for sampler, size in zip(self.samplers, self.batch_sizes, strict=True)
         )
 
 
@@ -325,8 +326,8 @@ class DynamicBatchSampler(Sampler[list[int]]):
         )
         limit = math.inf if max_batch_ex is None else max_batch_ex
         fitting = [
-            int(min(limit, max(1.0, max_batch_length / one)))
-            for one in self._bucket_boundaries.tolist()
+            int(min(limit, max(1.0, max_batch_length / boundary)))
+            for boundary in self._bucket_boundaries.tolist()
         ]
         # the last is of what is longer than all buckets
         self._bucket_lens = np.array([*fitting, 1])
@@ -555,7 +556,7 @@ def _sample_lengths(
                 "with data and data_ids. Give lengths_list, one length per sample."
             )
         length_func = length_func or operator.itemgetter("duration")
-        lengths_list = [length_func(dataset.data[one]) for one in dataset.data_ids]
+        lengths_list = [length_func(dataset.data[data_id]) for data_id in dataset.data_ids]
     elif hasattr(dataset, "__len__") and len(dataset) != len(lengths_list):
         raise ConfigError(
             f"lengths_list has {len(lengths_list)} entries for the {len(dataset)} samples of "

@@ -318,8 +318,8 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         ) from error
     for kind, states in state.get("accelerators", {}).items():
         present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
-        for device, one in zip(present, states, strict=False):
-            _ACCELERATORS[kind].set_rng_state(one.cpu(), device)
+        for device, device_state in zip(present, states, strict=False):
+            _ACCELERATORS[kind].set_rng_state(device_state.cpu(), device)
         if len(present) < len(states):
             logger.warning_once(
                 "The saved random state covers %d %s devices, here are %d; the rest is left out.",
@@ -373,7 +373,9 @@ def own_randomness(key: int, generators: Iterable[torch.Generator] = ()) -> Iter
     """
     python = random.getstate()
     legacy = np.random.get_state()  # noqa: NPY002 -- code that is not ours draws from it
-    streams = {id(one): one for one in (*generators, torch.default_generator)}.values()
+    streams = {
+        id(generator): generator for generator in (*generators, torch.default_generator)
+    }.values()
     before = [(stream, stream.get_state()) for stream in streams]
     try:
         for stream in streams:

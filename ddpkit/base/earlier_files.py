@@ -37,7 +37,7 @@ def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
         try:
             folder.mkdir()
         except FileExistsError:
-            if not folder.is_dir() or any((folder / one).exists() for one in wanted):
+            if not folder.is_dir() or any((folder / name).exists() for name in wanted):
                 continue
         break
     return folder

@@ -265,14 +265,14 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
         {'a': [1, 3]}
     """
     if type(value) in {dict, OrderedDict}:
-        rebuilt = type(value)((key, map_values(one, function)) for key, one in value.items())
+        rebuilt = type(value)((key, map_values(inner, function)) for key, inner in value.items())
         if type(value) is OrderedDict:
             vars(rebuilt).update(vars(value))  # the versions of a module's state
         return rebuilt
     if type(value) in {list, tuple}:
         if _FIXED.issuperset(map(type, value)):  # long ones of numbers are many
             return type(value)(value)
-        return type(value)(map_values(one, function) for one in value)
+        return type(value)(map_values(inner, function) for inner in value)
     return value if type(value) in _FIXED else function(value)
 
 

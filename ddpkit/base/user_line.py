@@ -33,7 +33,7 @@ def note_line_of(error: BaseException, function: Any) -> None:
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is None or is_library(code.co_filename):
         return
-    found = {one.lineno for one in _returns(function)}
+    found = {statement.lineno for statement in _returns(function)}
     line = found.pop() if len(found) == 1 else code.co_firstlineno
     vars(error)[HOOK_LINE] = traceback.FrameSummary(
         code.co_filename,

@@ -47,12 +47,14 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
     if frame is None:
         return "nowhere", False
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    depth = next((number for number, one in enumerate(stack) if not is_library(one.filename)), 0)
+    depth = next(
+        (number for number, frame in enumerate(stack) if not is_library(frame.filename)), 0
+    )
     # the innermost stands first here
     own = line_of(stack[depth : depth + 1])
     inner = line_of(stack[:1])
     where = f"{own}, which is in {inner}" if depth else inner
-    if any(_LOADER_FILE in one.filename for one in stack[:12]):
+    if any(_LOADER_FILE in frame.filename for frame in stack[:12]):
         return f"{where}{AT_LOADER}", False
     return where, any(map(_is_waiting, stack[: min(3, depth)]))
 

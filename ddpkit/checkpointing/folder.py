@@ -339,7 +339,9 @@ class CheckpointFolder:
         used = self.damage_log.used
         names = (f"{start}+{number:02d}" for number in itertools.count())
         name = next(
-            one for one in names if one not in used and not os.path.lexists(self.lock.folder / one)
+            name
+            for name in names
+            if name not in used and not os.path.lexists(self.lock.folder / name)
         )
         used.add(name)
         return self.lock.folder / name
@@ -381,7 +383,7 @@ class CheckpointFolder:
         """
         moved = list(checkpoints)
         with self.lock.hold():
-            aside = earlier_folder(self.lock.folder, [one.path.name for one in moved])
+            aside = earlier_folder(self.lock.folder, [retired.path.name for retired in moved])
             for checkpoint in moved:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)

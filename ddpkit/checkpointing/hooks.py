@@ -92,7 +92,7 @@ def saved_state(obj: Any) -> Any:
         return unwrapped_state(obj)
     return map_values(
         obj.state_dict(),
-        lambda one: one.item() if isinstance(one, np.generic) else one,
+        lambda value: value.item() if isinstance(value, np.generic) else value,
     )
 
 
@@ -123,7 +123,7 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
             require_all_ranks("whole_state_dict")
             found[name] = map_values(
                 state,
-                lambda one: gather_whole(one, keep=keep) if is_sharded(one) else one,
+                lambda value: gather_whole(value, keep=keep) if is_sharded(value) else value,
             )
     return found
 

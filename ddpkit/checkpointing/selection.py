@@ -137,7 +137,10 @@ class Retention:
             *((Selection(min_key=key), self.num_to_keep) for key in self.min_keys or ()),
             *([(Selection(importance_key=ckpt_recency), newest)] if self.keep_recent else []),
         ]
-        return [(replace(one, ckpt_predicate=self.ckpt_predicate), number) for one, number in found]
+        return [
+            (replace(search, ckpt_predicate=self.ckpt_predicate), number)
+            for search, number in found
+        ]
 
 
 def _check_count(name: str, value: Any, words: str) -> None:

@@ -100,17 +100,17 @@ def _plain_tensors(state: object) -> list[torch.Tensor] | None:
     seen: set[int] = set()
     todo: list[Any] = [state]
     while todo:
-        one = todo.pop()
-        if id(one) in seen:
+        value = todo.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        if type(one) is dict:
-            todo += [*one.keys(), *one.values()]
-        elif type(one) in (list, tuple):
-            todo += one
-        elif type(one) is torch.Tensor and _is_plain(one):
-            found.append(one)
-        elif type(one) not in _VALUES:
+        seen.add(id(value))
+        if type(value) is dict:
+            todo += [*value.keys(), *value.values()]
+        elif type(value) in (list, tuple):
+            todo += value
+        elif type(value) is torch.Tensor and _is_plain(value):
+            found.append(value)
+        elif type(value) not in _VALUES:
             return None
     return found
 

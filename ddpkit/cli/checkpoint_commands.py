@@ -198,7 +198,7 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
     found = [look_at(each, mode) for each in paths]
     return sorted(
         found,
-        key=lambda one: (one.saved, one.path.name),
+        key=lambda row: (row.saved, row.path.name),
         reverse=True,
     )
 
@@ -294,30 +294,30 @@ def command_show(options: argparse.Namespace) -> int:
     damaged.
     """
     found = find(options.path)
-    one = next((checkpoint for checkpoint in found if not checkpoint.reasons), found[0])
-    state = "damaged" if one.reasons else "sizes are right"
+    row = next((checkpoint for checkpoint in found if not checkpoint.reasons), found[0])
+    state = "damaged" if row.reasons else "sizes are right"
     made = ", ".join(
-        f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items()
+        f"{printable(name)} {value_text(value, 60)}" for name, value in row.manifest.items()
     )
-    say(printable(one.path.name))
-    say(f"  folder    {printable(one.path.parent.absolute())}")
-    say(f"  saved     {one.time_text}, {one.epoch_text}")
+    say(printable(row.path.name))
+    say(f"  folder    {printable(row.path.parent.absolute())}")
+    say(f"  saved     {row.time_text}, {row.epoch_text}")
     say(f"  made by   {made or 'unknown: there is no manifest, as in a checkpoint of SpeechBrain'}")
-    say(f"  files     {len(one.files)} file(s), {size_text(one.size)}, {state}")
-    for reason in one.reasons:
+    say(f"  files     {len(row.files)} file(s), {size_text(row.size)}, {state}")
+    for reason in row.reasons:
         say(f"  damaged   {printable(reason)}")
-    for name in sorted(one.meta.keys() - {"unixtime", "end-of-epoch"}, key=str):
-        say(f"  meta      {printable(name)}: {value_text(one.meta[name], 400)}")
-    for name, size in one.files.items():
+    for name in sorted(row.meta.keys() - {"unixtime", "end-of-epoch"}, key=str):
+        say(f"  meta      {printable(name)}: {value_text(row.meta[name], 400)}")
+    for name, size in row.files.items():
         if name not in {META_NAME, MANIFEST_NAME}:
             say(f"\n{printable(name)}, {size_text(size)}")
             for line in describe(
-                one.path / name,
+                row.path / name,
                 tensors=options.tensors,
                 limit=options.lines,
             ):
                 say(f"  {line}".rstrip())
-    return 1 if one.reasons else 0
+    return 1 if row.reasons else 0
 
 
 def describe(
@@ -363,8 +363,8 @@ def _summary(value: Any) -> list[str]:
     dtypes = ", ".join(f"{count} {name}" for name, count in kinds.most_common())
     lines = [f"{numbers:,} number(s) in {kinds.total()} tensor(s): {dtypes}"] if kinds else []
     inner = value.items() if isinstance(value, Mapping) else [(type(value).__name__, value)]
-    rest = [(name, one) for name, one in inner if next(tensors_in(one), None) is None]
-    return lines + [f"{printable(name)}: {value_text(one, 400)}" for name, one in rest]
+    rest = [(name, value) for name, value in inner if next(tensors_in(value), None) is None]
+    return lines + [f"{printable(name)}: {value_text(value, 400)}" for name, value in rest]
 
 
 def tensors_in(

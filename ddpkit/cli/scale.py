@@ -115,7 +115,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
             own += [word, *rest[:1]]
             rest = rest[1:]
         elif word == _JOIN:
-            files = list(itertools.takewhile(lambda one: not one.startswith("--"), rest))
+            files = list(itertools.takewhile(lambda argument: not argument.startswith("--"), rest))
             own += [word, *files]
             rest = rest[len(files) :]
         else:

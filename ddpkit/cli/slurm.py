@@ -167,7 +167,7 @@ def seconds_of(time: str) -> int:
     total = 0
     if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         total = 86_400 * int(days or 0) + sum(
-            unit * int(one) for unit, one in zip(units, numbers, strict=False)
+            unit * int(number) for unit, number in zip(units, numbers, strict=False)
         )
     if total <= 0:
         raise ConfigError(

@@ -576,7 +576,7 @@ def require_agreement(
         )
         if message:
             raise RankMismatchError(message)
-    return [one for _, one in values]
+    return [value for _, value in values]
 
 
 def _digest(facts: Mapping[str, str]) -> str:

@@ -83,8 +83,8 @@ class TreeSum:
     def total(self) -> Any:
         """Return the sum of all parts; there must be one."""
         *left, (_, _, total) = self.subtrees
-        for one in reversed(left):
-            total = self._add(one.total, total)
+        for subtree in reversed(left):
+            total = self._add(subtree.total, total)
         return total
 
 
@@ -105,16 +105,16 @@ def add_tensors(
         [tensor([2.]), tensor([1.]), None]
     """
     pairs = [
-        (one, other)
-        for one, other in zip(left, right, strict=True)
-        if one is not None and other is not None
+        (first, second)
+        for first, second in zip(left, right, strict=True)
+        if first is not None and second is not None
     ]
     if pairs:
-        add_all([one for one, _ in pairs], [other for _, other in pairs])
+        add_all([first for first, _ in pairs], [second for _, second in pairs])
     total = list(left)
-    for place, (one, other) in enumerate(zip(left, right, strict=True)):
-        if one is None or other is None:
-            alone = one if other is None else other
+    for place, (first, second) in enumerate(zip(left, right, strict=True)):
+        if first is None or second is None:
+            alone = first if second is None else second
             # as if zeros were added: -0.0 becomes 0.0
             total[place] = alone if alone is None else alone.add_(0.0)
     return total
@@ -161,7 +161,7 @@ class OrderedSum:
         self._whole = [_Bucket([every[place] for place in those], those, 1) for those in places]
         self._row_bytes = sum(bucket.row_bytes for bucket in self._whole)
         sent = self._row_bytes * sum(map(len, self._subtrees))
-        self._is_sent_whole = sent <= whole_bytes and all(one.is_cpu for one in like)
+        self._is_sent_whole = sent <= whole_bytes and all(tensor.is_cpu for tensor in like)
 
     def over_ranks(self, tree: TreeSum) -> list[torch.Tensor | None]:
         """Return the sums, the same bits on any number of ranks; None where no part has a tensor.
@@ -174,11 +174,13 @@ class OrderedSum:
         if self.world_size == 1:
             found: list[torch.Tensor | None] = tree.total()
             return found
-        own = [one.total for one in tree.subtrees]
+        own = [subtree.total for subtree in tree.subtrees]
         sums = list[Any]([None] * len(self._like))
         if self._is_sent_whole:
             return self._add_whole(own)
-        is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
+        is_there = [
+            any(tensor is not None for tensor in column) for column in zip(*own, strict=True)
+        ]
         # in host memory: a GPU would be waited for
         present = torch.tensor(is_there, dtype=torch.uint8)
         with waiting():
@@ -201,7 +203,7 @@ class OrderedSum:
         """Send this rank's subtrees to every rank, and add up all of them here."""
         rows = []
         for total in totals:
-            numbers = torch.tensor([one is not None for one in total], dtype=torch.int64)
+            numbers = torch.tensor([tensor is not None for tensor in total], dtype=torch.int64)
             rows += [bucket.row([*total, numbers]).view(torch.uint8) for bucket in self._whole]
         sent = torch.cat(rows * self.world_size)
         row_bytes = self._row_bytes
@@ -234,9 +236,10 @@ class OrderedSum:
         sums = zip(self._whole, tree.total(), strict=True)
         added = dict(itertools.chain.from_iterable(bucket.tensors(row) for bucket, row in sums))
         numbers = added.pop(len(self._like))
-        found = (added[place].view(one.shape) for place, one in enumerate(self._like))
+        found = (added[place].view(tensor.shape) for place, tensor in enumerate(self._like))
         return [
-            one if number else None for one, number in zip(found, numbers.tolist(), strict=True)
+            tensor if number else None
+            for tensor, number in zip(found, numbers.tolist(), strict=True)
         ]
 
     def _buckets(self, present: tuple[int, ...]) -> list[_Bucket]:
@@ -300,7 +303,7 @@ class _Bucket:
         world_size: int,
     ) -> None:
         self.places = places
-        self.sizes = [one.numel() for one in like]
+        self.sizes = [tensor.numel() for tensor in like]
         self._first = like[0]
         unit = ALIGNED_BYTES // like[0].element_size()
         padded = [-(-size // unit) * unit for size in self.sizes]
@@ -333,7 +336,7 @@ def _subtrees_of(parts: range) -> list[tuple[int, int]]:
     tree = TreeSum(lambda *_: None)
     for part in parts:
         tree.push(part, None)
-    return [(one.level, one.number) for one in tree.subtrees]
+    return [(subtree.level, subtree.number) for subtree in tree.subtrees]
 
 
 def _divided(

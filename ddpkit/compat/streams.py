@@ -61,7 +61,11 @@ def shuffle_digest(data: Any) -> str:
     inside = [
         getattr(stage, "generator", None) for stream in _streams(data) for stage in _stages(stream)
     ]
-    states = [one.bit_generator.state for one in inside if isinstance(one, np.random.Generator)]
+    states = [
+        generator.bit_generator.state
+        for generator in inside
+        if isinstance(generator, np.random.Generator)
+    ]
     return hashlib.blake2b(repr(states).encode(), digest_size=4).hexdigest() if states else ""
 
 
@@ -84,7 +88,11 @@ def is_split_by_node(data: Any) -> bool:
 def _streams(data: Any) -> list[Any]:
     """Return the streams of ``datasets`` among an object and its dataset."""
     both = (data, getattr(data, "dataset", None))
-    return [one for one in both if any(kind.__module__ == _MODULE for kind in type(one).__mro__)]
+    return [
+        stream
+        for stream in both
+        if any(kind.__module__ == _MODULE for kind in type(stream).__mro__)
+    ]
 
 
 def _stages(stream: Any) -> list[Any]:

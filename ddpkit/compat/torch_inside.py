@@ -148,7 +148,7 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
     at_once: Any = getattr(
         torch,
         "_foreach_mul_",
-        lambda ones, number: [one.mul_(number) for one in ones],
+        lambda ones, number: [tensor.mul_(number) for tensor in ones],
     )
     if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
         # else one kernel each; not half precision, which cannot say a small factor

@@ -223,17 +223,17 @@ class Heartbeat:
             rank: its number.
             how: what is known of its end, such as ``"was killed"``.
         """
-        one = self.latest.get(rank) or RankStatus(rank)
+        status = self.latest.get(rank) or RankStatus(rank)
         here = self.position.own_status(self.rank, 0.0, look=False)
         # In training all ranks are at the same step, and this one knows its own to the moment.
-        place = (here if here.stage == Stage.TRAIN.name and not here.doing else one).place()
+        place = (here if here.stage == Stage.TRAIN.name and not here.doing else status).place()
         text = f"disappeared{' ' if place else ''}{place}: it {how}."
         return Reason(
             rank,
             text,
-            one.host,
-            one.pid,
-            session=one.session,
+            status.host,
+            status.pid,
+            session=status.session,
             is_final=True,
         )
 
@@ -370,14 +370,14 @@ class Heartbeat:
             RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank)
         )
 
-    def _store_status(self, one: RankStatus) -> None:
+    def _store_status(self, status: RankStatus) -> None:
         """Store a rank's status; without beats it has sent none yet."""
         now = time.monotonic()
-        known = self.latest.get(one.rank)
+        known = self.latest.get(status.rank)
         # if this process was stopped meanwhile, the other one need not have been silent
-        since = min(now - self._read_at.get(one.rank, now), SILENT_SECONDS)
-        self._read_at[one.rank] = now
-        is_new = one.beats != (0 if known is None else known.beats)
-        self.silence[one.rank] = 0.0 if is_new else self.silence.get(one.rank, 0.0) + since
-        if one.beats:
-            self.latest[one.rank] = one
+        since = min(now - self._read_at.get(status.rank, now), SILENT_SECONDS)
+        self._read_at[status.rank] = now
+        is_new = status.beats != (0 if known is None else known.beats)
+        self.silence[status.rank] = 0.0 if is_new else self.silence.get(status.rank, 0.0) + since
+        if status.beats:
+            self.latest[status.rank] = status

@@ -130,8 +130,8 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     if not _Here.is_worker:  # else this loader is inside of another one
         _Here.is_worker = True
         gc.freeze()
-        for one in ignored_signals():
-            signal.signal(one, lambda *_: None)
+        for ignored in ignored_signals():
+            signal.signal(ignored, lambda *_: None)
         os.register_at_fork(after_in_child=_restore_signals)
         for number in _dump_signal():
             faulthandler.register(number, file=2, all_threads=False, chain=False)

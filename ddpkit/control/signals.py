@@ -158,10 +158,10 @@ class SignalListener:
         if both:
             raise ConfigError(
                 "stop_signals and save_signals both name "
-                f"{', '.join(sorted(one.name for one in both))}: a signal either ends the run or "
-                "only saves. Name it in one of them."
+                f"{', '.join(sorted(member.name for member in both))}: a signal either ends "
+                "the run or only saves. Name it in one of them."
             )
-        unlike = [one.name for one in self.stopping if one.name not in CAUSES]
+        unlike = [member.name for member in self.stopping if member.name not in CAUSES]
         if unlike:
             possible = ", ".join(CAUSES[:-1])
             raise ConfigError(
@@ -213,7 +213,9 @@ class SignalListener:
                     listener for listener in _Listeners.active if listener is not self
                 ]
                 _Listeners.before = {
-                    number: one for number, one in _Listeners.before.items() if number not in added
+                    number: handler
+                    for number, handler in _Listeners.before.items()
+                    if number not in added
                 }
             came = self.stop_signal
             # the outer ones have heard what this has not used

@@ -180,8 +180,8 @@ def _named(ranks: list[RankStatus]) -> str:
     return "; for ".join(words)
 
 
-def _where(one: RankStatus) -> str:
-    if not one.pid:
-        return f"{one.name()}, which has not said where it is"
-    where = one.where and f", at {one.where}"
-    return f"{one.name()}, which is {one.place() or 'outside of fit and evaluate'}{where}"
+def _where(status: RankStatus) -> str:
+    if not status.pid:
+        return f"{status.name()}, which has not said where it is"
+    where = status.where and f", at {status.where}"
+    return f"{status.name()}, which is {status.place() or 'outside of fit and evaluate'}{where}"

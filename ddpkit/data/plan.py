@@ -338,9 +338,9 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
     Example:
         >>> set_epoch_inside([0, 1, 2], 3)
     """
-    for one in nested_samplers(sampler):
-        setter = getattr(one, "set_epoch", None)
+    for inner in nested_samplers(sampler):
+        setter = getattr(inner, "set_epoch", None)
         if setter is not None:
             setter(epoch)
-        if getattr(one, "passes_epoch_on", False):
+        if getattr(inner, "passes_epoch_on", False):
             return  # to what it divides, which would hear of it twice

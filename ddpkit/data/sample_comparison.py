@@ -139,16 +139,16 @@ def compare_summaries(
     for rank, items in enumerate(ranks):
         for mine, other in zip(ranks[0], items, strict=True):
             for place in {**mine, **other}:
-                one = mine.get(place)
-                two = other.get(place)
-                if not _alike(one, two):
+                value = mine.get(place)
+                other_value = other.get(place)
+                if not _alike(value, other_value):
                     shown = (
-                        f"{str(one)[:_LONGEST_SHOWN]} on rank 0, {str(two)[:_LONGEST_SHOWN]} on "
-                        f"rank {rank}"
+                        f"{str(value)[:_LONGEST_SHOWN]} on rank 0, "
+                        f"{str(other_value)[:_LONGEST_SHOWN]} on rank {rank}"
                     )
                     found.setdefault(place, f"{place or 'an item'}: {shown}")
                     is_exact = noise is not None or not (
-                        isinstance(one, list) and isinstance(two, list)
+                        isinstance(value, list) and isinstance(other_value, list)
                     )
                     exact += [place] if is_exact and place not in (noise or ()) else []
     same = {place for item in ranks[0] for place in item} - {*found}
@@ -157,10 +157,10 @@ def compare_summaries(
     return difference, bool(exact) or not (tells_apart or found.keys() <= (noise or set()))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, list) or not isinstance(other, list) or len(one) != len(other):
-        return bool(one == other)
-    values = np.array([one, other])
+def _alike(value: Any, other: Any) -> bool:
+    if not isinstance(value, list) or not isinstance(other, list) or len(value) != len(other):
+        return bool(value == other)
+    values = np.array([value, other])
     sizes = np.abs(values[np.isfinite(values)])
     close = _CLOSE * sizes.sum() / max(sizes.size, 1)
     return bool(
@@ -213,9 +213,9 @@ def require_alike(
     pairs = zip(own, known[half:], strict=True)
     noise = {
         place
-        for one, two in pairs
-        for place in {**one, **two}
-        if not _alike(one.get(place), two.get(place))
+        for first, second in pairs
+        for place in {**first, **second}
+        if not _alike(first.get(place), second.get(place))
     }
     own_detail = (*first, None if both is None else own, noise)
     of_all = exchange(own_detail, f"{site}, in detail")

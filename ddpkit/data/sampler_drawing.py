@@ -26,7 +26,7 @@ def draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     Ranks: local; every rank gets the same.
     """
     key = mix_key(seed, epoch, 0xDEA1)
-    generators = [getattr(one, "generator", None) for one in nested_samplers(sampler)]
+    generators = [getattr(inner, "generator", None) for inner in nested_samplers(sampler)]
     with own_randomness(
         key, [generator for generator in generators if isinstance(generator, torch.Generator)]
     ):

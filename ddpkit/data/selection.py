@@ -82,16 +82,16 @@ def _parts(
         return
     for attribute, value in getattr(source, "__dict__", {}).items():
         inner = value if isinstance(value, (list, tuple)) else [value]
-        for number, one in enumerate(inner):
-            if not _is_dataset(one, attribute):
+        for number, item in enumerate(inner):
+            if not _is_dataset(item, attribute):
                 break
             place = attribute if inner is not value else f"{attribute}[{number}]"
-            if id(one) not in seen:
-                yield from _parts(one, f"{path}.{place}", seen)
+            if id(item) not in seen:
+                yield from _parts(item, f"{path}.{place}", seen)
 
 
-def _is_dataset(one: Any, attribute: str) -> bool:
-    return isinstance(one, Dataset) or (attribute in _HOLDERS and hasattr(one, "__getitem__"))
+def _is_dataset(value: Any, attribute: str) -> bool:
+    return isinstance(value, Dataset) or (attribute in _HOLDERS and hasattr(value, "__getitem__"))
 
 
 def _has_length(selected: Any, part: Any) -> bool:
@@ -118,8 +118,8 @@ def _digest(selected: Any) -> str | None:
     looked_at = selected[::step]
     if isinstance(looked_at, torch.Tensor):
         looked_at = looked_at.detach().cpu().numpy()
-    if isinstance(looked_at, (list, tuple)) and all(isinstance(one, str) for one in looked_at):
-        names = [one.rpartition("/")[2] for one in looked_at]  # folders may differ
+    if isinstance(looked_at, (list, tuple)) and all(isinstance(name, str) for name in looked_at):
+        names = [path.rpartition("/")[2] for path in looked_at]  # folders may differ
         return _of_bytes("\n".join(names).encode())
     try:
         numbers = np.asarray(looked_at)

@@ -85,7 +85,7 @@ class WorkerCopies:
         """Return in words what has changed in this process since the workers were started."""
         known = self._known or {}
         now = _attributes(dataset)
-        names = [type(one).__name__ for one in _datasets(dataset)]
+        names = [type(inner).__name__ for inner in _datasets(dataset)]
         return [
             f"{names[place]}.{name} has changed from {known[place, name]!r} to {value!r}"
             for (place, name), value in now.items()
@@ -111,8 +111,8 @@ def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
     """Return the public attributes with plain values of a dataset and of those inside it."""
     return {
         (place, name): value
-        for place, one in enumerate(_datasets(dataset))
-        for name, value in getattr(one, "__dict__", {}).items()
+        for place, inner in enumerate(_datasets(dataset))
+        for name, value in getattr(inner, "__dict__", {}).items()
         if name[:1] != "_" and _is_plain(value)
     }
 
@@ -121,13 +121,13 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return len(value) <= LONGEST_TEXT
     if type(value) is tuple:
-        return len(value) <= LONGEST_TEXT and all(isinstance(one, PLAIN) for one in value)
+        return len(value) <= LONGEST_TEXT and all(isinstance(item, PLAIN) for item in value)
     return isinstance(value, PLAIN)
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(value: Any, other: Any) -> bool:
     """Return whether two plain values differ; what is not a number is itself."""
-    return repr(one) != repr(other)
+    return repr(value) != repr(other)
 
 
 def _datasets(dataset: Any) -> list[Any]:
@@ -135,8 +135,8 @@ def _datasets(dataset: Any) -> list[Any]:
     them.
     """
     found = [dataset]
-    for one in found:
-        attributes = getattr(one, "__dict__", {})
+    for current in found:
+        attributes = getattr(current, "__dict__", {})
         inner = attributes.get("datasets")
         inner = list(inner) if isinstance(inner, (list, tuple)) else []
         if attributes.get("dataset") is not None:

@@ -47,8 +47,8 @@ _TORCH_VARIABLES = (
     "MASTER_PORT",
 )
 _MPI_VARIABLES = [
-    (one.rank, one.world_size, *one.local_rank, *one.local_world_size)
-    for one in MPI_LAUNCHERS.values()
+    (launcher.rank, launcher.world_size, *launcher.local_rank, *launcher.local_world_size)
+    for launcher in MPI_LAUNCHERS.values()
 ]
 _OTHER_VARIABLES = (
     NPROC,
@@ -442,14 +442,14 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
     """
     launcher = MPI_LAUNCHERS[name]
     # else it may be a step of Slurm with a PMI
-    is_own = any(one in environ for one in launcher.local_rank)
+    is_own = any(name in environ for name in launcher.local_rank)
     several = launcher.rank in environ and size(environ, launcher.world_size) > 1
     if not several or (in_slurm_step(environ) and not is_own):
         return None
     rank = count(environ, launcher.rank)
     world_size = count(environ, launcher.world_size)
     local_name, size_name = (
-        next((one for one in names if one in environ), names[0])
+        next((name for name in names if name in environ), names[0])
         for names in (launcher.local_rank, launcher.local_world_size)
     )
     local_rank = count(environ, local_name)
@@ -471,7 +471,7 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
             f"{reason}, the same number on each (as mpirun --map-by slot does)",
             environ,
         )
-    shared = " ".join(environ[one] for one in launcher.shared if environ.get(one))
+    shared = " ".join(environ[name] for name in launcher.shared if environ.get(name))
     run_id = f"{name} {shared}" if shared else ""
     place |= rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
     return LaunchInfo(

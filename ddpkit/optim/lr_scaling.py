@@ -157,7 +157,7 @@ def _scale(optimizer: Optimizer, *_: Any) -> None:
     groups = optimizer.param_groups
     for group, rate in zip(
         groups,
-        _own_rates.setdefault(optimizer, [one["lr"] for one in groups]),
+        _own_rates.setdefault(optimizer, [group["lr"] for group in groups]),
         strict=True,
     ):
         group["lr"] = rate * _scalings[optimizer].factor

@@ -102,8 +102,10 @@ def _may_be_fused(opt_class: Any, modules: torch.nn.Module) -> bool:
     if kind not in UNASKED or given.keys() & {"fused", "foreach", "capturable", "differentiable"}:
         return False
     return all(
-        type(one) is torch.nn.Parameter and one.device.type in GPUS and one.dtype in WIDE
-        for one in modules.parameters()
+        type(parameter) is torch.nn.Parameter
+        and parameter.device.type in GPUS
+        and parameter.dtype in WIDE
+        for parameter in modules.parameters()
     )
 
 

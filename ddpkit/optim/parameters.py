@@ -29,7 +29,7 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
         >>> gradients([torch.optim.SGD([weight], lr=0.1)])
         [tensor([1., 1.])]
     """
-    return [one.grad for one in parameters_of(optimizers) if one.grad is not None]
+    return [parameter.grad for parameter in parameters_of(optimizers) if parameter.grad is not None]
 
 
 def unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
@@ -73,10 +73,10 @@ def parameters_of(optimizers: Collection[Any]) -> list[torch.nn.Parameter]:
         1
     """
     found = [
-        one
+        parameter
         for optimizer in optimizers
         for group in optimizer.param_groups
-        for one in group["params"]
+        for parameter in group["params"]
     ]
     return found if len(optimizers) == 1 else list(dict.fromkeys(found))
 

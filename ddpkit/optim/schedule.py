@@ -74,7 +74,7 @@ class Schedule:
         Args:
             stepped: the optimizers that have.
         """
-        if self.every == "step" and any(one is self.optimizer for one in stepped):
+        if self.every == "step" and any(optimizer is self.optimizer for optimizer in stepped):
             self._step()
 
     def after_stage(

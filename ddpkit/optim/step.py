@@ -73,7 +73,9 @@ def take_step(
         (StepResult(stepped=True, norm=3.0, clipped=False), -3.0)
     """
     # Their steps may keep the gradients.
-    if foreign := [one for one in optimizers if not type(one).__module__.startswith("torch.")]:
+    if foreign := [
+        optimizer for optimizer in optimizers if not type(optimizer).__module__.startswith("torch.")
+    ]:
         clone_gradients(foreign)
     if scaler is not None:
         optimizers = unscale(optimizers, scaler)
@@ -134,14 +136,14 @@ def take_late_step(
     if factor is not None:
         multiply_all(found, factor)
     stepping: Sequence[Any] = optimizers
-    for one in stepping:
+    for optimizer in stepping:
         # as torch's GradScaler hands it over
-        one.grad_scale = None
-        one.found_inf = skip
+        optimizer.grad_scale = None
+        optimizer.found_inf = skip
         try:
-            one.step()
+            optimizer.step()
         finally:
-            del one.grad_scale, one.found_inf
+            del optimizer.grad_scale, optimizer.found_inf
     zero_gradients(optimizers, set_to_none=True)
     return pending
 
@@ -155,12 +157,12 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
     """
     kinds = {
         (
-            one.__class__,
-            one.dtype,
-            one.device,
-            one.layout,
+            gradient.__class__,
+            gradient.dtype,
+            gradient.device,
+            gradient.layout,
         )
-        for one in found
+        for gradient in found
     }
     kind, dtype, _, layout = kinds.pop() if len(kinds) == 1 else (None, None, None, None)
     if (
@@ -180,9 +182,11 @@ def _skip_by_themselves(optimizers: Sequence[Optimizer], found: list[torch.Tenso
             return False
         for group in optimizer.param_groups:
             kept = "exp_avg" if "betas" in group else "momentum_buffer" if group["momentum"] else ""
-            stepping = [one for one in group["params"] if kept and one.grad is not None]
+            stepping = [
+                parameter for parameter in group["params"] if kept and parameter.grad is not None
+            ]
             if not group["fused"] or any(
-                optimizer.state.get(one, {}).get(kept) is None for one in stepping
+                optimizer.state.get(parameter, {}).get(kept) is None for parameter in stepping
             ):
                 return False
     return True
@@ -193,7 +197,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
     look.
     """
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    return any(one is not drop_casts for found in hooks if found for one in found.values())
+    return any(hook is not drop_casts for found in hooks if found for hook in found.values())
 
 
 @reads_device
@@ -229,9 +233,13 @@ def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], tor
         try:
             return found, norm_of_all(found)
         except NotImplementedError:  # torch has no norm of sparse gradients
-            found = [_dense(one) for one in parameters_of(optimizers) if one.grad is not None]
+            found = [
+                _dense(parameter)
+                for parameter in parameters_of(optimizers)
+                if parameter.grad is not None
+            ]
             return found, norm_of_all(found)
-    parts = [local_part(one) for one in found]
+    parts = [local_part(gradient) for gradient in found]
     square = norm_of_all(parts).to(widest_float(parts[0].device)).square()
     shared = square.to(found[0].device_mesh.device_type)  # the parts may be in host memory
     torch.distributed.all_reduce(shared, group=found[0].device_mesh.get_group())
@@ -252,9 +260,12 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
         >>> multiply_gradients([weight], 0.5); weight.grad
         tensor([0.5000])
     """
-    found: list[Any] = [one for one in parameters if one.grad is not None]
+    found: list[Any] = [parameter for parameter in parameters if parameter.grad is not None]
     multiply_all(
-        [local_part(one.grad) if is_sharded(one.grad) else _dense(one) for one in found],
+        [
+            local_part(parameter.grad) if is_sharded(parameter.grad) else _dense(parameter)
+            for parameter in found
+        ],
         factor,
     )
 

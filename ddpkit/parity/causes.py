@@ -146,11 +146,11 @@ def compare(
     }
 
 
-def _distance(one: Tensor | None, other: Tensor | None, floor: float) -> float:
-    if one is None or other is None:
+def _distance(gradient: Tensor | None, other: Tensor | None, floor: float) -> float:
+    if gradient is None or other is None:
         return math.inf
     size = max(_largest(other), floor, TINY)
-    relative = _largest(one.double() - other.double()) / size
+    relative = _largest(gradient.double() - other.double()) / size
     return math.inf if math.isnan(relative) else relative
 
 
@@ -244,15 +244,17 @@ class Diagnosis:
         """Return the kind of the cause and the cause in words; nothing where parity holds."""
         for window in self.windows:
             if not all(
-                bool(one.isfinite().all())
-                for one in (*window.found[0].values(), *window.expected.values())
+                bool(gradient.isfinite().all())
+                for gradient in (*window.found[0].values(), *window.expected.values())
             ):
                 return "not finite", NOT_FINITE.format(window.number)
         if not all(map(self._repeats, self.windows)):
             return "randomness", NOISE
         if self.own_fit_batch and not all(map(self._accumulates, self.windows)):
             return "fit_batch", FIT_BATCH
-        failing = [one for one in self.windows if not self._equal(one.found[0], one.expected)]
+        failing = [
+            window for window in self.windows if not self._equal(window.found[0], window.expected)
+        ]
         return self._difference(failing[0]) if failing else ("", "")
 
     # ----------------------------------------------------- what may be wrong though gradients agree
@@ -361,7 +363,7 @@ def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor
     """Put gradients, thinned out where they are long, into one vector; a parameter without one has
     zeros.
     """
-    found = [gradients.get(name, torch.zeros_like(one)) for name, one in like.items()]
+    found = [gradients.get(name, torch.zeros_like(gradient)) for name, gradient in like.items()]
     steps = [max(1, gradient.numel() // SAMPLED) for gradient in found]
     pairs = zip(found, steps, strict=True)
     return torch.cat([gradient.flatten()[::step].double() for gradient, step in pairs])

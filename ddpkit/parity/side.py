@@ -148,7 +148,7 @@ class Side:
         if start is not None:
             own = brain.raw_modules.state_dict()
             brain.raw_modules.load_state_dict(
-                {name: sharded_like(one, own[name]) for name, one in start["modules"].items()}
+                {name: sharded_like(value, own[name]) for name, value in start["modules"].items()}
             )
             brain.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
@@ -161,7 +161,9 @@ class Side:
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
         self.norm_layers = {
-            n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)
+            n: module
+            for n, module in brain.raw_modules.named_modules()
+            if isinstance(module, _BatchNorm)
         }
         self._state = list(_state(brain.raw_modules))
         self.done = brain.optimizer_step
@@ -299,12 +301,12 @@ class Side:
         *_: Any,
         **__: Any,
     ) -> None:
-        for number, one in enumerate(optim.parameters_of(optimizers)):
-            if one.grad is not None:
-                name = self._names.get(id(one), f"parameter {number} of an optimizer")
+        for number, parameter in enumerate(optim.parameters_of(optimizers)):
+            if parameter.grad is not None:
+                name = self._names.get(id(parameter), f"parameter {number} of an optimizer")
                 while name in self._kept:  # a second call of the optimizer
                     name += " again"
-                gradient = one.grad.detach() * multiplier
+                gradient = parameter.grad.detach() * multiplier
                 # Under fsdp all ranks gather it, in the order of the parameters.
                 whole = gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient
                 self._kept[name] = (
@@ -413,7 +415,7 @@ def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _lowest(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Stand in for ``randint`` and ``randint_like``, whose lower bound may be left out."""
-    numbers = [one for one in args if isinstance(one, int)]
+    numbers = [argument for argument in args if isinstance(argument, int)]
     low = kwargs.get("low", numbers[0] if len(numbers) + ("high" in kwargs) > 1 else 0)
     return _filled(low)(func, *args, **kwargs)
 

@@ -136,7 +136,7 @@ def _last(node: ast.AST) -> str:
 
 
 def _is_brain(node: ast.ClassDef) -> bool:
-    methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    methods = {method.name for method in node.body if isinstance(method, ast.FunctionDef)}
     return bool(methods & _HOOKS) or any(_last(base).endswith("Brain") for base in node.bases)
 
 
@@ -147,12 +147,14 @@ def _in_class(brain: ast.ClassDef) -> Found:
         if node.name in _METHODS:
             yield node.lineno, _METHODS[node.name]
         returned = [
-            one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None
+            statement
+            for statement in ast.walk(node)
+            if isinstance(statement, ast.Return) and statement.value is not None
         ]
         if node.name == "compute_objectives" and not any(
-            isinstance(one.value, ast.Tuple) for one in returned
+            isinstance(statement.value, ast.Tuple) for statement in returned
         ):
-            calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
+            calls = (call for call in ast.walk(node) if isinstance(call, ast.Call))
             yield from ((call.lineno, "masked mean") for call in calls if _is_masked_mean(call))
 
 
@@ -160,8 +162,8 @@ def _is_masked_mean(node: ast.Call) -> bool:
     name = _last(node.func).lower()
     if not _LOSS.search(name) or _NO_MEAN_OVER_TIME.search(name):
         return False
-    given = [_last(one) for one in node.args] + [word.arg or "" for word in node.keywords]
-    return any(_LENGTHS.search(one) for one in given)
+    given = [_last(argument) for argument in node.args] + [word.arg or "" for word in node.keywords]
+    return any(_LENGTHS.search(name) for name in given)
 
 
 def _in_code(brain: ast.ClassDef) -> Found:
@@ -176,7 +178,7 @@ def _in_code(brain: ast.ClassDef) -> Found:
             stepped = [owner, *map(ast.unparse, node.args[:1])]
             if node.func.attr == "backward" and owner != "self":
                 yield node.end_lineno or node.lineno, "backward"
-            elif node.func.attr == "step" and any("optim" in one for one in stepped):
+            elif node.func.attr == "step" and any("optim" in name for name in stepped):
                 yield node.lineno, "own step"
 
 
@@ -220,7 +222,7 @@ def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
     if value.tag.endswith("apply:torch.manual_seed") and "seed_everything" not in text:
         yield "seed"
     inner = (
-        {str(one.value) for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
+        {str(key.value) for key, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
     )
     if (
         "loader" in key

@@ -118,8 +118,8 @@ def port_recipe(path: Path) -> PortedRecipe:
         )
     root = path if path.is_dir() else path.parent
     found = list(_walk(root)) if path.is_dir() else [PortedFile(path, path.name)]
-    for one in found:
-        _port(one)
+    for file in found:
+        _port(file)
     return PortedRecipe(root, found)
 
 
@@ -140,18 +140,18 @@ def _walk(root: Path) -> Iterator[PortedFile]:
                 yield PortedFile(path, path.relative_to(root).as_posix())
 
 
-def _port(one: PortedFile) -> None:
+def _port(file: PortedFile) -> None:
     """Read a file and work out what changes in it."""
     try:
-        one.old = one.new = one.path.read_bytes().decode()
-        if _MENTIONS.search(one.old) and one.path.suffix in _PYTHON:
-            one.notes = python_differences(parse_python(one.old))
-            one.new, one.left = port_python(one.old)
-        elif _MENTIONS.search(one.old):
-            one.notes = yaml_differences(one.old)
-            one.new = port_yaml(one.old)
+        file.old = file.new = file.path.read_bytes().decode()
+        if _MENTIONS.search(file.old) and file.path.suffix in _PYTHON:
+            file.notes = python_differences(parse_python(file.old))
+            file.new, file.left = port_python(file.old)
+        elif _MENTIONS.search(file.old):
+            file.notes = yaml_differences(file.old)
+            file.new = port_yaml(file.old)
     except (OSError, SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
-        one.problem = " ".join(f"{type(error).__name__}: {error}".split())
+        file.problem = " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def write_recipe(recipe: PortedRecipe) -> Path | None:

@@ -304,7 +304,7 @@ class _Port:
         else:
             lines = [
                 ast.unparse(ast.ImportFrom(home, homes[home], 0))
-                for home in sorted(homes, key=lambda one: one == own)
+                for home in sorted(homes, key=lambda name: name == own)
             ]
             self.source.replace(
                 start,

@@ -49,20 +49,20 @@ def argument_problem(
     by_name = [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
     takes = f" It takes: {_shown(parameters)}."
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        unknown = next((one for one in keywords if one not in by_name), None)
+        unknown = next((name for name in keywords if name not in by_name), None)
         if unknown is not None:
             return f"{name} takes no argument {unknown!r}.{meant(unknown, by_name)}{takes}", unknown
     if inspect.Parameter.VAR_POSITIONAL not in kinds and positional > len(by_place):
         number = len(by_place)
         words = f"{name} takes at most {number} arguments without a name, and gets {positional}."
         return words + takes, ""
-    given = {*(one.name for one in by_place[:positional]), *keywords}
+    given = {*(parameter.name for parameter in by_place[:positional]), *keywords}
     lacking = [
         parameter.name
         for parameter in parameters
         if parameter.default is parameter.empty and parameter.name not in given
     ]
-    lacking = [one for one in lacking if signature.parameters[one].kind not in _ANY]
+    lacking = [name for name in lacking if signature.parameters[name].kind not in _ANY]
     if is_whole and lacking:
         return f"{name} needs {' and '.join(map(repr, lacking))}.{_later(lacking)}{takes}", ""
     return None

@@ -88,7 +88,9 @@ def own_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {PurePath(error.filename).name}:{error.lineno})"
     frames = [
-        one for one in traceback.extract_tb(error.__traceback__) if not is_library(one.filename)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_library(frame.filename)
     ]
     return f" (at {line_of(frames)})" if frames else ""
 
@@ -116,7 +118,7 @@ def _nothing(parts: list[str], number: int, found: Any) -> str:
         if inspect.isclass(found)
         else "the object"
     )
-    known = [one for one in [*dir(found), *_submodules(found)] if not one.startswith("_")]
+    known = [name for name in [*dir(found), *_submodules(found)] if not name.startswith("_")]
     return f"{kind} {before!r} has no {part!r}.{meant(part, known, before + '.{}')}"
 
 

@@ -133,7 +133,7 @@ def meant(name: str, known: Iterable[str], form: str = "{}") -> str:
         list(dict.fromkeys(known)),
         n=2,
     )
-    words = " or ".join(repr(form.format(one)) for one in close)
+    words = " or ".join(repr(form.format(name)) for name in close)
     return f" Did you mean {words}?" if close else ""
 
 

@@ -116,7 +116,7 @@ def summary_of(events: Sequence[ProfileEvent]) -> ProfileSummary:
     kernels = [event for event in events if event.is_on_device and not event.is_range]
     on_host = [event for event in events if not (event.is_on_device or event.is_range)]
     found = _of_device(kernels, on_host) if kernels else _of_host(on_host, steps)
-    operations = sorted(found, key=lambda one: one.nanoseconds, reverse=True)
+    operations = sorted(found, key=lambda operation: operation.nanoseconds, reverse=True)
     total = sum(operation.nanoseconds for operation in operations)
     return ProfileSummary(
         max(len(steps), 1),
@@ -132,7 +132,7 @@ def _of_device(
     on_host: Iterable[ProfileEvent],
 ) -> Iterable[Operation]:
     """Return the operations with the time of the kernels that each has started."""
-    names = {one.number: one.name for one in on_host}
+    names = {event.number: event.name for event in on_host}
     found: dict[str, Operation] = {}
     callers: dict[str, set[int]] = defaultdict(set)
     for kernel in kernels:
@@ -150,8 +150,8 @@ def _of_host(on_host: Iterable[ProfileEvent], steps: Sequence[ProfileEvent]) -> 
     """Return the operations with their own time, and what of the steps is between them."""
     found: dict[str, Operation] = {}
     of_thread: dict[int, list[ProfileEvent]] = defaultdict(list)
-    for one in on_host:
-        of_thread[one.thread].append(one)
+    for event in on_host:
+        of_thread[event.thread].append(event)
     covered: dict[int, int] = {}
     for thread, events in of_thread.items():
         covered[thread] = _add_own_times(events, found)
@@ -160,23 +160,23 @@ def _of_host(on_host: Iterable[ProfileEvent], steps: Sequence[ProfileEvent]) -> 
         between = whole - covered.get(steps[0].thread, 0)
         if between > 0:
             found[PYTHON] = Operation(PYTHON, nanoseconds=between)
-    return [one for one in found.values() if one.nanoseconds > 0]
+    return [operation for operation in found.values() if operation.nanoseconds > 0]
 
 
 def _add_own_times(events: list[ProfileEvent], found: dict[str, Operation]) -> int:
-    """Add the own times of one thread's operations; return how long any of them ran."""
+    """Add the own times of event thread's operations; return how long any of them ran."""
     covered = 0
     running: list[ProfileEvent] = []
-    for one in sorted(events, key=lambda event: (event.begin, -event.end)):
-        while running and running[-1].end <= one.begin:
+    for event in sorted(events, key=lambda event: (event.begin, -event.end)):
+        while running and running[-1].end <= event.begin:
             running.pop()
-        length = one.end - one.begin
-        operation = found.setdefault(one.name, Operation(one.name))
+        length = event.end - event.begin
+        operation = found.setdefault(event.name, Operation(event.name))
         operation.calls += 1
         operation.nanoseconds += length
         if running:
             found[running[-1].name].nanoseconds -= length
         else:
             covered += length
-        running.append(one)
+        running.append(event)
     return covered

@@ -89,7 +89,7 @@ class ProgressSampleLogger:
         """
         on_cpu = map_values(
             items,
-            lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one,
+            lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value,
         )
         self.progress_samples.update(on_cpu)
 

@@ -230,7 +230,7 @@ class LoggedValues:
     def _flush(self, step: float = math.inf) -> None:
         """Add up what was logged up to a step; a checkpoint holds no more."""
         fresh = self._fresh
-        self._fresh = [one for one in self._fresh if one[0] > step]
+        self._fresh = [entry for entry in self._fresh if entry[0] > step]
         for at, append, number, count in fresh:
             if at <= step:
                 append(number, count)
@@ -244,7 +244,7 @@ class LoggedValues:
 
         Ranks: local.
         """
-        self._fresh = [one for one in self._fresh if one[0] <= step]
+        self._fresh = [entry for entry in self._fresh if entry[0] <= step]
         self._flush()
 
     def _hold(self, name: str, kind: _Kind) -> _Held:
@@ -413,8 +413,8 @@ class LoggedValues:
         self._flush(step)
         held = self._held.get(_TRAIN, {})
         return {
-            name: {"kind": list(one.kind), "total": one.total.state_dict()}
-            for name, one in held.items()
+            name: {"kind": list(value.kind), "total": value.total.state_dict()}
+            for name, value in held.items()
         }
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:

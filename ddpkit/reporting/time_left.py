@@ -148,5 +148,5 @@ class TimeLeft:
         """Return the mean of the finished epochs."""
         counted = self._finished[1:] or self._finished
         number = len(counted)
-        training = sum(one.training for one in counted) / number
-        return _Epoch(training, sum(one.whole for one in counted) / number)
+        training = sum(epoch.training for epoch in counted) / number
+        return _Epoch(training, sum(epoch.whole for epoch in counted) / number)

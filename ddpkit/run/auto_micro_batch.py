@@ -110,7 +110,7 @@ class AutoMicroBatch:
         context = self.context
         options = self.context.options
         waits = get_world_size() > 1 and any(
-            isinstance(one, nn.SyncBatchNorm) for one in context.modules.modules()
+            isinstance(module, nn.SyncBatchNorm) for module in context.modules.modules()
         )
         strategy = context.strategy
         recipe = context.recipe
@@ -241,7 +241,8 @@ class AutoMicroBatch:
         self._is_open, self._random = True, rng_state()
         if self._searches and 0 < self._fits < self._plan.batch_size:
             weights = sum(
-                one.numel() * one.element_size() for one in self.context.modules.parameters()
+                parameter.numel() * parameter.element_size()
+                for parameter in self.context.modules.parameters()
             )
             self._room = torch.empty(
                 2 * weights,
@@ -295,9 +296,11 @@ class AutoMicroBatch:
         saved = modules.state_dict(keep_vars=True)
         owners = dict(modules.named_modules())
         places = [
-            (name.rpartition("."), one) for name, one in modules.named_buffers() if name in saved
+            (name.rpartition("."), buffer)
+            for name, buffer in modules.named_buffers()
+            if name in saved
         ]
-        self._buffers = [(owners[path], name, one) for (path, _, name), one in places]
+        self._buffers = [(owners[path], name, buffer) for (path, _, name), buffer in places]
         wrapped = getattr(strategy, "wrapped", ())
         self._sends = [module.module for module in wrapped if module.broadcast_buffers]
         for module in wrapped:

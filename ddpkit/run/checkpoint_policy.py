@@ -185,18 +185,18 @@ class CheckpointPolicy:
         self.checkpointer = _require_checkpointer(checkpointer)
         own = [*self.train_step.named_optimizers().values(), self.train_step.schedule]
         kept = {
-            name: one
-            for name, one in _recoverables(before).items()
-            if any(one is other for other in own)
+            name: recoverable
+            for name, recoverable in _recoverables(before).items()
+            if any(recoverable is other for other in own)
         }
         self._saved_scaler = self._saved_average = None
         self._real_folder = None
         self._handed_on = set()
         self.rank_state.saves(checkpointer is not None)
         self.register(brain)
-        for name, one in kept.items():
+        for name, recoverable in kept.items():
             if name not in self._recoverables():
-                self.add(name, one)
+                self.add(name, recoverable)
 
     def apply_options(self) -> None:
         """Give the checkpointer what the options say now: how it reads and fails; a temporary
@@ -453,9 +453,9 @@ class CheckpointPolicy:
         ema = self.train_step.ema
         optimizers = self.train_step.named_optimizers()
         others = {
-            name: one
-            for name, one in self._recoverables().items()
-            if name != "brain" and one is not ema
+            name: recoverable
+            for name, recoverable in self._recoverables().items()
+            if name != "brain" and recoverable is not ema
         }
         lost = modules_not_saved(modules, others)
         if lost:
@@ -466,7 +466,7 @@ class CheckpointPolicy:
             logger.warning(words, ", ".join(lost))
         forgotten = optimizers_not_saved(optimizers, others)
         self.run_state.note_script_settings(
-            {name: one for name, one in optimizers.items() if name not in forgotten}
+            {name: optimizer for name, optimizer in optimizers.items() if name not in forgotten}
         )
         if forgotten:
             words = (

@@ -97,7 +97,9 @@ def choose_start(
     states = _states_of(found, {} if known is None else known)
     if is_first and resume == NEWEST and not is_debug:
         found = _without_rehearsals(checkpointer, found, states)
-    trained = [one for one in found if states[one.path].get(EVALUATED) is not True]
+    trained = [
+        checkpoint for checkpoint in found if states[checkpoint.path].get(EVALUATED) is not True
+    ]
     # where only evaluations have saved, theirs
     own = trained or found
     chosen = None
@@ -106,7 +108,7 @@ def choose_start(
     if resume != NEWEST:
         own = _of_this_launch(own, states)
     if own:
-        chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in own)
+        chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda checkpoint: checkpoint in own)
         _say_why(chosen, found, states, resume)
     elif resume != NEWEST:
         chosen = None if resume == NEVER else checkpointer.named(resume)
@@ -132,19 +134,19 @@ def _without_rehearsals(
     states: Mapping[Path, Mapping[str, Any]],
 ) -> list[Checkpoint]:
     """Move checkpoints of runs with the option ``debug`` away, and return the others."""
-    rehearsals = [one for one in found if states[one.path].get(DEBUG) is True]
+    rehearsals = [checkpoint for checkpoint in found if states[checkpoint.path].get(DEBUG) is True]
     if rehearsals:
         words = "%d checkpoint(s) in %s were saved with --debug: this run does not go on from them."
         logger.warning(words, len(rehearsals), checkpointer.checkpoints_dir)
         checkpointer.set_these_aside(rehearsals)
-    return [one for one in found if one not in rehearsals]
+    return [checkpoint for checkpoint in found if checkpoint not in rehearsals]
 
 
 def _states_of(
     found: Iterable[Checkpoint],
     known: States,
 ) -> dict[Path, dict[str, Any]]:
-    keys = [(one.path, ckpt_recency(one)) for one in found]
+    keys = [(checkpoint.path, ckpt_recency(checkpoint)) for checkpoint in found]
     known.update({key: brain_file_or_nothing(key[0]) for key in keys if key not in known})
     return {key[0]: known[key] for key in keys}
 
@@ -156,7 +158,7 @@ def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     if not find_launch().restart_count or launch in {None, "none"}:
         return []
-    return [one for one in found if states[one.path].get("launch") == launch]
+    return [checkpoint for checkpoint in found if states[checkpoint.path].get("launch") == launch]
 
 
 def _say_why(

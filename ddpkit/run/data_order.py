@@ -71,4 +71,4 @@ def _shuffle(data: Any) -> dict[str, str]:
 
 
 def _names(samplers: Iterable[Any]) -> str:
-    return f"by {' of '.join(type(one).__name__ for one in samplers)}"
+    return f"by {' of '.join(type(sampler).__name__ for sampler in samplers)}"

@@ -29,8 +29,8 @@ def exchanged_bytes(context: RunContext) -> int:
     if get_world_size() == 1:
         return 0
     options = context.options
-    trained = [one for one in context.modules.parameters() if one.requires_grad]
-    total = sum(_bytes_of(one, options) for one in trained)
+    trained = [parameter for parameter in context.modules.parameters() if parameter.requires_grad]
+    total = sum(_bytes_of(parameter, options) for parameter in trained)
     if options["ddp_comm_hook"] == "post_local_sgd":  # whole weights, once a period
         return round(total / (options["local_sgd_period"] or 1))
     return round(total)

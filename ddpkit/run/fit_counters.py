@@ -34,7 +34,7 @@ class FitCounters:
         """
         is_counter = isinstance(epoch_counter, EpochCounter)
         is_wrapper = not is_counter and not isinstance(epoch_counter, Sequence)
-        if is_counter and all(one is not epoch_counter for one in self._known):
+        if is_counter and all(counter is not epoch_counter for counter in self._known):
             self._known.append(epoch_counter)
-        for one in self._known:
-            one.note_running(is_running=is_wrapper or one is epoch_counter)
+        for counter in self._known:
+            counter.note_running(is_running=is_wrapper or counter is epoch_counter)

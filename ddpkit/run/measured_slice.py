@@ -218,7 +218,7 @@ class SliceClock:
 
     def _end(self) -> NoReturn:
         own = {
-            "windows": [(dict(one.seconds), float(one.samples)) for one in self._kept],
+            "windows": [(dict(window.seconds), float(window.samples)) for window in self._kept],
             "host": host_name(),
             "core_wait": self._core_waits.share(),
         }

@@ -144,7 +144,7 @@ class MemoryReport:
         """
         modules = self._context.modules
         parameters = list(modules.named_parameters())
-        gradients = [one.grad for _, one in parameters if one.grad is not None]
+        gradients = [parameter.grad for _, parameter in parameters if parameter.grad is not None]
         states = [
             value
             for optimizer in self._train_step.named_optimizers().values()
@@ -153,7 +153,7 @@ class MemoryReport:
             for value in state.values()
         ]
         sizes = {
-            "weights": [one for _, one in parameters] + list(modules.buffers()),
+            "weights": [parameter for _, parameter in parameters] + list(modules.buffers()),
             "gradients": gradients,
             "optimizers": states,
         }
@@ -164,15 +164,15 @@ class MemoryReport:
 def _largest(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ranked = sorted(
         parameters,
-        key=lambda one: _bytes_of([one[1]]),
+        key=lambda item: _bytes_of([item[1]]),
         reverse=True,
     )[:_LARGEST]
     rows = [
         (
-            f"  {name} {tuple(one.shape)} {str(one.dtype).rpartition('.')[2]}: "
-            f"{shown_bytes(_bytes_of([one]))}"
+            f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).rpartition('.')[2]}: "
+            f"{shown_bytes(_bytes_of([tensor]))}"
         )
-        for name, one in ranked
+        for name, tensor in ranked
     ]
     return ["the largest weights:", *rows] if rows else []
 
@@ -180,9 +180,13 @@ def _largest(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 def _bytes_of(tensors: Iterable[Any]) -> int:
     """Return the memory that tensors take on this rank, each memory once."""
     found = {}
-    for one in tensors:
-        if isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta:
-            storage = local_part(one).untyped_storage()
+    for tensor in tensors:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+        ):
+            storage = local_part(tensor).untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 

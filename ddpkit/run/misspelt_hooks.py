@@ -21,10 +21,16 @@ def warn_of_misspelt_hooks(recipe: type, base: type) -> None:
     Ranks: all; the main process speaks.
     """
     own, known = (dict(inspect.getmembers(kind, inspect.isfunction)) for kind in (recipe, base))
-    hooks = [name for name, one in known.items() if own.get(name) is one and name[0] != "_"]
-    codes = [getattr(inspect.unwrap(one), "__code__", one.__code__) for one in own.values()]
+    hooks = [
+        name for name, function in known.items() if own.get(name) is function and name[0] != "_"
+    ]
+    codes = [
+        getattr(inspect.unwrap(function), "__code__", function.__code__)
+        for function in own.values()
+    ]
     for code in codes:
-        codes += [one for one in code.co_consts if inspect.iscode(one)]  # functions inside of it
+        # functions inside of it
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
     called = {name for code in codes for name in code.co_names}
     for name in [
         name for name in own if not (name in called or name[0] == "_" or hasattr(base, name))

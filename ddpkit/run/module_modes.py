@@ -55,7 +55,7 @@ def stage_mode(
     if training:
         _tell_of_earlier(before)
     before.train(training)
-    known = {id(one) for one in before.modules()}
+    known = {id(module) for module in before.modules()}
     yield
     now = find()
     if now is not before:
@@ -65,9 +65,9 @@ def stage_mode(
         logger.warning_once(WHOLE, _NAMES[not training], _NAMES[training], method)
         now.train(training)
     elif not training:
-        for one in now.modules():
-            if id(one) not in known:
-                one.eval()  # a module is made in training mode
+        for module in now.modules():
+            if id(module) not in known:
+                module.eval()  # a module is made in training mode
 
 
 @contextlib.contextmanager
@@ -87,12 +87,12 @@ def kept_modes(modules: nn.Module) -> Iterator[None]:
         >>> net[0].training, net[1].training
         (True, False)
     """
-    modes = [(one, one.training) for one in modules.modules()]
+    modes = [(module, module.training) for module in modules.modules()]
     try:
         yield
     finally:
-        for one, training in modes:
-            one.training = training
+        for module, training in modes:
+            module.training = training
 
 
 def _tell_of_earlier(modules: nn.ModuleDict) -> None:
@@ -106,7 +106,7 @@ def _tell_of_earlier(modules: nn.ModuleDict) -> None:
         for layer in batch_norms(entry)
         if not layer.training and layer.track_running_stats
     }
-    names = [name for name, one in modules.named_modules() if id(one) in held]
+    names = [name for name, module in modules.named_modules() if id(module) in held]
     if names:
         more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         logger.warning_once(EARLIER, ", ".join(names[:_MOST_SHOWN]) + more)

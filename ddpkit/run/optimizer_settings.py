@@ -40,12 +40,12 @@ def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str
         [('SGD', 0.5, 0)]
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, one in optimizers.items():
-        known = [*getattr(one, "defaults", {"lr"}), "initial_lr"]
-        kind = {"class": type(one).__name__}
+    for name, optimizer in optimizers.items():
+        known = [*getattr(optimizer, "defaults", {"lr"}), "initial_lr"]
+        kind = {"class": type(optimizer).__name__}
         groups = [
             {key: group[key] for key in known if key in group}
-            for group in getattr(one, "param_groups", [])
+            for group in getattr(optimizer, "param_groups", [])
         ]
         text = json.dumps(
             [kind | group for group in groups],
@@ -82,7 +82,8 @@ def changed_settings(
     pairs = list(zip(before, now, strict=False))
     for old, new in pairs:
         kinds = [
-            (one.keys() - {"initial_lr"}, one.get("decoupled_weight_decay")) for one in (old, new)
+            (group.keys() - {"initial_lr"}, group.get("decoupled_weight_decay"))
+            for group in (old, new)
         ]
         if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
             raise CheckpointUsageError(

@@ -78,9 +78,11 @@ def require_room(
     Example:
         >>> require_room(Path("."), 1, has_checkpoints=False, warns=False)
     """
-    place = next(one for one in (folder, *folder.parents) if one.exists())
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
-    shown_free, shown_needed = (format_order_of_magnitude(one) for one in (free, bytes_needed))
+    shown_free, shown_needed = (
+        format_order_of_magnitude(number) for number in (free, bytes_needed)
+    )
     if free < bytes_needed:
         words = NO_ROOM.format(str(folder), shown_free, shown_needed)
         if not warns:
@@ -123,13 +125,13 @@ def state_bytes(objects: Iterable[Any]) -> int:
     """
     tensors: dict[int, int] = {}
     moments = 0
-    for one in objects:
-        if isinstance(one, nn.Module):
+    for obj in objects:
+        if isinstance(obj, nn.Module):
             tensors |= {
-                id(tensor): _bytes(tensor) for tensor in (*one.parameters(), *one.buffers())
+                id(tensor): _bytes(tensor) for tensor in (*obj.parameters(), *obj.buffers())
             }
-        elif isinstance(one, torch.optim.Optimizer):
-            for group in one.param_groups:
+        elif isinstance(obj, torch.optim.Optimizer):
+            for group in obj.param_groups:
                 moments += _moments(group) * sum(map(_bytes, group["params"]))
     return sum(tensors.values()) + moments
 

@@ -498,7 +498,7 @@ def precision_row(
         ... )
         'bf16, evaluation fp32'
     """
-    own = {one.dtype for one in modules.parameters() if one.is_floating_point()}
+    own = {parameter.dtype for parameter in modules.parameters() if parameter.is_floating_point()}
     single = own.pop() if len(own) == 1 else torch.float32
     evaluated = _format(evaluation, single)
     if not trains:

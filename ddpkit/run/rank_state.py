@@ -172,8 +172,8 @@ class RankStates:
         self.is_complete = self.is_of_as_many and None not in ranks
         unknown = [
             number
-            for number, one in enumerate(ranks)
-            if one is None or one.get("random", True) is None
+            for number, state in enumerate(ranks)
+            if state is None or state.get("random", True) is None
         ]
         if unknown and self.is_of_as_many and not end_of_epoch:
             logger.warning_once(
@@ -374,7 +374,9 @@ class RankState:
         for name, metric in self.metrics.items():
             totals = [state[name] for state in states if name in state]
             if totals:
-                metric.load_state_dict({key: sum(one[key] for one in totals) for key in totals[0]})
+                metric.load_state_dict(
+                    {key: sum(total[key] for total in totals) for key in totals[0]}
+                )
             else:
                 missing.append(name.partition(".")[2])
         if missing:
@@ -508,7 +510,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     """Return where the data goes on if all ranks say the same of it, as they do of a stream that
     all of them read.
     """
-    known = [one for one in ranks if one is not None]
+    known = [state for state in ranks if state is not None]
     if not known or len(known) < len(ranks):
         return {}
     first = known[0]
@@ -516,7 +518,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     return {
         name: first[name]
         for name in names
-        if all(_listed(one.get(name)) == _listed(first[name]) for one in known)
+        if all(_listed(state.get(name)) == _listed(first[name]) for state in known)
     }
 
 
@@ -526,11 +528,14 @@ def _counted(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     """
     names = ("logged", "metrics")
     found = {
-        name: [one[name] for one in ranks if one is not None and one.get(name)] for name in names
+        name: [state[name] for state in ranks if state is not None and state.get(name)]
+        for name in names
     }
     return {name: [] if get_rank() else states for name, states in found.items() if states}
 
 
 def _listed(state: Any) -> Any:
     """Write a state's tensors as lists, which can be compared."""
-    return map_values(state, lambda one: one.tolist() if isinstance(one, torch.Tensor) else one)
+    return map_values(
+        state, lambda value: value.tolist() if isinstance(value, torch.Tensor) else value
+    )

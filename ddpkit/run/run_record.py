@@ -103,6 +103,6 @@ def _parameters(modules: Any) -> dict[str, int]:
     """Return how many parameters there are, and how many of them are trained."""
     found = list(modules.parameters())
     return {
-        "all": sum(one.numel() for one in found),
-        "trained": sum(one.numel() for one in found if one.requires_grad),
+        "all": sum(parameter.numel() for parameter in found),
+        "trained": sum(parameter.numel() for parameter in found if parameter.requires_grad),
     }

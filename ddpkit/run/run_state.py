@@ -173,9 +173,9 @@ class RunState:
             "seed": self.rank_state.base_seed,
             "settings": self._settings,
             "trained": {
-                name: one.requires_grad
-                for name, one, begun in self._flags
-                if one.requires_grad is not begun
+                name: parameter.requires_grad
+                for name, parameter, begun in self._flags
+                if parameter.requires_grad is not begun
             },
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "options": {name: self.context.options[name] for name in TELLING},
@@ -196,7 +196,7 @@ class RunState:
         if progress.step and progress.train_sums is not None:
             return progress.train_sums  # the epoch's training is over
         # its own share stands for all
-        return [one * get_world_size() for one in self.rank_state.own_sums()]
+        return [own * get_world_size() for own in self.rank_state.own_sums()]
 
     @property
     def passed_on(self) -> PassedOn | None:
@@ -312,11 +312,11 @@ class RunState:
         before = StepPlan.read(state)
         batches, told = self.step_plan.place(before, state["step"], samples)
         step = batches * self.context.strategy.shards
-        for one in filter(
+        for warning in filter(
             None,
             (told, self.step_plan.other_data(before) if state["step"] else None),
         ):
-            logger.warning("%s", one)
+            logger.warning("%s", warning)
         if "loss_sum" not in state and step:
             logger.warning(
                 "This checkpoint was made by SpeechBrain in the middle of an epoch: %d batches "
@@ -428,15 +428,18 @@ class RunState:
             modules: without any wrapper.
         """
         self._flags = self._flags or [
-            (name, one, one.requires_grad) for name, one in modules.named_parameters()
+            (name, parameter, parameter.requires_grad)
+            for name, parameter in modules.named_parameters()
         ]
         saved = self._saved_flags
         self._saved_flags = None
         count = 0
-        for name, one, begun in self._flags if isinstance(saved, Mapping) else ():
-            wanted = bool(saved.get(name, begun if self.calls.number > 1 else one.requires_grad))
-            count += wanted is not one.requires_grad
-            one.requires_grad_(wanted)
+        for name, parameter, begun in self._flags if isinstance(saved, Mapping) else ():
+            wanted = bool(
+                saved.get(name, begun if self.calls.number > 1 else parameter.requires_grad)
+            )
+            count += wanted is not parameter.requires_grad
+            parameter.requires_grad_(wanted)
         if count:
             logger.info(
                 "%d parameter(s) are frozen, or trained, as they were when the checkpoint was "

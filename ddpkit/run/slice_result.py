@@ -107,7 +107,7 @@ class SliceResult:
         Raises:
             ConfigError: they are no such values.
         """
-        known = {one.name for one in dataclasses.fields(cls)}
+        known = {field.name for field in dataclasses.fields(cls)}
         try:
             found = cls(**{name: value for name, value in values.items() if name in known})
             is_sound = found.steps > 0 and found.seconds > 0 and _has_phases(found)

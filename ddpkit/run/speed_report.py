@@ -328,7 +328,7 @@ class SpeedReport:
         """
         if self.last is None:
             return 0.0
-        return max(one[DATA] / max(one[STEP], 1e-9) for one in self.last.phases)
+        return max(phase[DATA] / max(phase[STEP], 1e-9) for phase in self.last.phases)
 
     def _tell(self, second: SecondOfSteps) -> None:
         """Write a second of steps to the run's log, and what it shows for the first time."""
@@ -352,7 +352,7 @@ class SpeedReport:
             **facts,
             seconds=seconds,
             windows=len(self._windows),
-            batches_per_window=sum(one.batches for one in self._windows) / len(self._windows),
+            batches_per_window=sum(window.batches for window in self._windows) / len(self._windows),
             world_size=len(rows),
             phases=[row.phases for row in rows],
             samples=[row.samples for row in rows],
@@ -373,9 +373,9 @@ class SpeedReport:
         singles = [row.numbers.singles for row in self._rows]
         clocks = [row.gpu_clocks for row in self._rows]
         return {
-            "single_sizes": [[one.size for one in row] for row in singles],
-            "single_own": [[one.own for one in row] for row in singles],
-            "single_exchange": [[one.exchange for one in row] for row in singles],
+            "single_sizes": [[single.size for single in row] for row in singles],
+            "single_own": [[single.own for single in row] for row in singles],
+            "single_exchange": [[single.exchange for single in row] for row in singles],
             "core_waits": [row.core_waits for row in self._rows],
             "gpu_clocks": None if None in clocks else clocks,
         }

@@ -283,8 +283,12 @@ def logs_row(train_logger: Any) -> str:
         >>> logs_row(FileTrainLogger("results/train_log.txt"))
         'metrics.jsonl and train_log.txt in results'
     """
-    handlers = [one for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler)]
-    files = [one.baseFilename for one in handlers if one.baseFilename != os.devnull]
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.FileHandler)
+    ]
+    files = [handler.baseFilename for handler in handlers if handler.baseFilename != os.devnull]
     folders: dict[str, list[str]] = {}
     for place in dict.fromkeys(map(shown_path, [*files, *log_places(train_logger)])):
         folders.setdefault(str(Path(place).parent), []).append(Path(place).name)

@@ -130,15 +130,15 @@ class StepFlops:
         if self._counter is None:
             from ddpkit.step_times import FlopCounter  # which a step needs once
 
-            blocks = [recomputed(one) for one in self._context.modules.modules()]
-            found = [one for one in blocks if one is not None]
-            self._counter = FlopCounter(lambda: any(one.is_recomputing for one in found))
+            blocks = [recomputed(module) for module in self._context.modules.modules()]
+            found = [block for block in blocks if block is not None]
+            self._counter = FlopCounter(lambda: any(block.is_recomputing for block in found))
         self._running.enter_context(self._counter)
 
     def _problem(self) -> str:
         """Return why the operations of this run cannot be counted; empty if they can."""
         modules = self._context.modules
-        if any(isinstance(one, nn.DataParallel) for one in modules.modules()):
+        if any(isinstance(module, nn.DataParallel) for module in modules.modules()):
             return THREADS
         if has_compiled_code() or any(map(is_compiled, modules.modules())):
             return COMPILED

@@ -31,12 +31,15 @@ def modules_not_saved(
         >>> modules_not_saved({"net": net, "head": head}, {"net": net})
         ['head']
     """
-    saved = [one for one in parts_of(recoverables) if isinstance(one, nn.Module)]
+    saved = [part for part in parts_of(recoverables) if isinstance(part, nn.Module)]
     held = {id(parameter) for module in saved for parameter in module.parameters()}
     return [
         name
         for name, module in modules.items()
-        if any(one.requires_grad and id(one) not in held for one in module.parameters())
+        if any(
+            parameter.requires_grad and id(parameter) not in held
+            for parameter in module.parameters()
+        )
     ]
 
 
@@ -77,8 +80,8 @@ def parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
         >>> list(parts_of({"net": 1}))
         [1]
     """
-    for one in recoverables.values():
-        yield one
-        for value in getattr(one, "__dict__", {}).values():
+    for recoverable in recoverables.values():
+        yield recoverable
+        for value in getattr(recoverable, "__dict__", {}).values():
             inner = list(value.values()) if isinstance(value, dict) else value
             yield from inner if isinstance(inner, (list, tuple)) else (inner,)

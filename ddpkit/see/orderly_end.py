@@ -31,8 +31,8 @@ def ended_in_order() -> Iterator[None]:
     before: dict[int, Any] = {}
 
     def end(number: int, _: Any) -> NoReturn:
-        for one in before:  # a second one must not interrupt the tidying up
-            signal.signal(one, signal.SIG_IGN)
+        for signum in before:  # a second one must not interrupt the tidying up
+            signal.signal(signum, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]

@@ -117,7 +117,9 @@ def _own_formulas() -> dict[Any, Callable[..., int]]:
         "_scaled_dot_product_fused_attention_overrideable": _attention,
         "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
     }
-    return {getattr(_aten, name): one for name, one in named.items() if hasattr(_aten, name)}
+    return {
+        getattr(_aten, name): formula for name, formula in named.items() if hasattr(_aten, name)
+    }
 
 
 def _kind_of(operation: Any) -> str:
@@ -193,9 +195,9 @@ class FlopCounter(TorchDispatchMode):
         packet = getattr(func, "overloadpacket", None)
         if packet is None and not _keeps_compiling():
             raise ConfigError(HIGHER_ORDER.format(torch.__version__, func))
-        if any(issubclass(one, FakeTensor) for one in types):
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # shapes that DTensor looks up: nothing is computed
-        if any(one not in _PLAIN for one in types):
+        if any(kind not in _PLAIN for kind in types):
             return (
                 NotImplemented  # it runs operations on the tensors that it holds, which come here
             )
@@ -216,7 +218,10 @@ class FlopCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        dtype = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.float32)
+        dtype = next(
+            (argument.dtype for argument in args if isinstance(argument, torch.Tensor)),
+            torch.float32,
+        )
         try:
             number = int(formula(*args, **kwargs, out_val=result))
         except Exception as error:  # noqa: BLE001 -- of torch or a recipe: the step goes on, the count is not known

@@ -111,7 +111,7 @@ def _unpacked(slots: Iterator[float]) -> RankRow:
     numbers = RankNumbers(
         phases=times,
         tokens=None if tokens < 0.0 else tokens,
-        singles=[one for one in singles if one.size >= 0.0],
+        singles=[single for single in singles if single.size >= 0.0],
         **rest,
     )
     return RankRow(numbers, _there(memory), core_waits, _there(clocks) or None)

@@ -63,7 +63,7 @@ def speed_fields(
         "world_size": second.world_size,
         "samples_per_second": _rounded(second.samples_per_second),
         "step_seconds": spread([phase[STEP] for phase in second.phases]),
-        "phases": {phase: spread([one[phase] for one in second.phases]) for phase in PHASES},
+        "phases": {phase: spread([times[phase] for times in second.phases]) for phase in PHASES},
         "memory": _memory(second),
     }
     optional = {
@@ -95,7 +95,7 @@ def _flops(
 
 def _memory(second: SecondOfSteps) -> dict[str, dict[str, float]]:
     names = second.memory[0] if second.memory else {}
-    by_name = {name: [one[name] for one in second.memory if name in one] for name in names}
+    by_name = {name: [memory[name] for memory in second.memory if name in memory] for name in names}
     return {name: spread(values) for name, values in by_name.items()}
 
 

@@ -104,8 +104,8 @@ def summarized(windows: list[WindowTimes]) -> RankNumbers:
         samples=sum(window.samples for window in windows) / number,
         size=sum(window.size for window in windows) / number,
         tokens=sum(counts) / number if counts else None,
-        host_seconds=median(one.host_seconds for one in whole or windows),
-        is_host_bound=sum(one.is_host_bound for one in whole) / max(len(whole), 1),
+        host_seconds=median(window.host_seconds for window in whole or windows),
+        is_host_bound=sum(window.is_host_bound for window in whole) / max(len(whole), 1),
         singles=[_single(window) for window in windows[-SINGLE_WINDOWS:]],
     )
 

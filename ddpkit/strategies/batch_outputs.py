@@ -67,7 +67,7 @@ def with_graph(value: Any, levels: int = DEEPEST) -> Iterator[torch.Tensor]:
     level = [value]
     seen = {id(value)}
     for _ in range(levels):
-        parts = [part for one in level for part in _parts_of(one)]
+        parts = [part for value in level for part in _parts_of(value)]
         level = []
         for part in parts:
             if id(part) in seen:
@@ -156,7 +156,9 @@ class BatchOutputs:
         plain = [
             module for module in modules.values() if not isinstance(module, DistributedDataParallel)
         ]
-        self._hooks = [one.register_forward_hook(self._after_forward) for one in plain if is_needed]
+        self._hooks = [
+            module.register_forward_hook(self._after_forward) for module in plain if is_needed
+        ]
         return is_needed
 
     def _after_forward(
@@ -186,4 +188,4 @@ def go_backwards_from(outputs: list[torch.Tensor]) -> None:
 
     Ranks: collective: the other ranks go backwards through the same layers.
     """
-    torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])

@@ -25,7 +25,7 @@ _OF_DDP = (
     "static_graph",
     "bucket_cap_mb",
     *_SWITCHES,
-    *(f"{one}=False" for one in _SWITCHES),
+    *(f"{name}=False" for name in _SWITCHES),
 )
 _DDPS = dict.fromkeys(_OF_DDP, "it is DDP's")
 NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> others -> why not
@@ -216,7 +216,7 @@ def _refuse_number(options: RunOptions) -> None:
             "--strategy=single; or leave --strategy out."
         )
     if number is not None and number % world_size:
-        able = " or ".join(str(one) for one in range(1, number + 1) if not number % one)
+        able = " or ".join(str(divisor) for divisor in range(1, number + 1) if not number % divisor)
         raise ConfigError(
             f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a "
             f"multiple of their number. Start {able} processes, or give another --virtual_ranks, "
@@ -237,5 +237,5 @@ def _refuse_pairs(options: RunOptions, *, has_own_fit_batch: bool) -> None:
     if has_own_fit_batch:
         refuse_with("a fit_batch of the recipe", options, NOT_WITH_FIT_BATCH)
     for chosen, reasons in NOT_WITH.items():
-        if all(is_given(options, one) for one in chosen.split()):
+        if all(is_given(options, name) for name in chosen.split()):
             refuse_with(chosen, options, reasons)

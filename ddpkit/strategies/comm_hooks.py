@@ -106,8 +106,8 @@ class PowerSGD:
         }
         for name in _MEMORIES:
             found[name] = {
-                bucket: one.to("cpu", copy=True)
-                for bucket, one in getattr(self.state, name).items()
+                bucket: tensor.to("cpu", copy=True)
+                for bucket, tensor in getattr(self.state, name).items()
             }
         return found
 
@@ -131,7 +131,7 @@ class PowerSGD:
         self.state.iter = state["iter"]
         for name in _MEMORIES:
             getattr(self.state, name).update(
-                {key: one.to(device, copy=True) for key, one in state[name].items()}
+                {key: tensor.to(device, copy=True) for key, tensor in state[name].items()}
             )
 
 

@@ -187,12 +187,12 @@ class DDP(Strategy):
         """
         self._close_orders()
         self.wrapped = [
-            one for one in self.wrapped if any(one is entry for entry in modules.values())
+            module for module in self.wrapped if any(module is entry for entry in modules.values())
         ]
         changed = [
             name
-            for name, one in modules.items()
-            if self._trained.get(name) != trained_parameters(one)
+            for name, module in modules.items()
+            if self._trained.get(name) != trained_parameters(module)
         ]
         if not changed:
             return
@@ -221,7 +221,7 @@ class DDP(Strategy):
             for parameter in parameters_of(optimizers.values())
             if id(parameter) not in known
         ]
-        shapes = str([tuple(one.shape) for one in self._outside])
+        shapes = str([tuple(parameter.shape) for parameter in self._outside])
         require_agreement(
             {("shapes of the parameters that an optimizer has and no entry of modules"): shapes}
         )
@@ -230,7 +230,7 @@ class DDP(Strategy):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
         if self.options.static_graph:  # torch's own way averages in the wrong backward passes then
-            held = [one.gradient_reduction for one in self.wrapped]
+            held = [module.gradient_reduction for module in self.wrapped]
             return SwitchedAttribute(held, "held", during=True)
         return SwitchedAttribute(self.wrapped, "require_backward_grad_sync", during=False)
 
@@ -283,7 +283,12 @@ class DDP(Strategy):
         for reduction in watched:
             reduction.defers = defers
         try:
-            with removing_hooks([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
+            with removing_hooks(
+                [
+                    parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                    for parameter in uncounted
+                ]
+            ):
                 yield
             for reduction in watched:
                 reduction.after_backward()
@@ -342,11 +347,13 @@ class DDP(Strategy):
         starts = self._zeros.starts(self.wrapped, retain_graph=retain_graph)
         yield
         without = self._zeros.without_loss(self.wrapped)
-        reductions = {one: one.gradient_reduction for one in self.wrapped}
+        reductions = {module: module.gradient_reduction for module in self.wrapped}
         batch = self._clock.batch
         defers = self._defers(closes=closes)
-        armed = [one for one, state in reductions.items() if state.batch == batch and state.reduced]
-        averaged = [one for one in armed if not (defers and reductions[one].watched)]
+        armed = [
+            module for module, state in reductions.items() if state.batch == batch and state.reduced
+        ]
+        averaged = [module for module in armed if not (defers and reductions[module].watched)]
         backward_pass = self.backward_pass(modules, closes=closes, counts=counts)
         self._zeros.go_backwards(starts, without, averaged, f"{self._steps}/{batch}", backward_pass)
 
@@ -363,17 +370,17 @@ class DDP(Strategy):
         sends_use = self.options.find_unused_parameters
         if sending and sends_use and not closes and not is_known:
             raise BatchError(UNKNOWN_PART)
-        if sending and not any(one.gradient_reduction.reduced for one in sending):
+        if sending and not any(module.gradient_reduction.reduced for module in sending):
             call_without_batch(sending)
         yield
         self._clock.batch += 1
-        awaited = [one for one in sending if one.gradient_reduction.is_awaited()]
+        awaited = [module for module in sending if module.gradient_reduction.is_awaited()]
         if is_known and (closes or sends_use):
             self._complete(awaited, closes=closes)
         elif not closes or (sends_use and self.accumulation.factor > 1):
-            for one in awaited:  # as after a backward pass whose gradients are not averaged
-                one.gradient_reduction.skipped = True
-                one.gradient_reduction.reduced = one.gradient_reduction.armed = False
+            for module in awaited:  # as after a backward pass whose gradients are not averaged
+                module.gradient_reduction.skipped = True
+                module.gradient_reduction.reduced = module.gradient_reduction.armed = False
 
     def _complete(
         self,
@@ -388,8 +395,10 @@ class DDP(Strategy):
             modules: called in this batch.
             closes: whether it is the last of its window.
         """
-        modules.sort(key=lambda one: one.gradient_reduction.call, reverse=True)
-        watched = [one.gradient_reduction for one in modules if one.gradient_reduction.watched]
+        modules.sort(key=lambda module: module.gradient_reduction.call, reverse=True)
+        watched = [
+            module.gradient_reduction for module in modules if module.gradient_reduction.watched
+        ]
         with self._watched_pass(watched, [], closes=closes):
             for module in modules:
                 complete(module, self._steps)
@@ -401,10 +410,10 @@ class DDP(Strategy):
         """Complete the averages of what was called, if no backward pass of this rank has come to
         any of it.
         """
-        skipped = [one for one in self.wrapped if one.gradient_reduction.skipped]
+        skipped = [module for module in self.wrapped if module.gradient_reduction.skipped]
         for module in sorted(
             skipped,
-            key=lambda one: one.gradient_reduction.call,
+            key=lambda module: module.gradient_reduction.call,
             reverse=True,
         ):
             module.pass_over()
@@ -413,7 +422,10 @@ class DDP(Strategy):
             for module in self.wrapped
             if module.gradient_reduction.reduced and module.is_stepped_by(optimizers)
         ]
-        if all(one.gradient_reduction.awaited and not waits_for_gradients(one) for one in armed):
+        if all(
+            module.gradient_reduction.awaited and not waits_for_gradients(module)
+            for module in armed
+        ):
             self._complete(armed, closes=True)
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
@@ -421,7 +433,7 @@ class DDP(Strategy):
         is_only = len(self.wrapped) == 1
         if not is_only:
             self._order = hash(
-                (self._order, *[one.gradient_reduction.reduced for one in self.wrapped])
+                (self._order, *[module.gradient_reduction.reduced for module in self.wrapped])
             )
         is_waiting = False
         for module in self.wrapped:  # without a call for each: this is every step
@@ -439,7 +451,9 @@ class DDP(Strategy):
         zeros = self._zeros.announce_leftovers(self._steps) if self._zeros.versions else []
         for module in self.wrapped:
             module.reduce_leftovers(optimizers, is_only=is_only)
-        if others := [one for one in (*self._outside, *self._frozen) if one.requires_grad]:
+        if others := [
+            parameter for parameter in (*self._outside, *self._frozen) if parameter.requires_grad
+        ]:
             average_gradients(others)
         if zeros or self._used is not None or self._noting:
             self._tidy_gradients(zeros)
@@ -458,7 +472,9 @@ class DDP(Strategy):
         rank.
         """
         parameters = self._parameters()
-        sums = distributed.sum_over_ranks([float(id(one) in used) for one in parameters])
+        sums = distributed.sum_over_ranks(
+            [float(id(parameter) in used) for parameter in parameters]
+        )
         for parameter, number in zip(parameters, sums, strict=True):
             if not number:
                 parameter.grad = None
@@ -478,7 +494,7 @@ class DDP(Strategy):
         parameters = self._parameters()
         if self._used is None:
             # of the window's earlier ones
-            self._used = {id(one) for one in parameters if one.grad is not None}
+            self._used = {id(parameter) for parameter in parameters if parameter.grad is not None}
         used = self._used
         trained: list[Any] = parameters if counts else []
 
@@ -487,7 +503,9 @@ class DDP(Strategy):
             if parameter.grad is not None:
                 used.add(id(parameter))
 
-        return removing_hooks([one.register_post_accumulate_grad_hook(note) for one in trained])
+        return removing_hooks(
+            [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+        )
 
     def _parameters(self) -> list[nn.Parameter]:
         return [
@@ -559,7 +577,10 @@ class DDP(Strategy):
             hook.forget()
 
     def _compressing(self) -> dict[str, Any]:
-        found = {one.gradient_reduction.entry: one.gradient_reduction.hook for one in self.wrapped}
+        found = {
+            module.gradient_reduction.entry: module.gradient_reduction.hook
+            for module in self.wrapped
+        }
         return {entry: hook for entry, hook in found.items() if hasattr(hook, "forget")}
 
     def end_pass(self, modules: nn.ModuleDict) -> None:

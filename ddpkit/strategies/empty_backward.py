@@ -63,7 +63,7 @@ def call_without_batch(modules: Sequence[WrappedDDP]) -> None:
 
     Ranks: collective: the other ranks call the module.
     """
-    names = ", ".join(f"modules[{one.gradient_reduction.entry!r}]" for one in modules)
+    names = ", ".join(f"modules[{module.gradient_reduction.entry!r}]" for module in modules)
     if len(modules) > 1:
         raise BatchError(NOT_CALLED.format(f"any of {names}", SEVERAL))
     [module] = modules
@@ -150,7 +150,7 @@ def drop_zeros(module: WrappedDDP) -> None:
     Ranks: local.
     """
     parameters = trained_of(module)
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(bool(gradient.any()) for gradient in gradients):
         for parameter in parameters:
             parameter.grad = None

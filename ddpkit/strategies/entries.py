@@ -137,7 +137,7 @@ def blocks_of(
         >>> list(blocks_of(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["ReLU"], "compile_blocks"))
         ['1']
     """
-    parts = {name: one for name, one in modules.named_modules() if name}
+    parts = {name: module for name, module in modules.named_modules() if name}
     there = {type(part).__name__ for part in parts.values()}
     unknown = sorted(set(classes) - there)
     if unknown:
@@ -145,7 +145,7 @@ def blocks_of(
             f"{option}={list(classes)!r} names {', '.join(map(repr, unknown))}, and the classes "
             f"in the modules are: {', '.join(sorted(there)) or 'none'}."
         )
-    return {name: one for name, one in parts.items() if type(one).__name__ in classes}
+    return {name: part for name, part in parts.items() if type(part).__name__ in classes}
 
 
 def refuse_wrapped(name: str, module: nn.Module, option: str) -> None:

@@ -216,7 +216,7 @@ class FSDP(Strategy):
                 or type(part).forward is nn.Module.forward
             ):
                 continue
-            if all(everywhere[one] == number for one, number in _owners(part).items()):
+            if all(everywhere[parameter] == number for parameter, number in _owners(part).items()):
                 taken |= own.keys()
                 blocks.append(part)
             elif names:
@@ -340,7 +340,9 @@ class FSDP(Strategy):
         gradients become zero.
         """
         trained: list[Any] = (
-            [] if counts else [one for one in self._gathered.values() if one.requires_grad]
+            []
+            if counts
+            else [parameter for parameter in self._gathered.values() if parameter.requires_grad]
         )
         return (
             removing_hooks([parameter.register_hook(torch.zeros_like) for parameter in trained])
@@ -392,7 +394,7 @@ class FSDP(Strategy):
         """
         found = exchange((length, self._order), site="evaluating")
         self._require_same_order([order for _, order in found])
-        lengths = {one for one, _ in found}
+        lengths = {name for name, _ in found}
         keeps_whole = None in lengths or len(lengths) > 1
         if keeps_whole:
             self._is_noting = False

@@ -28,14 +28,17 @@ def average_gradients(
 
     Ranks: collective.
     """
-    own_ones = [one.grad is not None for one in parameters]
-    sums = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    own_ones = [parameter.grad is not None for parameter in parameters]
+    sums = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in parameters
+    ]
     present = torch.tensor(own_ones, dtype=sums[0].dtype)
     # One length on all ranks, whatever each has: NCCL does not notice where they differ.
     flat = torch.cat(
         [
-            one.flatten()
-            for one in (
+            tensor.flatten()
+            for tensor in (
                 *sums,
                 present.to(sums[0].device, non_blocking=True),
             )
@@ -43,7 +46,7 @@ def average_gradients(
     )
     start_sum(flat, group)()
     flat /= torch.distributed.get_world_size(group)
-    *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
+    *averages, present = torch.split(flat, [tensor.numel() for tensor in (*sums, present)])
     exists = own_ones if all(own_ones) else present.tolist()
     for parameter, own, average, anywhere in zip(parameters, sums, averages, exists, strict=True):
         if anywhere:  # a rank that took another branch gets the others' gradients

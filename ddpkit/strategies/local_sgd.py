@@ -93,12 +93,12 @@ class LocalSGD(DDP):
             ConfigError: an optimizer is not torch's, so its state is unknown.
         """
         super().prepare_optimizers(modules, optimizers)
-        for name, one in optimizers.items():
-            if not isinstance(one, Optimizer):
+        for name, optimizer in optimizers.items():
+            if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
                     CANNOT_AVERAGE.format(
                         name,
-                        type(one).__name__,
+                        type(optimizer).__name__,
                         "is not a torch.optim.Optimizer.",
                     )
                 )
@@ -163,12 +163,12 @@ class LocalSGD(DDP):
 
     def _average(self, modules: nn.ModuleDict) -> None:
         if not self._is_compared:
-            for name, one in self._optimizers.items():
-                require_equal_groups(CANNOT_AVERAGE, name, one)
+            for name, optimizer in self._optimizers.items():
+                require_equal_groups(CANNOT_AVERAGE, name, optimizer)
             self._is_compared = True
         parts = list(self._parts(modules))
         progress = self._progress
-        sizes = [[one.numel() for one in part] for part in parts]
+        sizes = [[tensor.numel() for tensor in part] for part in parts]
         own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
         most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])
         with waiting():
@@ -187,13 +187,15 @@ class LocalSGD(DDP):
         """
         known: set[int] = set()
         for name, optimizer in self._optimizers.items():
-            for parameter in [one for one in parameters_of([optimizer]) if one.requires_grad]:
+            for parameter in [
+                parameter for parameter in parameters_of([optimizer]) if parameter.requires_grad
+            ]:
                 own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
                 known.add(id(parameter))
                 yield [*own, *_state_of(name, optimizer, parameter)]
         for module in map(unwrap, modules.values()):
             saved = module.state_dict(keep_vars=True)
-            yield [one for key, one in module.named_buffers() if key in saved]
+            yield [buffer for key, buffer in module.named_buffers() if key in saved]
 
 
 def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -220,19 +222,19 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
     stays a whole number. What is in host memory beside the device travels there.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for one in tensors:
-        is_exact = not (one.is_floating_point() or one.is_complex())
-        wide = widest_float(one.device) if one.numel() == 1 else torch.float32
-        dtype = one.dtype if is_exact else torch.promote_types(one.dtype, wide)
-        kinds.setdefault((dtype, one.device), []).append(one)
+    for tensor in tensors:
+        is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+        wide = widest_float(tensor.device) if tensor.numel() == 1 else torch.float32
+        dtype = tensor.dtype if is_exact else torch.promote_types(tensor.dtype, wide)
+        kinds.setdefault((dtype, tensor.device), []).append(tensor)
     for (dtype, where), alike in kinds.items():
         group = control_group() if where.type != device.type else None
-        ends = itertools.accumulate(one.numel() for one in alike)
+        ends = itertools.accumulate(tensor.numel() for tensor in alike)
         for _, pairs in itertools.groupby(
             zip(alike, ends, strict=True),
             lambda pair: pair[1] // BUCKET_ELEMENTS,
         ):
-            bucket = [one for one, _ in pairs]
+            bucket = [tensor for tensor, _ in pairs]
             flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
             if dtype.is_floating_point or dtype.is_complex:
                 # before the sum, which could overflow: a mask has the lowest number
@@ -246,9 +248,9 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
                         src=0,
                         group=group,
                     )
-            for one, values in zip(
+            for target, values in zip(
                 bucket,
                 torch.split(flat, [tensor.numel() for tensor in bucket]),
                 strict=True,
             ):
-                one.copy_(values.view_as(one))
+                target.copy_(values.view_as(target))

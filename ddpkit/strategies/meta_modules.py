@@ -69,7 +69,7 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
     seed = torch.initial_seed() if seed is None else seed
     for path, part in reversed(list(module.named_modules())):  # as they were built: children first
         own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        empty = {key: one for key, one in own if one.is_meta}
+        empty = {key: tensor for key, tensor in own if tensor.is_meta}
         if empty:
             whole = f"{name}.{path}".strip(".")
             torch.default_generator.manual_seed(zlib.crc32(f"{seed} {whole}".encode()))
@@ -91,16 +91,18 @@ def _reset(
     if reset is None:
         raise ConfigError(NO_VALUES.format(name, kind, "has no reset_parameters()"))
     divided = [local_part(parameter) for parameter in part.parameters() if is_sharded(parameter)]
-    before = [one.clone() for one in divided]
-    for one in empty.values():
-        values = torch.empty_like(one, device="cpu")
+    before = [tensor.clone() for tensor in divided]
+    for tensor in empty.values():
+        values = torch.empty_like(tensor, device="cpu")
         _bytes_of(values).fill_(UNSET)
         values = (
-            nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
+            nn.Parameter(values, tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else values
         )
-        vars(values).update(vars(one))  # marks of the recipe's own
+        vars(values).update(vars(tensor))  # marks of the recipe's own
         with without_weak_references(part):
-            torch.utils.swap_tensors(one, values)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(tensor, values)  # type: ignore[no-untyped-call]
     reset()
     left = [
         key

@@ -32,7 +32,9 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return no gradients; zeros where a recipe's own hook expects a tensor."""
-        return tuple(None if one is None else torch.zeros_like(one) for one in ctx.like)
+        return tuple(
+            None if gradient is None else torch.zeros_like(gradient) for gradient in ctx.like
+        )
 
 
 #: Of parameters: a zero that depends on them, and has no gradient with respect to any.

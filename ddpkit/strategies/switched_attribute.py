@@ -36,5 +36,5 @@ class SwitchedAttribute:
             setattr(owner, name, self._during)
 
     def __exit__(self, *_: object) -> None:
-        for one, before in zip(self._owners, self._before, strict=True):
-            setattr(one, self._name, before)
+        for owner, before in zip(self._owners, self._before, strict=True):
+            setattr(owner, self._name, before)

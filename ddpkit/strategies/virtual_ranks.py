@@ -169,14 +169,20 @@ class VirtualRanks(Strategy):
             for name in names
         }
         wide = wide_number(0.0, self.device)
-        moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
+        moves = [
+            wide.to(self._widened(buffer)).expand(buffer.shape)
+            for buffer in map(self._buffer, names)
+        ]
         # torch 2.8 has none
         dtypes = [
             getattr(parameter, "grad_dtype", None) or parameter.dtype
             for parameter in self._parameters
         ]
         pairs = zip(self._parameters, dtypes, strict=True)
-        self._like = [one.new_zeros((), dtype=dtype).expand(one.shape) for one, dtype in pairs]
+        self._like = [
+            parameter.new_zeros((), dtype=dtype).expand(parameter.shape)
+            for parameter, dtype in pairs
+        ]
         self._sum = OrderedSum([wide, wide, *moves, *self._like], self.virtual_ranks)
         self._begin_step()
 
@@ -392,7 +398,7 @@ class VirtualRanks(Strategy):
                 MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()")
             )
         self._noted = None
-        gradients = [one.grad for one in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         if any(gradient is not None for gradient in gradients) and not (
@@ -427,10 +433,10 @@ class VirtualRanks(Strategy):
             self._parts[self._shard] = part if known is None else add_tensors(known, part)
 
     def _check_dtypes(self, gradients: list[torch.Tensor | None]) -> None:
-        for one, like in zip(gradients, self._like, strict=True):
-            if one is not None and one.dtype != like.dtype:
+        for gradient, like in zip(gradients, self._like, strict=True):
+            if gradient is not None and gradient.dtype != like.dtype:
                 raise ConfigError(
-                    f"virtual_ranks={self.virtual_ranks}: a gradient is {one.dtype}, and "
+                    f"virtual_ranks={self.virtual_ranks}: a gradient is {gradient.dtype}, and "
                     f"{like.dtype} was expected. Set grad_dtype, and the dtype of a parameter, "
                     "before fit: the ranks agree on it once."
                 )

@@ -155,7 +155,11 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
             # rank's own.
             if waits_for_gradients(self):
                 named = self.module.named_parameters()
-                unused = [name for name, one in named if one.requires_grad and one.grad is None]
+                unused = [
+                    name
+                    for name, parameter in named
+                    if parameter.requires_grad and parameter.grad is None
+                ]
                 words = ", ".join(unused) or "some that an earlier batch used"
                 raise ConfigError(UNUSED.format(reduction.entry, words))
             if not reduction.awaited or not self.is_stepped_by(optimizers):

@@ -98,9 +98,11 @@ class DividedOptimizer:
         self._groups: list[list[torch.Tensor]] | None = None
         self._is_compared = False
         parameters = parameters_of([self.optimizer])
-        self._deal([one for one in parameters if one.requires_grad])
+        self._deal([parameter for parameter in parameters if parameter.requires_grad])
         self._deal(parameters)
-        for parameter in [one for one in optimizer.state if not self._is_mine(one)]:
+        for parameter in [
+            parameter for parameter in optimizer.state if not self._is_mine(parameter)
+        ]:
             del optimizer.state[parameter]
         optimizer.register_step_pre_hook(self._show_own)
         optimizer.register_step_post_hook(self._send_own)
@@ -116,7 +118,7 @@ class DividedOptimizer:
         """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest
         total.
         """
-        new = [one for one in parameters if one not in self._owners]
+        new = [parameter for parameter in parameters if parameter not in self._owners]
         for parameter in sorted(
             new,
             key=torch.Tensor.numel,
@@ -130,7 +132,9 @@ class DividedOptimizer:
         """Work out what this rank steps, and what travels together."""
         trained = list(itertools.chain(*groups))
         self._deal(trained)
-        self._own = [[one for one in group if self._is_mine(one)] for group in groups]
+        self._own = [
+            [parameter for parameter in group if self._is_mine(parameter)] for group in groups
+        ]
         together: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for parameter in trained:
             is_alone = (
@@ -146,7 +150,7 @@ class DividedOptimizer:
             together.setdefault(key, []).append(parameter)
         self._sent = []
         for (owner, dtype, device, alone), packed in together.items():
-            size = sum(one.numel() for one in packed)
+            size = sum(parameter.numel() for parameter in packed)
             buffer = None if alone else torch.empty(size, dtype=dtype, device=device)
             self._sent.append((owner, buffer, packed))
 
@@ -155,7 +159,9 @@ class DividedOptimizer:
     def _show_own(self, *_: Any) -> None:
         self._show_all()  # after a step that failed
         self._groups = [group["params"] for group in self.optimizer.param_groups]
-        trained = [[one for one in group if one.requires_grad] for group in self._groups]
+        trained = [
+            [parameter for parameter in group if parameter.requires_grad] for group in self._groups
+        ]
         ids = [list(map(id, group)) for group in trained]
         if ids != self._steps_of:
             self._plan(trained)
@@ -181,7 +187,7 @@ class DividedOptimizer:
         works = []
         for owner, buffer, packed in self._sent:
             if buffer is not None and owner == self._rank:
-                torch.cat([one.flatten() for one in packed], out=buffer)
+                torch.cat([parameter.flatten() for parameter in packed], out=buffer)
             works.append(
                 dist.broadcast(
                     packed[0] if buffer is None else buffer,
@@ -193,12 +199,12 @@ class DividedOptimizer:
             with waiting():
                 work.wait()
             if buffer is not None and owner != self._rank:
-                for one, values in zip(
+                for parameter, values in zip(
                     packed,
-                    torch.split(buffer, [one.numel() for one in packed]),
+                    torch.split(buffer, [parameter.numel() for parameter in packed]),
                     strict=True,
                 ):
-                    one.copy_(values.view_as(one))
+                    parameter.copy_(values.view_as(parameter))
         if not self._is_compared:
             self._is_compared = True
             require_equal_groups(CANNOT_DIVIDE, self.name, self.optimizer)
@@ -260,7 +266,7 @@ class DividedOptimizer:
             if self._rank == source:
                 own = map_values(
                     parts,
-                    lambda one: one.cpu() if isinstance(one, torch.Tensor) else one,
+                    lambda value: value.cpu() if isinstance(value, torch.Tensor) else value,
                 )
                 dist.send_object_list([own], 0, group=group)
             elif self._rank == 0:
@@ -312,18 +318,18 @@ class Zero1(DDP):
                 own way.
         """
         super().prepare_optimizers(modules, optimizers)
-        for name, one in optimizers.items():
-            kind = type(one)
-            is_torchs = isinstance(one, Optimizer) and kind.state_dict is Optimizer.state_dict
+        for name, optimizer in optimizers.items():
+            kind = type(optimizer)
+            is_torchs = isinstance(optimizer, Optimizer) and kind.state_dict is Optimizer.state_dict
             if (
                 not is_torchs
-                or isinstance(one, LBFGS)
+                or isinstance(optimizer, LBFGS)
                 or kind.load_state_dict is not Optimizer.load_state_dict
             ):
                 raise ConfigError(CANNOT_DIVIDE.format(name, kind.__name__, NOT_BY_PARAMETER))
-            divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(
+            divided = vars(optimizer)[MARK] = vars(optimizer).get(MARK) or DividedOptimizer(
                 name,
-                one,
+                optimizer,
                 self._loads,
             )
             self.optimizers += [] if divided in self.optimizers else [divided]
@@ -332,5 +338,7 @@ class Zero1(DDP):
         """Return the whole states of the optimizers among some objects; on the CPU, but for rank
         0's own part.
         """
-        found = {name: getattr(one, MARK, None) for name, one in objects.items()}
-        return {name: one.whole() for name, one in found.items() if one is not None}
+        found = {name: getattr(obj, MARK, None) for name, obj in objects.items()}
+        return {
+            name: optimizer.whole() for name, optimizer in found.items() if optimizer is not None
+        }

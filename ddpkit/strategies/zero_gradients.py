@@ -86,7 +86,7 @@ class ZeroGradients:
         found = self.outputs.now()
         called = self._called(wrapped)
         if not called:
-            names = ", ".join(f"modules[{one.gradient_reduction.entry!r}]" for one in wrapped)
+            names = ", ".join(f"modules[{module.gradient_reduction.entry!r}]" for module in wrapped)
             raise BatchError(NOT_CALLED.format(names, STATISTICS))
         if retain_graph:
             raise BatchError(OTHER_LOSSES)
@@ -100,11 +100,15 @@ class ZeroGradients:
         return starts
 
     def _called(self, wrapped: Sequence[WrappedDDP]) -> list[WrappedDDP]:
-        return [one for one in wrapped if one.gradient_reduction.batch == self._clock.batch]
+        return [
+            module for module in wrapped if module.gradient_reduction.batch == self._clock.batch
+        ]
 
     def without_loss(self, wrapped: Sequence[WrappedDDP]) -> list[WrappedDDP]:
         """Return the modules whose gradients, if any, come from no loss of this rank."""
-        return [one for one in wrapped if not has_gradients(one) or self._is_of_zeros(one)]
+        return [
+            module for module in wrapped if not has_gradients(module) or self._is_of_zeros(module)
+        ]
 
     def _is_of_zeros(self, module: WrappedDDP) -> bool:
         return module in self.versions and self.versions[module] == gradient_versions(module)
@@ -126,7 +130,7 @@ class ZeroGradients:
             number: of the pass; equal on all ranks.
             backward_pass: context for it.
         """
-        told = [one for one in averaged if one in without]
+        told = [module for module in averaged if module in without]
         for module in told:
             announce(module, number)
         with backward_pass:
@@ -135,8 +139,8 @@ class ZeroGradients:
         for module in told:
             drop_if_all_are_without(module, number)
             module.gradient_reduction.before = COMPLETED
-        left = [one for one in without if one not in told and has_gradients(one)]
-        self.versions = {one: gradient_versions(one) for one in left}
+        left = [module for module in without if module not in told and has_gradients(module)]
+        self.versions = {module: gradient_versions(module) for module in left}
 
     def announce_leftovers(self, step: int) -> list[WrappedDDP]:
         """Return the modules that are averaged at an optimizer step, with no loss of this rank;
@@ -146,7 +150,7 @@ class ZeroGradients:
             step: its number.
         """
         known = [version for version in self.versions if self._is_of_zeros(version)]
-        found = [one for one in known if not one.gradient_reduction.reduced]
+        found = [module for module in known if not module.gradient_reduction.reduced]
         for module in found:
             announce(module, f"{step}/leftovers")
         self.versions = {}

@@ -74,7 +74,7 @@ class TrainLoggers(TrainLogger):
         stages: Mapping[str, Stats],
         verbose: bool | None,
     ) -> None:
-        stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
+        stats: dict[str, Any] = {f"{name}_stats": stats for name, stats in stages.items()}
         for logger in self.loggers:
             logger.log_stats(
                 meta,

@@ -114,14 +114,16 @@ def _moved(value: Any, device: torch.device) -> Any:
         except TypeError:  # an object that takes nothing but the device
             return value.to(device)
     if isinstance(value, Mapping):
-        moved = {key: _moved(one, device) for key, one in value.items()}
+        moved = {key: _moved(inner, device) for key, inner in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return moved
         alike = copy.copy(value)  # of the recipe's class, as the loader gives it
         alike.update(moved)
         return alike
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(one, device) for one in value))
+        return type(value)(*(_moved(inner, device) for inner in value))
     return (
-        type(value)(_moved(one, device) for one in value) if type(value) in (list, tuple) else value
+        type(value)(_moved(inner, device) for inner in value)
+        if type(value) in (list, tuple)
+        else value
     )

@@ -137,10 +137,14 @@ class FirstGradients:
             optimizers: by name.
             compare: is given the optimizer, and the arguments of its step.
         """
-        torchs = [one for one in optimizers.values() if isinstance(one, torch.optim.Optimizer)]
+        torchs = [
+            optimizer
+            for optimizer in optimizers.values()
+            if isinstance(optimizer, torch.optim.Optimizer)
+        ]
         # In a step ZeRO-1 leaves an optimizer this rank's part of its parameters.
-        self._whole |= {id(one): one for one in parameters_of(torchs)}
-        self._handles += [one.register_step_pre_hook(compare) for one in torchs]
+        self._whole |= {id(parameter): parameter for parameter in parameters_of(torchs)}
+        self._handles += [optimizer.register_step_pre_hook(compare) for optimizer in torchs]
 
     def stop(self) -> None:
         """Watch steps no longer; not to be called in one of them."""
@@ -170,25 +174,31 @@ class FirstGradients:
             return
         self._has_compared = True
         known = {**_optimizers_in(brain), **optimizers}
-        stepped = self._whole | {id(one): one for one in parameters_of([*known.values()])}
+        stepped = self._whole | {
+            id(parameter): parameter for parameter in parameters_of([*known.values()])
+        }
         # Where it is divided, a graph has other objects than the modules.
-        is_divided = any(is_sharded(one) for one in modules.parameters())
-        if not any(one.grad is not None for one in stepped.values()):
+        is_divided = any(is_sharded(parameter) for parameter in modules.parameters())
+        if not any(parameter.grad is not None for parameter in stepped.values()):
             if not is_divided:
                 self._require_overlap(brain, modules, known, stepped.keys())
             return
         self.is_done = True
-        inside = {id(one) for one in modules.parameters()}
+        inside = {id(parameter) for parameter in modules.parameters()}
         trained = stepped.keys() | inside
         outside = (
-            {} if is_divided else {id(one): one for one in _with_gradients(brain)} | self._leaves
+            {}
+            if is_divided
+            else {id(parameter): parameter for parameter in _with_gradients(brain)} | self._leaves
         )
-        if missing := [one for key, one in outside.items() if key not in trained]:
+        if missing := [parameter for key, parameter in outside.items() if key not in trained]:
             logger.warning(OUTSIDE, self._name, _in_words(missing, brain))
         lost = [
             plain_key(modules, name)
-            for name, one in modules.named_parameters()
-            if one.requires_grad and one.grad is not None and id(one) not in stepped
+            for name, parameter in modules.named_parameters()
+            if parameter.requires_grad
+            and parameter.grad is not None
+            and id(parameter) not in stepped
         ]
         if lost:
             logger.warning(
@@ -221,9 +231,12 @@ class FirstGradients:
         """Refuse optimizers that have nothing of what the loss depends on."""
         if not self._leaves or not self._leaves.keys().isdisjoint(stepped):
             return
-        named = {id(one): plain_key(modules, name) for name, one in modules.named_parameters()}
+        named = {
+            id(parameter): plain_key(modules, name)
+            for name, parameter in modules.named_parameters()
+        }
         inside = [named[key] for key in self._leaves if key in named]
-        outside = [one for key, one in self._leaves.items() if key not in named]
+        outside = [parameter for key, parameter in self._leaves.items() if key not in named]
         words = [f"{_listed(inside, 'parameter(s)')} of `modules`"] if inside else []
         words += [_in_words(outside, brain)] if outside else []
         strange = len(set(stepped) - named.keys())
@@ -240,10 +253,10 @@ class FirstGradients:
 def _with_gradients(brain: Any) -> list[nn.Parameter]:
     """Return the parameters that have a gradient, of the modules that a recipe holds by itself."""
     return [
-        one
+        parameter
         for _, module in _modules_in(brain)
-        for one in module.parameters()
-        if one.grad is not None
+        for parameter in module.parameters()
+        if parameter.grad is not None
     ]
 
 
@@ -251,7 +264,9 @@ def _hint(optimizers: Mapping[str, Any], inside: set[int]) -> str:
     """Say which optimizer was perhaps made from a copy."""
     for name, optimizer in optimizers.items():
         strange = [
-            one for one in parameters_of([optimizer]) if id(one) not in inside and one.grad is None
+            parameter
+            for parameter in parameters_of([optimizer])
+            if id(parameter) not in inside and parameter.grad is None
         ]
         if strange:
             return COPIED % (name, len(strange))
@@ -260,15 +275,15 @@ def _hint(optimizers: Mapping[str, Any], inside: set[int]) -> str:
 
 def _in_words(parameters: list[nn.Parameter], brain: Any) -> str:
     """Name parameters by the attributes of a recipe that hold them."""
-    left = {id(one): one for one in parameters}
+    left = {id(parameter): parameter for parameter in parameters}
     names = []
     for name, module in _modules_in(brain):
-        own = [id(one) for one in module.parameters() if id(one) in left]
+        own = [id(parameter) for parameter in module.parameters() if id(parameter) in left]
         if own:
             names.append(f"{name} ({len(own)} parameter(s))")
         for key in own:
             del left[key]
-    shapes = [f"a parameter of shape {tuple(one.shape)}" for one in left.values()]
+    shapes = [f"a parameter of shape {tuple(parameter.shape)}" for parameter in left.values()]
     return _listed([*names, *shapes], "modules and parameters")
 
 
@@ -306,6 +321,6 @@ def _flat(attributes: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, value in list(attributes.items()):
         yield name, value
         if isinstance(value, (list, tuple)):
-            yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+            yield from ((f"{name}[{number}]", item) for number, item in enumerate(value))
         elif type(value) is dict:
-            yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())

@@ -56,7 +56,9 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
     if is_sharded(inner) or is_sharded(dataset):
         return True
     parts = [
-        one.num_replicas for one in nested_samplers(inner) if isinstance(one, DistributedSampler)
+        sampler.num_replicas
+        for sampler in nested_samplers(inner)
+        if isinstance(sampler, DistributedSampler)
     ]
     return max(parts) > 1 if parts else unknown
 
@@ -157,7 +159,9 @@ def row_count(value: Any) -> int | None:
     if isinstance(value, list):
         return len(value)
     if isinstance(value, (tuple, dict)):
-        counts = {row_count(one) for one in (value.values() if isinstance(value, dict) else value)}
+        counts = {
+            row_count(entry) for entry in (value.values() if isinstance(value, dict) else value)
+        }
         return counts.pop() if len(counts) == 1 else None
     return None
 
@@ -180,7 +184,7 @@ def rows_of(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return list(value.unbind())
     if isinstance(value, tuple):
-        return list(zip(*(rows_of(one) for one in value), strict=True))
+        return list(zip(*(rows_of(row) for row in value), strict=True))
     if isinstance(value, dict):
         return [dict(zip(value, row, strict=True)) for row in rows_of(tuple(value.values()))]
     return list(value)
@@ -203,7 +207,7 @@ def on_cpu(value: Any) -> Any:
     """
     return map_values(
         value,
-        lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one,
+        lambda value: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value,
     )
 
 
@@ -266,8 +270,8 @@ def _rows_given(seen: StageBatches, columns: list[Any]) -> _Rows:
     else rank by rank.
     """
     by_batch = any(
-        isinstance(one, list) and [row_count(entry) for entry in one] == seen.sizes
-        for one in columns
+        isinstance(column, list) and [row_count(entry) for entry in column] == seen.sizes
+        for column in columns
     )
     size = sum(seen.sizes) if by_batch else len(columns[0]) if columns else 0
     places = _stream_places(seen.loader, size)
@@ -307,7 +311,7 @@ def _rows_of_training(
     rows = _Rows(indices, numbers, counted, has_indices=places is not None)
     for column in columns:
         sizes = [row_count(entry) for entry in column] if isinstance(column, list) else [None]
-        ends = np.cumsum([0, *[one or 0 for one in sizes]]).tolist()
+        ends = np.cumsum([0, *[size or 0 for size in sizes]]).tolist()
         if None not in sizes and samples in ends and ends[-1] in {samples, size}:
             rows.counted_sizes = cast("list[int]", sizes[: ends.index(samples)])
             rows.sizes = cast("list[int]", sizes)
@@ -386,7 +390,7 @@ def gather_results(seen: StageBatches, results: Any) -> Any:
         rows = _rows_of(seen, columns)
         columns = [on_cpu(column) for column in columns]
         return _Part(
-            [_pack(one) for one in columns] if seen.divided else columns,
+            [_pack(column) for column in columns] if seen.divided else columns,
             skeleton,
             problem,
             rows,
@@ -417,7 +421,9 @@ def _check_seen(seen: StageBatches) -> None:
             "gather cannot know which samples the batches held: the loader was made with "
             "in_order=False. Leave it out."
         )
-    foreign = any(isinstance(one, DistributedSampler) for one in nested_samplers(seen.loader))
+    foreign = any(
+        isinstance(sampler, DistributedSampler) for sampler in nested_samplers(seen.loader)
+    )
     is_looped = seen.stage is Stage.TRAIN and seen.of_stream is None
     if seen.divided and not seen.is_known and (is_looped or foreign):
         repeats = "is divided by a DistributedSampler, which repeats samples"
@@ -435,7 +441,9 @@ def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
     if not isinstance(results, (dict, tuple)):
         shown = "a tensor without dimensions" if isinstance(results, Tensor) else kind_of(results)
         return [], None, f"{shown} is given, which has no entry per sample"
-    found = [_columns(one) for one in (results.values() if isinstance(results, dict) else results)]
+    found = [
+        _columns(entry) for entry in (results.values() if isinstance(results, dict) else results)
+    ]
     columns = [column for inner, _, _ in found for column in inner]
     skeletons = tuple(skeleton for _, skeleton, _ in found)
     problem = next((wrong for _, _, wrong in found if wrong), None)
@@ -448,9 +456,9 @@ def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
 
 def _rebuilt(skeleton: Any, columns: Iterator[Any]) -> Any:
     if isinstance(skeleton, dict):
-        return {key: _rebuilt(one, columns) for key, one in skeleton.items()}
+        return {key: _rebuilt(inner, columns) for key, inner in skeleton.items()}
     return (
-        tuple(_rebuilt(one, columns) for one in skeleton)
+        tuple(_rebuilt(inner, columns) for inner in skeleton)
         if isinstance(skeleton, tuple)
         else next(columns)
     )

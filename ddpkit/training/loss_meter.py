@@ -158,8 +158,8 @@ class LossMeter:
         return {
             "added": list(self._host),
             "added_on_device": None if self._partial is None else self._partial.tolist(),
-            "means": [[_frozen(one) for one in entry] for entry in self._means],
-            "sums": [[_frozen(one) for one in entry] for entry in self._sums],
+            "means": [[_frozen(amount) for amount in entry] for entry in self._means],
+            "sums": [[_frozen(amount) for amount in entry] for entry in self._sums],
             "samples": self.samples,
         }
 
@@ -171,7 +171,7 @@ class LossMeter:
 
         Ranks: local.
         """
-        self._host = [float(one) for one in state_dict["added"]]
+        self._host = [float(number) for number in state_dict["added"]]
         partial = state_dict.get("added_on_device")
         self._partial = None if partial is None else torch.tensor(partial, dtype=torch.float64)
         self._means = []
@@ -184,7 +184,7 @@ class LossMeter:
     def _add(self, total: float, count: float) -> None:
         if count:
             amounts = (total, count, 0.0) if math.isfinite(total) else (0.0, 0.0, 1.0)
-            self._host = [one + amount for one, amount in zip(self._host, amounts, strict=True)]
+            self._host = [total + amount for total, amount in zip(self._host, amounts, strict=True)]
 
     def _added(self) -> Tensor | None:
         """Return the sums of tensors on their device, with the waiting losses added."""
@@ -288,9 +288,9 @@ class ExactMeter(LossMeter):
     @reads_device
     def _flush(self) -> None:
         for entries, are_means in ((self._means, True), (self._sums, False)):
-            numbers = [one for entry in entries for one in entry]
+            numbers = [number for entry in entries for number in entry]
             device = next(
-                (one.device for one in reversed(numbers) if isinstance(one, Tensor)),
+                (number.device for number in reversed(numbers) if isinstance(number, Tensor)),
                 None,
             )
             # all at once
@@ -325,7 +325,10 @@ def _finite_sums(entries: Sequence[_Entry], *, are_means: bool) -> Tensor:
     """
     # The last one is new, and where all will be; the first may have been read from a checkpoint.
     device = next(
-        one.device for entry in reversed(entries) for one in entry if isinstance(one, Tensor)
+        number.device
+        for entry in reversed(entries)
+        for number in entry
+        if isinstance(number, Tensor)
     )
     values = _column([loss for loss, _ in entries], device)
     counts = _column([count for _, count in entries], device)
@@ -349,11 +352,12 @@ def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=wide).to(device, non_blocking=True)
     if (
         kinds == {Tensor}
-        and len({(one.dtype, one.device, one.ndim) for one in cast("Any", numbers)}) == 1
+        and len({(number.dtype, number.device, number.ndim) for number in cast("Any", numbers)})
+        == 1
     ):
         return torch.stack(cast("Any", numbers)).detach().reshape(-1).to(device, wide)
     tensors = [
         number if isinstance(number, Tensor) else torch.full((), number, dtype=wide, device=device)
         for number in numbers
     ]
-    return torch.stack([one.detach().reshape(()).to(device, wide) for one in tensors])
+    return torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors])

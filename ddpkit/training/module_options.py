@@ -160,11 +160,11 @@ class Recomputed:
     @contextlib.contextmanager
     def _on_copies(self) -> Iterator[None]:
         """Run on copies of the batch statistics, which the first pass has moved."""
-        layers = [one for one in self.block.modules() if isinstance(one, _NormBase)]
+        layers = [layer for layer in self.block.modules() if isinstance(layer, _NormBase)]
         moved = [
-            (one, name, buffer)
-            for one in layers
-            for name, buffer in one.named_buffers(recurse=False)
+            (layer, name, buffer)
+            for layer in layers
+            for name, buffer in layer.named_buffers(recurse=False)
         ]
         for layer, name, buffer in moved:
             setattr(layer, name, buffer.clone())
@@ -180,12 +180,14 @@ class Recomputed:
     def _checking_buffers(self) -> Iterator[None]:
         """Refuse a block whose other buffers change in its first pass."""
         owners = {
-            name: one for name, one in self.block.named_modules() if not isinstance(one, _NormBase)
+            name: module
+            for name, module in self.block.named_modules()
+            if not isinstance(module, _NormBase)
         }
         before = {
-            f"{path}.{name}".lstrip("."): (one, name, buffer.clone())
-            for path, one in owners.items()
-            for name, buffer in one.named_buffers(recurse=False)
+            f"{path}.{name}".lstrip("."): (owner, name, buffer.clone())
+            for path, owner in owners.items()
+            for name, buffer in owner.named_buffers(recurse=False)
         }
         yield
         self.is_checked = True
@@ -337,7 +339,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:
-    if any(recomputed(one) is not None for one in module.modules() if one is not module):
+    if any(recomputed(part) is not None for part in module.modules() if part is not module):
         raise ConfigError(
             f"{key!r} cannot be compiled as a whole, as "
             f"activation_checkpointing={options.activation_checkpointing!r} names blocks of it. "

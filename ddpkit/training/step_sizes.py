@@ -194,8 +194,8 @@ def _sizes(
         block = dataset.block_size
         return (block // world_size, -(-block // world_size)), block * factor
     givers = (loader, batches, getattr(planned, "batch_sampler", None))
-    sizes: list[Any] = [getattr(one, "batch_size", None) for one in givers]
-    known = [one for one in sizes if isinstance(one, int) and one > 0]
+    sizes: list[Any] = [getattr(giver, "batch_size", None) for giver in givers]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
     return (
         (
             (known[0], known[0]),

@@ -272,7 +272,7 @@ class TrainStep:
         if loss.numel() != 1:
             return False  # an error follows
         if loss.requires_grad:
-            is_meant = all(loss is not one for one in self.context.modules.parameters())
+            is_meant = all(loss is not parameter for parameter in self.context.modules.parameters())
         else:
             is_meant = count is not None and float(count) == 0.0
         if is_meant and self.context.options.static_graph:
@@ -486,10 +486,13 @@ class TrainStep:
             self.context.recipe.has_own_fit_batch or any(map(torch.is_autocast_enabled, kinds))
         ):
             return  # then the library steps, outside of it
-        for one in optimizers.values():
-            if isinstance(one, torch.optim.Optimizer) and one not in self._dropping_casts:
-                self._dropping_casts.add(one)
-                one.register_step_post_hook(drop_casts)
+        for optimizer in optimizers.values():
+            if (
+                isinstance(optimizer, torch.optim.Optimizer)
+                and optimizer not in self._dropping_casts
+            ):
+                self._dropping_casts.add(optimizer)
+                optimizer.register_step_post_hook(drop_casts)
 
     def watch_anew(self) -> None:
         """Look once more, at the next step, at what is not trained: the modules are others."""
@@ -590,7 +593,11 @@ class TrainStep:
         if stepped is not None:
             unused = [*(self.optimizers or {}).values()]
             if self.context.progress.window.pending(self.context.progress.step):
-                unused = [one for one in unused if all(one is not other for other in stepped)]
+                unused = [
+                    optimizer
+                    for optimizer in unused
+                    if all(optimizer is not other for other in stepped)
+                ]
             optim.zero_gradients(unused, set_to_none=True)
             if self._unscaled:  # no gradient waits for their step any more
                 self.scaler.update()
@@ -781,11 +788,16 @@ class TrainStep:
         scale.
         """
         known = [] if self.optimizers is None else [*self.optimizers.values()]
-        if any(one is other for one in optimizers for other in self._unscaled):
+        if any(optimizer is other for optimizer in optimizers for other in self._unscaled):
             # they step once more, with gradients of the present scale
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = ()
-        done = (*self._unscaled, *(one for one in optimizers if optim.gradients([one])))
-        waiting = optim.gradients([one for one in known if all(one is not other for other in done)])
+        done = (
+            *self._unscaled,
+            *(optimizer for optimizer in optimizers if optim.gradients([optimizer])),
+        )
+        waiting = optim.gradients(
+            [optimizer for optimizer in known if all(optimizer is not other for other in done)]
+        )
         self._unscaled = done if waiting else ()
         return not waiting

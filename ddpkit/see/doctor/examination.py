@@ -76,7 +76,9 @@ def examine(site: Site, checks: Sequence[Check]) -> list[Placed]:
     for check in checks:
         if check.who != EACH_HOST or site.ranks.is_first_on_host:
             is_of_host = check.who != EACH_RANK
-            found += [Placed(one, host, rank, is_of_host) for one in _findings_of(check, site)]
+            found += [
+                Placed(finding, host, rank, is_of_host) for finding in _findings_of(check, site)
+            ]
     return found
 
 
@@ -104,10 +106,10 @@ def collect(site: Site, own: Iterable[Placed]) -> Examination:
 
     Ranks: collective.
     """
-    answer = {"host": site.machine.name(), "findings": [asdict(one) for one in own]}
+    answer = {"host": site.machine.name(), "findings": [asdict(finding) for finding in own]}
     everybody = site.ranks.exchange("findings", answer)
     answers = answering(everybody)
-    placed = [_placed(fields) for one in answers.values() for fields in one["findings"]]
+    placed = [_placed(fields) for answer in answers.values() for fields in answer["findings"]]
     silent = [rank for rank in range(len(everybody)) if rank not in answers]
     placed += [Placed(_silence(site), "?", rank) for rank in silent]
     hosts = [answers[rank]["host"] if rank in answers else "?" for rank in range(len(everybody))]

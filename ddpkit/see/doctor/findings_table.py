@@ -122,8 +122,8 @@ def _wrapped(start: str, text: str, indent: int = 0) -> list[str]:
 def _measured(group: Sequence[Placed], everywhere: _Everywhere) -> str:
     """Say what was measured, and where, if it is not the same everywhere."""
     by_value: dict[str, list[Placed]] = {}
-    for one in group:
-        by_value.setdefault(one.finding.measured, []).append(one)
+    for placed in group:
+        by_value.setdefault(placed.finding.measured, []).append(placed)
     shown = []
     for value, ones in list(by_value.items())[:MOST_VALUES]:
         where = everywhere.less(ones)
@@ -141,9 +141,9 @@ class _Everywhere:
 
     def less(self, ones: Sequence[Placed]) -> str:
         """Say where some findings were made; nothing where that is everywhere."""
-        hosts = list(dict.fromkeys(one.host for one in ones))
+        hosts = list(dict.fromkeys(placed.host for placed in ones))
         named = ", ".join(hosts[:MOST_VALUES]) + (", ..." if len(hosts) > MOST_VALUES else "")
-        ranks = {one.rank for one in ones}
+        ranks = {placed.rank for placed in ones}
         if ones[0].is_of_host:
             return "" if set(hosts) == self.hosts else named
         if ranks == self.ranks:

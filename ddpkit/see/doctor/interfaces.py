@@ -68,7 +68,7 @@ def interfaces_of_machine() -> list[Interface]:
         found.append(
             Interface(
                 name,
-                tuple(one.address.partition("%")[0] for one in internet),
+                tuple(address.address.partition("%")[0] for address in internet),
                 is_up=bool(state and state.isup),
                 megabits=state.speed if state else 0,
             )

@@ -134,7 +134,7 @@ def expected_speed(
         return between
     gloo = Expected(GOOD_FOR_GLOO, "what gloo makes of fast networks")
     able = _of_copies(SHARE_OF_COPIES_BETWEEN_HOSTS, copied)
-    return min(between, gloo, able, key=lambda one: one.bytes_per_second)
+    return min(between, gloo, able, key=lambda link: link.bytes_per_second)
 
 
 def _of_copies(share: float, copied: float) -> Expected:

@@ -67,11 +67,11 @@ def measure_load(left_out: set[int]) -> Load:
     others = [
         (name, pid, taken / seconds) for pid, (name, taken) in used.items() if pid not in left_out
     ]
-    busiest = sorted(others, key=lambda one: -one[2])[:MOST_NAMED]
+    busiest = sorted(others, key=lambda process: -process[2])[:MOST_NAMED]
     return Load(
         cores,
         max(0.0, cores - (idle + stolen + own) / seconds),
-        tuple(one for one in busiest if one[2] > WORTH_NAMING),
+        tuple(process for process in busiest if process[2] > WORTH_NAMING),
         stolen / (seconds * cores),
         SECONDS,
     )

@@ -100,7 +100,9 @@ def goodput_of(history: RunHistory) -> Goodput:
     attempts = history.attempts
     resumed = _resume_points(attempts, history.checkpoints)
     limits = _limits(attempts, resumed)
-    attempts = [_with_begins(one, at or 0.0) for one, at in zip(attempts, resumed, strict=True)]
+    attempts = [
+        _with_begins(attempt, at or 0.0) for attempt, at in zip(attempts, resumed, strict=True)
+    ]
     wall = attempts[-1].end - attempts[0].begin if attempts else 0.0
     parts = dict.fromkeys(PARTS, 0.0)
     again = []
@@ -151,11 +153,13 @@ def _resume_point(
         (number_of(checkpoint.get("time")) or 0.0, checkpoint)
         for checkpoint in checkpoints.values()
     ]
-    saved = [number_of(one.get("optimizer_step")) for time, one in times if time <= attempt.begin]
+    saved = [
+        number_of(event.get("optimizer_step")) for time, event in times if time <= attempt.begin
+    ]
     known = [step for step in saved if step is not None]
     if not known:  # an old log: a run saves at the end of epochs, and when it is stopped
-        known = [span.end for one in before for span in one.training]
-        known += [one.reached for one in before if one.outcome == "stopped"]
+        known = [span.end for earlier in before for span in earlier.training]
+        known += [earlier.reached for earlier in before if earlier.outcome == "stopped"]
     return max((step for step in known if step < attempt.first), default=0.0)
 
 

@@ -220,7 +220,7 @@ class RunHistory:
         self._set(
             stage,
             epoch,
-            {name: one for name, one in values.items() if one is not None},
+            {name: value for name, value in values.items() if value is not None},
         )
         self._set(stage, epoch, numbers_in(record.get("logged")))
         if stage != TRAIN:
@@ -308,7 +308,7 @@ class RunHistory:
 
     def _skipped(self, record: Record) -> None:
         counts = (number_of(record.get(name)) for name in ("count", "steps", "skipped"))
-        count = next((one for one in counts if one is not None), 1.0)
+        count = next((count for count in counts if count is not None), 1.0)
         steps = number_of(record.get(STEP))
         before = self.skipped[-1][1] if self.skipped else 0.0
         self.skipped.append((self.now.reached if steps is None else steps, before + count))

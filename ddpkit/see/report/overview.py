@@ -67,7 +67,7 @@ def _progress(run: RunReport) -> Iterator[Tile]:
 def _speed(run: RunReport) -> Iterator[Tile]:
     sizes = run.history.world_sizes
     if sizes:
-        told = " then ".join(str(one) for one in dict.fromkeys(sizes))
+        told = " then ".join(str(size) for size in dict.fromkeys(sizes))
         yield Tile("processes", told)
     for column, name in (("samples_per_second", "samples/s"), ("step.median", "time of a step")):
         value = run.median(column)

@@ -201,7 +201,9 @@ def _fill(
         "count": words.count,
         "clock": words.clock,
     }
-    sections = {name: [one for one in drawn if one.panel.section == name] for name in SECTIONS}
+    sections = {
+        name: [curve for curve in drawn if curve.panel.section == name] for name in SECTIONS
+    }
     return environment.get_template("page.html").render(
         runs=runs,
         title=" · ".join(run.label for run in runs),
@@ -226,7 +228,7 @@ def _fill(
 
 
 def _is_thinned(drawn: Sequence[Drawn], points: int) -> bool:
-    return any(len(line.x) > points for one in drawn for line in one.panel.lines)
+    return any(len(line.x) > points for curve in drawn for line in curve.panel.lines)
 
 
 def _compared(runs: Sequence[RunReport]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def find_runs(given: Sequence[str | os.PathLike[str]]) -> list[RunFiles]:
         >>> [run.metrics.name for run in find_runs([folder])]
         ['metrics.jsonl']
     """
-    metrics = [_metrics_of(os.fspath(one)) for one in given]
+    metrics = [_metrics_of(os.fspath(path)) for path in given]
     labels = short_labels([path.parent.resolve() for path in metrics])
     return [RunFiles(path, path.parent, label) for path, label in zip(metrics, labels, strict=True)]
 

@@ -140,12 +140,12 @@ def _leaves(
         return
     is_list = type(node).__name__ == "SequenceNode"
     items = (
-        ((str(at), one) for at, one in enumerate(node.value))
+        ((str(at), item) for at, item in enumerate(node.value))
         if is_list
-        else ((str(name.value), one) for name, one in pairs(node))
+        else ((str(name.value), value) for name, value in pairs(node))
     )
-    for name, one in items:
-        yield from _leaves(one, f"{key}[{name}]" if key else name, within)
+    for name, value in items:
+        yield from _leaves(value, f"{key}[{name}]" if key else name, within)
 
 
 # ---------------------------------------------------------------------------- environment
@@ -296,7 +296,8 @@ def printable(text: str) -> str:
     """
     spaced = text.replace("\t", "    ")
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in spaced
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in spaced
     )
 
 

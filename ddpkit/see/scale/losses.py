@@ -139,5 +139,5 @@ def waits_for_cores(row: Row) -> bool:
 
     Ranks: local.
     """
-    now, before = (max(one.core_waits, default=0.0) for one in (row.slice, row.base))
+    now, before = (max(result.core_waits, default=0.0) for result in (row.slice, row.base))
     return now > before + CORE_WAIT

@@ -86,13 +86,13 @@ def _try_loader(row: Row) -> str:
 
 
 def _transfer(row: Row) -> str:
-    one = row.slice
-    share = _percent(one.transfer_seconds / one.step)
-    if not one.exchanged_bytes:
+    result = row.slice
+    share = _percent(result.transfer_seconds / result.step)
+    if not result.exchanged_bytes:
         return f"{share} of a step waits for other processes. Try larger batches."
-    rate = one.exchanged_bytes / max(one.transfer_seconds, 1e-9)
-    size = in_bytes(one.exchanged_bytes)
-    if one.exchanged_bytes < SMALL_BYTES:
+    rate = result.exchanged_bytes / max(result.transfer_seconds, 1e-9)
+    size = in_bytes(result.exchanged_bytes)
+    if result.exchanged_bytes < SMALL_BYTES:
         return (
             f"{share} of a step waits for gradients. They are small ({size}), so each exchange "
             "costs time, and not its size. Try larger batches, or accumulation."
@@ -112,9 +112,11 @@ def _try_less(row: Row) -> str:
 
 
 def _late(row: Row) -> str:
-    one = row.slice
-    share = _percent((one.phases[earliest_rank(one)][EXCHANGE] - one.transfer_seconds) / one.step)
-    rank = late_rank(one)
+    result = row.slice
+    share = _percent(
+        (result.phases[earliest_rank(result)][EXCHANGE] - result.transfer_seconds) / result.step
+    )
+    rank = late_rank(result)
     if rank is None:
         return (
             f"{share} of a step waits for the slowest process, now this one, now that one. "
@@ -122,8 +124,9 @@ def _late(row: Row) -> str:
         )
     phase, extra = _late_phase(row, rank)
     return (
-        f"{share} of a step waits for rank {rank}, the last one in {_percent(one.last[rank])} of "
-        f"the steps: its {phase} phase takes {_milliseconds(extra)} more than that of the others. "
+        f"{share} of a step waits for rank {rank}, the last one in "
+        f"{_percent(result.last[rank])} of the steps: its {phase} phase takes "
+        f"{_milliseconds(extra)} more than that of the others. "
         "Try `python -m ddpkit doctor`."
     )
 
@@ -142,25 +145,25 @@ def _late_phase(row: Row, rank: int) -> tuple[str, float]:
 
 
 def _cores(row: Row) -> str:
-    one = row.slice
+    result = row.slice
     if has_fewer_threads(row):
         return (
             f"Forward and backward pass take {_slower(row):.1f}x as long per sample: each process "
-            f"has {_threads(one)}, and {in_words(row.base.world_size)} had {_threads(row.base)} of "
-            f"the same {one.cores} cores. More processes give these cores nothing new to do. Try "
-            "more machines, or a GPU."
+            f"has {_threads(result)}, and {in_words(row.base.world_size)} had {_threads(row.base)} "
+            f"of the same {result.cores} cores. More processes give these cores nothing new to do. "
+            "Try more machines, or a GPU."
         )
-    workers = f" and {one.loader_workers} loader workers" if one.loader_workers else ""
-    each = " each" if one.world_size > 1 else ""
+    workers = f" and {result.loader_workers} loader workers" if result.loader_workers else ""
+    each = " each" if result.world_size > 1 else ""
     return (
-        f"The processes wait {_percent(max(one.core_waits))} of the time for a core: "
-        f"{in_words(one.world_size)} with {_threads(one)}{workers}{each} on {one.cores} cores. Try "
-        "fewer processes, fewer loader workers, or more cores."
+        f"The processes wait {_percent(max(result.core_waits))} of the time for a core: "
+        f"{in_words(result.world_size)} with {_threads(result)}{workers}{each} on {result.cores} "
+        "cores. Try fewer processes, fewer loader workers, or more cores."
     )
 
 
-def _threads(one: SliceResult) -> str:
-    return f"{one.threads} thread{'' if one.threads == 1 else 's'}"
+def _threads(result: SliceResult) -> str:
+    return f"{result.threads} thread{'' if result.threads == 1 else 's'}"
 
 
 def _batch(row: Row) -> str:

@@ -128,11 +128,11 @@ def rows_of(slices: Sequence[SliceResult]) -> list[Row]:
     ordered = sorted(groups.values(), key=lambda group: group[0].size)
     base = _median_slice(ordered[0])
     return [
-        Row([one.samples_per_second for one in group], _median_slice(group), base)
+        Row([result.samples_per_second for result in group], _median_slice(group), base)
         for group in ordered
     ]
 
 
 def _median_slice(group: Sequence[SliceResult]) -> SliceResult:
-    ordered = sorted(group, key=lambda one: one.samples_per_second)
+    ordered = sorted(group, key=lambda result: result.samples_per_second)
     return ordered[(len(ordered) - 1) // 2]

@@ -95,8 +95,8 @@ def _width(phase: str) -> int:
 
 
 def _short_name(row: Row) -> str:
-    one = row.slice
-    return f"{one.way} x {one.size}"
+    result = row.slice
+    return f"{result.way} x {result.size}"
 
 
 def _shown(seconds: float) -> str:

@@ -47,7 +47,7 @@ class Communication:
         sent = history.newest.last.exchanged_bytes
         if history.newest.last.world_size == 1 or sent < FEWEST_BYTES:
             return
-        if not history.agrees(lambda one: pure_exchange(one) >= SHARE * one.step):
+        if not history.agrees(lambda stretch: pure_exchange(stretch) >= SHARE * stretch.step):
             return
         seconds = float(history.typical(pure_exchange))
         share = seconds / history.step

@@ -126,7 +126,7 @@ def _joined(seconds: Sequence[SecondOfSteps]) -> Stretch:
 
     def mean(rows_of: Callable[[SecondOfSteps], object]) -> NDArray[np.float64]:
         return np.average(
-            [np.asarray(rows_of(one)) for one in seconds],
+            [np.asarray(rows_of(second)) for second in seconds],
             axis=0,
             weights=weights,
         )
@@ -135,12 +135,12 @@ def _joined(seconds: Sequence[SecondOfSteps]) -> Stretch:
     return Stretch(
         last=seconds[-1],
         windows=sum(second.windows for second in seconds),
-        phases=mean(lambda one: [[times[phase] for phase in PHASES] for times in one.phases]),
-        samples=mean(lambda one: one.samples),
-        sizes=np.hstack([_single_sizes(one) for one in seconds]),
-        own=np.hstack([_single_own(one) for one in seconds]),
-        exchange=np.hstack([_single_exchange(one) for one in seconds]),
-        core_waits=mean(lambda one: one.core_waits or [0.0] * world_size),
+        phases=mean(lambda second: [[times[phase] for phase in PHASES] for times in second.phases]),
+        samples=mean(lambda second: second.samples),
+        sizes=np.hstack([_single_sizes(second) for second in seconds]),
+        own=np.hstack([_single_own(second) for second in seconds]),
+        exchange=np.hstack([_single_exchange(second) for second in seconds]),
+        core_waits=mean(lambda second: second.core_waits or [0.0] * world_size),
     )
 
 
@@ -197,7 +197,7 @@ class History:
         if is_first or self._passed < WARM_UP_SECONDS:
             return False
         self._gathered.append(second)
-        if sum(one.seconds for one in self._gathered) < STRETCH_SECONDS:
+        if sum(times.seconds for times in self._gathered) < STRETCH_SECONDS:
             return False
         self.recent.append(_joined(self._gathered))
         self._gathered = []

@@ -43,7 +43,9 @@ class HostBound:
     def find(self, history: History) -> Iterator[Verdict]:
         """Yield a verdict if it is so."""
         if not history.agrees(
-            lambda one: idle_share(one) >= SHARE and typical_wait(one) < DATA_SHARE * one.step
+            lambda stretch: (
+                idle_share(stretch) >= SHARE and typical_wait(stretch) < DATA_SHARE * stretch.step
+            )
         ):
             return
         share = float(history.typical(idle_share))

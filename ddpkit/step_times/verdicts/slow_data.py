@@ -45,7 +45,9 @@ class SlowData:
         """Yield a verdict if it is so."""
         batches = max(history.newest.last.batches_per_window, 1.0)
         if not history.agrees(
-            lambda one: typical_wait(one) >= max(SHARE * one.step, FEWEST_SECONDS * batches)
+            lambda stretch: (
+                typical_wait(stretch) >= max(SHARE * stretch.step, FEWEST_SECONDS * batches)
+            )
         ):
             return
         waits = history.typical(lambda stretch: stretch.of_phase(DATA))

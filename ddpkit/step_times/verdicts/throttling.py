@@ -72,7 +72,9 @@ class Throttling:
         bit: int,
     ) -> Verdict:
         words, advice = REASONS[bit]
-        share = float(history.typical(lambda one: (one.last.gpu_clocks or [])[rank]["share"]))
+        share = float(
+            history.typical(lambda stretch: (stretch.last.gpu_clocks or [])[rank]["share"])
+        )
         host = history.host(rank)
         return Verdict(
             kind=KIND,

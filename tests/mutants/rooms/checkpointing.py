@@ -201,8 +201,8 @@ FAULTS = in_room(
         Fault(
             "two saves in one second get one name",
             "CheckpointFolder._new_path",
-            "one not in used and (not os.path.lexists(self.lock.folder / one))",
-            "one not in used",
+            "name not in used and (not os.path.lexists(self.lock.folder / name))",
+            "name not in used",
         ),
         Fault(
             "after a save in the background the folder stays locked",
@@ -300,8 +300,8 @@ FAULTS = in_room(
         Fault(
             "checkpoints newer than the start stay where the run saves",
             "Checkpointer.set_aside",
-            "ckpt_recency(one) > ckpt_recency(start)",
-            "ckpt_recency(one) >= ckpt_recency(start)",
+            "ckpt_recency(checkpoint) > ckpt_recency(start)",
+            "ckpt_recency(checkpoint) >= ckpt_recency(start)",
             "tests/run/test_choose_start.py tests/contract/test_other_saves.py",
         ),
         Fault(

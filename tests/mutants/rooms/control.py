@@ -19,8 +19,8 @@ COMM = in_room(
         Fault(
             "a gradient that one rank alone has is lost in the ordered sum",
             "add_tensors",
-            "one if other is None else other",
-            "one",
+            "first if second is None else second",
+            "first",
             SUMS,
         ),
         Fault(
@@ -173,7 +173,7 @@ CONTROL = in_room(
         Fault(
             "a worker of a loader dies of SIGTERM before its rank",
             "_start_worker",
-            "signal.signal(one, lambda *_: None)",
+            "signal.signal(ignored, lambda *_: None)",
             "pass",
             "tests/control/test_signals_loader_workers.py",
         ),

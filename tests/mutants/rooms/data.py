@@ -109,7 +109,7 @@ DATA = in_room(
         Fault(
             "the epoch reaches the outer sampler only",
             "set_epoch_inside",
-            "if getattr(one, 'passes_epoch_on', False):\n    return",
+            "if getattr(inner, 'passes_epoch_on', False):\n    return",
             "return",
             f"{PLAN} {SAMPLER}",
         ),
@@ -183,8 +183,8 @@ SAMPLERS = in_room(
         Fault(
             "batches by length exceed the length that is allowed",
             "DynamicBatchSampler.__init__",
-            "int(min(limit, max(1.0, max_batch_length / one)))",
-            "int(min(limit, max(1.0, max_batch_length / one))) + 1",
+            "int(min(limit, max(1.0, max_batch_length / boundary)))",
+            "int(min(limit, max(1.0, max_batch_length / boundary))) + 1",
         ),
         Fault(
             "batches by length come in the same order in each epoch",

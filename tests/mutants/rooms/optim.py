@@ -103,7 +103,7 @@ STEPS = in_room(
         Fault(
             "a fused step makes state in a step that is skipped",
             "_skip_by_themselves",
-            "optimizer.state.get(one, {}).get(kept) is None",
+            "optimizer.state.get(parameter, {}).get(kept) is None",
             "False",
             "tests/unit/test_optim.py tests/training/test_late_steps.py",
         ),
@@ -158,7 +158,7 @@ STEPS = in_room(
         Fault(
             "a schedule by steps moves on when another optimizer steps",
             "Schedule.after_step",
-            "any((one is self.optimizer for one in stepped))",
+            "any((optimizer is self.optimizer for optimizer in stepped))",
             "True",
             SCHEDULES,
         ),
@@ -214,8 +214,8 @@ STEPS = in_room(
         Fault(
             "rates are scaled twice after a step that failed",
             "_scale",
-            "_own_rates.setdefault(optimizer, [one['lr'] for one in groups])",
-            "[one['lr'] for one in groups]",
+            "_own_rates.setdefault(optimizer, [group['lr'] for group in groups])",
+            "[group['lr'] for group in groups]",
             "tests/unit/test_optim_lr_scaling.py",
         ),
     ],

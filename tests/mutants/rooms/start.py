@@ -59,8 +59,8 @@ LOADERS = in_room(
         Fault(
             "a recipe's DistributedSampler is divided again",
             "_is_divided",
-            "isinstance(one, DistributedSampler) or is_sharded(one)",
-            "is_sharded(one)",
+            "isinstance(inner, DistributedSampler) or is_sharded(inner)",
+            "is_sharded(inner)",
         ),
         Fault(
             "drop_last of an evaluation leaves samples out",
@@ -211,9 +211,9 @@ PRECISION = in_room(
         Fault(
             "inputs in double precision are cast down",
             "_cast",
-            "isinstance(one, torch.Tensor) and one.is_floating_point() "
-            "and (one.dtype is not torch.float64)",
-            "isinstance(one, torch.Tensor) and one.is_floating_point()",
+            "isinstance(value, torch.Tensor) and value.is_floating_point() "
+            "and (value.dtype is not torch.float64)",
+            "isinstance(value, torch.Tensor) and value.is_floating_point()",
         ),
     ],
 )
@@ -474,13 +474,13 @@ OTHERS = [
             Fault(
                 "`ckpt ls` lists the oldest checkpoint first",
                 "find",
-                "sorted(found, key=lambda one: (one.saved, one.path.name), reverse=True)",
-                "sorted(found, key=lambda one: (one.saved, one.path.name))",
+                "sorted(found, key=lambda row: (row.saved, row.path.name), reverse=True)",
+                "sorted(found, key=lambda row: (row.saved, row.path.name))",
             ),
             Fault(
                 "`ckpt show` of a damaged checkpoint ends with success",
                 "command_show",
-                "1 if one.reasons else 0",
+                "1 if row.reasons else 0",
                 "0",
             ),
         ],
@@ -498,7 +498,7 @@ OTHERS = [
             Fault(
                 "a gradient that one side lacks counts as equal",
                 "_distance",
-                "one is None or other is None",
+                "gradient is None or other is None",
                 "False",
                 "tests/parity/test_causes.py tests/parity/test_check.py",
             ),

@@ -62,7 +62,7 @@ FAULTS = in_room(
         Fault(
             "--no_sync of a recipe stays on after the block",
             "SwitchedAttribute.__exit__",
-            "setattr(one, self._name, before)",
+            "setattr(owner, self._name, before)",
             "pass",
             f"{UNIT} tests/ranks/test_own_fit_batch.py {DDP}",
         ),
@@ -154,8 +154,9 @@ FAULTS = in_room(
         Fault(
             "zero1 leaves out the first parameter of a rank",
             "DividedOptimizer._plan",
-            "[[one for one in group if self._is_mine(one)] for group in groups]",
-            "[[one for one in group if self._is_mine(one)][1:] for group in groups]",
+            "[[parameter for parameter in group if self._is_mine(parameter)] for group in groups]",
+            "[[parameter for parameter in group if self._is_mine(parameter)][1:] "
+            "for group in groups]",
             MODEL,
         ),
     ],

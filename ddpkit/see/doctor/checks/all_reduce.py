@@ -86,7 +86,7 @@ def look(site: Site) -> Iterator[Finding]:
     if site.ranks.world_size == 1:
         return
     plain = site.ranks.exchange("members", asdict(_member(site)))
-    members = {rank: Member.from_plain(one) for rank, one in answering(plain).items()}
+    members = {rank: Member.from_plain(fields) for rank, fields in answering(plain).items()}
     reason = _why_not(members, site.ranks.world_size)
     if reason:
         if site.ranks.is_main:
@@ -94,8 +94,8 @@ def look(site: Site) -> Iterator[Finding]:
         return
     whole = _shared(site, "all-reduce", _whole(site, members))
     found = list(_of_whole(site, members, whole))
-    has_failed = any(one.error for one in whole.values())
-    if not has_failed and (site.run.with_pairs or any(one.verdict != OK for one in found)):
+    has_failed = any(member.error for member in whole.values())
+    if not has_failed and (site.run.with_pairs or any(member.verdict != OK for member in found)):
         found += _by_pairs(site, members)
     if site.ranks.is_main:
         yield from found
@@ -140,7 +140,7 @@ def _not_measured(reason: str) -> Finding:
 
 def _shared(site: Site, name: str, own: Measured) -> dict[int, Measured]:
     everybody = site.ranks.exchange(name, asdict(own))
-    found = {rank: Measured(**one) for rank, one in answering(everybody).items()}
+    found = {rank: Measured(**fields) for rank, fields in answering(everybody).items()}
     silent = set(range(site.ranks.world_size)) - set(found)
     return found | {rank: Measured(error="no answer") for rank in silent}
 
@@ -187,7 +187,7 @@ def _by_pairs(site: Site, members: Mapping[int, Member]) -> list[Finding]:
             speeds[pair] = max(speed, speeds[pair])
     if failed:
         return [dataclasses.replace(_failed(members, failed), name="pairs of ranks")]
-    hosts = {rank: one.host for rank, one in members.items()}
+    hosts = {rank: member.host for rank, member in members.items()}
     return [
         pair_finding(
             speeds,
@@ -198,7 +198,7 @@ def _by_pairs(site: Site, members: Mapping[int, Member]) -> list[Finding]:
 
 
 def _failures(measured: Mapping[int, Measured]) -> dict[int, str]:
-    return {rank: one.error for rank, one in measured.items() if one.error}
+    return {rank: result.error for rank, result in measured.items() if result.error}
 
 
 def _pairs(

@@ -96,7 +96,7 @@ def alike(taken: Sequence[Seat], *, is_run: bool) -> Finding | None:
         return None
     kinds: dict[tuple[str, int], list[Seat]] = {}
     for seat in known:
-        kind = next((one for one in kinds if _same(one, seat)), (seat.name, seat.memory))
+        kind = next((kind for kind in kinds if _same(kind, seat)), (seat.name, seat.memory))
         kinds.setdefault(kind, []).append(seat)
     words = "; ".join(
         f"{len(ones)} x {name}, {memory / 2**30:.0f} GiB"

@@ -55,10 +55,10 @@ def _row(gpu: Gpu, ours: Collection[int]) -> Row:
     return Row(gpu, OK, free)
 
 
-def _process(one: GpuProcess) -> str:
-    name = f" ({one.name})" if one.name else ""
-    memory = "" if one.memory is None else f" with {_mib(one.memory)} MiB"
-    return f"pid {one.pid}{name}{memory}"
+def _process(process: GpuProcess) -> str:
+    name = f" ({process.name})" if process.name else ""
+    memory = "" if process.memory is None else f" with {_mib(process.memory)} MiB"
+    return f"pid {process.pid}{name}{memory}"
 
 
 def _mib(count: int) -> int:

@@ -42,7 +42,7 @@ class _Look:
 
     def add(self, *found: Finding | None) -> None:
         """Keep findings."""
-        self.findings += [one for one in found if one is not None]
+        self.findings += [finding for finding in found if finding is not None]
 
     @property
     def is_left_out(self) -> bool:
@@ -168,7 +168,11 @@ def _at_work(here: _Look) -> dict[str, float]:
         if ranks.is_first_on_host and load.done:
             _attempt(here, "driver of the GPUs, at work", _at_work_driver)
         speeds = ranks.exchange("speeds", _speeds(here))
-    return {name: value for one in answering(speeds).values() for name, value in one.items()}
+    return {
+        name: value
+        for speeds_of_rank in answering(speeds).values()
+        for name, value in speeds_of_rank.items()
+    }
 
 
 def _own_devices(here: _Look) -> list[int]:

@@ -73,14 +73,14 @@ def _finding(  # noqa: PLR0913 -- the parts of a sentence
     return Finding(
         name,
         PROBLEM if is_fatal else LOOK if fault else OK,
-        fault or ", ".join(one.shown() for one in taken) or "none",
+        fault or ", ".join(interface.shown() for interface in taken) or "none",
         "one that is up and leads to the other hosts"
         if site.run.has_several_hosts
         else "one that is up",
         f"{variable} names it, else {otherwise}",
         cost=f"{failure}, or the ranks wait for each other",
         advice=f"unset {variable}, or give it the name of another one; up here: {there or 'none'}.",
-        details={"taken": [one.name for one in taken]},
+        details={"taken": [interface.name for interface in taken]},
     )
 
 

@@ -27,8 +27,8 @@ def look(site: Site) -> Iterator[Finding]:
     if of_user >= 0 and not site.machine.is_root():  # root is not limited by it
         limits.append(Limit(of_user, "ulimit -u"))
     found = min(
-        (one for one in limits if one),
-        key=lambda one: one.value,
+        (limit for limit in limits if limit),
+        key=lambda limit: limit.value,
         default=None,
     )
     yield Finding(

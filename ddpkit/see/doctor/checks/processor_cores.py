@@ -70,20 +70,20 @@ def _share(site: Site, everybody: list[Any]) -> Share:
     here = [
         value for value in answering(everybody).values() if value["host"] == site.machine.name()
     ]
-    cores = len(set().union(*(one["cores"] for one in here)))
+    cores = len(set().union(*(process["cores"] for process in here)))
     limit = cpu_limit(site.machine)
     if limit is None or limit.value >= cores:
         return Share(
             cores,
             cores,
             "the affinity of the processes",
-            [one["threads"] for one in here],
+            [process["threads"] for process in here],
         )
     return Share(
         cores,
         limit.value,
         limit.file,
-        [one["threads"] for one in here],
+        [process["threads"] for process in here],
     )
 
 

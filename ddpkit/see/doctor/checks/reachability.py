@@ -30,7 +30,7 @@ def look(site: Site) -> Iterator[Finding]:
     with contextlib.ExitStack() as stack:
         own = _listen(site, stack) if site.ranks.is_first_on_host else {}
         everybody = answering(site.ranks.exchange("addresses", own))
-        hosts = [rank for rank, one in sorted(everybody.items()) if one]
+        hosts = [rank for rank, error in sorted(everybody.items()) if error]
         if site.ranks.rank in hosts and len(hosts) > 1:
             other = hosts[(hosts.index(site.ranks.rank) + 1) % len(hosts)]
             yield _connect(everybody[other])

@@ -104,11 +104,11 @@ class Gpu:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Gpu:
         """Make one from its part of what :meth:`Driver.to_plain` gave."""
-        known = {one.name for one in fields(cls)}
+        known = {field.name for field in fields(cls)}
         given = {name: value for name, value in plain.items() if name in known}
         for name, kind in (("links", NvLink), ("processes", GpuProcess)):
             if given.get(name) is not None:
-                given[name] = tuple(kind(**one) for one in given[name])
+                given[name] = tuple(kind(**entry) for entry in given[name])
         for name in ("compute_capability", "mig_devices"):
             if given.get(name) is not None:
                 given[name] = tuple(given[name])

@@ -210,11 +210,11 @@ class _Questions:
             return None
         return tuple(
             GpuProcess(
-                int(one.pid),
-                one.usedGpuMemory,
-                self._name_of(int(one.pid)),
+                int(process.pid),
+                process.usedGpuMemory,
+                self._name_of(int(process.pid)),
             )
-            for one in found
+            for process in found
         )
 
     def _name_of(self, pid: int) -> str | None:
@@ -251,7 +251,7 @@ class _Questions:
             }
         causes = range(int(self.nvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT))
         pages = [self.ask("retired_pages", "nvmlDeviceGetRetiredPages", cause) for cause in causes]
-        known = [one for one in pages if one is not None]
+        known = [page for page in pages if page is not None]
         pending = self.ask("retirement_pending", "nvmlDeviceGetRetiredPagesPendingStatus")
         return {
             "retired_pages": sum(map(len, known)) if known else None,

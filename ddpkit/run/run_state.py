@@ -310,11 +310,11 @@ class RunState:
             logger.warning(LACKS, state["lacks"])
         samples = state.get("samples", 0)
         before = StepPlan.read(state)
-        batches, told = self.step_plan.place(before, state["step"], samples)
+        batches, change = self.step_plan.batches_done(before, state["step"], samples)
         step = batches * self.context.strategy.shards
         for warning in filter(
             None,
-            (told, self.step_plan.other_data(before) if state["step"] else None),
+            (change, self.step_plan.other_data(before) if state["step"] else None),
         ):
             logger.warning("%s", warning)
         if "loss_sum" not in state and step:

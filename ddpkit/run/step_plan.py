@@ -140,13 +140,13 @@ class StepPlan:
             )
         return {"grad_accumulation_factor": batches // world_size}
 
-    def place(
+    def batches_done(
         self,
         before: StepPlan,
         step: int,
         samples: int,
     ) -> tuple[int, str | None]:
-        """Say which batch of the epoch comes next.
+        """Translate the position of a checkpoint into batches of the present size.
 
         Args:
             before: the step plan of the run that saved the checkpoint.
@@ -161,8 +161,8 @@ class StepPlan:
         if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
             # such an epoch counts batches, whatever is in them
             samples = step * before.per_step // before.grad_accumulation_factor
-        # Steps have another size now. Whole ones of it count as done; the samples after them are
-        # trained on again.
+        # Samples per step have changed: only the number of samples still means the same. Whole new
+        # steps count as done; the samples after them are trained on again.
         if changed and self.per_step and samples:
             steps = samples // self.per_step
             return steps * factor, (
@@ -170,11 +170,14 @@ class StepPlan:
                 f"{self.per_step}: the epoch goes on after {steps * self.per_step} of the "
                 f"{samples} samples that were done."
             )
+        # Where a sampler decides how many samples a batch has, only batches can be counted.
         if self._deals_others(before):
-            return self._place_of_batches(before, step)
+            return self._batches_dealt(before, step)
         if before.grad_accumulation_factor in {None, factor}:
             return step, None  # as many batches to a step as before
-        # it stood at the end of a step
+        # The same samples per step, in other micro-batches: count steps. A checkpoint stands at the
+        # end of a step; only the last step of an epoch has fewer batches, and is a step all the
+        # same: hence rounded up.
         return -(-step // (before.grad_accumulation_factor or 1)) * factor, None
 
     def _deals_others(self, before: StepPlan) -> bool:
@@ -188,7 +191,7 @@ class StepPlan:
             and _dealt(self) != _dealt(before)
         )
 
-    def _place_of_batches(self, before: StepPlan, step: int) -> tuple[int, str]:
+    def _batches_dealt(self, before: StepPlan, step: int) -> tuple[int, str]:
         """Go on at the same batch of the data, though it may be inside of a step: the first step is
         then a shorter one.
 

@@ -111,7 +111,7 @@ def _steps_ahead(
         return int(state.get("steps_ahead", 0))
     place = (epoch - 1 + int(end_of_epoch)) * now.steps if now.goes_on else 0
     if not end_of_epoch:
-        batches, _ = plan.place(
+        batches, _ = plan.batches_done(
             before,
             state["step"],
             state.get("samples", 0),

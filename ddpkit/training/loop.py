@@ -163,9 +163,3 @@ def evaluate_epoch(
                 bar.show(report.step, report.loss, report.samples)
             if after_batch is not None:
                 after_batch(progress.step)
-
-
-# --------------------------------------------------------------------- a loss and its backward pass
-
-
-# ------------------------------------------------------------------------------- the optimizer step

@@ -101,26 +101,26 @@ class StreamFeed:
         Raises:
             DataError: the stream has no first batch for every rank. On all ranks.
         """
-        turns = self._read(one_by_one(start_loading(self.loader)))
-        ahead = deque([next(turns)])
+        read = self._read(one_by_one(start_loading(self.loader)))
+        ahead = deque([next(read)])
         self._require_batches(ahead[0])
         while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
-            ahead.append(next(turns))
+            ahead.append(next(read))
         self.ready()
-        place = self.start % self.factor
+        position = self.start % self.factor
         done = 0.0
         whole = 0.0
         window.correction = 1.0
-        while ahead[0].told().ranks:
-            turn = ahead.popleft()
+        while ahead[0].sums().ranks:
+            current = ahead.popleft()
             while len(ahead) < min(self.factor, 2):
-                ahead.append(next(turns))
-            if place == 0:
+                ahead.append(next(read))
+            if position == 0:
                 window.begin()
-            place += 1
-            window.count = turn.count
-            self.repeated += turn.repeated
-            window.weight, total = self._weigh(turn)
+            position += 1
+            window.count = current.count
+            self.repeated += current.repeated
+            window.weight, total = self._weigh(current)
             # A backward pass cannot wait for the window's end. So the first batch stands for all,
             # and its guess is kept for the whole window: all losses are off by one factor, which
             # the step puts right in the gradients.
@@ -129,20 +129,20 @@ class StreamFeed:
             window.loss_scale = (
                 window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
             )
-            window.closes = place == self.factor or not ahead[0].told().ranks
+            window.closes = position == self.factor or not ahead[0].sums().ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:
-                place = 0
+                position = 0
                 done = 0.0
                 whole = 0.0
             with (
-                self.uneven(counts=turn.count > 0)
-                if turn.told().ranks < self.world_size
+                self.uneven(counts=current.count > 0)
+                if current.sums().ranks < self.world_size
                 else _nothing()
             ):
-                yield turn.batch
+                yield current.batch
 
-    def _read(self, batches: Iterator[Any]) -> Iterator[_Turn]:
+    def _read(self, batches: Iterator[Any]) -> Iterator[_StreamBatch]:
         """Read the batches, the last one again and again after the end; start telling the other
         ranks of each.
         """
@@ -166,34 +166,34 @@ class StreamFeed:
             count = size or 0
             repeated = 0 if present else last_size
             sums = self.start_sum([float(present), float(count), able])
-            yield _Turn(
+            yield _StreamBatch(
                 last,
                 present,
                 count,
                 repeated,
-                functools.cache(lambda sums=sums: _Told(*sums())),
+                functools.cache(lambda sums=sums: _RankSums(*sums())),
             )
 
-    def _weigh(self, turn: _Turn) -> tuple[float, float]:
+    def _weigh(self, batch: _StreamBatch) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
-        ranks, samples, _ = turn.told()
+        ranks, samples, _ = batch.sums()
         if self.weighting == "samples":
-            return turn.count, samples
+            return batch.count, samples
         if self.whole_batches:
-            return turn.present, ranks
-        return (turn.count / samples, 1.0) if samples else (0.0, 0.0)
+            return batch.present, ranks
+        return (batch.count / samples, 1.0) if samples else (0.0, 0.0)
 
-    def _require_batches(self, first: _Turn) -> None:
-        if first.told().able < self.world_size:
+    def _require_batches(self, first: _StreamBatch) -> None:
+        if first.sums().able < self.world_size:
             raise DataError(
-                f"the stream gives a first batch to {first.told().able:.0f} of {self.world_size} "
+                f"the stream gives a first batch to {first.sums().able:.0f} of {self.world_size} "
                 "rank(s) only: it is empty, or has too few items for this many processes and this "
                 "batch size, or yields nothing when it is iterated again. Look at the stream, "
                 "start fewer processes, or use a smaller batch_size."
             )
 
 
-class _Told(NamedTuple):
+class _RankSums(NamedTuple):
     """Sums over all ranks for one batch."""
 
     ranks: float  # number of ranks with a batch that is not repeated
@@ -202,11 +202,11 @@ class _Told(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Turn:
+class _StreamBatch:
     """One batch of every rank."""
 
     batch: Any
     present: int
     count: int
     repeated: int  # samples, of a batch that is repeated
-    told: Callable[[], _Told]  # waits for the other ranks once
+    sums: Callable[[], _RankSums]  # waits for the other ranks once

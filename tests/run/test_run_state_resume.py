@@ -84,17 +84,17 @@ def test_that_of_a_run():
 def test_the_place_is_counted_in_steps_of_the_optimizer(step, expected):
     """3 of 2 stands at the end of an epoch, after a short window."""
     now = StepPlan(2, 4, 64, 8)
-    assert now.place(FOUR, step, 32 * step) == (expected, None)
+    assert now.batches_done(FOUR, step, 32 * step) == (expected, None)
 
 
 def test_the_place_stays_where_nothing_has_changed():
-    assert FOUR.place(FOUR, 5, 100) == (5, None)
-    assert FOUR.place(StepPlan(None, None), 5, 100) == (5, None)
-    assert StepPlan(None, None).place(FOUR, 5, 100)[0] == 3
+    assert FOUR.batches_done(FOUR, 5, 100) == (5, None)
+    assert FOUR.batches_done(StepPlan(None, None), 5, 100) == (5, None)
+    assert StepPlan(None, None).batches_done(FOUR, 5, 100)[0] == 3
 
 
 def test_another_batch_goes_on_after_the_samples_that_were_done():
-    step, words = StepPlan(4, 2, 100, 13).place(FOUR, 10, 320)
+    step, words = StepPlan(4, 2, 100, 13).batches_done(FOUR, 10, 320)
     assert step == 6
     assert "64 samples per optimizer step, now there are 100" in words
     assert "after 300 of the 320 samples" in words
@@ -127,7 +127,7 @@ def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said
     """Whole batches have a place of their own: another number of them per step skips none and
     repeats no round.
     """
-    found, words = now.place(before, step, 10 * step)
+    found, words = now.batches_done(before, step, 10 * step)
     assert found == expected
     assert re.search(said, words)
     (change,) = now.changes(before)
@@ -139,10 +139,10 @@ def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said
 def test_dealt_batches_on_another_number_of_ranks_keep_their_exact_place(step, expected):
     before = StepPlan(4, 1)
     now = StepPlan(2, before.on(2)["grad_accumulation_factor"])
-    assert now.place(before, step, 10) == (expected, None)
+    assert now.batches_done(before, step, 10) == (expected, None)
     assert now.changes(before) == []
     # the last round of an epoch may be short, and the last step too
-    assert before.place(now, 2 * step - 1 if step else 0, 10) == (step, None)
+    assert before.batches_done(now, 2 * step - 1 if step else 0, 10) == (step, None)
 
 
 def test_what_changes_in_a_step():

@@ -31,14 +31,14 @@ FAULTS = in_room(
         ),
         Fault(
             "with other samples per step an epoch goes on a step too far",
-            "StepPlan.place",
+            "StepPlan.batches_done",
             "samples // self.per_step",
             "-(-samples // self.per_step)",
             STATE,
         ),
         Fault(
             "a window that a checkpoint has cut is not done again",
-            "StepPlan.place",
+            "StepPlan.batches_done",
             "-(-step // (before.grad_accumulation_factor or 1)) * factor",
             "step // (before.grad_accumulation_factor or 1) * factor",
             STATE,

@@ -61,7 +61,7 @@ FAULTS = in_room(
         Fault(
             "a stream's window ends one micro-batch late where the stream ends",
             "StreamFeed.batches",
-            "place == self.factor or not ahead[0].told().ranks",
+            "position == self.factor or not ahead[0].sums().ranks",
             "place == self.factor",
             FEED,
         ),

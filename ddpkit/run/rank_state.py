@@ -317,7 +317,7 @@ class RankState:
         self._resumed_at = {}
         self._unread = None
         own: dict[str, Any] = {}
-        # a step that is repeated is not
+        # False in a pass that auto_micro_batch repeats: what was recovered was used in the first.
         is_resumed = states is not None and states.loaded is not None
         if states is not None:
             keep_states(loader)

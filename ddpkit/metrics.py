@@ -16,13 +16,12 @@ from __future__ import annotations
 import contextlib
 import math
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpkit.base import get_world_size, reads_device, widest_float
+from ddpkit.base import StageData, get_world_size, reads_device, widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.training import LossMeter
 
@@ -39,24 +38,13 @@ __all__ = [
 ]
 
 
-class _Stages:
-    """Whether the data of the current stage is divided over the ranks, and which stage was the last
-    of that kind.
-    """
-
-    divided = False
-    number = 0
-    last_divided = -1  # none was
-    # its ``count`` is 0 for a batch that a rank repeats to keep step
-    window: Any = SimpleNamespace(count=1)
-
-
-def begin_stage(*, divided: bool) -> None:
+def begin_stage(*, divided: bool, steps_together: bool = False) -> None:
     """Say that a stage begins, and whether each rank sees a part of its data only. For loops; the
     Brain's say it.
 
     Args:
         divided: alike on every rank, also on one whose part is empty.
+        steps_together: whether each rank has as many batches as the others, as in training.
 
     Ranks: local, but all ranks must say the same.
 
@@ -67,10 +55,11 @@ def begin_stage(*, divided: bool) -> None:
         >>> Sum().compute()  # of this rank's own
         0.0
     """
-    _Stages.number += 1
-    _Stages.divided = divided
+    StageData.number += 1
+    StageData.divided = divided
+    StageData.steps_together = steps_together
     if divided:
-        _Stages.last_divided = _Stages.number
+        StageData.last_divided = StageData.number
 
 
 def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
@@ -89,6 +78,7 @@ def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
     State: this process's, while the context lasts.
 
     Example:
+        >>> from types import SimpleNamespace
         >>> total, window = Sum(), SimpleNamespace(count=1)
         >>> with counted_by(window):
         ...     for window.count in (1, 0):
@@ -98,7 +88,7 @@ def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
     """
     from ddpkit.base import temporarily
 
-    return temporarily(_Stages, window=window)
+    return temporarily(StageData, window=window)
 
 
 def is_repeating() -> bool:
@@ -110,7 +100,7 @@ def is_repeating() -> bool:
         >>> is_repeating()
         False
     """
-    return not _Stages.window.count
+    return not StageData.window.count
 
 
 class Reducing:
@@ -127,17 +117,17 @@ class Reducing:
         self._forget()
 
     def _forget(self) -> None:
-        self._since = _Stages.number
+        self._since = StageData.number
         self._divided: bool | None = None
         self._mixed = False
 
     def _counts(self) -> bool:
         """Say whether an update counts; note under which division the metric counts."""
-        if not _Stages.window.count:
+        if not StageData.window.count:
             return False
-        if self._divided not in (None, _Stages.divided):
+        if self._divided not in (None, StageData.divided):
             self._mixed = True
-        self._divided = _Stages.divided
+        self._divided = StageData.divided
         return True
 
     def _reduces(self, reduce: bool | None) -> bool:
@@ -151,7 +141,9 @@ class Reducing:
                 "--shard_evaluation."
             )
         if reduce is None:
-            reduce = _Stages.last_divided >= self._since if self._divided is None else self._divided
+            reduce = (
+                StageData.last_divided >= self._since if self._divided is None else self._divided
+            )
         if reduce:
             from ddpkit.distributed import require_all_ranks
 

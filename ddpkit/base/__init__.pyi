@@ -84,6 +84,7 @@ from ddpkit.base.second_hand import (
     failure_behind as failure_behind,
     is_second_hand as is_second_hand,
 )
+from ddpkit.base.stage_data import StageData as StageData
 from ddpkit.base.states import (
     DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS as DEFAULT_SAVE_HOOKS,

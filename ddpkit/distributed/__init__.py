@@ -20,6 +20,7 @@ __all__ = [
     "environment_without_launch",
     "exchange",
     "gather_objects",
+    "gather_with_gradient",
     "get_local_rank",
     "get_rank",
     "get_world_size",

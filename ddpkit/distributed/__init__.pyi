@@ -14,6 +14,7 @@ from ddpkit.distributed.collectives import (
     ddp_barrier as ddp_barrier,
     ddp_broadcast as ddp_broadcast,
 )
+from ddpkit.distributed.gradient_gathering import gather_with_gradient as gather_with_gradient
 from ddpkit.distributed.group import ddp_init_group as ddp_init_group
 from ddpkit.distributed.local_rank import (
     get_local_rank as get_local_rank,

@@ -55,6 +55,7 @@ class EarlyEnd:
 
         Ranks: collective.
         """
+        # through the launcher's store: an epoch has no collective more than before
         reason = run_on_main(lambda: self.reason) or ""
         if not reason:
             if self.reason:

@@ -695,7 +695,7 @@ class StageRunner:
         divided = get_world_size() > 1 and (
             is_training or is_divided(loader, unknown=self.context.options.shard_evaluation)
         )
-        begin_stage(divided=divided)
+        begin_stage(divided=divided, steps_together=is_training)
         POSITION.stage_begins()
         before = self.context.progress.meter.samples
         first = self.context.progress.step if is_training else 0

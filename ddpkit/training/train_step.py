@@ -379,6 +379,7 @@ class TrainStep:
             self._step_optimizers(brain)
             return
         with self.final_gradients(brain):
+            # not final: the step is left out, or an error follows
             if self._prepared is not None and self._prepared.is_final:
                 self.on_gradients()
             self._step_optimizers(brain)

@@ -121,14 +121,14 @@ METRIC_FAULTS = in_room(
         Fault(
             "a metric of data that all ranks see is added up",
             "Reducing._reduces",
-            "_Stages.last_divided >= self._since if self._divided is None else self._divided",
+            "StageData.last_divided >= self._since if self._divided is None else self._divided",
             "True",
             METRICS_OF_RANKS,
         ),
         Fault(
             "a repeated batch counts in metrics",
             "Reducing._counts",
-            "if not _Stages.window.count:\n    return False",
+            "if not StageData.window.count:\n    return False",
             "pass",
             METRICS_OF_RANKS,
         ),

@@ -39,6 +39,9 @@ from ddpkit.base.heartbeats import (
     beat_key as beat_key,
     latest_statuses as latest_statuses,
 )
+from ddpkit.base.nothing import (
+    do_nothing as do_nothing,
+)
 from ddpkit.base.output_folder import (
     OUTPUT_EXAMPLE as OUTPUT_EXAMPLE,
     cannot_write as cannot_write,

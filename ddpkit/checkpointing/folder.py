@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ddpkit.base import SaveHook, earlier_folder
+from ddpkit.base import SaveHook, do_nothing, earlier_folder
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, SUFFIX, Checkpoint, ckpt_recency
@@ -132,7 +132,7 @@ class CheckpointFolder:
     world_size: int = 1
     background: BackgroundSave = field(default_factory=BackgroundSave)
     copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    note_failure: Callable[[BaseException], object] = bool
+    note_failure: Callable[[BaseException], object] = do_nothing
 
     # ------------------------------------------------------------------------------------ saving
 

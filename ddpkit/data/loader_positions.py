@@ -1,5 +1,25 @@
 """Where a loader stands, for a checkpoint: at a step, at the begin or end of a pass, after a call
 of ``fit``.
+
+Each function that takes a state has one that gives it back. ``RankState`` in
+``ddpkit/run/rank_state.py`` calls them, and stores the states under these keys of ``ranks.ckpt``:
+
+================  =========================  ==========================  =========================
+key               taken by                   given back by               when it is given back
+================  =========================  ==========================  =========================
+``loader``        :func:`state_at`           :func:`resume_at`           in the middle of an epoch
+``loader_begin``  :func:`state_at_begin`     :func:`resume_after_end`,   at the begin of the same
+                                             then :func:`resume_at`      epoch: the save was made
+                                             with step 0                 in its first batch
+``loader_end``    :func:`state_at_end`       :func:`resume_after_end`    at the begin of the next
+                                                                         epoch
+``stream``        :func:`stream_state`       :func:`resume_after_call`   at the begin of the next
+                                                                         call of ``fit``, whose
+                                                                         loader is made anew
+================  =========================  ==========================  =========================
+
+Only a checkpoint of the first batch has ``loader_begin``, and only a :class:`LoopedLoader` has
+``stream``: of another loader, ``loader_end`` also serves the next call.
 """
 
 from __future__ import annotations

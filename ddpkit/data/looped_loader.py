@@ -72,11 +72,12 @@ class LoopedLoader:
         self.step = 0
         self.total_steps = 0
         self.total_samples = 0
-        self._passes = 0
-        self._in_pass = 0
-        self._skip = 0
+        self._passes = 0  # over the data that have begun
+        self._in_pass = 0  # batches drawn in the present one
+        self._skip = 0  # batches to leave out of the next one
         self._again = 0  # batches to read again, where nobody knows which pass they are of
-        self._inner: Iterator[Any] | None = None
+        self._inner: Iterator[Any] | None = None  # over the data, in the present pass
+        # loaded in the middle of a nominal epoch, and not iterated since: iter() keeps the step
         self._recovered = False
 
     def __len__(self) -> int:
@@ -211,10 +212,12 @@ class LoopedLoader:
             step: batches of this epoch that are done, of the sizes that batches have now.
             state: what :meth:`state_in_pass` returned when the checkpoint was made, or None.
         """
-        if self._recovered and step != self.step:
-            # the nominal epoch after a whole one
-            is_next = not step and self.step == self.epoch_length
-            if self.step and not is_next and (state is None or not state["has_begun"]):
+        if self._recovered and step != self.step:  # this loader has been loaded by itself, too
+            # The counters of the two files differ, for one of three reasons.
+            begins_next_epoch = step == 0 and self.step == self.epoch_length
+            state_tells_place = state is not None and state["has_begun"]  # for resume_in_pass
+            batch_size_changed = not begins_next_epoch and not state_tells_place
+            if batch_size_changed and self.step:
                 self._go_to(self.total_steps * step // self.step)
             self.step = step
         self.resume_in_pass(state)

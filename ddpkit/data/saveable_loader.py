@@ -62,7 +62,8 @@ class SaveableDataLoader(DataLoader[Any]):
         self.yielded: int | None = None
         self.passed_through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         self.worker_copies = WorkerCopies()
-        self._skip = 0
+        self._skip = 0  # batches to leave out of the next iteration
+        # torch's loader that is iterated: it has the same data, and keyed random numbers
         self._keyed: DataLoader[Any] | None = None
         self._place = Place(default_seed())  # for batches that no plan of ours deals out
         self.set_epoch(1)
@@ -131,6 +132,10 @@ class SaveableDataLoader(DataLoader[Any]):
 
         Once the loader has been iterated nothing is loaded: the checkpoint is then wanted for its
         weights.
+
+        For the training loader of a Brain this number does not count. The Brain calls
+        :meth:`skip_next` as each pass begins, later than this, with the batches of its own
+        ``brain.ckpt`` in the present batch size. It counts for a loader of one's own loop.
         """
         if self.yielded is not None:
             logger.debug(

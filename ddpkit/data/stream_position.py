@@ -270,6 +270,13 @@ class StreamPosition:
     Batches are read ahead of the one that is worked on, so that where the stream is now is further
     on.
 
+    The state before a batch has one of two shapes, and :meth:`go_on` takes both:
+
+    * before batch 0: ``{"begin": ...}`` with what the ``state_dict`` of the user's stream returned.
+      Random numbers follow from the epoch there;
+    * before a later batch: what :meth:`Source.state_dict` returned: ``"stream"`` (of the part that
+      this process reads), ``"block"`` (the batch) and ``"random"`` (random numbers of the reading).
+
     Args:
         source: None where it cannot say where it is.
 
@@ -348,7 +355,7 @@ class StreamPosition:
         Returns:
             ``"again"``: a number less than the given (or 0, if that is given), and the state there;
             ``"next"``: the state at the given one, or None if nothing was read there. Or None if
-            neither is known.
+            neither is known. A state has one of the two shapes that the class describes.
         """
         before = [mark for mark in self._kept if mark[0] < max(number, 1)]
         if self._source is None or not before:
@@ -391,9 +398,9 @@ class StreamPosition:
 
         Args:
             number: from 0.
-            state: the state there.
+            state: the state there, as :meth:`around` gives it.
         """
-        if "begin" in state:
+        if "begin" in state:  # of batch 0; the other shape has "stream", "block" and "random"
             self.resume_after_end(state["begin"])
         elif self._source is not None:
             # which other ranks may have counted otherwise

@@ -617,7 +617,7 @@ class CheckpointPolicy:
         progress = self.context.progress
         progress.resolve_at_sync()
         sums = progress.add_totals(self.rank_state.own_sums())
-        self.rank_state.end_pass()
+        self.rank_state.gather_for_save()
         with self.position.with_sums(sums):
             self._save_intra_epoch(self.checkpointer)
 

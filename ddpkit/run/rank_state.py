@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.base import map_values
+from ddpkit.base import do_nothing, map_values
 from ddpkit.checkpointing import all_ranks_come
 from ddpkit.data import StreamShard, is_stateful
 from ddpkit.dataloader import (
@@ -200,7 +200,7 @@ class RankState:
             to train on it.
         metrics: of the recipe, which count in the training stage; by name.
 
-    Ranks: local, but for :meth:`end_pass`.
+    Ranks: local, but for :meth:`gather_for_save`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -232,9 +232,13 @@ class RankState:
         self.base_seed: int | None = None
         self.is_inside_batch = self.goes_back_to_begin = False
         self.metrics: dict[str, Any] = {}
+        # that this class has given torch: a global seed like it is none of the recipe's
         self._epoch_seed: int | None = None
+        # the loader of the call of fit before, and what a checkpoint of its end holds of this rank
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
+        # the place in the data ("loader", "loader_end") from which the present pass was resumed
         self._resumed_at: dict[str, Any] = {}
+        # a loader that reads no batch in the present pass, and where the checkpoint has put it
         self._unread: tuple[Any, dict[str, Any]] | None = None
 
     def saves(self, saves: bool) -> None:
@@ -333,7 +337,7 @@ class RankState:
                 )
                 self.context.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
-            return _begin_data(loader, own), bool
+            return _begin_data(loader, own), do_nothing
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
         logged = own.get("logged")
@@ -382,8 +386,10 @@ class RankState:
         if missing:
             logger.warning(METRICS, ", ".join(missing), self.context.progress.step)
 
-    def end_pass(self) -> None:
-        """Collect what a save after the epoch will need of every rank."""
+    def gather_for_save(self) -> None:
+        """Collect what a save that follows needs of every rank: at the end of a pass, and before a
+        save in its middle.
+        """
         if self.context.strategy.same_bits:
             self._seed_anew()  # after what each rank has drawn in its batches
         if self.states is not None:

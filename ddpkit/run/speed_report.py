@@ -172,7 +172,7 @@ class SpeedReport:
         self.flops_per_step = per_step
         self.peak_per_second = peak_per_second
 
-    def end_pass(self) -> None:
+    def pause(self) -> None:
         """Measure nothing until the next pass.
 
         If every step is measured, and nothing has been reported yet, the ranks exchange once more:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.base import POSITION, is_sharded
+from ddpkit.base import POSITION, do_nothing, is_sharded
 from ddpkit.control import PeriodicSync
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
@@ -126,9 +126,7 @@ class StageRunner:
         self.rank_state = policy.rank_state
         self.auto_micro_batch = AutoMicroBatch(context, train_step, policy.run_state, self.memory)
         self.profiler: Any = None
-        self.prepare_new_optimizers: Callable[[], object] = (
-            bool  # does nothing, until a run sets it
-        )
+        self.prepare_new_optimizers: Callable[[], object] = do_nothing  # until a run sets it
         self.time_left = TimeLeft()
         self._has_graphs = False
         self.speed = SpeedReport(context, train_step)
@@ -353,7 +351,7 @@ class StageRunner:
                     on_window=on_window,
                     tell=saves.tell,
                 )
-            self.speed.end_pass()
+            self.speed.pause()
             is_read = feed.length is not None and progress.step >= feed.length
             progress.end_batches(is_whole=is_read or not is_limited)
             if not progress.is_whole:
@@ -384,7 +382,7 @@ class StageRunner:
         # an evaluation follows, whose batches all count
         progress.window.count = 1
         progress.window.weight = 1.0
-        self.rank_state.end_pass()
+        self.rank_state.gather_for_save()
 
     def _step_limit(self, ready: Callable[[], object]) -> float:
         """Return the optimizer step that ends the pass; if it is made already, do what the feed
@@ -830,20 +828,21 @@ class StageRunner:
         """
         epoch, steps = trained
         progress = self.context.progress
-        copies = 1
+        # how many times the sum over the ranks has each sample: once, where they share the data
+        times_counted = 1
         meter = progress.meter
         stage_batches = progress.stage_batches
         if stage_batches is not None:
             stage_batches.close(progress.step, meter.samples)
-            # where every rank evaluated all samples, the sum over the ranks counts each so often
-            copies = 1 if stage_batches.divided else get_world_size()
+            # not divided: every rank has evaluated all samples
+            times_counted = 1 if stage_batches.divided else get_world_size()
         own = [*meter.totals(), meter.samples]
         loss_sum, count, bad, samples = progress.logged.sync(own, at_end=True)
         mean = float(loss_sum / count) if count else float("nan")
         if stage is Stage.TRAIN:
-            progress.end_pass((loss_sum, count, int(samples)))
-        bad = int(bad) // copies
-        samples = int(samples) // copies
+            progress.note_trained((loss_sum, count, int(samples)))
+        bad = int(bad) // times_counted
+        samples = int(samples) // times_counted
         bar.partial = False
         bar.show(progress.step, mean, samples - before)
         if stage is not Stage.TRAIN and not samples and not count:

@@ -232,7 +232,7 @@ class VirtualRanks(Strategy):
             )
         else:
             block = 1 if feed.whole_batches else progress.loader.dataset.block_size
-            feed.whole = float(block * feed.factor // self.shards)
+            feed.full_step_weight = float(block * feed.factor // self.shards)
         return FeedThrough(feed, functools.partial(self._shards_of, feed, progress, seed))
 
     def _shards_of(

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.base import do_nothing
 from ddpkit.control import start_loading
 from ddpkit.errors import DataError
 
@@ -53,7 +54,7 @@ class Feed:
     start: int = 0
     weighting: str = "samples"
     left_out: int = 0
-    ready: Callable[[], object] = bool  # does nothing
+    ready: Callable[[], object] = do_nothing
 
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it."""
@@ -72,11 +73,10 @@ class Feed:
         self.ready()
         counts = self.counts
         by_samples = self.weighting == "samples"
-        whole = (
-            (counts.total if by_samples else counts.parts)
-            if counts is not None
-            else lambda _: self.world_size
-        )
+        # what a batch of this number weighs on all ranks together
+        weight_of: Callable[[int], float] = self._weight_without_counts
+        if counts is not None:
+            weight_of = counts.total if by_samples else counts.parts
         for number, batch in enumerate(source, self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
@@ -84,7 +84,9 @@ class Feed:
                 after = number - place + self.factor
                 is_one = after == number + 1
                 total = (
-                    whole(number) if is_one else sum(map(whole, range(number, min(after, length))))
+                    weight_of(number)
+                    if is_one
+                    else sum(map(weight_of, range(number, min(after, length))))
                 )
             if counts is not None:
                 window.count = window.weight = counts.count(number)
@@ -99,3 +101,7 @@ class Feed:
                 f"the training loader ended after {done} of {length} batches: its length must be "
                 "the number of batches that it yields, on every process."
             )
+
+    def _weight_without_counts(self, _: int) -> float:
+        """Every batch weighs the same: one on each rank."""
+        return self.world_size

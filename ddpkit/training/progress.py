@@ -327,7 +327,7 @@ class Progress(optim.StepCounters):
         """Note that the training stage reads no further batch, and whether it has read all."""
         self.is_whole = is_whole
 
-    def end_pass(self, sums: tuple[Any, Any, int]) -> None:
+    def note_trained(self, sums: tuple[Any, Any, int]) -> None:
         """Note that the training stage has read its last batch.
 
         Args:

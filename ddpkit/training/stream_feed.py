@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddpkit.base import do_nothing
 from ddpkit.control import start_loading
 from ddpkit.data import guess_batch_size, one_by_one
 from ddpkit.errors import DataError
@@ -49,8 +50,8 @@ class StreamFeed:
         factor: micro-batches per optimizer step.
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all
             ranks together does.
-        whole: what a full step weighs, where gradients are summed over the ranks; 0: they are
-            averaged.
+        full_step_weight: what a full step weighs, where gradients are summed over the ranks; 0:
+            they are averaged.
         whole_batches: whether the data yields whole batches; with ``"batches"`` every rank's batch
             then counts one.
         world_size: number of ranks.
@@ -85,14 +86,14 @@ class StreamFeed:
     weighting: str = "samples"
     world_size: int = 1
     start: int = 0
-    whole: float = 0.0
+    full_step_weight: float = 0.0
     whole_batches: bool = False
     start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
     size_of: Callable[[Any], int | None] = guess_batch_size
     uneven: Callable[..., AbstractContextManager[None]] = _nothing
     length: int | None = None
     left_out: int = 0
-    ready: Callable[[], object] = bool  # does nothing
+    ready: Callable[[], object] = do_nothing
     repeated: int = 0
 
     def batches(self, window: Window) -> Iterator[Any]:
@@ -108,8 +109,8 @@ class StreamFeed:
             ahead.append(next(read))
         self.ready()
         position = self.start % self.factor
-        done = 0.0
-        whole = 0.0
+        seen_weight = 0.0  # of the window's batches so far, on all ranks
+        assumed_weight = 0.0  # of the whole window, as its first batch lets one guess
         window.correction = 1.0
         while ahead[0].sums().ranks:
             current = ahead.popleft()
@@ -120,21 +121,26 @@ class StreamFeed:
             position += 1
             window.count = current.count
             self.repeated += current.repeated
-            window.weight, total = self._weigh(current)
+            window.weight, batch_weight = self._weigh(current)
             # A backward pass cannot wait for the window's end. So the first batch stands for all,
             # and its guess is kept for the whole window: all losses are off by one factor, which
-            # the step puts right in the gradients.
-            whole = whole or self.whole or self.factor * total
-            done += total
+            # the step puts right in the gradients:
+            #     loss_scale = weight on this rank * ranks / assumed_weight
+            #     correction = assumed_weight / seen_weight, once the window is over
+            assumed_weight = assumed_weight or self.full_step_weight or self.factor * batch_weight
+            seen_weight += batch_weight
+            averaged_over = 1 if self.full_step_weight else self.world_size
             window.loss_scale = (
-                window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
+                window.weight * averaged_over / assumed_weight if assumed_weight else 0.0
             )
             window.closes = position == self.factor or not ahead[0].sums().ranks
-            window.correction = whole / done if window.closes and done else 1.0
+            window.correction = (
+                assumed_weight / seen_weight if window.closes and seen_weight else 1.0
+            )
             if window.closes:
                 position = 0
-                done = 0.0
-                whole = 0.0
+                seen_weight = 0.0
+                assumed_weight = 0.0
             with (
                 self.uneven(counts=current.count > 0)
                 if current.sums().ranks < self.world_size
@@ -175,7 +181,7 @@ class StreamFeed:
             )
 
     def _weigh(self, batch: _StreamBatch) -> tuple[float, float]:
-        """Return the weight of a batch on this rank, and on all ranks."""
+        """Return the weight of a batch on this rank, and on all ranks together."""
         ranks, samples, _ = batch.sums()
         if self.weighting == "samples":
             return batch.count, samples

@@ -118,7 +118,7 @@ class Host:
         self.passes = [loader]
         return resume_at(loader, self.progress.step, None), lambda: self.passes.append("ready")
 
-    def end_pass(self):
+    def gather_for_save(self):
         self.passes.append("over")
 
 

@@ -54,7 +54,7 @@ FAULTS = in_room(
         Fault(
             "the gradients of a stream's short window are not corrected",
             "StreamFeed.batches",
-            "whole / done if window.closes and done else 1.0",
+            "assumed_weight / seen_weight if window.closes and seen_weight else 1.0",
             "1.0",
             FEED,
         ),
@@ -62,7 +62,7 @@ FAULTS = in_room(
             "a stream's window ends one micro-batch late where the stream ends",
             "StreamFeed.batches",
             "position == self.factor or not ahead[0].sums().ranks",
-            "place == self.factor",
+            "position == self.factor",
             FEED,
         ),
         Fault(

@@ -108,7 +108,8 @@ class PeriodicSync:
         self.steps_per_interval = 1  # as all ranks have found together at the last sync
         self._last_step = 0
         self._last_time = 0.0
-        self._steps_apart = self._known = 1
+        self._steps_apart = 1  # from the last sync to the next one
+        self._known_steps_apart = 1  # as the epoch before ended with
 
     def start(self, step: int) -> None:
         """Begin an epoch, or go on with one, after ``step`` steps.
@@ -119,7 +120,7 @@ class PeriodicSync:
         self._last_step = step
         self._last_time = time.monotonic()
         self.due = step + 1
-        self._known = self._steps_apart
+        self._known_steps_apart = self._steps_apart
         self._steps_apart = 1
 
     def __call__(
@@ -143,37 +144,48 @@ class PeriodicSync:
             What all ranks learnt.
         """
         now = time.monotonic()
-        per_step = (now - self._last_time) / max(step - self._last_step, 1)
+        own_seconds_per_step = (now - self._last_time) / max(step - self._last_step, 1)
         # all but one add zero, so that the sum is what the main process says
-        main_seconds = requests.main_seconds if self.is_main else 0.0
-        stops = [float(cause == requests.stop) for cause in CAUSES]
-        total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
+        own_main_seconds = requests.main_seconds if self.is_main else 0.0
+        own_stops = [float(cause == requests.stop) for cause in CAUSES]
+        # Each is a sum over the ranks, of what stands at the same place in the list below.
+        (
+            total_loss,
+            total_count,
+            total_samples,
+            total_seconds_per_step,
+            main_seconds,
+            ranks_that_save,
+            *ranks_that_stop,
+        ) = self.add_up(
             [
                 loss_sum,
                 count,
                 samples,
-                per_step,
-                main_seconds,
+                own_seconds_per_step,
+                own_main_seconds,
                 float(requests.save),
-                *stops,
+                *own_stops,
             ]
         )
-        stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
-        # of the mean over the ranks, and so the same number on each of them
-        wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
+        asked = zip(CAUSES, ranks_that_stop, strict=True)
+        stop = next((cause for cause, ranks in asked if ranks), "")
+        # interval / (total_seconds_per_step / world_size): the mean over the ranks counts, and so
+        # this is the same number on each of them
+        wanted_steps = int(self.interval * self.world_size / max(total_seconds_per_step, 1e-9))
         # one step tells little
-        known = 0 if self._steps_apart == 1 else self._known // MOST_SHORTER
-        self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, known)))
-        self.steps_per_interval = max(1, wanted)
+        known_steps = 0 if self._steps_apart == 1 else self._known_steps_apart // MOST_SHORTER
+        self._steps_apart = max(1, min(wanted_steps, max(2 * self._steps_apart, known_steps)))
+        self.steps_per_interval = max(1, wanted_steps)
         self.due = step + self._steps_apart
         self._last_step = step
         self._last_time = time.monotonic()  # the exchange itself is no part of a step
-        mean = total_loss / total if total else float("nan")
+        mean = total_loss / total_count if total_count else float("nan")
         return SyncReport(
             step,
             mean,
-            int(seen),
-            main_seconds=main,
-            save_wanted=wanted_by > 0,
+            int(total_samples),
+            main_seconds=main_seconds,
+            save_wanted=ranks_that_save > 0,
             stop=stop,
         )

@@ -138,17 +138,21 @@ def _await_fresh(report: FailureReport, before: list[RankStatus]) -> tuple[list[
 
 
 def _at_time_out(then: RankStatus, now: RankStatus) -> RankStatus:
-    """Choose what says best where a rank was: later it may have come; before, nobody had looked at
-    its lines.
+    """Choose the status that says best where a rank was when the time ran out.
+
+    Args:
+        then: read at the time-out. It may be of before, when nobody had asked for the rank's line.
+        now: read a moment later, when the rank may have come to the collective.
     """
-    return then if then.waits or (then.where and now.waits) else now
+    has_come_since = bool(then.where) and now.waits
+    return then if then.waits or has_come_since else now
 
 
 def _words(error: BaseException, report: FailureReport, statuses: list[RankStatus]) -> str:
     own = statuses[report.rank]
     others = [status for status in statuses if status.rank != report.rank]
-    # The error of a call of fit has lines from there on; those before it are still to be returned
-    # to.
+    # An error that was caught in fit knows the lines from fit to its cause. The lines of the script
+    # before fit are on the present stack.
     place = own.place()
     line = line_of([*traceback.extract_stack(), *frames_of(error)])
     here = f" {place}{line and ','}" if place else ""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ddpkit.launch import LaunchInfo
 
 LEAVE_SECONDS = 5.0
-MAIN_PATIENCE = 2.0  # the main process itself waits for the slowest rank, once
+# times the limit for a rank: the main process answers only after it has waited for the slowest one
+MAIN_TIMEOUT_FACTOR = 2.0
 NAP_SECONDS = 0.01
 
 
@@ -86,7 +87,7 @@ class Ranks:
             return [value]
         self._exchanges += 1
         try:
-            return self._exchange(f"exchange/{self._exchanges}", value)
+            return self._exchange(self.store, f"exchange/{self._exchanges}", value)
         except LaunchError as error:
             raise LaunchError(f"{error} This was about: {name}.") from error
         except RuntimeError as error:  # torch.distributed.DistError derives from it
@@ -95,18 +96,16 @@ class Ranks:
                 f"Look at the output of rank 0, or of the launcher. ({error})"
             ) from error
 
-    def _exchange(self, key: str, value: Any) -> list[Any]:
-        if self.store is None:
-            return [value]
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+    def _exchange(self, store: Store, key: str, value: Any) -> list[Any]:
+        store.set(f"{key}/{self.rank}", json.dumps(value))
         if self.is_main:
             values = self._read_all(key)
-            self.store.set(f"{key}/all", json.dumps(values))
+            store.set(f"{key}/all", json.dumps(values))
             return values
-        patience = MAIN_PATIENCE * self.timeout
-        if not self._await(f"{key}/all", patience):
-            raise LaunchError(f"rank 0 did not answer within {patience:g} s. Look at its output.")
-        found: list[Any] = json.loads(self.store.get(f"{key}/all"))
+        seconds = MAIN_TIMEOUT_FACTOR * self.timeout
+        if not self._await(f"{key}/all", seconds):
+            raise LaunchError(f"rank 0 did not answer within {seconds:g} s. Look at its output.")
+        found: list[Any] = json.loads(store.get(f"{key}/all"))
         return found
 
     def leave(self) -> None:

@@ -165,9 +165,8 @@ CONTROL = in_room(
         Fault(
             "the sync stops for the last of the causes",
             "PeriodicSync.__call__",
-            "next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), '')",
-            "next((cause for cause, ranks in zip(CAUSES[::-1], stopped_by[::-1], strict=True)"
-            " if ranks), '')",
+            "zip(CAUSES, ranks_that_stop, strict=True)",
+            "zip(CAUSES[::-1], ranks_that_stop[::-1], strict=True)",
             SIGNALS,
         ),
         Fault(

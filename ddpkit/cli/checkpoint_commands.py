@@ -42,10 +42,10 @@ from ddpkit.checkpointing import (
 from ddpkit.cli import say
 from ddpkit.errors import CheckpointError, MissingExtraError
 from ddpkit.logger import format_order_of_magnitude
+from ddpkit.run import BRAIN_FILE, EPOCH, NO_METRICS, OPTIMIZER_STEP, STEP, beginning
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 
-NO_METRICS = frozenset({"unixtime", "end-of-epoch", "brain_intra_epoch_ckpt", "epoch"})
 MAX_BRAIN_BYTES = 16_000_000  # of which the beginning is parsed
 MAX_LINE = 4_000  # letters that are shown of a line
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
@@ -153,10 +153,10 @@ class Entry:
         """The epoch that the meta names, or the Brain, and the batch where it was saved in the
         middle.
         """
-        epoch = value_text(self.meta.get("epoch", self.brain.get("epoch", UNKNOWN)), 20)
+        epoch = value_text(self.meta.get("epoch", self.brain.get(EPOCH, UNKNOWN)), 20)
         if self.meta.get("end-of-epoch", True):
             return f"end of {epoch}" if self.meta else UNKNOWN
-        return f"in {epoch}, batch {value_text(self.brain.get('step', UNKNOWN), 20)}"
+        return f"in {epoch}, batch {value_text(self.brain.get(STEP, UNKNOWN), 20)}"
 
     @property
     def time_text(self) -> str:
@@ -221,11 +221,8 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     brain: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):  # verifying says why
         manifest = json.loads(read_text(path / MANIFEST_NAME))
-    # what follows `data:` may be long
     with contextlib.suppress(OSError, ValueError, CheckpointError):
-        brain = load_plain_yaml(
-            read_text(path / f"brain{SUFFIX}", MAX_BRAIN_BYTES).partition("\ndata:")[0]
-        )
+        brain = load_plain_yaml(beginning(read_text(path / BRAIN_FILE, MAX_BRAIN_BYTES)))
     made_by = manifest if isinstance(manifest, dict) else {}
     made_by = {
         name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}
@@ -263,7 +260,7 @@ def _listing(found: Sequence[Entry]) -> list[str]:
             f"{printable(name)}={value_text(value, 40)}"
             for name, value in checkpoint.metrics.items()
         )
-        step = value_text(checkpoint.brain.get("optimizer_step", UNKNOWN), 20)
+        step = value_text(checkpoint.brain.get(OPTIMIZER_STEP, UNKNOWN), 20)
         ranks = value_text(checkpoint.manifest.get("world_size", UNKNOWN), 20)
         name, size = printable(checkpoint.path.name), size_text(checkpoint.size)
         rows.append(

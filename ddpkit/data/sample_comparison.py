@@ -147,14 +147,21 @@ def compare_summaries(
                         f"{str(other_value)[:_LONGEST_SHOWN]} on rank {rank}"
                     )
                     found.setdefault(place, f"{place or 'an item'}: {shown}")
-                    is_exact = noise is not None or not (
-                        isinstance(value, list) and isinstance(other_value, list)
-                    )
-                    exact += [place] if is_exact and place not in (noise or ()) else []
+                    are_floats = isinstance(value, list) and isinstance(other_value, list)
+                    may_be_noise = are_floats if noise is None else place in noise
+                    if not may_be_noise:
+                        exact.append(place)
+    if not found:
+        return "", False
     same = {place for item in ranks[0] for place in item} - {*found}
-    tells_apart = any(len({repr(item.get(place)) for item in ranks[0]}) > 1 for place in same)
-    difference = found[(exact or list(found))[0]] if found else ""
-    return difference, bool(exact) or not (tells_apart or found.keys() <= (noise or set()))
+    # Items that differ from each other, and are the same on all ranks: the data is the same.
+    same_tells_items_apart = any(
+        len({repr(item.get(place)) for item in ranks[0]}) > 1 for place in same
+    )
+    all_is_known_noise = noise is not None and found.keys() <= noise
+    is_more_than_noise = bool(exact) or not (same_tells_items_apart or all_is_known_noise)
+    first_place = exact[0] if exact else next(iter(found))
+    return found[first_place], is_more_than_noise
 
 
 def _alike(value: Any, other: Any) -> bool:

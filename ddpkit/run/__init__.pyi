@@ -1,3 +1,11 @@
+from ddpkit.run.brain_file import (
+    BRAIN_FILE as BRAIN_FILE,
+    EPOCH as EPOCH,
+    NO_METRICS as NO_METRICS,
+    OPTIMIZER_STEP as OPTIMIZER_STEP,
+    STEP as STEP,
+    beginning as beginning,
+)
 from ddpkit.run.early_values import (
     RUN as RUN,
     NotMade as NotMade,

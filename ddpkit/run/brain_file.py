@@ -1,4 +1,9 @@
-"""The file ``brain.ckpt`` of a checkpoint: its name, how it is read, and two of its keys."""
+"""The file ``brain.ckpt`` of a checkpoint: its name, how it is read, and the keys that others than
+``RunState`` know.
+
+No module of torch is loaded here, so that a command or a report can read these names, too. All keys
+are listed in ``docs/reference/checkpoint-files.md``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,16 @@ BRAIN_FILE = "brain.ckpt"
 DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
 EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
 DEBUG = "debug"  # whether the run that saved a checkpoint had the option `debug`
+
+# `RunState.save` writes these three before the first long key, and `beginning` relies on that.
+STEP = "step"
+EPOCH = "epoch"
+OPTIMIZER_STEP = "optimizer_step"
+FIRST_LONG_KEY = "data"
+
+INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"  # in CKPT.yaml: saved in the middle of an epoch
+#: What of ``CKPT.yaml`` is no metric of the recipe.
+NO_METRICS = frozenset({"unixtime", "end-of-epoch", INTRA_EPOCH_KEY, "epoch"})
 
 
 def read_brain_file(checkpoint: Path) -> dict[str, Any]:
@@ -43,6 +58,23 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
     return dict(state) if isinstance(state, Mapping) else {}
+
+
+def beginning(text: str) -> str:
+    r"""Return the beginning of a ``brain.ckpt``, which says how far the run had come.
+
+    What follows may be long: a line for each parameter that was frozen.
+
+    Args:
+        text: of the file.
+
+    Ranks: local.
+
+    Example:
+        >>> beginning("step: 3\nepoch: 2\noptimizer_step: 7\ndata: {order: shuffled}\n")
+        'step: 3\nepoch: 2\noptimizer_step: 7'
+    """
+    return text.partition(f"\n{FIRST_LONG_KEY}:")[0]
 
 
 def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.options import OPTION_BY_NAME
+from ddpkit.run.brain_file import INTRA_EPOCH_KEY
 from ddpkit.run.choose_start import NEVER, NEWEST, choose_start
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.run_state import RunState
@@ -44,7 +45,6 @@ logger = get_logger(__name__)
 
 WAIT_SECONDS = 300.0  # for the other ranks, where a save needs them: one may be late
 RANKS = "ranks"  # the recoverable with what every rank has of its own
-INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 APART = (
     "ddp_comm_hook=post_local_sgd: a checkpoint is saved in a hook of a training batch, where "
     "each rank has weights of its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, "
@@ -64,7 +64,9 @@ class CheckpointPolicy:
     """Saves and resumes a run with a checkpointer; without one it does nothing.
 
     The checkpointer saves the run's state as ``brain``, the state of each rank as ``ranks``, and
-    ``optimizer``, ``scaler``, ``ema`` and ``scheduler`` where there are such.
+    where there are such ``optimizer``, ``scaler``, ``ema``, ``scheduler``, ``part-<name>``, and
+    ``dataloader-TRAIN``: loaders that the Brain makes are under ``dataloader-`` and the stage.
+    ``docs/reference/checkpoint-files.md`` says what is in each file.
 
     Args:
         context: of the run.

@@ -18,7 +18,16 @@ from ddpkit.checkpointing import Checkpoint, ckpt_recency, read_checkpoint
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
-from ddpkit.run.brain_file import DAMAGED, DEBUG, EVALUATED, brain_file_or_nothing, read_brain_file
+from ddpkit.run.brain_file import (
+    DAMAGED,
+    DEBUG,
+    EPOCH,
+    EVALUATED,
+    OPTIMIZER_STEP,
+    STEP,
+    brain_file_or_nothing,
+    read_brain_file,
+)
 from ddpkit.run.fit_calls import FitCalls
 from ddpkit.run.optimizer_settings import changed_settings, optimizer_settings
 from ddpkit.run.option_changes import TELLING, changed_options
@@ -73,9 +82,38 @@ class PassedOn(NamedTuple):
 class RunState:
     """The run's part of a checkpoint, ``brain.ckpt``.
 
-    It is YAML with ``step``, ``avg_train_loss``, ``optimizer_step``, the running sums of the
-    epoch's loss, what an optimizer step is made of, and the options that bear on the numbers. A
-    checkpoint of the end of an epoch gives back ``optimizer_step``; outside of ``fit`` nothing is
+    It is YAML with these keys:
+
+    * ``step``: batches of the epoch that are done; 0 at its end. With virtual ranks, of each.
+    * ``epoch``: its number.
+    * ``avg_train_loss``: the mean training loss of the epoch so far.
+    * ``optimizer_step``: optimizer steps since the run began.
+    * ``epoch_began_at``: the same as the epoch began.
+    * ``nonfinite``, ``clipped``: steps of the epoch that were skipped, windows that were
+      clipped.
+    * ``sum_divisor``: what loss sums are divided by before fp16 scaling; only where it is
+      agreed on.
+    * ``loss_sum``, ``loss_count``, ``samples``: of the epoch's training over all ranks. The first
+      two are texts, such as ``1/3``, where no bit may depend on the number of processes.
+    * ``world_size``, ``grad_accumulation_factor``, ``per_step``, ``per_process``, ``data``: the
+      :class:`~ddpkit.run.step_plan.StepPlan` of the run.
+    * ``asked``: the step plan in the options, which another number of processes may have changed.
+    * ``steps_per_epoch``, ``steps_ahead``: for ``total_steps`` of a run that goes on.
+    * ``fit``, ``finished``: the number of this call of ``fit``; optimizer steps at the end of each
+      call before it.
+    * ``lacks``: the batch whose loss is not in ``loss_sum``, or None.
+    * ``seed``: of the run.
+    * ``settings``: with which the training of each optimizer has begun, by its name.
+    * ``trained``: parameters that were frozen or set free since the training began, by name.
+    * ``launch``: id of torchrun's launch, or None.
+    * ``options``: those that bear on the numbers.
+    * ``whole``, ``stages_done``: whether the epoch's training has read all of its data; whether the
+      stages after it are over, too.
+    * ``debug``: whether the run had the option ``debug``.
+    * ``only_evaluated``: only where the Brain that saved had trained nothing: then the other keys
+      are those of the checkpoint that it had recovered.
+
+    A checkpoint of the end of an epoch gives back ``optimizer_step``; outside of ``fit`` nothing is
     given back.
 
     Args:
@@ -130,12 +168,17 @@ class RunState:
         self._flags: list[tuple[str, nn.Parameter, bool]] = []
         # of the checkpoint that was recovered, until they are restored
         self._saved_flags: Any = None
-        # of the checkpoint that was recovered outside of fit
+        # whether the checkpoint of a later call of fit was of the end of an epoch
+        self._later_end = True
+        # Of the checkpoint that was recovered outside of fit, as to evaluate it: its entries;
         self._evaluated_state: Mapping[str, Any] | None = None
-        self._later_end = True  # whether the checkpoint of a later call was of the end of an epoch
-        self._evaluated_end = True  # and whether that was of the end of an epoch
-        self._evaluated_at = (0, 0)  # calls of fit and optimizer steps before that
-        self._fitted_epoch: Any = None  # of the checkpoint that was recovered in fit
+        # whether it was of the end of an epoch;
+        self._evaluated_end = True
+        # calls of fit and optimizer steps of this process then: with others it has trained since,
+        # and the weights are no longer those of the checkpoint
+        self._evaluated_at = (0, 0)
+        # the epoch of the checkpoint that was recovered in fit
+        self._fitted_epoch: Any = None
 
     # ------------------------------------------------------------------ saving
 
@@ -151,11 +194,13 @@ class RunState:
         shards = self.context.strategy.shards
         # a recipe may have changed it since fit began
         factor = self.context.accumulation.factor // shards
+        # The order counts: `ckpt ls` reads the file up to FIRST_LONG_KEY, which is of the step
+        # plan. What is before it must be short; STEP, EPOCH and OPTIMIZER_STEP must be there.
         state = {
-            "step": progress.step // shards,
-            "epoch": progress.epoch,
+            STEP: progress.step // shards,
+            EPOCH: progress.epoch,
             "avg_train_loss": float(progress.avg_train_loss),
-            "optimizer_step": progress.optimizer_step,
+            OPTIMIZER_STEP: progress.optimizer_step,
             "epoch_began_at": progress.began_at,
             "nonfinite": progress.nonfinite,
             "clipped": progress.clipped,

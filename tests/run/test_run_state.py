@@ -18,8 +18,7 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.errors import ConfigError
-from ddpkit.run.brain_file import EVALUATED
-from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
+from ddpkit.run.brain_file import EVALUATED, INTRA_EPOCH_KEY, beginning
 from ddpkit.run.choose_start import Start
 from ddpkit.run.data_order import order_of
 from ddpkit.run.step_plan import StepPlan
@@ -177,6 +176,28 @@ def test_checkpoints_of_others(tmp_path):
     brain = Brain()
     brain._recover(path, end_of_epoch=False)
     assert brain.optimizer_step == 4
+
+
+def test_the_beginning_of_the_file_says_how_far_the_run_has_come(tmp_path):
+    brain = in_epoch(Brain(), losses=[(0.5, 2)])
+    brain._save(tmp_path / "brain.ckpt")
+    text = (tmp_path / "brain.ckpt").read_text()
+    begun = load_plain_yaml(beginning(text))
+    whole = load_plain_yaml(text)
+    names = ("step", "epoch", "optimizer_step")
+    assert [begun[name] for name in names] == [whole[name] for name in names]
+    assert len(begun) < len(whole)
+
+
+def test_every_key_is_in_the_reference(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/reference/checkpoint-files.md").read_text()
+    brain = in_epoch(Brain(Checkpointer(tmp_path)), losses=[(0.5, 2)])
+    brain._save(tmp_path / "brain.ckpt")
+    keys = [
+        *load_plain_yaml((tmp_path / "brain.ckpt").read_text()),
+        *run_of(brain).policy.rank_state.state_dict(),
+    ]
+    assert [key for key in keys if f"`{key}`" not in page] == []
 
 
 def test_a_mean_that_is_not_a_number(tmp_path):

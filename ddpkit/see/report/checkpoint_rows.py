@@ -9,11 +9,11 @@ from typing import Any
 
 from ddpkit.checkpointing import DIRECTORY_PREFIX, read_checkpoint
 from ddpkit.errors import CheckpointError
+from ddpkit.run import NO_METRICS
 from ddpkit.see.report.history import RunHistory
 from ddpkit.see.report.records import Record, number_of, numbers_in
 from ddpkit.see.report.run_files import RunFiles
 
-NO_RESULTS = frozenset({"unixtime", "end-of-epoch", "brain_intra_epoch_ckpt", "epoch"})
 DEPTH = 2  # folders below the run's in which checkpoints are looked for
 MOST_ROWS = 40
 
@@ -106,7 +106,7 @@ def _epoch_text(facts: Any) -> str:
 
 def _results(meta: Any) -> dict[str, float]:
     found = numbers_in(meta)
-    return {name: value for name, value in found.items() if name not in NO_RESULTS}
+    return {name: value for name, value in found.items() if name not in NO_METRICS}
 
 
 def _directories(run: RunFiles) -> Iterator[Path]:

@@ -5,6 +5,9 @@ the wait has no limit while the other ranks are there: a rank that ends or is ki
 connection, and one that has departed is asked for. After half a minute the first rank that waits
 says where all ranks are, so that the late one is named.
 
+Collectives that run into their limit of time are explained by ``ddpkit/control/time_outs.py``,
+and a run in which no rank makes a step is reported by ``ddpkit/control/watchdog.py``.
+
 Source: ``timeout`` of the options of a single collective, which gloo obeys (torch 2.13).
 """
 

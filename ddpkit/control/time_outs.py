@@ -5,6 +5,9 @@ not come. So the first rank that has waited looks at where the others are. It wa
 heartbeat of each: a rank that sends none may have died, and then that is the reason. Nothing here
 runs before such an error.
 
+Waits without a limit of time are reported by :mod:`ddpkit.comm.late_ranks`, and a run in which no
+rank makes a step by :mod:`ddpkit.control.watchdog`.
+
 Source: the words of gloo (``unbound_buffer.cc``), NCCL and torch's ``Work::wait`` (torch 2.13).
 """
 

@@ -5,6 +5,10 @@ It has two threads and uses the launcher's store. The heartbeat thread
 network is cut. The watchdog thread never blocks: it checks the clock, the parent process, and the
 results of the heartbeat thread. Collectives are not used, because after a failure they may never
 end.
+
+Three modules report ranks that are late. This one: no rank makes a step for ``--hang_warning`` or
+``--hang_timeout`` seconds. :mod:`ddpkit.comm.late_ranks`: a rank waits in a collective without a
+limit of time. :mod:`ddpkit.control.time_outs`: a collective has run into its limit of time.
 """
 
 from __future__ import annotations
@@ -91,11 +95,15 @@ class Watchdog:
         self.position = position
         self.hang_warning = self.hang_timeout = 0.0
         self.heartbeat = Heartbeat(self, neighbours)
-        self._moved = self._changed = self._looked = time.monotonic()
+        # The position as it was seen last, and clock times. `_changed`: when the position was seen
+        # to change. `_moved`: the same, but also whenever the position has no limit of time, or all
+        # of this process was stopped; limits count from here. `_looked`: the last look.
         self._mark = position.mark()
-        self._failure_since = self._failing_since = 0.0
-        self._next_warning = 0.0
-        self._over = threading.Event()
+        self._moved = self._changed = self._looked = time.monotonic()
+        self._failure_since = 0.0  # since when another rank's failure is known; 0: there is none
+        self._failing_since = 0.0  # since when this rank has failed and not ended; 0: it has not
+        self._next_warning = 0.0  # seconds without a step after which the next table is shown
+        self._over = threading.Event()  # set as the watchdog ends
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:

@@ -477,15 +477,17 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
     return LaunchInfo(
         launcher=name,
         node_rank=(rank - local_rank) // on_node,
-        own_devices=name == "jsm",
+        own_devices=name == "jsm",  # jsrun shows each rank the GPUs of its resource set alone
         **place,
     )
 
 
 #: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To
 #: support one that is unlike MPI's, write a function and put it after torch's own. Then add its
-#: rank to :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its
-#: variables to ``_OTHER_VARIABLES``, which errors show.
+#: rank to :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, its
+#: variables to ``_OTHER_VARIABLES``, which errors show, and those that tell a process its rank to
+#: ``_NAMES`` or ``_PREFIXES`` of ``launch/child_processes.py``, which a program that a rank starts
+#: must not inherit.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
     *(functools.partial(_from_mpi, name) for name in MPI_LAUNCHERS),

@@ -1,5 +1,7 @@
 """The clipping rule: which norm skips a step, what gradients are multiplied by, what is clipped.
 
+A norm here is the 2-norm over all gradients of a step together.
+
 It is the same whether the host has read the norm or only the device knows it, and for both the
 clip coefficient is computed on the device. So a step has the same bits either way.
 

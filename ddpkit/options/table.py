@@ -1,6 +1,9 @@
 """The table of all options, from which parsing, ``--help`` and attributes are made.
 
-To add an option, add a row to :class:`OptionTypes`.
+To add an option, add a row to :class:`OptionTypes`. A resumed run warns where options changed that
+bear on its numbers, as those of the groups ``BATCHES`` and ``GRADIENTS`` do. An option of these
+groups that does not also stands in ``_ALIKE`` of ``ddpkit/run/option_changes.py``, and an option of
+another group that does stands in ``_OTHERS`` there.
 """
 
 from __future__ import annotations

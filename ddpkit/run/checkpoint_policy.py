@@ -1,7 +1,18 @@
 """When a run saves, and what it resumes from: the part of a run that registers with the
 Checkpointer.
 
-All ranks save at the same place, between two optimizer steps.
+All ranks save at the same place, between two optimizer steps. A save in the middle of an epoch
+takes this way:
+
+1. ``IntraEpochSaves.on_sync`` or ``on_window`` finds that a signal or an interval asks for it;
+2. ``CheckpointPolicy.save_inside_epoch`` resolves a pending step and gathers the states of ranks;
+3. ``Checkpointer.save_and_keep_only`` enters ``CheckpointPolicy._around_save``: the training's own
+   position and weights;
+4. its hooks ask ``RunState.save``, ``RankStates.state_dict`` and all other recoverables;
+5. ``CheckpointFolder`` in ``checkpointing/folder.py`` writes the directory, and renames it.
+
+A recipe's own save at the end of an epoch begins with 3. What a stop does is in
+``run/stop_control.py``.
 """
 
 from __future__ import annotations

@@ -52,11 +52,11 @@ class IntraEpochSaves:
         so.
         """
         self._put_off = report if self.context.strategy.weights_differ else None
-        if report.stop and not self._is_pending():
+        if report.stop and not self._would_be_incomplete():
             self.stop.stop_training(
                 report.stop, is_saved=self.last_step == self.context.progress.step
             )
-        if report.save_wanted and not self._is_pending():
+        if report.save_wanted and not self._would_be_incomplete():
             self.stop.signals.save_wanted = False
             self.policy.save_inside_epoch()
             self._start_anew()
@@ -78,19 +78,21 @@ class IntraEpochSaves:
 
     def on_average(self) -> None:
         """Do what was put off until the ranks' weights are averaged, if they are."""
-        if self._put_off is not None and not self._is_pending():
+        if self._put_off is not None and not self._would_be_incomplete():
             self.on_sync(self._put_off)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
-        if not self._is_pending() and self.policy.save_if_due(seconds, steps):
+        if not self._would_be_incomplete() and self.policy.save_if_due(seconds, steps):
             self._start_anew()
 
-    def _is_pending(self) -> bool:
+    def _would_be_incomplete(self) -> bool:
         """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ
         between ranks.
         """
         progress = self.context.progress
-        return progress.window.pending(progress.step) > 0 or self.context.strategy.weights_differ
+        return (
+            progress.window.num_deferred(progress.step) > 0 or self.context.strategy.weights_differ
+        )
 
     def _start_anew(self) -> None:
         self.last_time, self.last_step = time.monotonic(), self.context.progress.step

@@ -184,10 +184,12 @@ class SavePosition:
         progress = self.context.progress
         window = self.context.progress.window
         if self._is_known():
-            return window.pending(progress.step), False
+            return window.num_deferred(progress.step), False
         undone = progress.step - progress.window_end
         if self.context.recipe.has_own_fit_batch and self._may_have_stepped():
-            return window.pending(progress.step) or window.pending(progress.step - 1), False
+            return window.num_deferred(progress.step) or window.num_deferred(
+                progress.step - 1
+            ), False
         return (0, True) if undone == 1 else (undone, False)
 
     def _may_have_stepped(self) -> bool:

@@ -1,5 +1,16 @@
 """When and why a run stops: on all ranks, between two optimizer steps. It leaves a checkpoint and a
 note.
+
+A stop in training takes this way, from a signal or ``time_limit`` on one rank:
+
+1. ``SignalListener`` (``control/signals.py``) notes the signal, or the clock passes the limit;
+2. ``StopControl.cause`` tells it, and ``IntraEpochSaves.tell`` puts it into ``Requests``;
+3. ``PeriodicSync`` adds up the requests of all ranks, and every rank has the same ``SyncReport``;
+4. ``IntraEpochSaves.on_sync`` calls ``StopControl.stop_training``, unless gradients wait;
+5. ``CheckpointPolicy.save_inside_epoch`` saves, unless this very step is saved already;
+6. ``StopControl._end`` has the main process write the note, and raises ``RunStopped`` on all ranks.
+
+In an evaluation ``run/evaluation_stops.py`` takes the place of 2 to 4.
 """
 
 from __future__ import annotations

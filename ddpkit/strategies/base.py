@@ -1,4 +1,14 @@
-"""What a strategy is asked. By itself it is the strategy of one process on one device."""
+"""What a strategy is asked. By itself it is the strategy of one process on one device.
+
+To add a strategy, write a subclass in a file of this package. Every method has a default that fits
+one process. A strategy that averages gradients overrides :attr:`~Strategy.name`,
+:attr:`~Strategy.is_distributed`, :meth:`~Strategy.wrap`, :meth:`~Strategy.no_sync`,
+:meth:`~Strategy.backward_pass`, :meth:`~Strategy.without_backward`,
+:meth:`~Strategy.finish_gradients` and :meth:`~Strategy.startup_rows`; it is simplest to derive it
+from ``DDP``. A strategy that divides weights or optimizers also overrides
+:attr:`~Strategy.saves_alone` and :meth:`~Strategy.whole_states`. The other places are named in
+``strategies/choice.py``.
+"""
 
 from __future__ import annotations
 

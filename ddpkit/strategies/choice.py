@@ -1,4 +1,10 @@
-"""Which strategy the launch and the options ask for. Only that one is loaded."""
+"""Which strategy the launch and the options ask for. Only that one is loaded.
+
+To add a strategy: its class in a file of this package (what it overrides: ``strategies/base.py``);
+its name among the choices of the option ``strategy`` in ``options/table.py``, or an option of its
+own there; its line in :func:`choose_strategy`; and the options that do not go with it in
+``NOT_WITH``.
+"""
 
 from __future__ import annotations
 

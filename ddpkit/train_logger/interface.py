@@ -17,6 +17,12 @@ class TrainLogger:
     What a recipe logs with ``self.log`` is added to the statistics by the loggers of ddpkit,
     and for all that stand in a :class:`TrainLoggers`.
 
+    A logger that writes files may have more, and is asked for it where it does:
+
+    * ``require_writable()`` raises a ``ConfigError`` before training if they cannot be written;
+    * ``save_file`` or ``save_dir``, the path it writes to, is named at the start of a run;
+    * ``run_log_beside``, a path, is where ``metrics.jsonl`` goes if the run has none elsewhere.
+
     Ranks: see :meth:`log_stats`.
 
     Example:

@@ -1,5 +1,4 @@
-"""One optimizer step and the loops around it: a pass of training, a pass of evaluation, and where
-they stand.
+"""The loops over batches: a pass of training, and a pass of evaluation. Both follow one formula.
 
 A step weighs and back-propagates the losses of a window, clips, and steps or skips on all ranks
 alike. For micro-batches ``m`` over ranks ``r``, with weights ``w[m, r]`` and losses that are means,
@@ -9,8 +8,8 @@ first backward pass of the window. If ``compute_objectives`` returns a sum and a
 gradients of the sums are accumulated, the counts are added up over the ranks once per window, and
 the division is part of the optimizer step.
 
-The step is :class:`~ddpkit.training.train_step.TrainStep`. Where in its window a batch is, says
-:class:`~ddpkit.training.window.Window`; how far the run is,
+The step is in :class:`~ddpkit.training.train_step.TrainStep`, the place of a batch in its window in
+:class:`~ddpkit.training.window.Window`, and how far the run is in
 :class:`~ddpkit.training.progress.Progress`.
 
 The loops know no files, models or ranks. What differs between ranks, and what the ranks must agree

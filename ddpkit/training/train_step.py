@@ -538,8 +538,10 @@ class TrainStep:
             progress.window_end = progress.step
         # of now, as it is resolved in a later batch
         batch = progress.step
-        number = progress.window.number
-        pending.then(lambda result: self._after_step(optimizers, multiplier, result, batch, number))
+        window_number = progress.window.number
+        pending.then(
+            lambda result: self._after_step(optimizers, multiplier, result, batch, window_number)
+        )
         progress.pending = pending
         if self._follows_each_step or self.context.options["ddp_comm_hook"] is not None:
             progress.resolve_at_sync()
@@ -593,7 +595,7 @@ class TrainStep:
         self._stepped = None
         if stepped is not None:
             unused = [*(self.optimizers or {}).values()]
-            if self.context.progress.window.pending(self.context.progress.step):
+            if self.context.progress.window.num_deferred(self.context.progress.step):
                 unused = [
                     optimizer
                     for optimizer in unused
@@ -609,7 +611,7 @@ class TrainStep:
         its multiplier.
         """
         window = self.context.progress.window
-        pending = window.pending(self.context.progress.step)
+        pending = window.num_deferred(self.context.progress.step)
         if not (pending and optim.gradients(self.optimizers_to_step(brain))):
             return False
         if not (window.is_weighed or window.has_means or window.counted is not None):
@@ -677,23 +679,23 @@ class TrainStep:
         optimizers: list[Any],
         multiplier: Any,
         result: optim.StepResult,
-        step: int,
-        number: int,
+        batch: int,
+        window_number: int,
     ) -> None:
-        """Do what follows a step, made or skipped, in the window of this number."""
+        """Do what follows a step, made or skipped, after a batch, in the window of this number."""
         if self.timer is not None:
             self.timer.gradient_norm = result.norm
         if result.stepped:
-            self._after_taken_step(optimizers, result, step, number)
+            self._after_taken_step(optimizers, result, batch, window_number)
         else:
-            self._after_skipped_step(multiplier, result, step, number)
+            self._after_skipped_step(multiplier, result, batch, window_number)
 
     def _after_skipped_step(
         self,
         multiplier: Any,
         result: optim.StepResult,
-        step: int,
-        number: int,
+        batch: int,
+        window_number: int,
     ) -> None:
         """Say why a step was skipped; count it, if that is the gradients' fault."""
         scaler = self._active_scaler
@@ -712,18 +714,18 @@ class TrainStep:
         elif scaler is None or scaler.get_scale() < 1.0:
             # at 1 or more the scale is to blame, and has been lowered
             self.context.strategy.forget_errors()
-            if window.skipped_in != number:
-                window.skipped_in = number
+            if window.skipped_in != window_number:
+                window.skipped_in = window_number
                 self.context.progress.count_skipped(
-                    result.norm, self.context.options.nonfinite_patience, step
+                    result.norm, self.context.options.nonfinite_patience, batch
                 )
 
     def _after_taken_step(
         self,
         stepped: list[torch.optim.Optimizer],
         result: optim.StepResult,
-        step: int,
-        n: int,
+        batch: int,
+        window_number: int,
     ) -> None:
         """Count the window of this number, in which optimizers have stepped; average the weights,
         step the schedule.
@@ -732,14 +734,14 @@ class TrainStep:
         """
         progress = self.context.progress
         window = self.context.progress.window
-        if result.clipped and window.clipped_in != n:
-            window.clipped_in = n
+        if result.clipped and window.clipped_in != window_number:
+            window.clipped_in = window_number
             progress.clipped += 1
         if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients
-            progress.count_skipped(result.norm, None, step)
-        is_first = window.stepped_in != n
+            progress.count_skipped(result.norm, None, batch)
+        is_first = window.stepped_in != window_number
         if is_first:
-            window.stepped_in = n
+            window.stepped_in = window_number
             progress.optimizer_step += 1
         # the recipe first: to ask whether it waits is a call in every step
         if self.context.recipe.has_own_fit_batch and (

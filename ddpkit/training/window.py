@@ -44,7 +44,7 @@ class Window:
 
     Example:
         >>> window = Window()
-        >>> window.defer(5); window.defer(6); window.pending(6), window.pending(7)
+        >>> window.defer(5); window.defer(6); window.num_deferred(6), window.num_deferred(7)
         (2, 0)
     """
 
@@ -91,7 +91,7 @@ class Window:
             self.deferred = self.deferred + 1 if step == self.deferred_at + 1 else 1
             self.deferred_at = step
 
-    def pending(self, step: int) -> int:
+    def num_deferred(self, step: int) -> int:
         """Return how many micro-batches up to ``step`` wait for an optimizer step; 0 if ``step`` is
         not of them.
         """

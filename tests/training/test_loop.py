@@ -406,17 +406,17 @@ def test_evaluation_weighs_by_samples_and_stops_at_a_limit():
 
 def test_what_waits_for_a_step():
     window = Window()
-    assert window.pending(1) == 0
+    assert window.num_deferred(1) == 0
     for step in (1, 2, 2, 3):
         window.defer(step)
-    assert (window.pending(3), window.pending(4), window.pending(2)) == (3, 0, 0)
+    assert (window.num_deferred(3), window.num_deferred(4), window.num_deferred(2)) == (3, 0, 0)
     window.multiplier = 2.0
     assert window.stepped() == 2.0
-    assert (window.pending(3), window.multiplier) == (0, 1.0)
+    assert (window.num_deferred(3), window.multiplier) == (0, 1.0)
     window.defer(4)
-    assert window.pending(4) == 1
+    assert window.num_deferred(4) == 1
     window.defer(9)
-    assert window.pending(9) == 1, "what was not in a row is not of this window"
+    assert window.num_deferred(9) == 1, "what was not in a row is not of this window"
 
 
 def test_progress_starts_anew():

@@ -144,7 +144,7 @@ def test_a_window_of_batches():
         brain.fit_batch(ONE)
     assert brain.optimizer_step == 1
     assert brain.weight == pytest.approx(1.8), "the weights of the window add up to one"
-    assert window.pending(3) == 0
+    assert window.num_deferred(3) == 0
 
 
 def test_the_correction_of_a_stream_is_for_losses_that_were_weighed():
@@ -511,7 +511,7 @@ def test_nothing_is_flushed_without_gradients():
         pass
     flush(brain)
     assert brain.optimizer_step == 0
-    assert brain.progress.window.pending(1) == 0
+    assert brain.progress.window.num_deferred(1) == 0
 
 
 # ------------------------------------------------------------------------------------- small things
@@ -633,6 +633,6 @@ def test_gradients_wait_until_the_recipe_is_told_that_the_window_closes():
         window.loss_scale = 0.5
         rows = brain.modules.net(ONE)
         brain.backward(mean(rows))
-        assert window.pending(step) == step
+        assert window.num_deferred(step) == step
     assert brain.should_step
-    assert window.pending(2) == 0, "it makes the step itself"
+    assert window.num_deferred(2) == 0, "it makes the step itself"

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.control import SignalListener
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, resume_at, set_epoch, shard
+from ddpkit.parts import PartEvents
 from ddpkit.run import intra_epoch_saves, stage_runner
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
@@ -69,6 +70,7 @@ class Host:
         self.signals = SignalListener()
         self.saved_at = []
         self.strategy = Strategy()
+        self.parts = PartEvents()
         self.stopped_by = []
 
     def save_inside_epoch(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import IterableDataset
@@ -18,7 +19,6 @@ from ddpkit.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 class _NominalEpochs:
@@ -223,22 +223,23 @@ class LoopedLoader:
         self.resume_in_pass(state)
 
     @mark_as_saver
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write step, total steps and total samples, one number a line."""
-        path.write_text(
+        # a script that saves by itself may give the name as text
+        Path(path).write_text(
             f"{self.step}\n{self.total_steps}\n{self.total_samples}\n",
             encoding="utf-8",
         )
 
     @mark_as_loader
-    def load(self, path: Path, end_of_epoch: bool = True) -> None:
+    def load(self, path: str | Path, end_of_epoch: bool = True) -> None:
         """Take the numbers over; a save at the very end of an epoch makes the next iteration stop
         at once.
 
         The data goes on where it was: by position if the length of a pass is known, else by reading
         it again, unless the Brain knows more of it (:meth:`resume_in_pass`).
         """
-        numbers = [int(line) for line in path.read_text(encoding="utf-8").split()]
+        numbers = [int(line) for line in Path(path).read_text(encoding="utf-8").split()]
         self.step, total_steps, self.total_samples = numbers
         self._recovered = not end_of_epoch
         self._go_to(total_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +21,6 @@ from ddpkit.seed import global_seed, mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 logger = get_logger(__name__)
 
@@ -121,12 +121,13 @@ class SaveableDataLoader(DataLoader[Any]):
             yield batch
 
     @mark_as_saver
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the number of batches yielded, or None before the first iteration."""
-        path.write_text(str(self.yielded), encoding="utf-8")
+        # a script that saves by itself may give the name as text
+        Path(path).write_text(str(self.yielded), encoding="utf-8")
 
     @mark_as_loader
-    def load(self, path: Path, end_of_epoch: bool) -> None:
+    def load(self, path: str | Path, end_of_epoch: bool) -> None:
         """Continue after the saved number of batches; start afresh after an end-of-epoch
         checkpoint.
 
@@ -142,7 +143,7 @@ class SaveableDataLoader(DataLoader[Any]):
                 "The loader has been iterated before: its place in the checkpoint is ignored."
             )
             return
-        text = path.read_text(encoding="utf-8").strip()
+        text = Path(path).read_text(encoding="utf-8").strip()
         if not end_of_epoch and text not in {"", "None"}:
             self.skip_next(int(text))
 
@@ -150,8 +151,8 @@ class SaveableDataLoader(DataLoader[Any]):
     def _speechbrain_recovery_skip_to(self) -> int | None:
         return self._skip or None
 
-    def _speechbrain_save(self, path: Path) -> None:
+    def _speechbrain_save(self, path: str | Path) -> None:
         self.save(path)
 
-    def _speechbrain_load(self, path: Path, end_of_epoch: bool) -> None:
+    def _speechbrain_load(self, path: str | Path, end_of_epoch: bool) -> None:
         self.load(path, end_of_epoch)

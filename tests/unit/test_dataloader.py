@@ -535,6 +535,22 @@ def test_what_a_saved_loader_holds(tmp_path):
     assert plain(fresh) == []
 
 
+@pytest.mark.parametrize("nominal", [None, 3], ids=["saveable", "looped"])
+def test_the_place_of_a_loader_is_saved_under_a_name_in_text(tmp_path, nominal):
+    path = str(tmp_path / "loader.ckpt")
+
+    def loader():
+        return make_dataloader(range(6), looped_nominal_epoch=nominal, batch_size=2)
+
+    begun = loader()
+    batches = iter(begun)
+    first = next(batches)
+    begun.save(path)
+    again = loader()
+    again.load(path, end_of_epoch=False)
+    assert flat([first.tolist(), *plain(again)]) == list(range(6))
+
+
 def test_a_loader_in_use_ignores_a_checkpoint(tmp_path):
     """Recovering the best model for a test must not shorten the training that goes on
     afterwards.

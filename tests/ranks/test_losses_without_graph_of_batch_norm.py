@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.contract.recipes import QUIET
-from tests.ranks.test_losses_without_graph import Sparse, Sums, data, own, whole
+from tests.ranks.test_losses_without_graph import Sparse, Sums, data, own, shown, whole
 
 # By batches of 2: rank 0's, rank 1's, that of both ranks, both micro-batches of a rank, all of a
 # step of four.
@@ -177,14 +177,12 @@ ALL_KINDS = [Once, OnceOfSums, Twice, Looks, OfNests, OfCheckpoints, WithHead, B
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_step", [4, 8])
 @pytest.mark.parametrize("cls", ALL_KINDS)
-def test_whatever_the_batch_calls(ranks, cls, per_step):
-    assert_equals_one_process(ranks, cls, {}, per_step=per_step)
+def test_whatever_the_batch_calls(ranks, cls):
+    assert_equals_one_process(ranks, cls, {}, per_step=8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_step", [4, 8])
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,15 +193,20 @@ def test_whatever_the_batch_calls(ranks, cls, per_step):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cls", [Once, OnceOfSums])
-def test_with_other_options(ranks, cls, options, per_step):
-    assert_equals_one_process(ranks, cls, options, per_step=per_step)
+def test_with_other_options(ranks, options):
+    assert_equals_one_process(ranks, Once, options, per_step=8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("without_sync", [False, True])
-@pytest.mark.parametrize("cls", [Once, OnceOfSums, WithHead])
+@pytest.mark.parametrize(
+    ("cls", "without_sync", "options"),
+    [
+        *((cls, without_sync, {}) for cls in (Once, WithHead) for without_sync in (False, True)),
+        (OnceOfSums, True, {}),
+        (Once, True, {"find_unused_parameters": True}),
+    ],
+    ids=shown,
+)
 def test_in_a_fit_batch_of_the_recipe(ranks, cls, without_sync, options):
     assert_equals_one_process(ranks, cls, options, per_step=8, is_own=without_sync)
 

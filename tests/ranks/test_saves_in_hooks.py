@@ -33,21 +33,27 @@ def assert_ranks_go_on(ranks, folder, saves_in, at, *, is_alone, options):
 
 STREAM = {"is_stream": True, "batch_size": 2}
 SHARED = {**AVERAGED, "shard_evaluation": True, "batch_size": 2}
-MANY = [
-    pytest.param(hook, is_alone, options, marks=pytest.mark.slow)
-    for hook in HOOKS
-    for is_alone in (False, True)
-    for options in (STREAM, SHARED)
-    if not (
-        is_alone and ("TRAIN batch" in hook or "fit_batch" in hook or hook == "optimizers_step")
-    )
+# Where a place in the data of the training is saved these are a stream, and elsewhere the
+# evaluation is divided.
+IN_TRAINING = [
+    "on_stage_start TRAIN",
+    "on_fit_batch_start",
+    "TRAIN batch",
+    "optimizers_step",
+    "on_fit_batch_end",
+    "on_stage_end TRAIN",
 ]
+ALONE = ["on_stage_end TRAIN", "on_stage_end VALID", "evaluate_batch", "between epochs"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saves_in", "is_alone", "options"),
-    [("VALID batch", True, {**AVERAGED, "batch_size": 2}), *MANY],
+    [
+        ("VALID batch", True, {**AVERAGED, "batch_size": 2}),
+        *((hook, False, STREAM if hook in IN_TRAINING else SHARED) for hook in HOOKS),
+        *((hook, True, STREAM if hook in IN_TRAINING else SHARED) for hook in ALONE),
+    ],
 )
 def test_a_save_in_any_hook_of_two_ranks(ranks, tmp_path, saves_in, is_alone, options):
     at = min(HOOKS[saves_in], 4)

@@ -276,8 +276,8 @@ def test_a_save_in_any_hook_has_the_position_of_the_training(tmp_path, saves_in)
     assert_goes_on(tmp_path, (saves_in, HOOKS[saves_in], False), **AVERAGED)
 
 
+VALIDATIONS = ("VALID batch", "on_stage_end VALID")
 OTHER_RUNS = (
-    {},
     {"ema_decay": 0.5},
     {"grad_accumulation_factor": 2},
     {"valid": None},
@@ -294,8 +294,8 @@ OTHER_RUNS = (
     [
         (hook, options)
         for options in OTHER_RUNS
-        for hook in HOOKS
-        if "valid" not in options or ("VALID" not in hook and hook != "evaluate_batch")
+        for hook in ("on_stage_start TRAIN", "on_fit_batch_end", "on_stage_end TRAIN", *VALIDATIONS)
+        if "valid" not in options or hook not in VALIDATIONS
     ],
     ids=str,
 )

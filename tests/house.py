@@ -125,6 +125,22 @@ def homes() -> dict[tuple[str, str], str]:
     return found
 
 
+def homes_of_face() -> set[tuple[str, str]]:
+    """Return module and name of what modules of the face list but packages define."""
+    places = homes()
+    found = set()
+    for path in PACKAGE.glob("*.py"):
+        listed = set[str]()
+        for node in nodes_of(path):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                listed.update(ast.literal_eval(node.value))
+        for node in nodes_of(path):
+            if isinstance(node, ast.ImportFrom):
+                pairs = {(node.module or "", one.name) for one in node.names if one.name in listed}
+                found |= {(places.get(pair, pair[0]), pair[1]) for pair in pairs}
+    return found
+
+
 def imports_of_files() -> dict[str, set[str]]:
     """Return by module the others that it imports, also in functions and for types."""
     places = homes()

@@ -313,12 +313,22 @@ def is_exception(node):
     return isinstance(node, ast.ClassDef) and node.name.endswith(("Error", "Warning"))
 
 
+def is_marked_as_waiting(node):
+    return any(ast.unparse(decorator) == "waits_for_ranks" for decorator in node.decorator_list)
+
+
 def test_docstrings_say_which_ranks(sources):
+    """Inside packages only of what waits for ranks, and where somebody could be in doubt."""
+    listed = house.homes_of_face()
     missing = [
         f"{named(path)}:{node.lineno}: {node.name}: no `Ranks:`"
         for path, (tree, *_) in sources
         if path.stem not in DECLARATIONS and room_of(path) != "cli"  # a command runs in one process
         for node in public_nodes(tree)
+        if path.parent == PACKAGE
+        or room_of(path) in PUBLIC_ROOMS
+        or (house.module_name(path), node.name) in listed
+        or is_marked_as_waiting(node)
         if not is_overload(node)
         and not is_exception(node)
         and "Ranks:" not in (ast.get_docstring(node) or "")

@@ -84,10 +84,7 @@ def accelerator_kind() -> str:
 
 
 def parse_device(requested: str | torch.device) -> tuple[str, int | None]:
-    """Return the kind of a device, and its number if one was given.
-
-    Ranks: local.
-    """
+    """Return the kind of a device, and its number if one was given."""
     try:
         device = torch.device(requested)
     except (RuntimeError, TypeError) as error:

@@ -13,8 +13,6 @@ def with_article(name: str) -> str:
     Args:
         name: such as that of a class.
 
-    Ranks: local.
-
     Example:
         >>> with_article("OrderedDict"), with_article("UserDict"), with_article("list")
         ('an OrderedDict', 'a UserDict', 'a list')
@@ -27,8 +25,6 @@ def kind_of(value: Any) -> str:
 
     Args:
         value: any; nothing is asked of it.
-
-    Ranks: local.
 
     Example:
         >>> kind_of(3), kind_of([3])

@@ -17,8 +17,6 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
         owner: the object, or a class.
         **attributes: the values by name; the attributes exist.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.base import RankStatus
         >>> status = RankStatus()

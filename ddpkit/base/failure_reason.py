@@ -47,8 +47,6 @@ class Reason:
         output: of :func:`output_identity`: where its process writes.
         words: all of the one line, where another rank than this is the cause; else empty.
 
-    Ranks: local.
-
     Example:
         >>> Reason(
         ...     1,
@@ -135,12 +133,6 @@ class Reason:
 def output_identity() -> str:
     """Return what is equal for processes that write their errors to one terminal, pipe or file;
     empty if unknown.
-
-    Ranks: local.
-
-    Example:
-        >>> output_identity() == output_identity()
-        True
     """
     try:
         status = os.fstat(sys.stderr.fileno())
@@ -155,8 +147,6 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
 
     The worker's traceback is left out of an exception from a loader's worker: the rank itself
     prints it.
-
-    Ranks: local.
 
     Example:
         >>> text_and_line(ValueError("boom"))
@@ -180,8 +170,6 @@ def note_part(error: BaseException, event: str) -> None:
         error: of the innermost part, if one calls another.
         event: such as ``"EarlyStopping.on_stage_end"``.
 
-    Ranks: local.
-
     Example:
         >>> error = ValueError("boom")
         >>> note_part(error, "Heartbeat.on_sync")
@@ -198,8 +186,6 @@ def note_part(error: BaseException, event: str) -> None:
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the lines that lead to an exception, those of its cause last; or the one line that it
     is about.
-
-    Ranks: local.
 
     Example:
         >>> frames_of(ValueError("never raised"))

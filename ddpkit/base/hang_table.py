@@ -21,8 +21,6 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
     Returns:
         A line per rank; of many that wait at the same place only one.
 
-    Ranks: local.
-
     Example:
         >>> stuck = RankStatus(2, "a", 7, "TRAIN", 1, 30, 31.0, "data.py:12 in __getitem__")
         >>> waiting = [
@@ -58,8 +56,6 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
 
 def spans(numbers: Iterable[int]) -> str:
     """Write numbers in few words.
-
-    Ranks: local.
 
     Example:
         >>> spans([7, 0, 1, 2, 3])

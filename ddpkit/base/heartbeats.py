@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 def beat_key(rank: int) -> str:
     """Return the store key of a rank's heartbeat.
 
-    Ranks: local.
-
     Example:
         >>> beat_key(3)
         'ddpkit/beat/3'

@@ -28,8 +28,6 @@ def cannot_write(what: str, error: OSError) -> ConfigError:
         what: the option and its value, such as ``"save_file='results/log.txt'"``.
         error: of the file system.
 
-    Ranks: local.
-
     Example:
         >>> print(
         ...     cannot_write(
@@ -73,12 +71,6 @@ def writing(what: str) -> Iterator[None]:
 
     Raises:
         ConfigError: an ``OSError`` was raised inside.
-
-    Ranks: local.
-
-    Example:
-        >>> with writing("save_file='log.txt'"):
-        ...     pass
     """
     try:
         yield
@@ -96,11 +88,6 @@ def require_writable(what: str, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: it is read-only, another user's, on a full disk, or a file is in the place of a
             folder.
-
-    Ranks: local.
-
-    Example:
-        >>> require_writable("output_folder='results'", "results")
     """
     with writing(what):
         _require_writable(Path.cwd() / path)
@@ -115,8 +102,6 @@ def require_writable_file(what: str, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ConfigError: as :func:`require_writable`, or a folder is there.
-
-    Ranks: local.
 
     Example:
         >>> require_writable_file("--output='.'", ".")

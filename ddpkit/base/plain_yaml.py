@@ -42,8 +42,6 @@ class UnreadableValue:
     Attributes:
         tag: the YAML tag of the value.
 
-    Ranks: local.
-
     Example:
         >>> load_plain_yaml("a: !!python/object/apply:os.getcwd []")["a"].tag
         'tag:yaml.org,2002:python/object/apply:os.getcwd'
@@ -62,8 +60,6 @@ def to_plain(value: Any) -> Any:
 
     Returns:
         A copy made of plain types and tensors.
-
-    Ranks: local.
 
     Example:
         >>> to_plain({"loss": np.float64(0.5), "shape": (1, 2), "file": PurePosixPath("a/b")})
@@ -136,8 +132,6 @@ def dump_plain_yaml(value: Any) -> str:
 
     Returns:
         YAML text. Only tensors have a tag (``!tensor``) that other readers do not know.
-
-    Ranks: local.
 
     Example:
         >>> dump_plain_yaml({"epoch": 3, "losses": [0.5, float("nan")]})

@@ -48,8 +48,6 @@ class Position:
             ranks: with NCCL.
         main_thread: whose stack is looked at.
 
-    Ranks: local.
-
     Example:
         >>> Position().mark()
         (0, 0, 0)
@@ -194,8 +192,6 @@ POSITION = Position()
 def stage_of(progress: Any) -> str:
     """Return the name of the stage that a :class:`~ddpkit.training.progress.Progress` is in, or
     nothing.
-
-    Ranks: local.
 
     Example:
         >>> from ddpkit.training import Progress

@@ -20,8 +20,6 @@ def this_place() -> tuple[str, str, str]:
     Returns:
         Host, boot, and namespace of processes; the last two are empty where they cannot be known.
 
-    Ranks: local.
-
     Example:
         >>> len(this_place())
         3
@@ -41,8 +39,6 @@ def state_and_start(pid: int) -> tuple[str, int]:
 
     Args:
         pid: its number.
-
-    Ranks: local.
 
     Example:
         >>> state_and_start(os.getpid())[0] in "RSD" or "no /proc"
@@ -66,8 +62,6 @@ def has_ended(pid: int, started: int) -> bool:
         pid: its number, which may be another's by now.
         started: its start, of :func:`state_and_start`.
 
-    Ranks: local.
-
     Example:
         >>> has_ended(os.getpid(), state_and_start(os.getpid())[1])
         False
@@ -83,12 +77,5 @@ def has_ended(pid: int, started: int) -> bool:
 
 
 def host_name() -> str:
-    """Return the name of this machine.
-
-    Ranks: local.
-
-    Example:
-        >>> host_name() == socket.gethostname()
-        True
-    """
+    """Return the name of this machine."""
     return socket.gethostname()

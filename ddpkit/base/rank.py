@@ -29,8 +29,6 @@ class MpiLauncher(NamedTuple):
         local_world_size: the variables with the number of processes on this node.
         shared: variables that together are the same on all ranks of a run, and differ in another
             run; without any, ``MASTER_PORT`` has to be given.
-
-    Ranks: local.
     """
 
     rank: str
@@ -122,8 +120,6 @@ def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
     Returns:
         The rank, or None where no launcher has started several processes.
 
-    Ranks: local.
-
     Example:
         >>> rank_if_known({"RANK": "2"}), rank_if_known({}), rank_if_known({"LOCAL_RANK": "1"})
         (2, None, None)
@@ -147,8 +143,6 @@ def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Say whether this process is one of several tasks of one ``srun``.
 
-    Ranks: local.
-
     Example:
         >>> in_slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})  # the batch script itself
         False
@@ -168,8 +162,6 @@ def size(environ: Mapping[str, str], *names: str) -> int:
     Args:
         environ: the environment.
         names: the variables, the best first.
-
-    Ranks: local.
 
     Example:
         >>> size({"SLURM_NTASKS": "4"}, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

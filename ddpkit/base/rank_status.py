@@ -28,8 +28,6 @@ class RankStatus:
             ``"fit, before the first stage"``; empty otherwise.
         machine: where its process number counts: one machine, or one container on it.
 
-    Ranks: local.
-
     Example:
         >>> RankStatus.read(RankStatus(rank=1, host="a", pid=7).to_json()).pid
         7

@@ -29,8 +29,6 @@ LOST_CONNECTION = re.compile(
 def is_second_hand(error: BaseException) -> bool:
     """Return whether an exception only reports another rank's failure.
 
-    Ranks: local.
-
     Example:
         >>> is_second_hand(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:9"))
         True

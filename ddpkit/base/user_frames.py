@@ -20,8 +20,6 @@ _NOT_THE_USERS = (f"{PurePath(os.__file__).parent}{os.sep}", f"{_PACKAGE}{os.sep
 def is_library(file: str) -> bool:
     """Say whether a file of code belongs to Python, to an installed package, or to this one.
 
-    Ranks: local.
-
     Example:
         >>> is_library(os.__file__), is_library("/home/me/data.py")
         (True, False)
@@ -37,8 +35,6 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
 
     Returns:
         Such as ``"train.py:12 in compute_forward"``; empty without frames.
-
-    Ranks: local.
 
     Example:
         >>> import traceback
@@ -56,8 +52,6 @@ def user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumma
 
     Args:
         frames: of a traceback, the innermost last; at least one.
-
-    Ranks: local.
 
     Example:
         >>> user_frame(

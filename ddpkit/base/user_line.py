@@ -22,8 +22,6 @@ def note_line_of(error: BaseException, function: Any) -> None:
         error: the function itself is not in its traceback.
         function: of the recipe; None: no function is known.
 
-    Ranks: local.
-
     Example:
         >>> error = TypeError("no loss")
         >>> note_line_of(error, is_library)  # a function of ddpkit's own
@@ -70,8 +68,6 @@ def _returns(function: Any) -> list[ast.Return]:
 def code_of(error: BaseException) -> str:
     """Return the text of the line of user code where an exception was raised; empty where it cannot
     be read.
-
-    Ranks: local.
 
     Example:
         >>> code_of(ValueError("boom"))

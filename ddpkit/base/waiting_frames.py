@@ -37,8 +37,6 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
     Returns:
         The innermost line of the user's own code, and the call it is in.
 
-    Ranks: local.
-
     Example:
         >>> import sys
         >>> look_at(sys._getframe())[1]
@@ -64,8 +62,6 @@ def reads_number(frame: FrameType) -> bool:
 
     Args:
         frame: the innermost.
-
-    Ranks: local.
 
     Example:
         >>> import sys

@@ -75,8 +75,6 @@ def reads_device(function: FunctionT) -> FunctionT:
     Returns:
         The function itself.
 
-    Ranks: local.
-
     State: the marks of this process.
 
     Example:
@@ -92,23 +90,12 @@ def is_marked_waiting(file: str, line: int) -> bool:
     """Say whether a line of a file is in a function that waits for other ranks.
 
     Ranks: local.
-
-    Example:
-        >>> is_marked_waiting("train.py", 3)
-        False
     """
     return _WAITING.has(file, line)
 
 
 def is_marked_reading(file: str, line: int) -> bool:
-    """Say whether a line of a file is in a function that reads a number from a device.
-
-    Ranks: local.
-
-    Example:
-        >>> is_marked_reading("train.py", 3)
-        False
-    """
+    """Say whether a line of a file is in a function that reads a number from a device."""
     return _READING.has(file, line)
 
 

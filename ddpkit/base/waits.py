@@ -10,10 +10,7 @@ if TYPE_CHECKING:
 
 
 class Watch(Protocol):
-    """What is told of waits while a step is measured.
-
-    Ranks: local.
-    """
+    """What is told of waits while a step is measured."""
 
     def begin_wait(self) -> Any:
         """Note that a wait begins; return what :meth:`end_wait` needs."""
@@ -42,10 +39,6 @@ def waiting() -> Iterator[None]:
     """Return a context in which this process waits for other ranks.
 
     Ranks: local.
-
-    Example:
-        >>> with waiting():
-        ...     pass
     """
     watch = WAITS.watch
     if watch is None:

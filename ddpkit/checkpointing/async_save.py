@@ -292,10 +292,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         count as free.
 
     Ranks: local.
-
-    Example:
-        >>> available_bytes() != 0
-        True
     """
     limits = list(_control_groups(root))
     if machine := _numbers(root / "proc" / "meminfo").get("MemAvailable"):

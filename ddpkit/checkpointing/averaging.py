@@ -92,8 +92,6 @@ def is_code(value: Any) -> bool:
     Returns:
         Whether it does; such weights are quantized, with a scale stored elsewhere.
 
-    Ranks: local.
-
     Example:
         >>> is_code(torch.ones(2)), is_code(torch.ones(2).to(torch.float8_e5m2))
         (False, True)

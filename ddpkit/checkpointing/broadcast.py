@@ -51,9 +51,6 @@ def load_recoverables(
         not waited for: then every rank reads. In main-only code the main process reads.
 
     State: the objects.
-
-    Example:
-        >>> load_recoverables({}, {}, Checkpoint(Path("CKPT+a"), {}, {}))
     """
     together = mode == "broadcast" and all_ranks_come("load", LOAD_WAIT_SECONDS)
     if together:

@@ -76,8 +76,6 @@ def as_number(value: Any) -> float | None:
     Args:
         value: of any type.
 
-    Ranks: local.
-
     Example:
         >>> as_number(torch.tensor(2)), as_number("2")
         (2.0, None)

@@ -36,8 +36,6 @@ LATER_GROUPS = (
 def way_out(obj: Any, state: Any) -> str:
     """Say how to go on where the state of a checkpoint does not fit an object: also with another
     head or optimizer.
-
-    Ranks: local.
     """
     if isinstance(obj, nn.Module):
         return FROM_WEIGHTS + OTHER_LAYERS
@@ -62,10 +60,7 @@ def misfit(
     error: Exception,
     advice: str = "",
 ) -> CheckpointError:
-    """Return the error for what loading has raised.
-
-    Ranks: local.
-    """
+    """Return the error for what loading has raised."""
     lines = str(error).splitlines()  # of a module, one for each parameter
     if len(lines) > MOST_MISFITS:
         lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]

@@ -34,8 +34,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: its ``CKPT.yaml`` cannot be read; the message does not repeat the path.
 
-    Ranks: local.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp())
@@ -89,8 +87,6 @@ class DamageLog:
         reasons: for each damaged checkpoint, by path: what is damaged.
         latest: the greatest ``unixtime`` of all checkpoints seen, in seconds since 1970.
         used: names that checkpoints have had which may be gone. No new one is called so by itself.
-
-    Ranks: local.
 
     State: its attributes.
 

@@ -46,11 +46,6 @@ class SaveReport:
             asked to.
 
     Ranks: main only.
-
-    Example:
-        >>> from pathlib import Path
-        >>> SaveReport(Path("CKPT+a"), 10, 0.5, False, True, {}).retained is None
-        True
     """
 
     path: Path

@@ -29,8 +29,6 @@ def check_file_name(name: Any, what: str) -> None:
     Raises:
         ConfigError: not a string, empty, too long, or a path out of the folder.
 
-    Ranks: local.
-
     Example:
         >>> check_file_name("../model", "the name of a recoverable,")
         Traceback (most recent call last):

@@ -33,8 +33,6 @@ class Selection:
     Raises:
         ConfigError: more than one kind of key is given.
 
-    Ranks: local.
-
     Example:
         >>> from pathlib import Path
         >>> Selection(min_key="loss").importance(Checkpoint(Path("CKPT+a"), {"loss": 2}, {}))
@@ -100,8 +98,6 @@ class Retention:
     Raises:
         ConfigError: ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
 
-    Ranks: local.
-
     Example:
         >>> retention = Retention(3, min_keys=("loss",), keep_recent=1)
         >>> [(selection.min_key, number) for selection, number in retention.selections()]
@@ -158,8 +154,6 @@ def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Chec
     Returns:
         The best first; among equals the newest first; what has no number (NaN) last.
 
-    Ranks: local.
-
     Example:
         >>> from pathlib import Path
         >>> metas = {"a": {"unixtime": 1, "loss": 3.0}, "b": {"unixtime": 2, "loss": float("nan")}}
@@ -189,8 +183,6 @@ def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[C
 
     Returns:
         What may be deleted.
-
-    Ranks: local.
 
     Example:
         >>> from pathlib import Path

@@ -66,8 +66,6 @@ def plain_key(module: nn.Module | None, key: str) -> str:
     Returns:
         The key without what DDP, DataParallel and ``torch.compile`` put in.
 
-    Ranks: local.
-
     Example:
         >>> from torch import nn
         >>> plain_key(nn.ModuleDict({"net": nn.DataParallel(nn.Linear(1, 1))}), "net.module.weight")
@@ -83,18 +81,12 @@ def plain_key(module: nn.Module | None, key: str) -> str:
 
 
 def loose_key(key: str) -> str:
-    """Drop whatever could be a wrapper's name, for files whose module is not at hand.
-
-    Ranks: local.
-    """
+    """Drop whatever could be a wrapper's name, for files whose module is not at hand."""
     return ".".join(part for part in key.split(".") if part not in {"module", "_orig_mod"})
 
 
 def rename_keys(state: Any, rename: Callable[[str], str]) -> Any:
-    """Return a module's state with other names, in its versions of modules too.
-
-    Ranks: local.
-    """
+    """Return a module's state with other names, in its versions of modules too."""
     renamed = OrderedDict((rename(name), value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
@@ -103,9 +95,6 @@ def rename_keys(state: Any, rename: Callable[[str], str]) -> Any:
 
 
 def unwrapped_state(module: nn.Module) -> Any:
-    """Return a module's state without the names that wrappers put in.
-
-    Ranks: local.
-    """
+    """Return a module's state without the names that wrappers put in."""
     inner = unwrap(module)
     return rename_keys(inner.state_dict(), functools.partial(plain_key, inner))

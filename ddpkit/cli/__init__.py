@@ -68,8 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for arguments that are
             wrong.
 
-    Ranks: local.
-
     Example:
         >>> main([])  # doctest: +ELLIPSIS
         usage: python -m ddpkit [-h] [--version] [command] ...
@@ -108,8 +106,6 @@ def command_parser(program: str, description: str, epilog: str) -> argparse.Argu
     Returns:
         The parser, to which arguments are added.
 
-    Ranks: local.
-
     Example:
         >>> command_parser(
         ...     "python -m ddpkit port", "Show what changes.", "examples: ..."
@@ -135,8 +131,6 @@ def say(text: str = "", end: str = "\n", stream: TextIO | None = None) -> None:
         end: what is written after it.
         stream: None: the standard output.
 
-    Ranks: local.
-
     Example:
         >>> say("nothing to change")
         nothing to change
@@ -154,8 +148,6 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
     Returns:
         What turns text into the number, for :meth:`argparse.ArgumentParser.add_argument`.
-
-    Ranks: local.
 
     Example:
         >>> whole_number(1)("3")

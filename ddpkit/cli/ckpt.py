@@ -55,8 +55,6 @@ def run(words: Sequence[str]) -> int:
         MissingExtraError: a format's package is not installed.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
 
-    Ranks: local.
-
     Example:
         >>> import tempfile
         >>> run(["verify", tempfile.mkdtemp()])

@@ -48,8 +48,6 @@ def run(words: Sequence[str]) -> int:
         OSError: a file cannot be written.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
 
-    Ranks: local.
-
     Example:
         >>> import tempfile
         >>> run([tempfile.mkdtemp()])

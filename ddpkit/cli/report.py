@@ -44,8 +44,6 @@ def run(words: Sequence[str]) -> int:
         MissingExtraError: jinja2 or matplotlib is not installed.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
 
-    Ranks: local.
-
     Example:
         >>> import tempfile
         >>> run([tempfile.mkdtemp()])

@@ -72,8 +72,6 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a value is wrong, or a file of the recipe is not there.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
-
-    Ranks: local.
     """
     words = list(words)
     split = words.index("--") if "--" in words else len(words)
@@ -94,8 +92,6 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 
     Raises:
         ConfigError: a value is wrong, or a file of the recipe is not there.
-
-    Ranks: local.
     """
     _check(options)
     gpus = options.gpus_per_node
@@ -154,8 +150,6 @@ def seconds_of(time: str) -> int:
 
     Raises:
         ConfigError: it is none of these.
-
-    Ranks: local.
 
     Example:
         >>> seconds_of("90"), seconds_of("20:00:00"), seconds_of("1-12")

@@ -412,10 +412,6 @@ def compare_over_store(
         LaunchError: a rank joined the run and does not answer, or the store has gone.
 
     Ranks: collective.
-
-    Example:
-        >>> from torch.distributed import HashStore
-        >>> compare_over_store(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
     """
     end = time.monotonic() + seconds
     store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), process_label()]))

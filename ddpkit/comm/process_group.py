@@ -138,10 +138,6 @@ def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
         LaunchError: another rank has it.
 
     Ranks: local.
-
-    Example:
-        >>> from ddpkit.launch import LaunchInfo
-        >>> claim_device(dist.HashStore(), LaunchInfo("environment", 1, 1, 2, 2), "cpu")
     """
     if info.own_devices or not sees_own_alone(torch.device(device).type, info):
         return

@@ -47,8 +47,6 @@ def limits_by_option(minutes: float | None, hang_timeout: float) -> dict[int, st
     Returns:
         The option, for messages, by milliseconds: as the errors of backends give them.
 
-    Ranks: local.
-
     Example:
         >>> limits_by_option(5.0, 60.0)
         {90000: '30 s more than --hang_timeout=60', 300000: '--distributed_timeout_minutes=5'}
@@ -80,9 +78,6 @@ def shorten_timeout(seconds: float) -> None:
     Ranks: local; every rank should call it, with the same number.
 
     State: the default process group's limit, on each of its backends.
-
-    Example:
-        >>> shorten_timeout(60.0)  # no process group: nothing happens
     """
     if not seconds > 0:
         raise ConfigError(

@@ -38,8 +38,6 @@ def call_at_arrival(loss: torch.Tensor, note: Callable[[], object]) -> Any:
         A handle whose ``remove()`` is to be called after the pass; None: the function is not
         called.
 
-    Ranks: local.
-
     Example:
         >>> weight, seen = torch.ones(1, requires_grad=True), []
         >>> loss = weight.sum()

@@ -26,8 +26,6 @@ class CallNotice:
         module: compiled or not.
         note: takes nothing.
 
-    Ranks: local.
-
     Example:
         >>> import torch
         >>> layer, calls = torch.nn.Linear(1, 1), []

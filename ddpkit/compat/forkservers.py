@@ -27,13 +27,7 @@ def own_forkserver() -> Iterator[None]:
     """Start processes from a forkserver separate from the script's; if that is impossible, from the
     script's own.
 
-    Ranks: local.
-
     State: a function of multiprocessing, restored at the end.
-
-    Example:
-        >>> with own_forkserver():
-        ...     workers_would_start_here = True
     """
     scripts: Any = getattr(forkserver, "_forkserver", None)
     if not (hasattr(forkserver, "ForkServer") and hasattr(scripts, "_preload_modules")):
@@ -52,8 +46,6 @@ def kill_when_terminated(worker: Any) -> None:
 
     Args:
         worker: a process of multiprocessing, that of a loader.
-
-    Ranks: local.
 
     Example:
         >>> from multiprocessing import Process

@@ -28,8 +28,6 @@ def record_memory_history(device: str) -> bool:
     Returns:
         Whether torch can do that here.
 
-    Ranks: local.
-
     State: of torch's allocator, until :func:`stop_memory_history`.
 
     Example:
@@ -47,13 +45,7 @@ def record_memory_history(device: str) -> bool:
 
 
 def stop_memory_history(device: str) -> None:
-    """Note allocations no more; otherwise nothing.
-
-    Ranks: local.
-
-    Example:
-        >>> stop_memory_history("cpu")
-    """
+    """Note allocations no more; otherwise nothing."""
     record, _ = _functions(device)
     if record is not None:
         record(enabled=None)
@@ -68,8 +60,6 @@ def write_memory_history(device: str, path: Path) -> None:
 
     Raises:
         OSError: of the file system.
-
-    Ranks: local.
     """
     _, dump = _functions(device)
     if dump is not None:

@@ -41,8 +41,6 @@ def look_at_random_streams() -> Any:
     Raises:
         TypeError: another bit generator is in the place of numpy's MT19937.
 
-    Ranks: local.
-
     Example:
         >>> before = look_at_random_streams()
         >>> (

@@ -30,8 +30,6 @@ class ProfileEvent(NamedTuple):
         started_by: of a kernel: the number of the operation; 0 where that is not known.
         is_range: whether it is an annotation, not an operation.
         is_on_device: whether it ran on a GPU, or another accelerator.
-
-    Ranks: local.
     """
 
     name: str
@@ -49,8 +47,6 @@ def profile_events(profiler: Any) -> list[ProfileEvent]:
 
     Args:
         profiler: a ``torch.profiler.profile`` that has recorded.
-
-    Ranks: local.
 
     Example:
         >>> import torch

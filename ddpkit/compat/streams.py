@@ -27,8 +27,6 @@ def loses_items(data: Any) -> bool:
     Args:
         data: a stream of ``datasets``, or a loader of one; False for any other.
 
-    Ranks: local.
-
     Source: ``datasets.IterableDataset.state_dict`` of datasets 5.2: "examples from shuffle buffers
     are lost".
 
@@ -52,8 +50,6 @@ def shuffle_digest(data: Any) -> str:
     Returns:
         A digest of all generators inside; empty where there is none.
 
-    Ranks: local.
-
     Example:
         >>> shuffle_digest([1, 2])
         ''
@@ -75,8 +71,6 @@ def is_split_by_node(data: Any) -> bool:
 
     Args:
         data: of that package.
-
-    Ranks: local.
 
     Example:
         >>> is_split_by_node([1, 2])
@@ -120,11 +114,6 @@ def show_worker(info: Any) -> None:
 
     Raises:
         RuntimeError: this version of torch keeps it elsewhere.
-
-    Ranks: local.
-
-    Example:
-        >>> show_worker(None)
     """
     _utils.worker._worker_info = info  # noqa: SLF001
     if get_worker_info() is not info:

@@ -92,10 +92,6 @@ def timeout_of(group: Any) -> timedelta | None:
         group: a process group, or None.
 
     Ranks: local.
-
-    Example:
-        >>> timeout_of(None) is None
-        True
     """
     for device in getattr(group, "_device_types", ()):
         get_backend = getattr(group, "_get_backend", None)
@@ -301,10 +297,6 @@ def watches_all_steps() -> bool:
     unknown, False.
 
     Ranks: local.
-
-    Example:
-        >>> watches_all_steps()
-        False
     """
     inside = vars(sys.modules[torch.optim.Optimizer.__module__])
     return any(inside.get(f"_global_optimizer_{when}_hooks") for when in ("pre", "post"))
@@ -333,10 +325,6 @@ def has_compiled_code() -> bool:
     unknown, True.
 
     Ranks: local.
-
-    Example:
-        >>> isinstance(has_compiled_code(), bool)
-        True
     """
     if "torch._dynamo" not in sys.modules:
         return False
@@ -504,9 +492,6 @@ def expect_backward_pass(module: Any, output: torch.Tensor) -> None:
         output: from which that starts.
 
     Ranks: local.
-
-    Example:
-        >>> expect_backward_pass(torch.nn.Linear(1, 1), torch.ones(()))
     """
     reducer = getattr(module, "reducer", None)
     if reducer is not None and module.find_unused_parameters:

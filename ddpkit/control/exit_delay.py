@@ -17,8 +17,6 @@ HOLD_SECONDS = 25.0  # for a save that the end of the process waits for; launche
 class ExitDelay:
     """Delays the end of this process while a checkpoint is being saved, for a limited time.
 
-    Ranks: local.
-
     Example:
         >>> with EXIT_DELAY.held():
         ...     EXIT_DELAY.is_held

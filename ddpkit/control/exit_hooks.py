@@ -23,14 +23,8 @@ def at_exit(call: Callable[[], object]) -> None:
     Args:
         call: must be idempotent; it may be called twice.
 
-    Ranks: local.
-
     Source: ``multiprocessing.process.BaseProcess._bootstrap`` and
     ``multiprocessing.util._exit_function``.
-
-    Example:
-        >>> from ddpkit.control import kill_workers
-        >>> at_exit(kill_workers)
     """
     atexit.register(call)
     if multiprocessing.parent_process() is not None:

@@ -81,8 +81,6 @@ def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None
         error: it is not raised here.
         code: the exit code of the process.
 
-    Ranks: local.
-
     State: ``sys.excepthook``, see :func:`watch_uncaught`.
 
     Example:
@@ -105,8 +103,6 @@ def is_shown_without_traceback(error: BaseException) -> bool:
     recipe is shown. A :class:`ConfigError` of a batch has its traceback: it comes from the recipe's
     code, perhaps on one rank alone.
 
-    Ranks: local.
-
     Example:
         >>> is_shown_without_traceback(ValueError("a bug"))
         False
@@ -126,8 +122,6 @@ def usage_errors() -> Iterator[None]:
     code 2.
 
     A caller may still catch them. If uncaught, the process prints ``train.py: error: ...``.
-
-    Ranks: local.
 
     Example:
         >>> before = sys.excepthook
@@ -223,11 +217,6 @@ def record_for_launcher(error: BaseException) -> None:
 
     Args:
         error: the exception that ends this process, with its traceback.
-
-    Ranks: local.
-
-    Example:
-        >>> record_for_launcher(ValueError("nothing happens without torchrun"))
     """
     if isinstance(error, RunStopped):
         words = error.words or f"Stopped by {error.cause}."
@@ -286,13 +275,7 @@ def failure_notice() -> Iterator[None]:
     Raises:
         RankFailedError: instead of the loss of a connection, or of a collective's time-out.
 
-    Ranks: local.
-
     State: ``sys.excepthook``, if the exception is a usage error, see :func:`watch_uncaught`.
-
-    Example:
-        >>> with failure_notice():
-        ...     pass
     """
     if PROCESS.report is not None and PROCESS.report.is_forked:
         yield
@@ -498,12 +481,6 @@ class UncaughtHook:
 
     Args:
         previous: the hook that prints it.
-
-    Ranks: local.
-
-    Example:
-        >>> UncaughtHook(sys.excepthook).previous is sys.excepthook
-        True
     """
 
     def __init__(self, previous: Callable[..., object]) -> None:
@@ -542,8 +519,6 @@ def watch_uncaught(report: FailureReport | None = None) -> None:
 
     Args:
         report: read by the other ranks; None without a process group.
-
-    Ranks: local.
 
     State: ``sys.excepthook``; the previous hook is still called.
 

@@ -52,10 +52,7 @@ class _StoreGoneError(RuntimeError):
 
 
 class Watch(Protocol):
-    """What a heartbeat asks of the watchdog of its process.
-
-    Ranks: local.
-    """
+    """What a heartbeat asks of the watchdog of its process."""
 
     report: FailureReport
     position: Position

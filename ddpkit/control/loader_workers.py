@@ -51,8 +51,6 @@ class _Here:
 def ignored_signals() -> set[signal.Signals]:
     """Return the signals that a rank acts on, and its loaders' workers do not.
 
-    Ranks: local.
-
     Example:
         >>> signal.SIGTERM in ignored_signals()
         True
@@ -74,8 +72,6 @@ def start_loading(
 
     Returns:
         The iterator.
-
-    Ranks: local.
 
     Example:
         >>> next(start_loading(["a batch"]))
@@ -174,13 +170,7 @@ def _own_workers() -> list[Any]:
 
 
 def show_workers() -> None:
-    """Make this process's loader workers write their stacks to stderr; wait briefly for them.
-
-    Ranks: local.
-
-    Example:
-        >>> show_workers()
-    """
+    """Make this process's loader workers write their stacks to stderr; wait briefly for them."""
     for number in _dump_signal():
         for worker in _own_workers()[:MOST_SHOWN]:
             # stderr may be closed, or the worker have ended meanwhile
@@ -191,13 +181,7 @@ def show_workers() -> None:
 
 
 def kill_workers() -> None:
-    """End the workers that are still there when their rank ends, whatever they are doing.
-
-    Ranks: local.
-
-    Example:
-        >>> kill_workers()
-    """
+    """End the workers that are still there when their rank ends, whatever they are doing."""
     workers = [child for child in _own_workers() if child.daemon]
     if workers and threading.current_thread() is threading.main_thread():
         # torch's handler would raise: a worker has died

@@ -106,8 +106,6 @@ def signal_named(name: str) -> signal.Signals:
     Raises:
         ConfigError: there is none, or no process can catch it.
 
-    Ranks: local.
-
     Example:
         >>> signal_named("usr1").name
         'SIGUSR1'
@@ -136,8 +134,6 @@ class SignalListener:
 
     Raises:
         ConfigError: a name is unknown, or in both lists, or of a signal that is not made for it.
-
-    Ranks: local.
 
     Example:
         >>> signals = SignalListener()

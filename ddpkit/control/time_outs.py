@@ -57,8 +57,6 @@ NOBODY_LATE = (
 def is_time_out(error: BaseException) -> bool:
     """Say whether a collective has run into its limit of time.
 
-    Ranks: local.
-
     Example:
         >>> is_time_out(RuntimeError("Timed out waiting 3000ms for send operation to complete"))
         True

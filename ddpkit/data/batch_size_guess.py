@@ -24,8 +24,6 @@ def guess_batch_size(batch: Any) -> int:
     Returns:
         1 where nothing tells, with a warning.
 
-    Ranks: local.
-
     Example:
         >>> (
         ...     guess_batch_size([torch.zeros(3, 2), torch.zeros(3)]),

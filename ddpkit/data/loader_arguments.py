@@ -24,9 +24,6 @@ def require_loader_arguments(given: Mapping[str, Any]) -> None:
         ConfigError: there is no argument of such a name.
 
     Ranks: local; alike on every rank.
-
-    Example:
-        >>> require_loader_arguments({"batch_size": 4, "shuffle": True})
     """
     for name in given:
         if name in _KNOWN:

@@ -28,19 +28,13 @@ def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
 
 
 def plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
-    """Return ddpkit's batch sampler among what a loader is given, or None.
-
-    Ranks: local.
-    """
+    """Return ddpkit's batch sampler among what a loader is given, or None."""
     source = sampler.planned if isinstance(sampler, SingleIndices) else batch_sampler
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
 class SingleIndices(torch.utils.data.Sampler[int]):
-    """Turns batches of one index into indices, for datasets that give whole batches.
-
-    Ranks: local.
-    """
+    """Turns batches of one index into indices, for datasets that give whole batches."""
 
     def __init__(self, planned: PlannedBatchSampler) -> None:
         self.planned = planned

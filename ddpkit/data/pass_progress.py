@@ -15,18 +15,13 @@ if TYPE_CHECKING:
 
 
 def stream_marks(loader: Any) -> StreamPosition | None:
-    """Return the marks of a stream's passes, or None.
-
-    Ranks: local.
-    """
+    """Return the marks of a stream's passes, or None."""
     return loader.position if isinstance(loader, StreamLoader) else None
 
 
 def batch_unit(loader: Any) -> list[Any] | None:
     """Return in what the batches of a loader are counted over all ranks, and how many one has; None
     if unknown.
-
-    Ranks: local.
     """
     plan = plan_of(loader)
     dataset = getattr(loader, "dataset", None)
@@ -43,8 +38,6 @@ def batch_unit(loader: Any) -> list[Any] | None:
 def done_in(loader: Any, batches: int) -> list[Any] | None:
     """Return how far a pass is after so many batches, in a unit that does not depend on the batch
     size.
-
-    Ranks: local.
     """
     plan = plan_of(loader)
     size = batch_unit(loader)
@@ -54,10 +47,7 @@ def done_in(loader: Any, batches: int) -> list[Any] | None:
 
 
 def batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
-    """Return how many batches of the present size are done; ``batches`` if the sizes are unknown.
-
-    Ranks: local.
-    """
+    """Return how many batches of the present size are done; ``batches`` if no size is known."""
     plan = plan_of(loader)
     size = batch_unit(loader)
     unit, number = done or ("", 0)
@@ -80,8 +70,6 @@ def batches_from(
         done: what :func:`done_in` returned for ``batches``.
         batches: done then.
         mark: the batch then that it was before; at most ``batches``.
-
-    Ranks: local.
     """
     size = batch_unit(loader)
     if size is None or done is None or done[0] != size[0] or not mark:

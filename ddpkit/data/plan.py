@@ -269,11 +269,6 @@ def require_positive(name: str, value: Any, reason: str) -> None:
 
     Raises:
         ConfigError: the value is not a whole number, or is below 1.
-
-    Ranks: local.
-
-    Example:
-        >>> require_positive("num_buckets", 3, "at least one bucket is needed")
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(
@@ -284,8 +279,6 @@ def require_positive(name: str, value: Any, reason: str) -> None:
 def part(size: int, parts: int, number: int) -> tuple[int, int]:
     """Divide ``size`` things into parts that differ by one at most, the larger first; return one
     part's bounds.
-
-    Ranks: local.
 
     Example:
         >>> [part(5, 3, number) for number in range(3)]
@@ -302,8 +295,6 @@ def nested_samplers(sampler: Any) -> Iterator[Any]:
     Args:
         sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``, or a list of them
             as ``samplers``.
-
-    Ranks: local.
 
     Example:
         >>> from torch.utils.data import BatchSampler
@@ -332,11 +323,6 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
     Args:
         sampler: any; samplers without ``set_epoch`` are left alone.
         epoch: which comes.
-
-    Ranks: local.
-
-    Example:
-        >>> set_epoch_inside([0, 1, 2], 3)
     """
     for inner in nested_samplers(sampler):
         setter = getattr(inner, "set_epoch", None)

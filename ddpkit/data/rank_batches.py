@@ -20,8 +20,6 @@ class RankBatchSampler(Sampler[list[Any]]):
             yields.
         epoch: whose batches the next iteration yields.
         skip: batches that the next iteration leaves out.
-
-    Ranks: local.
     """
 
     seed: int

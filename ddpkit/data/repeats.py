@@ -18,8 +18,6 @@ def count_repeats(indices: Iterable[Any], seen: dict[int, int]) -> list[int]:
         indices: of samples.
         seen: how often each came so far, by its number.
 
-    Ranks: local.
-
     Example:
         >>> count_repeats([3, 5, 3, 3], {5: 1})
         [0, 1, 1, 2]

@@ -201,11 +201,6 @@ def require_alike(
             only a warning.
 
     Ranks: collective (over the store).
-
-    Example:
-        >>> require_alike(
-        ...     ((1, 0), [summarize(3)]), lambda: [summarize(3)] * 2, "the data", "example"
-        ... )
     """
     digest = (
         None if first is None else hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()

@@ -51,8 +51,6 @@ def selection_facts(name: str, source: Any) -> dict[str, str]:
     Returns:
         One entry per selection, in words: how many are selected, and a digest of them all.
 
-    Ranks: local.
-
     Example:
         >>> from torch.utils.data import Subset
         >>> selection_facts("train", Subset(range(9), [0, 3, 8]))

@@ -17,8 +17,6 @@ def is_sharded(data: Any) -> bool:
         True if it says ``is_sharded = True``, is a pipeline of ``webdataset``, or was split with
         ``datasets.distributed.split_dataset_by_node``.
 
-    Ranks: local.
-
     Example:
         >>> is_sharded([1, 2])
         False
@@ -29,10 +27,7 @@ def is_sharded(data: Any) -> bool:
 
 
 def is_webdataset(data: Any) -> bool:
-    """Say whether a stream is a pipeline of ``webdataset``.
-
-    Ranks: local.
-    """
+    """Say whether a stream is a pipeline of ``webdataset``."""
     return _comes_from(data, "webdataset")
 
 

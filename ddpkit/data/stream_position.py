@@ -44,8 +44,6 @@ def is_stateful(data: Any) -> bool:
         ``datasets``, which is in neither: then it is read again from the beginning of the epoch,
         which gives the same items.
 
-    Ranks: local.
-
     Example:
         >>> is_stateful([1, 2])
         False
@@ -62,8 +60,6 @@ def tell_epoch(stream: Any, epoch: int) -> None:
     Args:
         stream: any.
         epoch: the next epoch; 0 if unknown.
-
-    Ranks: local.
     """
     if epoch:
         set_epoch_inside(stream, epoch)
@@ -72,8 +68,6 @@ def tell_epoch(stream: Any, epoch: int) -> None:
 
 def one_by_one(items: Iterator[Any]) -> Iterator[Any]:
     """Yield an iterator's items without calling ``iter()`` on it, which makes some start over.
-
-    Ranks: local.
 
     Example:
         >>> list(one_by_one(iter("ab")))
@@ -90,8 +84,6 @@ class Reading:
 
     Args:
         key: seed of the random numbers.
-
-    Ranks: local.
 
     Example:
         >>> reading = Reading(3)
@@ -179,8 +171,6 @@ class Source:
 
     Attributes:
         may_be_used_up: whether it was told that it is at its end: it may then yield nothing, once.
-
-    Ranks: local.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -230,8 +220,6 @@ class ReadApart(Source):
 
     Attributes:
         epoch: which comes.
-
-    Ranks: local.
 
     Example:
         >>> list(ReadApart([1, 2], key=3).read(lambda: iter([1, 2])))
@@ -283,12 +271,6 @@ class StreamPosition:
     Attributes:
         first: the batch that the next iteration begins with.
         are_wanted: whether positions will be asked for; it costs a state per batch.
-
-    Ranks: local.
-
-    Example:
-        >>> StreamPosition(None).around(3) is None
-        True
     """
 
     def __init__(self, source: Source | None) -> None:

@@ -42,12 +42,6 @@ class Block(NamedTuple):
             process's streams.
         first: epoch, block, and summaries of the first items of the undivided stream, sent along
             with its first block.
-
-    Ranks: local.
-
-    Example:
-        >>> Block({0: ["a", "b"]}).first is None
-        True
     """
 
     items: dict[int, Any]

@@ -56,8 +56,6 @@ class StreamLoader(DataLoader[Any]):
         key: another one on every rank; with virtual ranks the same.
         options: as for ``torch.utils.data.DataLoader``; a ``generator`` among them stays as it is.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.dataloader import Sharding
         >>> [
@@ -202,8 +200,6 @@ class _Collated:
 def worker_key(sharding: Sharding) -> int:
     """Return the key of the worker seeds of a stream's loader: another one on every rank, but not
     with virtual ranks.
-
-    Ranks: local.
     """
     return mix_key(sharding.seed, 0 if sharding.is_virtual else sharding.rank, _WORKERS)
 
@@ -222,8 +218,6 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     Raises:
         ConfigError: ``shuffle``, a bad batch size, or virtual ranks with a stream that divides
             itself over processes.
-
-    Ranks: local.
 
     Example:
         >>> from ddpkit.dataloader import Sharding

@@ -68,8 +68,6 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
         environ: the environment.
 
-    Ranks: local.
-
     Example:
         >>> without_launch(
         ...     {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "HOME": "/root"}
@@ -87,13 +85,8 @@ def mark_rank_process() -> None:
     """Leave a mark for programs that this process starts: it is the rank that the environment tells
     of.
 
-    Ranks: local.
-
     State: ``DDPKIT_RANK_PROCESS`` in ``os.environ``, where a launcher has started several
     processes.
-
-    Example:
-        >>> mark_rank_process()  # no launcher: nothing happens
     """
     info = find_launch()
     if info.world_size > 1:
@@ -108,11 +101,6 @@ def refuse_child_of_rank(info: LaunchInfo) -> None:
 
     Raises:
         LaunchError: it has. The message says how to start this process instead.
-
-    Ranks: local.
-
-    Example:
-        >>> refuse_child_of_rank(find_launch({}))
     """
     process, _, launch = os.environ.get(RANK_PROCESS, "").partition(" ")
     if launch != _launch_of(info) or process == _this_process():

@@ -89,8 +89,6 @@ class LaunchInfo:
         own_devices: whether the launcher shows each process accelerators of its own, numbered
             from 0.
 
-    Ranks: local.
-
     Example:
         >>> info = LaunchInfo(
         ...     "torchrun", rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1
@@ -133,8 +131,6 @@ def derived_port(run_id: str) -> int:
     Returns:
         A number from 20000 to 31999.
 
-    Ranks: local.
-
     Example:
         >>> derived_port("slurm 77.0") == derived_port("slurm 77.0") != derived_port("slurm 77.1")
         True
@@ -160,8 +156,6 @@ def rendezvous_address(
 
     Raises:
         LaunchError: ``MASTER_PORT`` is not a port.
-
-    Ranks: local.
 
     Example:
         >>> rendezvous_address({"MASTER_PORT": "29500"}, "node1", "slurm 77.0")
@@ -189,8 +183,6 @@ def given_port(environ: Mapping[str, str]) -> int:
     Args:
         environ: the environment.
 
-    Ranks: local.
-
     Example:
         >>> given_port({"MASTER_PORT": "29500"}), given_port({"MASTER_PORT": "x"}), given_port({})
         (29500, 0, 0)
@@ -210,8 +202,6 @@ def describe_environment(environ: Mapping[str, str]) -> str:
 
     Returns:
         Lines of names and values.
-
-    Ranks: local.
 
     Example:
         >>> print(describe_environment({"RANK": "0"}).splitlines()[0])
@@ -233,8 +223,6 @@ def contradiction(reason: str, environ: Mapping[str, str]) -> LaunchError:
     Args:
         reason: what contradicts what.
         environ: the environment, for the table.
-
-    Ranks: local.
 
     Example:
         >>> str(contradiction("RANK=3 is not below WORLD_SIZE=2", {})).splitlines()[0]
@@ -265,8 +253,6 @@ def count(
     Raises:
         LaunchError: it is missing, or no such number.
 
-    Ranks: local.
-
     Example:
         >>> count({"RANK": "3"}, "RANK"), count({}, "GROUP_RANK", 0)
         (3, 0)
@@ -296,8 +282,6 @@ def checked_places(
 
     Raises:
         LaunchError: they contradict each other.
-
-    Ranks: local.
 
     Example:
         >>> checked_places({}, {"SLURM_PROCID": 1, "tasks": 2, "SLURM_LOCALID": 0, "tasks here": 1})
@@ -508,8 +492,6 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     Raises:
         LaunchError: the variables contradict each other. The message shows what was found and what
             to run.
-
-    Ranks: local.
 
     Example:
         >>> find_launch({}).is_distributed

@@ -40,8 +40,6 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
     Raises:
         ConfigError: not such a number or word, or fewer GPUs than processes.
 
-    Ranks: local.
-
     Example:
         >>> count_processes("2", "cpu"), count_processes(3, "cpu")
         (2, 3)
@@ -78,14 +76,7 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
 
 
 def cores() -> int:
-    """Count the processor cores that this process may use.
-
-    Ranks: local.
-
-    Example:
-        >>> cores() >= 1
-        True
-    """
+    """Count the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

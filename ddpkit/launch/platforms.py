@@ -60,8 +60,6 @@ class Node:
             nothing says it.
         meet_at: host and port where an elastic job meets; then neither address nor rank is needed.
 
-    Ranks: local.
-
     Example:
         >>> Node("SkyPilot", "2", "SKYPILOT_NUM_NODES", rank="0", address="10.0.0.1").several
         True
@@ -227,8 +225,6 @@ def find_node(environ: Mapping[str, str]) -> Node | None:
     Returns:
         The node; None where no platform tells of several.
 
-    Ranks: local.
-
     Example:
         >>> find_node({"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1"}).rank
         '1'
@@ -250,8 +246,6 @@ def numbers_nodes(environ: Mapping[str, str]) -> Node | None:
     Returns:
         The node, by a platform's own variables where it has some; None where these are the
         variables of a process, or there is one node.
-
-    Ranks: local.
 
     Example:
         >>> numbers_nodes({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}).torchrun(8).split()[
@@ -283,11 +277,6 @@ def refuse_lonely_node(environ: Mapping[str, str] | None = None) -> None:
 
     Raises:
         LaunchError: it was. The message has the command to start instead.
-
-    Ranks: local.
-
-    Example:
-        >>> refuse_lonely_node({"SKYPILOT_NUM_NODES": "1"})
     """
     node = find_node(os.environ if environ is None else environ)
     if node is not None:
@@ -305,8 +294,6 @@ def refuse_numbers_of_nodes(node: Node) -> LaunchError:
 
     Args:
         node: of :func:`numbers_nodes`.
-
-    Ranks: local.
 
     Example:
         >>> node = numbers_nodes({"RANK": "1", "WORLD_SIZE": "2"})

@@ -98,8 +98,6 @@ def find_slice(environ: Mapping[str, str] | None = None) -> SlicePlan | None:
     Args:
         environ: the environment to read; None reads ``os.environ`` at the time of the call.
 
-    Ranks: local.
-
     Example:
         >>> find_slice({}) is None
         True
@@ -113,8 +111,6 @@ def options_of_slice(known: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         known: by the names of all run options.
-
-    Ranks: local.
 
     Example:
         >>> options_of_slice({"debug": True})

@@ -231,8 +231,6 @@ class ParserOptions:
     """Options of the command line that are an instruction to the parser, and no attribute of the
     run.
 
-    Ranks: local.
-
     Example:
         >>> PARSER_ONLY == {"nproc", "local_rank"}
         True

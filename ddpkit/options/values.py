@@ -25,8 +25,6 @@ def to_bool(value: Any) -> bool:
     Raises:
         ValueError: it is neither.
 
-    Ranks: local.
-
     Example:
         >>> to_bool("False"), to_bool("yes"), to_bool(1)
         (False, True, True)
@@ -82,8 +80,6 @@ def to_float(value: Any) -> float:
 
     Raises:
         ValueError: it is something else.
-
-    Ranks: local.
     """
     if isinstance(value, bool) or math.isnan(float(value)):
         raise ValueError(value)
@@ -95,8 +91,6 @@ def to_int(value: Any) -> int:
 
     Raises:
         ValueError: it is something else.
-
-    Ranks: local.
     """
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
@@ -114,8 +108,6 @@ def to_text(value: Any) -> str:
 
     Raises:
         TypeError: it is something else.
-
-    Ranks: local.
     """
     if value is None or isinstance(value, (bool, dict, list, tuple)):
         raise TypeError(value)
@@ -127,8 +119,6 @@ def to_words(value: Any) -> list[str]:
 
     Raises:
         TypeError: it is something else.
-
-    Ranks: local.
     """
     if isinstance(value, str):
         return [word.strip() for word in value.split(",") if word.strip()]

@@ -48,10 +48,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def tolerance_of(brain: Any, gradients: Mapping[str, Tensor]) -> float:
-    """Return the relative difference of gradients that is rounding, for what the model computes in.
-
-    Ranks: local.
-    """
+    """Return the relative difference of gradients that is rounding at the model's precision."""
     used = {gradient.dtype for gradient in gradients.values()}
     if brain.training_ctx.enabled:
         used.add(brain.training_ctx.dtype)
@@ -71,8 +68,6 @@ class ParityReport:
         kind: of the cause, one word or two; empty where parity holds.
         cause: why gradients differ, or would, and what to do; empty where parity holds.
         compared: which optimizer steps.
-
-    Ranks: local.
     """
 
     world_size: int
@@ -126,8 +121,6 @@ def compare(
         found: gradients by parameter.
         expected: those to measure by: the largest difference is divided by the parameter's largest
             gradient here.
-
-    Ranks: local.
 
     Example:
         >>> compare(

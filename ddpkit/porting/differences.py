@@ -85,8 +85,6 @@ def python_differences(tree: ast.Module) -> list[Note]:
     Returns:
         What to tell, by line.
 
-    Ranks: local.
-
     Example:
         >>> [note] = python_differences(
         ...     ast.parse("class A(sb.Brain):\n    def fit_batch(self, batch): ...")
@@ -119,8 +117,6 @@ def difference(kind: str, lines: Iterable[int]) -> Note:
 
     Returns:
         What to tell.
-
-    Ranks: local.
     """
     text, page = DIFFERENCES[kind]
     return Note(
@@ -193,8 +189,6 @@ def yaml_differences(text: str) -> list[Note]:
 
     Raises:
         yaml.YAMLError: the text is not YAML.
-
-    Ranks: local.
 
     Example:
         >>> [note] = yaml_differences("grad_accumulation_factor: 4")

@@ -93,8 +93,6 @@ def ddpkit_module(module: str) -> str | None:
     Returns:
         The module, or None where the table has none.
 
-    Ranks: local.
-
     Example:
         >>> ddpkit_module("speechbrain.utils.profiling")
         'ddpkit.profiler'
@@ -111,8 +109,6 @@ def ddpkit_name(name: str) -> str | None:
 
     Returns:
         The dotted name, or None where the name stays SpeechBrain's.
-
-    Ranks: local.
 
     Example:
         >>> ddpkit_name("speechbrain.utils.checkpoints.Checkpointer")

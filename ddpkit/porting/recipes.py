@@ -38,8 +38,6 @@ class PortedFile:
         problem: why it was left.
         left: names that were left, and why.
         notes: what behaves differently.
-
-    Ranks: local.
     """
 
     path: Path
@@ -72,8 +70,6 @@ class PortedRecipe:
     Attributes:
         root: the folder.
         files: Python and YAML.
-
-    Ranks: local.
     """
 
     root: Path
@@ -104,8 +100,6 @@ def port_recipe(path: Path) -> PortedRecipe:
 
     Raises:
         ConfigError: there is no such file or folder, or the file is neither Python nor YAML.
-
-    Ranks: local.
     """
     path = path.resolve()
     if not path.exists():
@@ -166,8 +160,6 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
     Raises:
         OSError: a file cannot be written (the copies are whole then), or there is a folder with
             copies already.
-
-    Ranks: local.
     """
     if not recipe.changed:
         return None

@@ -43,8 +43,6 @@ class Note:
         lines: numbers, from 1 on.
         text: one sentence.
         link: a page of the documentation; empty if there is nothing more to say.
-
-    Ranks: local.
     """
 
     lines: tuple[int, ...]
@@ -58,8 +56,6 @@ class Source:
 
     Attributes:
         text: with its own ends of lines.
-
-    Ranks: local.
 
     Example:
         >>> source = Source("a = b")
@@ -135,8 +131,6 @@ def parse_python(text: str) -> ast.Module:
     Raises:
         SyntaxError: it is not Python.
         ValueError: it has null bytes.
-
-    Ranks: local.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -151,8 +145,6 @@ def dotted(node: ast.AST | None) -> str:
 
     Returns:
         The name.
-
-    Ranks: local.
     """
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -173,8 +165,6 @@ def port_python(text: str) -> tuple[str, list[Note]]:
     Raises:
         SyntaxError: it is not Python.
         ValueError: it has null bytes.
-
-    Ranks: local.
 
     Example:
         >>> print(port_python("import speechbrain as sb\nsb.Stage.TRAIN, sb.nnet.linear.Linear")[0])
@@ -354,8 +344,6 @@ def port_yaml(text: str) -> str:
 
     Raises:
         yaml.YAMLError: the text is not YAML.
-
-    Ranks: local.
 
     Example:
         >>> port_yaml("a: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2} # speechbrain")

@@ -33,8 +33,6 @@ def argument_problem(
         A sentence, and the argument that it is about (empty for none); None if the arguments can
         be right.
 
-    Ranks: local.
-
     Example:
         >>> argument_problem(divmod, "divmod", 3, [], is_whole=True)[0]
         'divmod takes at most 2 arguments without a name, and gets 3. It takes: x, y.'

@@ -96,8 +96,6 @@ def construct(
         MissingFileError: there is no such file.
         ConfigError: the file cannot be loaded; file, line, key and reason in one sentence.
 
-    Ranks: local.
-
     State: what the file constructs and calls.
     """
     written = read_document(file)

@@ -40,8 +40,6 @@ class Document:
         text: what it holds.
         root: its mapping.
         known: the keys of its mappings by the mapping's ``id``, where they have been asked for.
-
-    Ranks: local.
     """
 
     file: str
@@ -56,8 +54,6 @@ class NamedText(io.StringIO):
     Args:
         text: what the file holds.
         name: its path.
-
-    Ranks: local.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -77,8 +73,6 @@ def read_document(file: str) -> Document:
     Raises:
         MissingFileError: there is no such file.
         ConfigError: it is no text, no valid YAML, or no mapping, or it has a key twice.
-
-    Ranks: local.
 
     Example:
         >>> read_document("nowhere.yaml")
@@ -111,8 +105,6 @@ def compose(text: str, name: str, shown: str) -> Node | None:
         text: YAML.
         name: of its file, for the marks.
         shown: what messages call it.
-
-    Ranks: local.
     """
     try:
         root: Node | None = YAML(typ="safe", pure=True).compose(NamedText(text, name))
@@ -137,10 +129,7 @@ def _hint(error: YAMLError) -> str:
 
 
 def pairs(mapping: MappingNode) -> Iterator[tuple[ScalarNode, Node]]:
-    """Yield the keys of a mapping with their values; keys merged by ``<<`` come first.
-
-    Ranks: local.
-    """
+    """Yield the keys of a mapping with their values; keys merged by ``<<`` come first."""
     for key, value in mapping.value:
         if key.tag == f"{YAML_TAG}merge":
             for part in value.value if isinstance(value, SequenceNode) else [value]:
@@ -156,8 +145,6 @@ def walk(
     """Yield the values below a node, as they stand: path, the node that shows the line, value.
 
     What an anchor names is walked where it stands first.
-
-    Ranks: local.
     """
     yield from _walk(node, path, set())
 
@@ -176,10 +163,7 @@ def _walk(
 
 
 def children(node: Node) -> Iterator[tuple[str, Node, Node]]:
-    """Yield the values in a mapping or a list: name, the node that shows the line, value.
-
-    Ranks: local.
-    """
+    """Yield the values in a mapping or a list: name, the node that shows the line, value."""
     if isinstance(node, MappingNode):
         for key, value in node.value:
             if isinstance(key, ScalarNode):
@@ -195,8 +179,6 @@ def place(path: tuple[str, ...], shown: Node | None) -> str:
     Args:
         path: keys and numbers from the top level on.
         shown: the node whose line it is.
-
-    Ranks: local.
     """
     mark = None if shown is None else shown.start_mark
     key = f"key {key_of(path)!r}"
@@ -209,8 +191,6 @@ def place(path: tuple[str, ...], shown: Node | None) -> str:
 
 def key_of(path: tuple[str, ...]) -> str:
     """Return a path in the words of a reference.
-
-    Ranks: local.
 
     Example:
         >>> key_of(("model", "layers", "2"))
@@ -249,17 +229,12 @@ def with_overrides(document: Document, overrides: Mapping[str, Any] | str | None
 
     Raises:
         ConfigError: the overrides are no mapping, or have another structure than the file.
-
-    Ranks: local.
     """
     return with_values(document, overrides_node(overrides) if overrides else None)
 
 
 def with_values(document: Document, values: Node | None) -> Document:
-    """Return a document with values that replace some of its own, if they are a mapping.
-
-    Ranks: local.
-    """
+    """Return a document with values that replace some of its own, if they are a mapping."""
     if not isinstance(values, MappingNode):
         return document
     return Document(
@@ -274,8 +249,6 @@ def overrides_node(overrides: Mapping[str, Any] | str) -> MappingNode:
 
     Args:
         overrides: a mapping, or YAML text of one.
-
-    Ranks: local.
     """
     root = (
         compose(overrides, OVERRIDES, f"overrides={overrides!r}")

@@ -22,8 +22,6 @@ def named_module_files(document: Document, folder: Path) -> dict[str, Path]:
 
     Returns:
         The files by their paths in the folder.
-
-    Ranks: local.
     """
     files = [file for name in sorted(set(_names(document))) for file in _candidates(name, folder)]
     return {

@@ -34,8 +34,6 @@ def find_object(name: str) -> Any:
     Raises:
         UnusableNameError: there is no such thing, or a module of it cannot be imported.
 
-    Ranks: local.
-
     State: imports modules.
 
     Example:
@@ -78,8 +76,6 @@ def _imported(name: str) -> Any:
 
 def own_line(error: BaseException) -> str:
     """Return the innermost line of the user's code that an exception has passed, or nothing.
-
-    Ranks: local.
 
     Example:
         >>> own_line(ValueError("not raised"))

@@ -23,8 +23,6 @@ def find_place(
         document: the user's file, with its overrides.
         path: keys and numbers from the top level on.
         follow: where the value itself is a reference, name what it refers to.
-
-    Ranks: local.
     """
     node: Node = document.root
     own: tuple[str, ...] = ()

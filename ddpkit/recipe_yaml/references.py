@@ -29,8 +29,6 @@ class Missing:
         part: the part.
         before: the parts before it.
         known: the keys that are there.
-
-    Ranks: local.
     """
 
     part: str
@@ -39,18 +37,12 @@ class Missing:
 
 
 def is_reference(node: Node) -> bool:
-    """Say whether a value is `!ref` or `!copy`.
-
-    Ranks: local.
-    """
+    """Say whether a value is `!ref` or `!copy`."""
     return isinstance(node, ScalarNode) and node.tag in _TAGS
 
 
 def references(node: Node) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield what stands in angle brackets in a `!ref` or `!copy`: text, and the keys in it.
-
-    Ranks: local.
-    """
+    """Yield what stands in angle brackets in a `!ref` or `!copy`: text, and the keys in it."""
     if not is_reference(node):
         return
     for text in _REFERENCE.findall(node.value):
@@ -60,8 +52,6 @@ def references(node: Node) -> Iterator[tuple[str, tuple[str, ...]]]:
 def parts_of(text: str) -> tuple[str, ...]:
     """Return the keys that a reference names, without an attribute.
 
-    Ranks: local.
-
     Example:
         >>> parts_of("model[encoder].weight")
         ('model', 'encoder')
@@ -70,20 +60,14 @@ def parts_of(text: str) -> tuple[str, ...]:
 
 
 def whole_reference(node: Node) -> tuple[str, ...]:
-    """Return the keys that a value stands for if it is one `!ref <key>` and no more; else nothing.
-
-    Ranks: local.
-    """
+    """Return the keys of a value that is one `!ref <key>` and no more; else nothing."""
     if is_reference(node) and _REFERENCE.fullmatch(node.value) and "." not in node.value:
         return parts_of(node.value[1:-1])
     return ()
 
 
 def look_up(document: Document, parts: tuple[str, ...]) -> Node | Missing | None:
-    """Find what keys name; None where that is known only when the file is loaded.
-
-    Ranks: local.
-    """
+    """Find what keys name; None where that is known only when the file is loaded."""
     return _look_up(document, parts, _MAX_FOLLOWED)
 
 
@@ -120,8 +104,6 @@ def target(
     Returns:
         The document in which it was found, and the node; None where it is known only when the file
         is loaded.
-
-    Ranks: local.
     """
     if node.tag == f"{YAML_TAG}python" or str(node.tag).startswith("!applyref:"):
         return None
@@ -141,8 +123,6 @@ def string_keys(document: Document, node: Node) -> dict[str, Node]:
     Args:
         document: in which the mapping stands.
         node: the mapping; another value has no keys.
-
-    Ranks: local.
     """
     if not isinstance(node, MappingNode):
         return {}
@@ -153,18 +133,12 @@ def string_keys(document: Document, node: Node) -> dict[str, Node]:
 
 
 def included_path(document: Document, node: Node) -> Path:
-    """Return the file that an `!include:` names.
-
-    Ranks: local.
-    """
+    """Return the file that an `!include:` names."""
     return Path(document.file).resolve().parent / str(node.tag).removeprefix(_INCLUDE)
 
 
 def with_included(document: Document, seen: frozenset[Path] = frozenset()) -> Iterator[Document]:
-    """Yield a document, and those that it includes.
-
-    Ranks: local.
-    """
+    """Yield a document, and those that it includes."""
     path = Path(document.file).resolve()
     if path in seen:
         return
@@ -176,18 +150,12 @@ def with_included(document: Document, seen: frozenset[Path] = frozenset()) -> It
 
 
 def is_include(node: Node) -> bool:
-    """Say whether a value is another file.
-
-    Ranks: local.
-    """
+    """Say whether a value is another file."""
     return str(node.tag).startswith(_INCLUDE)
 
 
 def included_document(document: Document, node: Node) -> Document | None:
-    """Return the file that an `!include:` names, with the values given to it, if it is readable.
-
-    Ranks: local.
-    """
+    """Return the file that an `!include:` names, with the values given to it, if it is readable."""
     try:
         return with_values(read_document(str(included_path(document, node))), node)
     except ConfigError:

@@ -24,8 +24,6 @@ def with_scratch_output(file: str, overrides: Mapping[str, Any] | str | None) ->
     Args:
         file: path of the YAML.
         overrides: a mapping, which is not changed, or YAML text.
-
-    Ranks: local.
     """
     plan = find_slice()
     if plan is None or OUTPUT_FOLDER not in {

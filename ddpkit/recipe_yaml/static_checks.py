@@ -38,8 +38,6 @@ def check_overrides(document: Document, overrides: Mapping[str, Any] | str | Non
 
     Raises:
         ConfigError: a key is not there.
-
-    Ranks: local.
     """
     if not overrides:
         return
@@ -68,8 +66,6 @@ def check_references(
 
     Raises:
         ConfigError: with file, line and key of the first mistake.
-
-    Ranks: local.
     """
     for path, shown, node in walk(document.root):
         if is_include(node) and (includes or included_path(document, node).is_file()):
@@ -88,8 +84,6 @@ def check_names(document: Document) -> None:
 
     Raises:
         ConfigError: with file, line and key of the first.
-
-    Ranks: local.
     """
     for key, _ in pairs(document.root):
         if key.tag != f"{YAML_TAG}str":
@@ -102,8 +96,6 @@ def check_placeholders(document: Document) -> None:
 
     Raises:
         ConfigError: with file, line and key of the first.
-
-    Ranks: local.
     """
     for own in with_included(document):
         _check_placeholders(own, is_outer=own is document)
@@ -121,8 +113,6 @@ def _check_placeholders(document: Document, *, is_outer: bool) -> None:
 
 def meant(name: str, known: Iterable[str], form: str = "{}") -> str:
     """Return the question whether a close name was meant; empty where none is close.
-
-    Ranks: local.
 
     Example:
         >>> meant("optimiser", ["optimizer", "seed"])

@@ -18,8 +18,6 @@ def unresolved_reference(document: Document, error: Exception) -> str:
     Args:
         document: with its overrides.
         error: what HyperPyYAML has raised.
-
-    Ranks: local.
     """
     found = _NOT_VALID.match(str(error))
     text = found["text"] if found else ""

@@ -32,8 +32,6 @@ class BarFacts(NamedTuple):
         left: time left of the whole run.
         data_wait: how much of a step the loop waits for data.
 
-    Ranks: local.
-
     Example:
         >>> BarFacts(loss="0.5", rate="0.1").words("rate", "loss", "left")
         ['lr=0.1', 'loss=0.5']
@@ -67,8 +65,6 @@ def left_in_words(estimate: Estimate | None) -> str:
     Args:
         estimate: or None.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.reporting.time_left import Estimate
         >>> (
@@ -88,8 +84,6 @@ def wait_in_words(share: float) -> str:
     Args:
         share: 0 to 1.
 
-    Ranks: local.
-
     Example:
         >>> wait_in_words(0.234), wait_in_words(SHOWN_WAIT)
         ('data wait 23 %', '')
@@ -108,8 +102,6 @@ def fitting_format(facts: BarFacts, meter: Mapping[str, Any]) -> str:
     Returns:
         The format. Of a terminal that is too narrow for the name and the count, as much as fits, as
         plain text.
-
-    Ranks: local.
 
     Example:
         >>> meter = {"n": 3, "total": 9, "elapsed": 1.0, "prefix": "train", "initial": 0}

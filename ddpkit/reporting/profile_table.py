@@ -31,8 +31,6 @@ class Operation:
         name: as in the trace.
         calls: how often it ran; 0 where that says nothing.
         nanoseconds: of all calls together.
-
-    Ranks: local.
     """
 
     name: str
@@ -51,8 +49,6 @@ class ProfileSummary:
         nanoseconds: of all operations together.
         ranges: nanoseconds on the host of each phase of :data:`~ddpkit.step_times.phases.PHASES`.
         is_device: whether the operations' time is that of an accelerator.
-
-    Ranks: local.
 
     Example:
         >>> from ddpkit.compat import ProfileEvent
@@ -105,8 +101,6 @@ def summary_of(events: Sequence[ProfileEvent]) -> ProfileSummary:
 
     Args:
         events: of ``ddpkit.compat.profile_events``.
-
-    Ranks: local.
     """
     steps = [event for event in events if event.name.startswith(_STEP) and not event.is_on_device]
     ranges: dict[str, int] = defaultdict(int)

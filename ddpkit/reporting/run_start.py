@@ -78,11 +78,6 @@ def git_commit(folder: Path) -> str | None:
         folder: any folder of the checkout.
 
     Ranks: local.
-
-    Example:
-        >>> import tempfile
-        >>> git_commit(Path(tempfile.mkdtemp())) is None
-        True
     """
     found = _git(folder, "rev-parse", "HEAD")
     return None if found is None else found.strip()
@@ -98,11 +93,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         ``commit`` and ``dirty`` (None where git takes too long to say); None in no checkout.
 
     Ranks: local.
-
-    Example:
-        >>> import tempfile
-        >>> git_state(Path(tempfile.mkdtemp())) is None
-        True
     """
     commit = git_commit(folder)
     if commit is None:

@@ -63,10 +63,6 @@ class RunFacts(NamedTuple):
             large.
 
     Ranks: local.
-
-    Example:
-        >>> RunFacts(rate="0.1").left is None
-        True
     """
 
     rate: str = ""

@@ -14,8 +14,6 @@ class Estimate(NamedTuple):
         is_least: whether something is not counted yet, such as a validation that has never been
             made.
 
-    Ranks: local.
-
     Example:
         >>> Estimate(60.0, is_least=False).seconds
         60.0

@@ -40,8 +40,6 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file cannot be read, or is damaged.
 
-    Ranks: local.
-
     Example:
         >>> read_brain_file(Path("nowhere"))
         {}
@@ -83,8 +81,6 @@ def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:
 
     Args:
         checkpoint: its directory.
-
-    Ranks: local.
     """
     with contextlib.suppress(CheckpointError):
         return read_brain_file(checkpoint)

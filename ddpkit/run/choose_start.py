@@ -39,10 +39,6 @@ class Start:
         state: run state of that checkpoint until it is recovered; None: it could not be read.
 
     Ranks: local; the main process makes it, all ranks use it.
-
-    Example:
-        >>> Start("never").step_plan is None
-        True
     """
 
     resume: str | Checkpoint

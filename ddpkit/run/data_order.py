@@ -27,8 +27,6 @@ def order_of(loader: Any) -> dict[str, str | int]:
         batches of a ``nominal epoch``. Equal on all ranks, and on any number of them; nothing is
         drawn.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.dataloader import Sharding, shard
         >>> order_of(shard(range(5), Sharding(rank=1, world_size=2), batch_size=2, shuffle=True))

@@ -12,10 +12,7 @@ GIVEN = frozenset({"modules", "hparams", "run_opts", "opt_class", "scheduler_cla
 
 
 class NotMade:
-    """Stands for the parts of a run until ``Brain.__init__`` makes them.
-
-    Ranks: local.
-    """
+    """Stands for the parts of a run until ``Brain.__init__`` makes them."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -28,8 +25,6 @@ class EarlyValues:
 
     Attributes:
         context: has what was assigned.
-
-    Ranks: local.
     """
 
     def __init__(self) -> None:
@@ -53,8 +48,6 @@ def are_parts_made(
 
     Raises:
         AttributeError: it is too early for that.
-
-    Ranks: local.
     """
     early = vars(brain).get(RUN)
     if not (early is None or isinstance(early, EarlyValues)):

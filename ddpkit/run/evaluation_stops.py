@@ -28,11 +28,6 @@ class StopsOfEvaluation:
         add_up: adds up a few numbers over all ranks; None: in a collective.
 
     Ranks: collective, but for making one.
-
-    Example:
-        >>> from ddpkit.training import Progress
-        >>> stops = StopsOfEvaluation(Progress(), str)
-        >>> stops(1); stops.await_others()
     """
 
     def __init__(

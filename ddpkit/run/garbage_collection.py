@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 def collecting_by_steps(interval: int) -> Iterator[None]:
     """Return a context in which Python collects no garbage by itself, if the optimizer steps say
     when.
-
-    Ranks: local.
     """
     is_on = gc.isenabled()
     if interval:

@@ -25,8 +25,6 @@ def rates_row(optimizer: Any, begun: Sequence[Mapping[str, Any]] = ()) -> str:
     Returns:
         The words; nothing where no group has a rate.
 
-    Ranks: local.
-
     Example:
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         >>> rates_row(sgd)
@@ -61,8 +59,6 @@ def rate_of_bar(optimizers: Iterable[Any]) -> str:
 
     Returns:
         One rate, or the lowest and the highest. Nothing where none is known to the host.
-
-    Ranks: local.
 
     Example:
         >>> groups = [

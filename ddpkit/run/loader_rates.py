@@ -60,8 +60,6 @@ def loader_rates(loader: Any, numbers: Sequence[int], seconds: float) -> dict[in
 def own_workers(loader: Any) -> int:
     """Return the number of workers that a loader has.
 
-    Ranks: local.
-
     Example:
         >>> own_workers([1, 2])
         0
@@ -74,8 +72,6 @@ def own_workers(loader: Any) -> int:
 
 def can_be_remade(loader: Any) -> bool:
     """Say whether a loader can be made anew with another number of workers.
-
-    Ranks: local.
 
     Example:
         >>> can_be_remade([1, 2]), can_be_remade(SaveableDataLoader([1, 2]))
@@ -92,8 +88,6 @@ def with_workers(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
     Args:
         loader: one that can be made anew.
         number: of workers.
-
-    Ranks: local.
 
     Example:
         >>> with_workers(SaveableDataLoader("abc"), 1).num_workers
@@ -135,12 +129,6 @@ def rate_of(
         workers: that it has.
         seconds: to measure.
         length: batches of a pass, where that is known.
-
-    Ranks: local.
-
-    Example:
-        >>> rate_of([], 0, 0.1) is None
-        True
     """
     ahead = 1 + PREFETCHED * workers
     if length is not None:

@@ -51,8 +51,6 @@ HINT = "--memory_snapshot_on_oom records who allocates what, for a picture of it
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an error means that there was no memory left, of the device or of the host.
 
-    Ranks: local.
-
     Example:
         >>> (
         ...     is_out_of_memory(RuntimeError("CUDA error: out of memory")),
@@ -194,8 +192,6 @@ def _bytes_of(tensors: Iterable[Any]) -> int:
 def shown_bytes(number: float) -> str:
     """Return a number of bytes as a text with three digits.
 
-    Ranks: local.
-
     Example:
         >>> shown_bytes(3 * 1024**3 / 2), shown_bytes(2048), shown_bytes(12)
         ('1.50 GiB', '2.00 KiB', '12 B')
@@ -229,8 +225,6 @@ def memory_lines(device: str) -> list[str]:
 
     Args:
         device: such as ``"cuda:1"``.
-
-    Ranks: local.
 
     Example:
         >>> memory_lines("cpu")[0]

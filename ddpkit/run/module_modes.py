@@ -41,8 +41,6 @@ def stage_mode(
         find: returns the modules; the hook may put others in their place.
         training: whether the stage trains.
 
-    Ranks: local.
-
     Example:
         >>> from torch import nn
         >>> modules = nn.ModuleDict({"net": nn.BatchNorm1d(2), "head": nn.Linear(2, 1)}).eval()
@@ -76,8 +74,6 @@ def kept_modes(modules: nn.Module) -> Iterator[None]:
 
     Args:
         modules: of the recipe.
-
-    Ranks: local.
 
     Example:
         >>> from torch import nn

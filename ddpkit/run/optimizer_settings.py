@@ -28,8 +28,6 @@ def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str
     Args:
         optimizers: by name.
 
-    Ranks: local.
-
     Example:
         >>> import torch
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
@@ -72,8 +70,6 @@ def changed_settings(
     Raises:
         CheckpointError: it is an optimizer of another class, with other settings or another kind of
             weight decay.
-
-    Ranks: local.
 
     Example:
         >>> changed_settings(Path("CKPT+a"), "sgd", [{"lr": 0.1}], [{"class": "SGD", "lr": 0.2}])

@@ -42,8 +42,6 @@ def changed_options(
     Returns:
         One text per option.
 
-    Ranks: local.
-
     Example:
         >>> changed_options({"precision": "bf16"}, {"precision": "fp32", "max_grad_norm": 5.0})
         ["precision='fp32', before 'bf16'"]

@@ -74,9 +74,6 @@ def require_room(
         ConfigError: less than one checkpoint is free.
 
     Ranks: main only.
-
-    Example:
-        >>> require_room(Path("."), 1, has_checkpoints=False, warns=False)
     """
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free

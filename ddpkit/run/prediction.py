@@ -14,8 +14,6 @@ def predicted_rows(output: Any, count: int | None, name: str) -> list[Any]:
 
     Raises:
         BatchError: there is not one output for each sample.
-
-    Ranks: local.
     """
     rows = row_count(output)
     if rows is None or count not in {None, rows}:

@@ -13,13 +13,7 @@ _STARTED = time.monotonic()
 def seconds_since_start() -> float:
     """Return for how many seconds this process has been running.
 
-    Ranks: local.
-
     Where there is no ``/proc`` these are the seconds since this module was imported.
-
-    Example:
-        >>> seconds_since_start() > 0
-        True
     """
     _, ticks = state_and_start(os.getpid())
     if not ticks:

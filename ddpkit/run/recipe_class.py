@@ -27,8 +27,6 @@ def adapt_class(cls: type[Any], base: type[Any]) -> None:
 
     Raises:
         ConfigError: the class would replace something private.
-
-    Ranks: local.
     """
     for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
         # "not made yet": it would hide what the parts of the run hold
@@ -60,8 +58,6 @@ class ValueOfClass:
     Args:
         value: of the class.
         inner: the property of the Brain.
-
-    Ranks: local.
     """
 
     def __init__(self, value: Any, inner: property) -> None:

@@ -24,10 +24,6 @@ class SkippedSteps:
         progress: of the run, with its counter of the epoch.
 
     Ranks: all; the main process writes.
-
-    Example:
-        >>> from ddpkit.training import Progress
-        >>> SkippedSteps(Progress()).write()
     """
 
     def __init__(self, progress: Progress) -> None:

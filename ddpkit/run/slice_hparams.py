@@ -13,8 +13,6 @@ from ddpkit.train_logger import TrainLogger
 class SilentLogger(TrainLogger):
     """Stands in for the train logger of a recipe in a slice: whatever it is told, it does nothing.
 
-    Ranks: local.
-
     Example:
         >>> SilentLogger().log_stats({"epoch": 1})
         >>> SilentLogger().log_audio("sample.wav")
@@ -35,8 +33,6 @@ def hparams_of_slice(hparams: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         hparams: of the recipe.
-
-    Ranks: local.
 
     Example:
         >>> hparams_of_slice({"lr": 0.1})

@@ -44,8 +44,6 @@ class SliceResult:
         options: run options that matter for speed and are not the default.
         loader_rates: samples per second of the loader alone on each rank, by the number of workers;
             empty: not asked.
-
-    Ranks: local.
     """
 
     way: str
@@ -136,8 +134,6 @@ def percentiles(values: list[float]) -> list[float]:
     Args:
         values: at least one.
 
-    Ranks: local.
-
     Example:
         >>> percentiles([1.0, 2.0, 3.0])
         [1.0, 2.0, 3.0]
@@ -153,8 +149,6 @@ def named_way(options: Mapping[str, Any], world_size: int) -> str:
     Args:
         options: of the run.
         world_size: number of processes.
-
-    Ranks: local.
 
     Example:
         >>> named_way(

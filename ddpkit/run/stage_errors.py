@@ -65,8 +65,6 @@ def explaining(
         options: of the run.
         strategy: of the run.
         memory: tells what took the memory, after an error that says that there is none left.
-
-    Ranks: local.
     """
     try:
         yield

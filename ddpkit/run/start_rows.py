@@ -49,8 +49,6 @@ def row_lines(name: str, value: str) -> list[str]:
     Returns:
         The lines; all but the first are indented.
 
-    Ranks: local.
-
     Example:
         >>> row_lines("start", "from scratch")
         ['  start      from scratch']
@@ -97,8 +95,6 @@ def given_batch_size(train_set: Any, loader_kwargs: Mapping[str, Any]) -> int | 
         train_set: dataset, or ready-made loader.
         loader_kwargs: of the loader.
 
-    Ranks: local.
-
     Example:
         >>> given_batch_size([1, 2], {"batch_size": 2}), given_batch_size([1, 2], {})
         (2, None)
@@ -117,8 +113,6 @@ def batch_row(sizes: BatchSizes, given: int | None, global_batch_size: int | Non
             none.
         global_batch_size: the option, which takes its place.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.training import BatchSizes
         >>> batch_row(BatchSizes(1, (8, 8), 1, 8, 4, 32), 16, 8).partition("; batch_size")[2]
@@ -136,8 +130,6 @@ def epochs_row(length: RunLength, limit: int | None) -> str:
     Args:
         length: of the call.
         limit: the option ``optimizer_step_limit``.
-
-    Ranks: local.
 
     Example:
         >>> from ddpkit.training import RunLength
@@ -159,8 +151,6 @@ def evaluation_set_row(loader: Any) -> str:
 
     Args:
         loader: of this rank.
-
-    Ranks: local.
 
     Example:
         >>> from ddpkit.dataloader import Sharding, shard
@@ -230,8 +220,6 @@ def optimizers_row(
         begun: by name, settings of their groups with which the run began; what is missing is not
             known.
 
-    Ranks: local.
-
     Example:
         >>> import torch
         >>> groups = [
@@ -255,8 +243,6 @@ def gradients_row(told: str, hook: str | None) -> str:
     Args:
         told: what the strategy says of it.
         hook: the option ``ddp_comm_hook``.
-
-    Ranks: local.
 
     Example:
         >>> gradients_row("", "fp16")

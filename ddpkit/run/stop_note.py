@@ -46,9 +46,6 @@ def remove_marker(folder: Path) -> None:
     """Take away what an earlier run has left: this one is running.
 
     Ranks: main only.
-
-    Example:
-        >>> remove_marker(Path("/nowhere"))
     """
     # a read-only file system refuses to delete even what is not there
     if (folder / MARKER).exists():

@@ -24,8 +24,6 @@ def modules_not_saved(
     Returns:
         Names.
 
-    Ranks: local.
-
     Example:
         >>> net, head = nn.Linear(1, 1), nn.Linear(2, 1)
         >>> modules_not_saved({"net": net, "head": head}, {"net": net})
@@ -56,8 +54,6 @@ def optimizers_not_saved(
     Returns:
         Names.
 
-    Ranks: local.
-
     Example:
         >>> import torch
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
@@ -73,8 +69,6 @@ def parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
 
     Args:
         recoverables: of a checkpointer.
-
-    Ranks: local.
 
     Example:
         >>> list(parts_of({"net": 1}))

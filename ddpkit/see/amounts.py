@@ -14,8 +14,6 @@ def in_bytes(number: float) -> str:
     Args:
         number: bytes.
 
-    Ranks: local.
-
     Example:
         >>> in_bytes(67_108_864), in_bytes(2.5e9), in_bytes(0)
         ('67.1 MB', '2.5 GB', '0 B')
@@ -33,8 +31,6 @@ def counted(number: float, noun: str) -> str:
     Args:
         number: how many.
         noun: of one of them.
-
-    Ranks: local.
 
     Example:
         >>> counted(1, "core"), counted(1.5, "core"), counted(2, "process"), counted(3, "batch")

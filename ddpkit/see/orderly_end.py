@@ -21,8 +21,6 @@ def ended_in_order() -> Iterator[None]:
     """Return a context in which a signal that ends this process lets it tidy up first, as Ctrl-C
     does.
 
-    Ranks: local.
-
     State: handlers of signals, until the end of the context. A signal that is ignored stays so.
     """
     if threading.current_thread() is not threading.main_thread():  # Python allows no handlers here
@@ -57,8 +55,6 @@ def dying_with_parent(number: int) -> Callable[[], None] | None:
 
     Returns:
         None where the system has no such thing.
-
-    Ranks: local.
     """
     if _libc is None:
         return None
@@ -75,8 +71,6 @@ def end_children(children: Sequence[subprocess.Popen[bytes]], grace_seconds: flo
     Args:
         children: started by this process.
         grace_seconds: in which they may tidy up; then they are killed.
-
-    Ranks: local.
     """
     end = time.monotonic() + grace_seconds
     for child in children:

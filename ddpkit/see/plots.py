@@ -29,8 +29,6 @@ def clean(axes: Any) -> None:
 
     Args:
         axes: of matplotlib.
-
-    Ranks: local.
     """
     for spine in axes.spines.values():
         spine.set_visible(False)

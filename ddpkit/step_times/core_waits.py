@@ -16,13 +16,6 @@ class CoreWaits:
     Args:
         file: of the kernel: nanoseconds on a core, nanoseconds of waiting for one, and turns. It
             costs some ten microseconds to read.
-
-    Ranks: local.
-
-    Example:
-        >>> waits = CoreWaits()
-        >>> 0.0 <= waits.share() <= 1.0
-        True
     """
 
     def __init__(self, file: Path = Path("/proc/self/schedstat")) -> None:

@@ -181,8 +181,6 @@ def device_peak(name: str, dtype: torch.dtype | str) -> float | None:
         Floating-point operations per second; None where the device, or this format on it, is not
         known.
 
-    Ranks: local.
-
     Source: beside each figure in this module.
 
     Example:

@@ -20,10 +20,7 @@ _MILLISECONDS = 1e3
 
 
 class Event(Protocol):
-    """What is used of a CUDA event.
-
-    Ranks: local.
-    """
+    """What is used of a CUDA event."""
 
     def query(self) -> bool:
         """Say whether the GPU has come to it."""
@@ -38,8 +35,6 @@ def event_recorder(device: str) -> Callable[[], Event | None]:
 
     Args:
         device: such as ``"cuda:1"``.
-
-    Ranks: local.
     """
     return functools.partial(_record, torch.device(device))
 
@@ -61,8 +56,6 @@ class DeviceStopwatch(Stopwatch):
 
     Args:
         record: records an event now, or gives None.
-
-    Ranks: local.
     """
 
     is_late = True

@@ -151,8 +151,6 @@ class FlopCounter(TorchDispatchMode):
         ConfigError: an operation that calls functions, such as ``torch.cond``, under a torch that
             would not compile it here.
 
-    Ranks: local.
-
     Example:
         >>> with FlopCounter() as counter:
         ...     product = torch.ones(2, 3) @ torch.ones(3, 5)

@@ -27,13 +27,7 @@ class GpuClocks:
         device: of this rank.
         nvml: in place of the module ``pynvml`` of nvidia-ml-py.
 
-    Ranks: local.
-
     State: a connection of this process to the driver, until the process ends.
-
-    Example:
-        >>> GpuClocks("cpu").read() is None
-        True
     """
 
     def __init__(self, device: str, nvml: Any = None) -> None:

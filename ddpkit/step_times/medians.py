@@ -14,8 +14,6 @@ def median(values: Iterable[float]) -> float:
     Args:
         values: at least one.
 
-    Ranks: local.
-
     Example:
         >>> median([3.0, 1.0, 2.0]), median([1.0, 4.0])
         (2.0, 2.5)

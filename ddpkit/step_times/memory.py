@@ -24,8 +24,6 @@ def memory_use(device: str) -> dict[str, float]:
     Returns:
         Bytes by name of :data:`MEMORY`; without a CUDA device ``"rss"`` alone.
 
-    Ranks: local.
-
     Example:
         >>> list(memory_use("cpu"))
         ['rss']
@@ -42,12 +40,6 @@ def memory_use(device: str) -> dict[str, float]:
 def resident_bytes() -> float:
     """Return the resident memory of this process; where the system does not tell it, its highest
     value so far.
-
-    Ranks: local.
-
-    Example:
-        >>> resident_bytes() > 1e6
-        True
     """
     if _STATM.exists():
         pages = int(_STATM.read_text(encoding="ascii").split()[1])

@@ -22,8 +22,6 @@ class NamedRanges:
     Attributes:
         is_over: whether the profiler has recorded, and will not again.
 
-    Ranks: local.
-
     Source: https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.record_function
 
     Example:

@@ -35,8 +35,6 @@ class RankRow:
         memory: bytes by name.
         core_waits: share of the time without a core.
         gpu_clocks: ``"share"`` and ``"reasons"``; None: not known.
-
-    Ranks: local.
     """
 
     numbers: RankNumbers
@@ -52,8 +50,6 @@ def filled_slots(row: RankRow | None, rank: int, world_size: int) -> list[float]
         row: None: nothing was measured.
         rank: this one.
         world_size: number of ranks.
-
-    Ranks: local.
     """
     slots = [0.0] * (SLOTS * world_size)
     if row is not None:
@@ -67,8 +63,6 @@ def rows_of(sums: list[float], world_size: int) -> list[RankRow]:
     Args:
         sums: over all ranks, of :func:`filled_slots`.
         world_size: number of ranks.
-
-    Ranks: local.
 
     Example:
         >>> times = dict.fromkeys((*PHASES, "step"), 0.5)

@@ -24,8 +24,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     Args:
         values: by rank.
 
-    Ranks: local.
-
     Example:
         >>> spread([1.0, 4.0, 2.0])
         {'min': 1.0, 'median': 2.0, 'max': 4.0, 'max_rank': 1}
@@ -50,8 +48,6 @@ def speed_fields(
         second: what the ranks have told.
         flops_per_step: floating-point operations of a step on one rank; None: not known.
         peak_per_second: what the rank's device can do at most; None: not known.
-
-    Ranks: local.
     """
     fields: dict[str, Any] = {
         "epoch": second.epoch,

@@ -296,8 +296,6 @@ def watch_maker(device: str) -> Callable[[], Stopwatch]:
     Args:
         device: such as ``"cuda:1"``.
 
-    Ranks: local.
-
     Example:
         >>> watch_maker("cpu")().is_late
         False

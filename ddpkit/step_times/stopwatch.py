@@ -28,8 +28,6 @@ class Stopwatch:
         phase: the present one.
         seconds: of each phase so far, up to the last :meth:`switch`.
 
-    Ranks: local.
-
     Example:
         >>> watch = Stopwatch()
         >>> watch.switch("forward"), watch.switch("backward")

@@ -17,8 +17,6 @@ def first_tensor(batch: Any, depth: int = 0) -> torch.Tensor | None:
         batch: a tensor, or tensors in tuples, lists, mappings and objects with attributes.
         depth: of containers around it.
 
-    Ranks: local.
-
     Example:
         >>> first_tensor({"names": ["a"], "sound": (torch.ones(2, 3), [2, 3])}).shape
         torch.Size([2, 3])

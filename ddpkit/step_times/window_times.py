@@ -25,8 +25,6 @@ class WindowTimes:
         is_host_bound: whether the GPU had reached the end when the host came there.
         is_cut: whether a sync has ended it, for which the host has waited for the GPU: then the
             last two tell nothing.
-
-    Ranks: local.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -46,8 +44,6 @@ class SingleWindow(NamedTuple):
         size: elements of the first tensors.
         own: seconds without the wait for others.
         exchange: seconds of that wait.
-
-    Ranks: local.
     """
 
     size: float
@@ -68,8 +64,6 @@ class RankNumbers:
         is_host_bound: share of the steps, 0 to 1.
         singles: the last steps one by one, at most
             :data:`~ddpkit.step_times.seconds.SINGLE_WINDOWS`.
-
-    Ranks: local.
     """
 
     phases: dict[str, float]

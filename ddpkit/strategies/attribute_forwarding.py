@@ -16,8 +16,6 @@ class AttributeForwarding(nn.Module):
 
     What the wrapper has itself, or got while it was made, is its own; all else is the module's. A
     base class, beside torch's own wrapper.
-
-    Ranks: local.
     """
 
     _is_made = False

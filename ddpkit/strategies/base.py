@@ -31,10 +31,7 @@ NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class WholeState(NamedTuple):
-    """Placeholder that is saved instead of a sharded object: its full state.
-
-    Ranks: local.
-    """
+    """Placeholder that is saved instead of a sharded object: its full state."""
 
     state: dict[str, Any]
 
@@ -273,8 +270,6 @@ def removing_hooks(handles: list[Any]) -> Iterator[None]:
     Args:
         handles: what registering them has returned.
 
-    Ranks: local.
-
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
         >>> with removing_hooks([weight.register_hook(torch.zeros_like)]):
@@ -292,8 +287,6 @@ def removing_hooks(handles: list[Any]) -> Iterator[None]:
 def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
     """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device;
     nobody waits for it.
-
-    Ranks: local.
 
     Example:
         >>> wide_number(torch.tensor([3]), "cpu")

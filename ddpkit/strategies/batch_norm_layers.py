@@ -13,8 +13,6 @@ def has_moving_buffers(module: nn.Module) -> bool:
     them from rank 0 before each training forward pass, as it does by default. Batch statistics are
     equal already.
 
-    Ranks: local.
-
     Example:
         >>> has_moving_buffers(nn.BatchNorm1d(3))
         False
@@ -32,8 +30,6 @@ def has_moving_buffers(module: nn.Module) -> bool:
 def batch_norms(modules: nn.Module) -> list[nn.Module]:
     """Return the BatchNorm layers of a model, synchronised or not.
 
-    Ranks: local.
-
     Example:
         >>> len(batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
         1
@@ -48,8 +44,6 @@ def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
     Args:
         modules: after its conversion.
         synchronises: the option ``sync_batchnorm``.
-
-    Ranks: local.
 
     Example:
         >>> model = nn.Sequential(nn.SyncBatchNorm(2), nn.SyncBatchNorm(2), nn.BatchNorm1d(2))

@@ -174,8 +174,6 @@ def make_strategy(device: str) -> Strategy:
     Args:
         device: of this process.
 
-    Ranks: local.
-
     Example:
         >>> make_strategy("cpu").name
         'one device'

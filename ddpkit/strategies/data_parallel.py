@@ -78,8 +78,6 @@ class DataParallel(Strategy):
     Raises:
         ConfigError: this machine has no GPU.
 
-    Ranks: local.
-
     Example:
         >>> DataParallel("cpu")
         Traceback (most recent call last):

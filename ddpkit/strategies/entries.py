@@ -50,9 +50,6 @@ def take_device(device: str) -> None:
     Ranks: local.
 
     State: the current device.
-
-    Example:
-        >>> take_device("cpu")
     """
     kind, _, number = device.partition(":")
     set_device = getattr(getattr(torch, kind, None), "set_device", None)
@@ -182,9 +179,6 @@ def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
         ConfigError: naming both entries and the parameter.
 
     Ranks: local.
-
-    Example:
-        >>> refuse_shared_parameters(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
     """
     owner: dict[int, tuple[str, str]] = {}
     for entry, module in modules.items():

@@ -28,8 +28,6 @@ UNSET = 0xA5  # in every byte: nothing that anybody sets all numbers of a tensor
 def is_on_meta(module: nn.Module) -> bool:
     """Say whether a module has parameters or buffers on the meta device, without values.
 
-    Ranks: local.
-
     Example:
         >>> is_on_meta(nn.Linear(1, 1, device="meta"))
         True

@@ -24,8 +24,6 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
     Raises:
         ConfigError: an option is given that does not go with it.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.run_opts import RunOptions
         >>> refuse_with("strategy='fsdp'", RunOptions(debug=True), {"debug": "it is not divided"})
@@ -46,8 +44,6 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
 
 def is_given(options: RunOptions, key: str) -> bool:
     """Say whether an option is given: any value of ``"name"``, or that of ``"name=value"``.
-
-    Ranks: local.
 
     Example:
         >>> from ddpkit.run_opts import RunOptions

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 class SwitchedAttribute:
     """A context in which an attribute of some objects has another value. A class: a window enters
     it in each batch.
-
-    Ranks: local.
     """
 
     __slots__ = ("_before", "_during", "_name", "_owners")

@@ -28,8 +28,6 @@ def move_ahead(loader: Any, device: str) -> None:
             it is made with.
         device: such as ``"cuda:1"``.
 
-    Ranks: local.
-
     Example:
         >>> loader = SaveableDataLoader(range(4), batch_size=2, num_workers=1)
         >>> move_ahead(loader, "cpu")
@@ -58,8 +56,6 @@ def moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     Args:
         batches: read one ahead.
         device: where they go; on a GPU without waiting for it.
-
-    Ranks: local.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
 

@@ -36,8 +36,6 @@ class Feed:
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all
             ranks together does.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.training import Window
         >>> window = Window()

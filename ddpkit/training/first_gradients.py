@@ -65,8 +65,6 @@ def leaves_of(loss: torch.Tensor) -> dict[int, nn.Parameter]:
         By identity. Some may be missing: behind a node that hides them, as reentrant checkpointing
         does, and in a graph of more than :data:`MOST_NODES` nodes.
 
-    Ranks: local.
-
     Example:
         >>> net = nn.Linear(2, 1)
         >>> len(leaves_of(net(torch.ones(2)).sum()))

@@ -63,8 +63,6 @@ def explained_backward(
         name: of the recipe's class.
         has_own_fit_batch: whether the recipe calls ``backward`` by itself.
 
-    Ranks: local.
-
     Example:
         >>> print(explained_backward(TypeError("no tensor"), 3.0, "Line", has_own_fit_batch=False))
         Line.compute_objectives returned a float, not a tensor: return the loss itself, without
@@ -88,8 +86,6 @@ def explained_backward(
 
 def loss_problem(loss: Any) -> str | None:
     """Return the problem with a loss in words, or None.
-
-    Ranks: local.
 
     Example:
         >>> loss_problem(3.0)

@@ -213,8 +213,6 @@ class ExactMeter(LossMeter):
     Attributes:
         samples: samples seen, whatever their losses count; written by the loop.
 
-    Ranks: local.
-
     Example:
         >>> meter = ExactMeter()
         >>> for loss in (1e100, 1.0, float("nan"), -1e100):

@@ -95,10 +95,6 @@ def recomputed(module: nn.Module) -> Recomputed | None:
     """Return the :class:`Recomputed` of a checkpointed block; None for other modules.
 
     Ranks: local.
-
-    Example:
-        >>> recomputed(torch.nn.Linear(1, 1)) is None
-        True
     """
     found = vars(module).get("forward")
     return found if isinstance(found, Recomputed) else None

@@ -68,8 +68,6 @@ class Progress(optim.StepCounters):
         new_meter: makes a meter of losses.
         add_totals: adds up the totals of meters over the ranks.
 
-    Ranks: local.
-
     Example:
         >>> Progress().optimizer_step
         0

@@ -82,9 +82,6 @@ def compare_samples(name: str, loader: Any) -> None:
         RankMismatchError: they do not. On every rank.
 
     Ranks: collective.
-
-    Example:
-        >>> compare_samples("train", [1, 2])
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     plan = plan_of(inner)

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counts(Protocol):
-    """Tells how many samples a batch has, here and over all ranks.
-
-    Ranks: local.
-    """
+    """Tells how many samples a batch has, here and over all ranks."""
 
     def count(self, batch: int) -> int:
         """Return this rank's number of samples in a batch."""
@@ -33,21 +30,12 @@ class Counts(Protocol):
 
 
 def counts_of(loader: Any) -> Counts | None:
-    """Return the plan or loader that counts the samples of each batch, or None.
-
-    Ranks: local.
-
-    Example:
-        >>> counts_of([1, 2]) is None
-        True
-    """
+    """Return the plan or loader that counts the samples of each batch, or None."""
     return loader if isinstance(loader, LoopedLoader) and loader.has_counts else plan_of(loader)
 
 
 def length_of(loader: Any) -> int | None:
     """Return the number of batches of a loader, or None for a stream, whose length is not reliable.
-
-    Ranks: local.
 
     Example:
         >>> length_of([1, 2]), length_of(iter([]))
@@ -64,8 +52,6 @@ def length_of(loader: Any) -> int | None:
 def size_of(loader: Any) -> Callable[[Any], int | None]:
     """Return a function that counts the samples of the batch just read; it gives None for another
     rank's batch.
-
-    Ranks: local.
     """
     return loader.size_of if isinstance(loader, StreamLoader) else guess_batch_size
 
@@ -73,8 +59,6 @@ def size_of(loader: Any) -> Callable[[Any], int | None]:
 def counting(loader: Any) -> Callable[[int, Any], int]:
     """Return a function that counts a batch's samples: from the plan, otherwise from the loader or
     the batch.
-
-    Ranks: local.
     """
     counts = counts_of(loader)
     if counts is None:

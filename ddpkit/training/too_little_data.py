@@ -21,9 +21,6 @@ def check_train_data(loader: Any, batches: int | None) -> None:
         DataError: no rank has a batch.
 
     Ranks: local; alike on every rank.
-
-    Example:
-        >>> check_train_data([1], 1)
     """
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
     if plan is not None and 0 < plan.num_samples < plan.world_size:

@@ -119,24 +119,6 @@ class TrainStep:
         after_window: called after each window in which optimizers have stepped; or None.
 
     Ranks: collective.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from ddpkit.run_opts import RunOptions
-        >>> from ddpkit.strategies import Strategy
-        >>> from ddpkit.training import Accumulation, Recipe
-        >>> options = RunOptions(device="cpu")
-        >>> context = RunContext(
-        ...     Recipe("Line"),
-        ...     options,
-        ...     Accumulation(options),
-        ...     torch.nn.ModuleDict(),
-        ...     SimpleNamespace(),
-        ...     Strategy(),
-        ... )
-        >>> step = TrainStep(context, torch.amp.GradScaler("cpu", enabled=False))
-        >>> step.should_step
-        True
     """
 
     def __init__(

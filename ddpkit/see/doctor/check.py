@@ -21,8 +21,6 @@ TOGETHER = (
 class Site:
     """What a check gets: the machine, what would run on it, and the other ranks.
 
-    Ranks: local.
-
     Example:
         >>> from ddpkit.launch import LaunchInfo
         >>> Site(Machine(), PlannedRun(), Ranks(LaunchInfo())).run.device
@@ -42,8 +40,6 @@ class Check:
         name: of what is looked at; stands in a finding if the check fails itself.
         look: yields findings. It may raise: that becomes a finding, too.
         who: :data:`EACH_HOST`, :data:`EACH_RANK` or :data:`TOGETHER`.
-
-    Ranks: local.
 
     Example:
         >>> Check("clocks", lambda site: [], TOGETHER).who

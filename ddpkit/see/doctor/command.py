@@ -45,10 +45,6 @@ class Request:
         verbose: whether to say of everything what was expected.
 
     Ranks: local.
-
-    Example:
-        >>> Request(workers=4).as_json
-        False
     """
 
     device: str | None = None
@@ -110,9 +106,6 @@ def require_extra() -> None:
         MissingExtraError: it is not.
 
     Ranks: local.
-
-    Example:
-        >>> require_extra()
     """
     if importlib.util.find_spec(NEEDED) is None:
         raise MissingExtraError(
@@ -131,9 +124,6 @@ def check_recipe(recipe: Sequence[str]) -> None:
         ConfigError: one of the two files is missing.
 
     Ranks: local.
-
-    Example:
-        >>> check_recipe(())
     """
     for file in recipe[:2]:
         if not Path(file).is_file():

@@ -25,8 +25,6 @@ NO_LIMIT_BYTES = 1 << 60  # version 1 writes a number near 2^63 where there is n
 class Limit:
     """A limit, and the file that has it.
 
-    Ranks: local.
-
     Example:
         >>> Limit(2.0, "/sys/fs/cgroup/cpu.max").value
         2.0
@@ -37,10 +35,7 @@ class Limit:
 
 
 def cpu_limit(machine: Machine) -> Limit | None:
-    """Return how many cores this process may keep busy; None without a limit.
-
-    Ranks: local.
-    """
+    """Return how many cores this process may keep busy; None without a limit."""
     found = []
     for folder in _folders(machine, "cpu"):
         newer = machine.read_if_there(f"{folder}/cpu.max").split()
@@ -54,10 +49,7 @@ def cpu_limit(machine: Machine) -> Limit | None:
 
 
 def memory_left(machine: Machine) -> Limit | None:
-    """Return how many bytes are left below the limit of memory; None without a limit.
-
-    Ranks: local.
-    """
+    """Return how many bytes are left below the limit of memory; None without a limit."""
     found = []
     for folder in _folders(machine, "memory"):
         for limit_name, usage_name in (
@@ -72,10 +64,7 @@ def memory_left(machine: Machine) -> Limit | None:
 
 
 def processes_left(machine: Machine) -> Limit | None:
-    """Return how many processes and threads may still be started; None without a limit.
-
-    Ranks: local.
-    """
+    """Return how many processes and threads may still be started; None without a limit."""
     found = []
     for folder in _folders(machine, "pids"):
         limit = machine.read_if_there(f"{folder}/pids.max").strip()
@@ -86,10 +75,7 @@ def processes_left(machine: Machine) -> Limit | None:
 
 
 def memory_kills(machine: Machine) -> int:
-    """Return how many processes of this group were killed as its memory was full.
-
-    Ranks: local.
-    """
+    """Return how many processes of this group were killed as its memory was full."""
     folder = next(_folders(machine, "memory"))
     for file in ("memory.events", "memory.oom_control"):
         for line in machine.read_if_there(f"{folder}/{file}").splitlines():
@@ -99,10 +85,7 @@ def memory_kills(machine: Machine) -> int:
 
 
 def throttled_share(machine: Machine) -> float:
-    """Return in which share of periods this group had to wait as it had used up its quota of cores.
-
-    Ranks: local.
-    """
+    """Return the share of periods in which this group waited, its quota of cores used up."""
     for folder in _folders(machine, "cpu"):
         values = _pairs(machine.read_if_there(f"{folder}/cpu.stat"))
         if values.get("nr_periods"):

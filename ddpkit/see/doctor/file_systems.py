@@ -26,8 +26,6 @@ class FileSystem:
         mount: the folder at which it is.
         options: of the mount.
 
-    Ranks: local.
-
     Example:
         >>> FileSystem("nfs4", "/home").is_of_network
         True
@@ -47,8 +45,6 @@ def file_system_of(machine: Machine, folder: Path) -> FileSystem:
     """Find the mount that a folder is in: the deepest, and of several at one place the last.
 
     Source: https://docs.kernel.org/filesystems/proc.html (``mountinfo``).
-
-    Ranks: local.
     """
     path = os.path.realpath(folder)
     best = FileSystem("unknown", "")
@@ -75,8 +71,6 @@ def nearest_folder(path: Path) -> Path:
 
     Args:
         path: need not exist.
-
-    Ranks: local.
 
     Example:
         >>> str(nearest_folder(Path("/proc/no/such")))

@@ -27,8 +27,6 @@ class Finding:
         lines: a small table, shown below whatever the verdict is; at most 70 columns.
         details: plain values for ``--json`` alone.
 
-    Ranks: local.
-
     Example:
         >>> Finding(
         ...     "open files", OK, "1048576", "at least 4096", "one per tensor of a batch"
@@ -59,8 +57,6 @@ def not_looked_at(name: str, error: BaseException, expected: str = "an answer") 
         name: of the finding.
         error: what came in between.
         expected: what was asked for.
-
-    Ranks: local.
 
     Example:
         >>> not_looked_at("swap", PermissionError("no")).measured

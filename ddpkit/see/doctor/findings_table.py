@@ -27,8 +27,6 @@ def table(examination: Examination, *, verbose: bool = False) -> str:
     Args:
         examination: the findings of all ranks.
         verbose: whether to say of everything what was expected, and why.
-
-    Ranks: local.
     """
     placed = examination.placed
     everywhere = _Everywhere(set(range(examination.world_size)), set(examination.hosts))
@@ -44,8 +42,6 @@ def summary(placed: Sequence[Placed]) -> str:
 
     Args:
         placed: the findings of all ranks.
-
-    Ranks: local.
 
     Example:
         >>> summary([])
@@ -66,8 +62,6 @@ def grouped(placed: Iterable[Placed]) -> list[list[Placed]]:
 
     Args:
         placed: findings.
-
-    Ranks: local.
     """
     groups: dict[tuple[str, str, str], list[Placed]] = {}
     for finding in placed:

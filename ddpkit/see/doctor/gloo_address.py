@@ -24,8 +24,6 @@ class GlooAddress:
         named: what ``GLOO_SOCKET_IFNAME`` says; empty where it is not set.
         resolved: what the host name stands for; empty where it stands for nothing.
 
-    Ranks: local.
-
     Example:
         >>> GlooAddress("10.0.0.1").named
         ''
@@ -42,8 +40,6 @@ def gloo_address(machine: Machine) -> GlooAddress:
 
     Source:
     https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-network-interface-to-use .
-
-    Ranks: local.
     """
     interfaces = machine.interfaces()
     named = machine.environ.get(VARIABLE, "")

@@ -21,8 +21,6 @@ class Interface:
         is_up: whether it is in use.
         megabits: per second; 0 where it does not say.
 
-    Ranks: local.
-
     Example:
         >>> Interface("eth0", ("10.0.0.1",)).shown()
         'eth0 (10.0.0.1)'
@@ -46,14 +44,7 @@ class Interface:
 
 
 def interfaces_of_machine() -> list[Interface]:
-    """List the interfaces of this machine.
-
-    Ranks: local.
-
-    Example:
-        >>> all(one.name for one in interfaces_of_machine())
-        True
-    """
+    """List the interfaces of this machine."""
     import socket
 
     import psutil
@@ -82,8 +73,6 @@ def is_loopback(address: str) -> bool:
     Args:
         address: such as ``"127.0.1.1"``.
 
-    Ranks: local.
-
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1")
         (True, True, False)
@@ -97,8 +86,6 @@ def having(interfaces: Iterable[Interface], address: str) -> Interface | None:
     Args:
         interfaces: of the machine.
         address: without a scope.
-
-    Ranks: local.
 
     Example:
         >>> having([Interface("lo", ("127.0.0.1",))], "127.0.1.1").name
@@ -118,8 +105,6 @@ def taken_by_nccl(interfaces: Sequence[Interface], names: str | None) -> list[In
         names: ``NCCL_SOCKET_IFNAME``: prefixes; ``=`` before them: whole names; ``^``: all others.
 
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html .
-
-    Ranks: local.
 
     Example:
         >>> both = [Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.1",))]

@@ -34,10 +34,7 @@ UNKNOWN_NETWORK = 1e8
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What this rank is connected by: its name, and bytes per second in one direction; 0: unknown.
-
-    Ranks: local.
-    """
+    """The link of this rank: its name, and bytes per second in one direction; 0: unknown."""
 
     network: str = ""
     network_speed: float = 0.0
@@ -47,20 +44,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Expected:
-    """What may be expected, and why.
-
-    Ranks: local.
-    """
+    """What may be expected, and why."""
 
     bytes_per_second: float
     source: str
 
 
 def link_speed(site: Site) -> LinkSpeed:
-    """Find out what this rank is connected by.
-
-    Ranks: local.
-    """
+    """Find out what this rank is connected by."""
     network, speed = _network(site)
     if site.run.device != "cuda":
         return LinkSpeed(network, speed)
@@ -114,8 +105,6 @@ def expected_speed(
         backend: ``"gloo"`` or ``"nccl"``.
         hosts: how many there are.
         copied: bytes per second that the slowest rank copies in memory, all at the same time.
-
-    Ranks: local.
 
     Example:
         >>> ethernet = LinkSpeed("eth0", 1.25e9)

@@ -21,8 +21,6 @@ class Load:
         stolen: share of the time in which a virtual machine did not run.
         seconds: how long it was measured.
 
-    Ranks: local.
-
     Example:
         >>> Load(8, 0.5).busiest
         ()
@@ -40,12 +38,6 @@ def measure_load(left_out: set[int]) -> Load:
 
     Args:
         left_out: process ids.
-
-    Ranks: local.
-
-    Example:
-        >>> measure_load(set()).cores >= 1
-        True
     """
     import psutil
 

@@ -27,8 +27,6 @@ def addresses_of(name: str) -> list[str]:
     Raises:
         OSError: it stands for none.
 
-    Ranks: local.
-
     Example:
         >>> addresses_of("127.0.0.1")
         ['127.0.0.1']
@@ -42,25 +40,12 @@ def disk_of(folder: Path) -> os.statvfs_result:
 
     Args:
         folder: that is there.
-
-    Ranks: local.
-
-    Example:
-        >>> disk_of(Path("/")).f_blocks > 0
-        True
     """
     return os.statvfs(folder)
 
 
 def threads_of_torch() -> int:
-    """Return how many threads torch computes with in this process.
-
-    Ranks: local.
-
-    Example:
-        >>> threads_of_torch() >= 1
-        True
-    """
+    """Return how many threads torch computes with in this process."""
     import torch
 
     return torch.get_num_threads()
@@ -68,8 +53,6 @@ def threads_of_torch() -> int:
 
 def versions_here() -> dict[str, str]:
     """Return the versions of what computes in this process.
-
-    Ranks: local.
 
     Example:
         >>> list(versions_here())[:4]
@@ -105,8 +88,6 @@ class Machine:
         load: measures what other processes take of the cores.
         clock: seconds since 1970.
         gpus: how GPUs are looked at.
-
-    Ranks: local.
 
     Example:
         >>> Machine(environ={"RANK": "0"}).environ["RANK"]

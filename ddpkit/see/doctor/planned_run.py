@@ -24,8 +24,6 @@ class PlannedRun:
         with_pairs: whether pairs of ranks are measured even if all together are fast.
         is_cpu_asked: whether the command line says that the run is to be on the CPU.
 
-    Ranks: local.
-
     Example:
         >>> PlannedRun().processes_here
         1

@@ -23,12 +23,6 @@ class RecipePlan:
     Attributes:
         output_folder: empty where the file does not say it.
         workers: loader processes of each rank, the most of all loaders; None where nothing says it.
-
-    Ranks: local.
-
-    Example:
-        >>> RecipePlan().workers is None
-        True
     """
 
     output_folder: str = ""
@@ -43,8 +37,6 @@ def plan_of(recipe: Sequence[str]) -> RecipePlan:
 
     Raises:
         ConfigError: it cannot be read.
-
-    Ranks: local.
 
     Example:
         >>> plan_of(())

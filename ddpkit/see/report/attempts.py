@@ -23,8 +23,6 @@ class Span:
         end: optimizer steps after it.
         seconds: that it took.
         time: when it ended, in seconds since 1970.
-
-    Ranks: local.
     """
 
     begin: float
@@ -34,8 +32,6 @@ class Span:
 
     def share_up_to(self, limit: float) -> float:
         """Return the share of its steps that are not after a limit.
-
-        Ranks: local.
 
         Example:
             >>> Span(10, 20, 5.0, 0.0).share_up_to(15)
@@ -65,8 +61,6 @@ class Attempt:
         saving: time and seconds of saves for which training stood still.
         outcome: how it ended: one of the constants of this module.
         words: what is known of the end.
-
-    Ranks: local.
     """
 
     begin: float
@@ -90,10 +84,7 @@ class Attempt:
         return [*self.training, *self.tail]
 
     def note_steps(self, steps: float | None) -> float:
-        """Note that so many optimizer steps have been made; return how many were known before.
-
-        Ranks: local.
-        """
+        """Note that so many optimizer steps have been made; return how many were known before."""
         before = self.reached
         if steps is not None and math.isfinite(steps):
             if self.first is None:
@@ -102,19 +93,13 @@ class Attempt:
         return before
 
     def note_training(self, record: Record) -> None:
-        """Take in a training stage that has ended.
-
-        Ranks: local.
-        """
+        """Take in a training stage that has ended."""
         begin = self.training[-1].end if self.training else math.nan
         self._add(self.training, begin, record)
         self.tail.clear()  # a part of this stage
 
     def note_second(self, record: Record) -> None:
-        """Take in about a second of training, of a stage that has not ended.
-
-        Ranks: local.
-        """
+        """Take in about a second of training, of a stage that has not ended."""
         latest = self.tail or self.training
         self._add(
             self.tail,
@@ -143,10 +128,7 @@ class Attempt:
         )
 
     def note_save(self, record: Record) -> None:
-        """Take in a save.
-
-        Ranks: local.
-        """
+        """Take in a save."""
         seconds = number_of(record.get("seconds"))
         time = number_of(record.get("time"))
         if seconds is not None and time is not None and math.isfinite(seconds):
@@ -156,8 +138,6 @@ class Attempt:
         """Note how it ended; the first reason stays, as later ones follow from it.
 
         What comes after a call of ``fit`` that has finished, such as an evaluation, may still fail.
-
-        Ranks: local.
         """
         if self.outcome in {WITHOUT_A_WORD, FINISHED}:
             self.outcome = outcome
@@ -166,8 +146,6 @@ class Attempt:
 
 def words_of_exception(record: Record) -> str:
     """Return an exception of a record in one line.
-
-    Ranks: local.
 
     Example:
         >>> words_of_exception({"type": "ValueError", "message": "bad" + chr(10) + "more"})

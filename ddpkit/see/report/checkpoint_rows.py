@@ -34,8 +34,6 @@ class CheckpointRow:
         is_deleted: whether the log says that it was deleted.
         fault: why it cannot be read; empty where it can.
         best_of: keys of the meta by which it is the best.
-
-    Ranks: local.
     """
 
     name: str
@@ -52,10 +50,7 @@ class CheckpointRow:
 
 
 def checkpoint_rows(run: RunFiles, history: RunHistory) -> list[CheckpointRow]:
-    """List the checkpoints that a run's log tells of or its folder holds, the newest first.
-
-    Ranks: local.
-    """
+    """List the checkpoints that a run's log tells of or its folder holds, the newest first."""
     rows = {name: _of_record(name, record) for name, record in history.checkpoints.items()}
     for path in _directories(run):
         row = rows.setdefault(path.name, CheckpointRow(path.name))
@@ -74,10 +69,7 @@ def checkpoint_rows(run: RunFiles, history: RunHistory) -> list[CheckpointRow]:
 
 
 def shown_rows(rows: list[CheckpointRow]) -> list[CheckpointRow]:
-    """Return those of the rows that a page has room for: what is still there first.
-
-    Ranks: local.
-    """
+    """Return those of the rows that a page has room for: what is still there first."""
     there = [row for row in rows if row.is_there or row.best_of]
     gone = [row for row in rows if not (row.is_there or row.best_of)]
     chosen = {id(row) for row in [*there, *gone][:MOST_ROWS]}

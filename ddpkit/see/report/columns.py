@@ -17,8 +17,6 @@ STEP = "optimizer_step"
 class Table:
     """Columns of numbers; what a record lacks is not-a-number. A million rows take 8 MB a column.
 
-    Ranks: local.
-
     Example:
         >>> table = Table()
         >>> table.begin_attempt()
@@ -34,17 +32,11 @@ class Table:
         self.rows = 0
 
     def begin_attempt(self) -> None:
-        """Note that what follows is of another start of the run.
-
-        Ranks: local.
-        """
+        """Note that what follows is of another start of the run."""
         self._begins.append(self.rows)
 
     def append(self, values: Mapping[str, float]) -> None:
-        """Add a row.
-
-        Ranks: local.
-        """
+        """Add a row."""
         for name in [value for value in values if value not in self._columns]:
             self._columns[name] = array("d", [math.nan]) * self.rows
         for name, column in self._columns.items():
@@ -56,8 +48,6 @@ class Table:
 
         Args:
             limits: for each attempt, its last optimizer step that counts.
-
-        Ranks: local.
         """
         columns = {name: np.array(column) for name, column in self._columns.items()}
         if STEP not in columns:
@@ -80,8 +70,6 @@ def thin(x: Numbers, y: Numbers, points: int) -> tuple[Numbers, Numbers]:
 
     Returns:
         ``x`` and ``y`` of what stays, at most ``points`` of each.
-
-    Ranks: local.
 
     Example:
         >>> x = np.arange(1000.0)
@@ -121,8 +109,6 @@ def means(
 
     Returns:
         The means of ``x`` and of the columns.
-
-    Ranks: local.
 
     Example:
         >>> x, (y,) = means(np.arange(4.0), [np.array([1.0, 3.0, 5.0, 7.0])], 2)

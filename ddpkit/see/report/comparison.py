@@ -16,8 +16,6 @@ class Difference:
     Attributes:
         name: of the option, key or package.
         values: of each run; :data:`MISSING` where it has none.
-
-    Ranks: local.
     """
 
     name: str
@@ -26,8 +24,6 @@ class Difference:
 
 def differences(runs: Sequence[Mapping[str, str]]) -> list[Difference]:
     """Return what differs between mappings, in the order of their keys.
-
-    Ranks: local.
 
     Example:
         >>> differences([{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}])

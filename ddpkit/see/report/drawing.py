@@ -58,8 +58,6 @@ class Palette:
         muted: of numbers at the axes.
         grid: of the lines behind the curves.
         label_size: of numbers at the axes.
-
-    Ranks: local.
     """
 
     lines: tuple[str, ...]
@@ -69,18 +67,12 @@ class Palette:
 
 
 def page_palette() -> Palette:
-    """Return colours that the page's style sheet decides.
-
-    Ranks: local.
-    """
+    """Return colours that the page's style sheet decides."""
     return Palette(tuple(f"#0100{number:02x}" for number in range(NUM_COLOURS)), MUTED, GRID)
 
 
 def picture_palette() -> Palette:
-    """Return the colours of a picture on white.
-
-    Ranks: local.
-    """
+    """Return the colours of a picture on white."""
     return Palette(LIGHT, PICTURE_MUTED, PICTURE_GRID, label_size=8)
 
 
@@ -93,8 +85,6 @@ class Frame:
         x_limits: values at the left and the right.
         y_limits: values at the bottom and the top.
         is_log: whether the values to the top are logarithms.
-
-    Ranks: local.
     """
 
     svg: str
@@ -104,18 +94,12 @@ class Frame:
 
 
 def colour_of(line: Line, num_runs: int) -> int:
-    """Return the number of a curve's colour: by run where there are several, else by stage.
-
-    Ranks: local.
-    """
+    """Return the number of a curve's colour: by run where there are several, else by stage."""
     return (line.run if num_runs > 1 else line.stage) % NUM_COLOURS
 
 
 def dash_of(line: Line, num_runs: int) -> int:
-    """Return the number of a curve's dashes: by stage where colours tell runs apart.
-
-    Ranks: local.
-    """
+    """Return the number of a curve's dashes: by stage where colours tell runs apart."""
     return line.stage % len(DASHES) if num_runs > 1 else 0
 
 
@@ -132,8 +116,6 @@ def draw_frame(
         name: begins the ids of its curves, ``<name>-0`` and so on.
         num_runs: on the page.
         points: of each curve at most.
-
-    Ranks: local.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -175,10 +157,7 @@ def draw_panel(
     points: int,
     name: str = "",
 ) -> bool:
-    """Draw a panel into axes of matplotlib; return whether its values are on a logarithmic scale.
-
-    Ranks: local.
-    """
+    """Draw a panel into axes of matplotlib; return whether its values have a logarithmic scale."""
     if panel.is_stack:
         _stack(axes, panel.lines, palette, points, name)
     else:
@@ -373,8 +352,6 @@ def tick_text(value: float, unit: str, step: float = 0.0) -> str:
         unit: of the panel.
         step: to the next tick; 0: it does not matter.
 
-    Ranks: local.
-
     Example:
         >>> (
         ...     tick_text(0.98125, "", 0.00005),
@@ -425,8 +402,6 @@ def small_svg(text: str) -> str:
     """Return matplotlib's SVG as a part of a page: without head, with short numbers and the page's
     colours.
 
-    Ranks: local.
-
     Example:
         >>> small_svg('<?xml?><svg width="9pt"><path d="M1.23456 2" stroke="#010002"/>0.12</svg>')
         '<svg><path d="M1.2 2" stroke="var(--c2)"/>0.12</svg>'
@@ -474,8 +449,6 @@ def draw_picture(
         title: over them.
         labels: of the runs.
         points: of each curve at most.
-
-    Ranks: local.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -36,8 +36,6 @@ class Restart:
         again: seconds of these steps.
         down: seconds without a process.
         starting: seconds until it trained.
-
-    Ranks: local.
     """
 
     number: int
@@ -65,8 +63,6 @@ class Goodput:
         parts: seconds of each of :data:`PARTS`; they add up to the wall time.
         restarts: what each cost.
         limits: for each attempt, its last optimizer step that counts.
-
-    Ranks: local.
     """
 
     wall: float
@@ -85,8 +81,6 @@ def goodput_of(history: RunHistory) -> Goodput:
 
     A step counts unless it was done again: after a kill, a run goes on from its last checkpoint,
     and the steps since then are repeated.
-
-    Ranks: local.
 
     Example:
         >>> history = RunHistory()
@@ -220,10 +214,7 @@ def _saving_in(span: Span, attempt: Attempt) -> float:
 
 
 def starting_seconds(attempt: Attempt) -> float:
-    """Return the seconds until an attempt trained, or until its end where it never did.
-
-    Ranks: local.
-    """
+    """Return the seconds until an attempt trained, or until its end where it never did."""
     begins = [span.time - span.seconds for span in attempt.spans if span.time]
     if not begins:
         return max(0.0, attempt.end - attempt.begin - attempt.evaluating)

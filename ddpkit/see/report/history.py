@@ -38,10 +38,7 @@ MOST_RANKS = 4096  # a rank of a record above it is no rank
 
 
 class LateRanks:
-    """How often each rank was the slowest in a phase, and how far behind the median of the others.
-
-    Ranks: local.
-    """
+    """How often each rank was the slowest in a phase, and how far behind the others' median."""
 
     def __init__(self) -> None:
         self.seconds = 0
@@ -54,10 +51,7 @@ class LateRanks:
         spread: Mapping[str, Any],
         world_size: float,
     ) -> None:
-        """Take in who was the slowest in a phase, in one second.
-
-        Ranks: local.
-        """
+        """Take in who was the slowest in a phase, in one second."""
         numbers = numbers_in(spread)
         others = _median_of_others(numbers, world_size)
         if others is None or not {"max_rank", "max"} <= numbers.keys():
@@ -104,8 +98,6 @@ class RunHistory:
         flops: the record of the counted operations; empty without one.
         world_sizes: how many processes there were, in the order of the attempts.
 
-    Ranks: local.
-
     Example:
         >>> history = RunHistory()
         >>> history.add({"event": "start", "time": 1.0, "world_size": 2})
@@ -151,10 +143,7 @@ class RunHistory:
         }
 
     def add(self, record: Record) -> None:
-        """Take in a record; an event that is not known moves the end of the run and nothing else.
-
-        Ranks: local.
-        """
+        """Take in a record; an unknown event moves the end of the run and nothing else."""
         time = number_of(record.get("time"))
         if not self.attempts and record["event"] != "start":
             self._begin(Attempt(time or 0.0, time or 0.0))

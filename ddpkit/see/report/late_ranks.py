@@ -19,8 +19,6 @@ class LateCell:
         share: of the measured seconds in which it was the slowest there.
         behind: seconds of a step by which it was then behind the median of the others, on average.
         weight: its part of all lateness in the table, from 0 to 1; at most 1 in sum.
-
-    Ranks: local.
     """
 
     share: float
@@ -36,8 +34,6 @@ class LateRow:
         rank: its number.
         cells: one for each of :func:`late_phases`.
         behind: seconds of a step that it is behind the others' median, over all phases and seconds.
-
-    Ranks: local.
     """
 
     rank: int
@@ -46,18 +42,12 @@ class LateRow:
 
 
 def late_phases() -> tuple[str, ...]:
-    """Return the phases in which a rank can be late: not the wait for the others.
-
-    Ranks: local.
-    """
+    """Return the phases in which a rank can be late: not the wait for the others."""
     return tuple(phase for phase in PHASES if phase not in NO_OWN_TIME)
 
 
 def late_rows(history: RunHistory) -> list[LateRow]:
-    """Return the ranks that were the slowest in some phase, the one that costs most first.
-
-    Ranks: local.
-    """
+    """Return the ranks that were the slowest in some phase, the one that costs most first."""
     late = history.late
     own = {key: behind for key, behind in late.behind.items() if key[1] not in NO_OWN_TIME}
     total = sum(own.values()) or 1.0

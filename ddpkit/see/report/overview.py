@@ -32,8 +32,6 @@ class Tile:
         name: what it is.
         value: as text.
         note: a few words below.
-
-    Ranks: local.
     """
 
     name: str
@@ -42,10 +40,7 @@ class Tile:
 
 
 def tiles_of(run: RunReport) -> list[Tile]:
-    """Return the numbers that stand first on the page.
-
-    Ranks: local.
-    """
+    """Return the numbers that stand first on the page."""
     return [
         *_progress(run),
         *_speed(run),
@@ -89,10 +84,7 @@ def _results(run: RunReport) -> Iterator[Tile]:
 
 
 def overview_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels of the picture: the most telling ones that there are.
-
-    Ranks: local.
-    """
+    """Return the panels of the picture: the most telling ones that there are."""
     by_title = {panel.title: panel for panel in reversed(panels)}
     first = [by_title[title] for title in FIRST if title in by_title]
     rest = [panel for panel in panels if panel not in first]

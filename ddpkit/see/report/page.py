@@ -53,8 +53,6 @@ class Drawn:
         name: begins the ids of its curves.
         keys: of the legend.
         notes: words below.
-
-    Ranks: local.
     """
 
     panel: Panel
@@ -69,8 +67,6 @@ def require_extra() -> None:
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
-
-    Ranks: local.
     """
     from importlib.util import find_spec
 
@@ -82,10 +78,7 @@ def require_extra() -> None:
 
 
 def write_page(runs: Sequence[RunReport]) -> str:
-    """Return the page about runs, of at most :data:`MOST_BYTES`.
-
-    Ranks: local.
-    """
+    """Return the page about runs, of at most :data:`MOST_BYTES`."""
     panels = panels_of(runs)
     number = min(len(panels), MOST_PANELS)
     longest = max((len(line.x) for panel in panels for line in panel.lines), default=0)
@@ -112,10 +105,7 @@ def write_page(runs: Sequence[RunReport]) -> str:
 
 
 def write_picture(runs: Sequence[RunReport]) -> bytes:
-    """Return the overview of runs as PNG.
-
-    Ranks: local.
-    """
+    """Return the overview of runs as PNG."""
     title = " against ".join(run.label for run in runs)
     if len(runs) == 1:
         state = runs[0].state

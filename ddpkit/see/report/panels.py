@@ -37,8 +37,6 @@ class Line:
         stage: number of its stage or kind in the panel, from 0.
         x: shape ``(n,)``, ascending.
         y: shape ``(n,)``; what is not finite is a gap.
-
-    Ranks: local.
     """
 
     label: str
@@ -67,8 +65,6 @@ class Panel:
         lines: the curves.
         is_stack: they are drawn upon each other, as parts of a whole.
         note: a few words below; may be empty.
-
-    Ranks: local.
     """
 
     title: str
@@ -82,10 +78,7 @@ class Panel:
 
 
 def panels_of(runs: Sequence[RunReport]) -> list[Panel]:
-    """Return all panels that have something to show, in the order of the page.
-
-    Ranks: local.
-    """
+    """Return all panels that have something to show, in the order of the page."""
     panels = [
         *_by_epoch(runs),
         *_by_step(runs),

@@ -24,8 +24,6 @@ class Unread:
     Attributes:
         lines: that are no JSON object with an event.
         is_cut: the last line has no end: the run was writing it, or was killed there.
-
-    Ranks: local.
     """
 
     lines: int = 0
@@ -41,8 +39,6 @@ def read_records(path: Path, unread: Unread) -> Iterator[Record]:
 
     Raises:
         ConfigError: the file cannot be read, or is no log of a run.
-
-    Ranks: local.
 
     Example:
         >>> import tempfile
@@ -101,8 +97,6 @@ def number_of(value: Any) -> float | None:
     Returns:
         None for what is no number.
 
-    Ranks: local.
-
     Example:
         >>> number_of(3), number_of("-Infinity"), number_of("a"), number_of(True)
         (3.0, -inf, None, None)
@@ -119,8 +113,6 @@ def number_of(value: Any) -> float | None:
 
 def numbers_in(value: Any) -> dict[str, float]:
     """Return the numbers of a mapping, by name; lists and texts are left out.
-
-    Ranks: local.
 
     Example:
         >>> numbers_in({"loss": 0.5, "words": "a", "norm": "NaN"})

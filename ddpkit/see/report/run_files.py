@@ -29,8 +29,6 @@ class RunFiles:
         metrics: its ``metrics.jsonl``, or that of ``--test_only``.
         folder: where the other files are.
         label: a short name, unlike those of the other runs on the page.
-
-    Ranks: local.
     """
 
     metrics: Path
@@ -38,26 +36,18 @@ class RunFiles:
     label: str
 
     def find(self, name: str) -> Path | None:
-        """Return a regular file of the folder; None where there is none.
-
-        Ranks: local.
-        """
+        """Return a regular file of the folder; None where there is none."""
         path = self.folder / name
         return path if path.is_file() else None
 
     def earlier(self) -> list[str]:
-        """Return the folders with logs of earlier runs, which began anew with ``--resume=never``.
-
-        Ranks: local.
-        """
+        """Return the folders with logs of earlier runs, begun anew with ``--resume=never``."""
         found = (path.parent.name for path in self.folder.glob(f"earlier-*/{METRICS}"))
         return sorted(found)
 
     def is_running(self) -> bool:
         """Say whether a process on this machine holds the folder's lock. Nothing is locked to find
         out.
-
-        Ranks: local.
         """
         lock = self.find(RUN_LOCK)
         if lock is None:
@@ -98,8 +88,6 @@ def find_runs(given: Sequence[str | os.PathLike[str]]) -> list[RunFiles]:
         MissingFileError: a path does not exist.
         ConfigError: a path is no run.
 
-    Ranks: local.
-
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
@@ -114,8 +102,6 @@ def find_runs(given: Sequence[str | os.PathLike[str]]) -> list[RunFiles]:
 
 def short_labels(folders: Sequence[Path]) -> list[str]:
     """Return the ends of paths, as long as they must be to tell the paths apart.
-
-    Ranks: local.
 
     Example:
         >>> short_labels([Path("/r/digits/1"), Path("/r/gan/1")])

@@ -46,8 +46,6 @@ class RunReport:
         environment: what it ran on.
         packages: installed ones, with versions.
         checkpoints: the newest first.
-
-    Ranks: local.
     """
 
     files: RunFiles
@@ -105,19 +103,13 @@ class RunReport:
         return max((attempt.reached for attempt in self.history.attempts), default=0.0)
 
     def median(self, column: str) -> float | None:
-        """Return the median of a column of the measured seconds; None without one.
-
-        Ranks: local.
-        """
+        """Return the median of a column of the measured seconds; None without one."""
         values = self.speed.get(column)
         finite = values[np.isfinite(values)] if values is not None else None
         return float(np.median(finite)) if finite is not None and len(finite) else None
 
     def results(self) -> dict[str, float]:
-        """Return the last value of everything that was logged by epoch, such as ``valid loss``.
-
-        Ranks: local.
-        """
+        """Return the last value of everything that was logged by epoch, such as ``valid loss``."""
         found = {}
         for (name, stage), values in self.history.epochs.items():
             label = name if stage == META else f"{stage} {name}"
@@ -130,8 +122,6 @@ def read_run(files: RunFiles) -> RunReport:
 
     Raises:
         ConfigError: its log cannot be read, or is none.
-
-    Ranks: local.
     """
     is_running = files.is_running()
     history = RunHistory()

@@ -49,8 +49,6 @@ def options_of(history: RunHistory) -> dict[str, str]:
 
     A log that does not list them has the words of the command line.
 
-    Ranks: local.
-
     Example:
         >>> history = RunHistory()
         >>> history.add(
@@ -80,10 +78,7 @@ def _options_in(arguments: Any) -> Iterator[tuple[str, str]]:
 
 
 def command_of(history: RunHistory) -> str:
-    """Return the command line of the last start; empty where the log does not say.
-
-    Ranks: local.
-    """
+    """Return the command line of the last start; empty where the log does not say."""
     arguments = history.now.start.get("arguments") if history.attempts else None
     return text_of(" ".join(map(str, arguments))) if isinstance(arguments, list) else ""
 
@@ -98,8 +93,6 @@ def hyperparameters_of(run: RunFiles) -> dict[str, str]:
     Returns:
         Texts by keys such as ``net[0][out_channels]``; under an empty key why the file cannot be
         read.
-
-    Ranks: local.
     """
     path = run.find(HYPERPARAMETERS)
     if path is None:
@@ -152,10 +145,7 @@ def _leaves(
 
 
 def environment_of(history: RunHistory) -> dict[str, str]:
-    """Return what a run ran on, by name: what the record of its start says.
-
-    Ranks: local.
-    """
+    """Return what a run ran on, by name: what the record of its start says."""
     start = history.now.start if history.attempts else {}
     found = {"processes": text_of(start["world_size"])} if "world_size" in start else {}
     if "torch" in start:
@@ -188,19 +178,13 @@ def _place_of(rank: Any) -> str:
 
 
 def packages_of(run: RunFiles) -> dict[str, str]:
-    """Return the installed packages that ``env.log`` lists, with their versions.
-
-    Ranks: local.
-    """
+    """Return the installed packages that ``env.log`` lists, with their versions."""
     found = (_PACKAGE.match(line) for line in text_in(run.find(ENVIRONMENT)).splitlines())
     return {match[1]: match[2] for match in found if match}
 
 
 def environment_lines(run: RunFiles) -> list[str]:
-    """Return the lines of ``env.log`` that are no package and no rule.
-
-    Ranks: local.
-    """
+    """Return the lines of ``env.log`` that are no package and no rule."""
     lines = (printable(line) for line in text_in(run.find(ENVIRONMENT)).splitlines())
     facts = [line for line in lines if line.strip("= ") and not _PACKAGE.match(line)]
     return [line for line in facts if not line.endswith("packages:")][:MOST_LINES]
@@ -208,8 +192,6 @@ def environment_lines(run: RunFiles) -> list[str]:
 
 def flat(value: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """Return a mapping of mappings as one, with keys such as ``git.commit``.
-
-    Ranks: local.
 
     Example:
         >>> flat({"git": {"commit": "1a"}, "cpus": 2})
@@ -227,10 +209,7 @@ def flat(value: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 
 def log_tails(run: RunFiles) -> dict[str, list[str]]:
-    """Return the last lines of a run's logs, by the names of the files.
-
-    Ranks: local.
-    """
+    """Return the last lines of a run's logs, by the names of the files."""
     names = [LOG_OF_TESTS if "test_only" in run.metrics.name else LOG]
     names += sorted(path.name for path in run.folder.glob("log.rank*.txt"))[:OTHER_RANKS]
     tails = {name: tail_of(run.find(name)) for name in names}
@@ -238,10 +217,7 @@ def log_tails(run: RunFiles) -> dict[str, list[str]]:
 
 
 def tail_of(path: Path | None) -> list[str]:
-    """Return the last lines of a text file; of an unreadable one the reason.
-
-    Ranks: local.
-    """
+    """Return the last lines of a text file; of an unreadable one the reason."""
     if path is None:
         return []
     try:
@@ -258,10 +234,7 @@ def tail_of(path: Path | None) -> list[str]:
 
 
 def text_in(path: Path | None) -> str:
-    """Return the text of a small file; empty where there is none that can be read.
-
-    Ranks: local.
-    """
+    """Return the text of a small file; empty where there is none that can be read."""
     if path is None:
         return ""
     try:
@@ -274,8 +247,6 @@ def text_in(path: Path | None) -> str:
 def text_of(value: Any) -> str:
     """Return a value of a record as one short line.
 
-    Ranks: local.
-
     Example:
         >>> text_of({"a": [1, None]}), text_of(0.1), text_of("x" * 400)[-5:]
         ('{"a": [1, null]}', '0.1', 'x ...')
@@ -287,8 +258,6 @@ def text_of(value: Any) -> str:
 
 def printable(text: str) -> str:
     r"""Return a text as one line without control characters; a tab is four blanks.
-
-    Ranks: local.
 
     Example:
         >>> printable("a" + chr(27) + "[1mb")

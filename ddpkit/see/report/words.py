@@ -25,8 +25,6 @@ MILLIONTH = 1e-6
 def duration(seconds: float | None) -> str:
     """Return a duration in one or two units.
 
-    Ranks: local.
-
     Example:
         >>> duration(0.0123), duration(75.4), duration(7260), duration(200_000), duration(None)
         ('12.3 ms', '1 min 15 s', '2 h 1 min', '2 d 7 h', '-')
@@ -50,8 +48,6 @@ def duration(seconds: float | None) -> str:
 def short_duration(seconds: float) -> str:
     """Return a duration of at most a few minutes, in one unit.
 
-    Ranks: local.
-
     Example:
         >>> short_duration(2.5), short_duration(0.000_02), short_duration(0)
         ('2.5 s', '20 µs', '0 s')
@@ -65,8 +61,6 @@ def short_duration(seconds: float) -> str:
 
 def number(value: float | None) -> str:
     """Return a number with three or four digits.
-
-    Ranks: local.
 
     Example:
         >>> (
@@ -92,8 +86,6 @@ def number(value: float | None) -> str:
 def size(value: float | None) -> str:
     """Return a number of bytes.
 
-    Ranks: local.
-
     Example:
         >>> size(50_400_000), size(999), size(None)
         ('50.4 MB', '999 B', '-')
@@ -109,8 +101,6 @@ def size(value: float | None) -> str:
 def share(value: float | None) -> str:
     """Return a share in per cent.
 
-    Ranks: local.
-
     Example:
         >>> share(0.876), share(0.0004), share(0.0), share(None)
         ('87.6 %', '0.04 %', '0 %', '-')
@@ -123,8 +113,6 @@ def share(value: float | None) -> str:
 def count(value: float | None) -> str:
     """Return a whole number with its thousands apart.
 
-    Ranks: local.
-
     Example:
         >>> count(1234567.0), count(None)
         ('1 234 567', '-')
@@ -136,8 +124,6 @@ def count(value: float | None) -> str:
 
 def clock(seconds: float | None) -> str:
     """Return a time in seconds since 1970 as local time.
-
-    Ranks: local.
 
     Example:
         >>> len(clock(1.8e9)), clock(None), clock(1e300)
@@ -157,8 +143,6 @@ def visible(value: Any) -> Any:
 
     Args:
         value: a text, or what a template has made of texts already: that stays as it is.
-
-    Ranks: local.
 
     Example:
         >>> visible("a" + chr(27) + "[2J" + chr(0xD800))

@@ -24,8 +24,6 @@ NAMED_WAYS = tuple(way for way in WAYS if way)
 class Cell:
     """A way to run and a number of processes (with ``dp``: of GPUs of one process).
 
-    Ranks: local.
-
     Example:
         >>> Cell("ddp", 2).name, Cell("", 1).name, Cell("dp", 4).name
         ('ddp, 2 processes', '1 process', 'dp, 1 process, 4 GPUs')
@@ -58,8 +56,6 @@ class Cell:
 def in_words(processes: int) -> str:
     """Say a number of processes.
 
-    Ranks: local.
-
     Example:
         >>> in_words(1), in_words(3)
         ('1 process', '3 processes')
@@ -79,8 +75,6 @@ def sizes_of(text: str) -> list[int]:
     Raises:
         ConfigError: it is something else.
 
-    Ranks: local.
-
     Example:
         >>> sizes_of("4,1,2")
         [1, 2, 4]
@@ -99,8 +93,6 @@ def ways_of(text: str | None) -> list[str]:
 
     Raises:
         ConfigError: a name is none of the ways.
-
-    Ranks: local.
 
     Example:
         >>> ways_of("ddp,fsdp"), ways_of(None)
@@ -129,8 +121,6 @@ def cells_of(sizes: Sequence[int], ways: Sequence[str]) -> list[Cell]:
 
     Raises:
         ConfigError: nothing is left to measure.
-
-    Ranks: local.
 
     Example:
         >>> [cell.name for cell in cells_of([1, 2], ["ddp", "fsdp"])]

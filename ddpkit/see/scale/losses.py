@@ -37,8 +37,6 @@ class Losses:
         computing: computing slower, and it is not known why.
         optimizer: in the optimizer.
         other: in the rest of the loop and of the recipe.
-
-    Ranks: local.
     """
 
     data: float = 0.0
@@ -71,8 +69,6 @@ def losses_of(row: Row) -> Losses:
 
     Args:
         row: of the size.
-
-    Ranks: local.
     """
     early = earliest_rank(row.slice)
     base = earliest_rank(row.base)
@@ -97,18 +93,13 @@ def losses_of(row: Row) -> Losses:
 
 
 def earliest_rank(result: SliceResult) -> int:
-    """Return the rank that waits longest for the others: its own work is all that a step needs.
-
-    Ranks: local.
-    """
+    """Return the rank that waits longest for the others: its own work is all that a step needs."""
     return max(range(len(result.phases)), key=lambda rank: result.phases[rank][EXCHANGE])
 
 
 def late_rank(result: SliceResult) -> int | None:
     """Return the rank that comes last to nearly all exchanges; None where it is now one and now
     another.
-
-    Ranks: local.
     """
     if result.world_size == 1 or not result.last:
         return None
@@ -117,27 +108,18 @@ def late_rank(result: SliceResult) -> int | None:
 
 
 def cause_of_slower_computing(row: Row) -> str:
-    """Return why forward and backward passes take longer per sample, if they do.
-
-    Ranks: local.
-    """
+    """Return why forward and backward passes take longer per sample, if they do."""
     if row.slice.device == "cpu" and (has_fewer_threads(row) or waits_for_cores(row)):
         return "cores"
     return "batch" if row.work < SMALL_WORK else "computing"
 
 
 def has_fewer_threads(row: Row) -> bool:
-    """Return whether a process has fewer threads than one of the smallest size.
-
-    Ranks: local.
-    """
+    """Return whether a process has fewer threads than one of the smallest size."""
     return row.slice.threads < row.base.threads
 
 
 def waits_for_cores(row: Row) -> bool:
-    """Return whether the processes wait for cores, and those of the smallest size did less.
-
-    Ranks: local.
-    """
+    """Return whether the processes wait for cores, and those of the smallest size did less."""
     now, before = (max(result.core_waits, default=0.0) for result in (row.slice, row.base))
     return now > before + CORE_WAIT

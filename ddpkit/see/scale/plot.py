@@ -33,8 +33,6 @@ def draw(measurement: Measurement, rows: Sequence[Row], path: Path) -> None:
 
     Raises:
         ConfigError: it cannot be written.
-
-    Ranks: local.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -31,8 +31,6 @@ def reason_of(row: Row) -> str:
 
     Returns:
         A few sentences in one line.
-
-    Ranks: local.
     """
     if row.is_base:
         return _of_base(row)

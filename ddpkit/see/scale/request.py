@@ -34,8 +34,6 @@ class ScaleRequest:
         seconds: of steps in each slice.
         plot: file for the plot, or None.
         json: file for the results, or None.
-
-    Ranks: local.
     """
 
     words: Sequence[str]
@@ -84,8 +82,6 @@ def require_recipe(words: Sequence[str]) -> None:
 
     Raises:
         ConfigError: there is none.
-
-    Ranks: local.
     """
     if not words:
         raise ConfigError(
@@ -104,8 +100,6 @@ def require_outputs(plot: Path | None, json: Path | None) -> None:
     Raises:
         ConfigError: the kind or the place of a file cannot be used.
         MissingExtraError: there is no matplotlib for the plot.
-
-    Ranks: local.
     """
     for name, path in (("plot", plot), ("json", json)):
         if path is not None:
@@ -129,8 +123,6 @@ def device_of(words: Sequence[str]) -> str | None:
 
     Args:
         words: script and arguments.
-
-    Ranks: local.
 
     Example:
         >>> device_of(["train.py", "--device=cpu"]), device_of(["train.py"])

@@ -26,8 +26,6 @@ class Measurement:
         is_strong: whether the batch of a step stays the same on any number of processes.
         slices: what was measured.
         failed: cells without a result, by name: why.
-
-    Ranks: local.
     """
 
     recipe: str
@@ -50,8 +48,6 @@ def write_measurement(
 
     Raises:
         ConfigError: it cannot be written.
-
-    Ranks: local.
     """
     values = {
         "format": FORMAT,
@@ -73,8 +69,6 @@ def read_measurement(path: Path) -> Measurement:
     Raises:
         MissingFileError: there is none.
         ConfigError: it is something else.
-
-    Ranks: local.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -144,8 +138,6 @@ def _is_strong(slices: Sequence[SliceResult]) -> bool:
 
 def same_number(numbers: Sequence[float]) -> bool:
     """Return whether numbers of samples are the same but for short last batches.
-
-    Ranks: local.
 
     Example:
         >>> same_number([48.0, 47.5]), same_number([48.0, 96.0])

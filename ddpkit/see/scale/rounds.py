@@ -33,8 +33,6 @@ def measured(request: ScaleRequest, tell: Callable[[str], object]) -> Measuremen
         SliceFailedError: the smallest size has failed, with which the others would be compared.
         ConfigError: the recipe does not allow this scaling.
 
-    Ranks: local.
-
     State: no process and no file stays, also after an exception.
     """
     cells = request.cells()
@@ -110,8 +108,6 @@ def scales_strongly(scaling: str | None, base: SliceResult) -> bool:
     Args:
         scaling: what was asked for; None: as the recipe has it.
         base: of the smallest size.
-
-    Ranks: local.
     """
     return base.global_batch_size is not None if scaling is None else scaling == "strong"
 
@@ -126,8 +122,6 @@ def batch_options(scaling: str | None, base: SliceResult, cell: Cell) -> dict[st
 
     Raises:
         ConfigError: the recipe makes its batches itself.
-
-    Ranks: local.
     """
     is_strong = scales_strongly(scaling, base)
     is_own = is_strong == (base.global_batch_size is not None) and cell.way != "dp"
@@ -148,8 +142,6 @@ def batch_options(scaling: str | None, base: SliceResult, cell: Cell) -> dict[st
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Return a context with a folder for all that the slices write.
-
-    Ranks: local.
 
     State: the folder is removed at the end, whatever is in it.
     """

@@ -51,8 +51,6 @@ class MeasuredCommand:
     Args:
         words: script and arguments, as they stand after ``python``.
 
-    Ranks: local.
-
     Example:
         >>> MeasuredCommand(("train.py", "hparams.yaml")).shown
         'train.py hparams.yaml'
@@ -92,8 +90,6 @@ def run_slice(
 
     Raises:
         SliceFailedError: a process has failed, or none has come to ``fit``.
-
-    Ranks: local.
 
     State: no process of the slice is left, also after an exception.
     """
@@ -161,8 +157,6 @@ def environment_of(
         plan: of the slice.
         rank: of the process.
         port: at which the ranks meet.
-
-    Ranks: local.
     """
     number = cell.processes
     environment = {
@@ -294,8 +288,6 @@ def last_sentence(said: str) -> str:
     Args:
         said: lines; a line that goes on below is followed by lines that are indented far.
 
-    Ranks: local.
-
     Example:
         >>> last_sentence(
         ...     "  epochs     10\n  start      from scratch: nothing is in\n             /tmp/run"
@@ -316,8 +308,6 @@ def _is_repeated(line: str, told: set[str]) -> bool:
 
 def short_reason(failure: str) -> str:
     r"""Return the line of a failure that says most: its last exception, or else its last line.
-
-    Ranks: local.
 
     Example:
         >>> short_reason("rank 0 failed. It said last:\nValueError: too many\n  ^^^^")

@@ -28,8 +28,6 @@ class Row:
         rates: samples per second over all processes, of each slice.
         slice: the one with the median rate; of an even number, the slower of the two in the middle.
         base: likewise of the smallest size.
-
-    Ranks: local.
     """
 
     rates: Sequence[float]
@@ -95,8 +93,6 @@ class Row:
 def word_for(efficiency: float) -> str:
     """Return a word for an efficiency.
 
-    Ranks: local.
-
     Example:
         >>> word_for(0.95), word_for(0.8), word_for(0.52), word_for(0.3), word_for(8.0)
         ('good', 'fair', 'poor', 'bad', 'doubtful')
@@ -119,8 +115,6 @@ def rows_of(slices: Sequence[SliceResult]) -> list[Row]:
 
     Args:
         slices: at least one.
-
-    Ranks: local.
     """
     groups: dict[tuple[str, int], list[SliceResult]] = {}
     for slice_ in slices:

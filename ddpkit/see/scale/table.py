@@ -24,8 +24,6 @@ def report(measurement: Measurement, rows: Sequence[Row]) -> str:
     Args:
         measurement: what was measured.
         rows: of it.
-
-    Ranks: local.
     """
     parts = [
         _heading(measurement, rows),

@@ -35,10 +35,7 @@ def pure_exchange(stretch: Stretch) -> float:
 
 
 class Communication:
-    """Finds that the exchange itself takes a large share of most of the last seconds.
-
-    Ranks: local.
-    """
+    """Finds that the exchange itself takes a large share of most of the last seconds."""
 
     kind: ClassVar[str] = KIND
 

@@ -29,10 +29,6 @@ class VerdictFinder:
             set later.
 
     Ranks: local; where all ranks give it the same seconds, they get the same verdicts.
-
-    Example:
-        >>> VerdictFinder(["here"]).num_workers is None
-        True
     """
 
     def __init__(self, hosts: Sequence[str] = (), num_workers: int | None = None) -> None:

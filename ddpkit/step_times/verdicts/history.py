@@ -50,8 +50,6 @@ class Stretch:
         own: seconds of a window without the exchange, likewise.
         exchange: seconds of the exchange, likewise.
         core_waits: share of the time without a core.
-
-    Ranks: local.
     """
 
     last: SecondOfSteps
@@ -98,8 +96,6 @@ class Stretch:
 
 def above_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return how much each value is above the median of the others; zeros where there are none.
-
-    Ranks: local.
 
     Example:
         >>> above_others(np.array([1.0, 2.0, 9.0])).tolist()
@@ -170,8 +166,6 @@ class History:
     Attributes:
         recent: the last stretches, the newest at the end; at most :data:`LOOKED_AT`.
         memory: of the whole run.
-
-    Ranks: local.
     """
 
     def __init__(self, hosts: Sequence[str] = (), num_workers: int | None = None) -> None:

@@ -24,19 +24,13 @@ ADVICE = (
 
 
 def idle_share(stretch: Stretch) -> float:
-    """Return the share of the windows in which the GPU was done first, on a typical rank.
-
-    Ranks: local.
-    """
+    """Return the share of the windows in which the GPU was done first, on a typical rank."""
     shares = stretch.last.is_host_bound
     return median(shares) if shares else 0.0
 
 
 class HostBound:
-    """Finds that the GPU is done first in most windows, though batches are there.
-
-    Ranks: local.
-    """
+    """Finds that the GPU is done first in most windows, though batches are there."""
 
     kind: ClassVar[str] = KIND
 

@@ -56,10 +56,7 @@ def _is_late(stretch: Stretch, *, rank: int) -> bool:
 
 
 class LateRank:
-    """Finds ranks that are late by their own times, in most of the last seconds.
-
-    Ranks: local.
-    """
+    """Finds ranks that are late by their own times, in most of the last seconds."""
 
     kind: ClassVar[str] = KIND
 

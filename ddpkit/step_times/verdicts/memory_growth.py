@@ -46,10 +46,7 @@ ADVICE = (
 
 
 class MemoryGrowth:
-    """Finds ranks whose memory grows evenly.
-
-    Ranks: local.
-    """
+    """Finds ranks whose memory grows evenly."""
 
     kind: ClassVar[str] = KIND
 
@@ -108,8 +105,6 @@ def growth_per_step(
         steps: optimizer steps at each point.
         used: bytes, shape ``(points, ranks)``.
         share: of the memory, that it has to grow by.
-
-    Ranks: local.
 
     Example:
         >>> steps = np.arange(16.0)

@@ -20,8 +20,6 @@ class MemoryPoint:
         at: seconds of training before it.
         optimizer_step: updates since the run began.
         used: bytes by name, of each rank.
-
-    Ranks: local.
     """
 
     at: float
@@ -34,8 +32,6 @@ class MemoryRecord:
 
     Attributes:
         points: the oldest first.
-
-    Ranks: local.
     """
 
     def __init__(self) -> None:

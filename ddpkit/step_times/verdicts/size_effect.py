@@ -26,8 +26,6 @@ class SizeEffect:
         relative: sizes, each against the mean of its window, shape ``(ranks, windows)``.
         slope: seconds that a batch takes longer which is larger by the mean of its window.
         correlation: of relative sizes and times, -1 to 1; 0 where one of them does not change.
-
-    Ranks: local.
     """
 
     relative: NDArray[np.float64]

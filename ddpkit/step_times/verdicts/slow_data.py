@@ -26,18 +26,13 @@ def typical_wait(stretch: Stretch) -> float:
     """Return the seconds in which a typical rank waits for its batches; of two ranks, the quicker.
 
     One slow rank is a late rank, not a slow loader.
-
-    Ranks: local.
     """
     waits = np.sort(stretch.of_phase(DATA))
     return float(waits[(len(waits) - 1) // 2])
 
 
 class SlowData:
-    """Finds that waiting for batches takes much of most of the last seconds, on most ranks.
-
-    Ranks: local.
-    """
+    """Finds that waiting for batches takes much of most of the last seconds, on most ranks."""
 
     kind: ClassVar[str] = KIND
 

@@ -34,10 +34,7 @@ REASONS = {
 
 
 def reason(stretch: Stretch, rank: int) -> int:
-    """Return why a GPU runs below its clock, the first of :data:`REASONS`; 0: it does not.
-
-    Ranks: local.
-    """
+    """Return why a GPU runs below its clock, the first of :data:`REASONS`; 0: it does not."""
     clocks = stretch.last.gpu_clocks
     if clocks is None or clocks[rank]["share"] > SHARE:
         return 0
@@ -50,10 +47,7 @@ def _is_slow(stretch: Stretch, *, rank: int) -> bool:
 
 
 class Throttling:
-    """Finds GPUs that are slow in most of the last seconds.
-
-    Ranks: local.
-    """
+    """Finds GPUs that are slow in most of the last seconds."""
 
     kind: ClassVar[str] = KIND
 

@@ -35,10 +35,7 @@ ADVICE = (
 
 
 class UnevenBatches:
-    """Finds that the sizes of the batches explain much of the time that ranks wait for each other.
-
-    Ranks: local.
-    """
+    """Finds that the sizes of the batches explain much of the ranks' waiting for each other."""
 
     kind: ClassVar[str] = KIND
 

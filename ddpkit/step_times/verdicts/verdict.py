@@ -20,8 +20,6 @@ class Verdict:
         seconds: lost in a step; None where there is no such figure.
         share: of a step, 0 to 1; None likewise.
 
-    Ranks: local.
-
     Example:
         >>> Verdict(kind="slow_data", what="Slow.", how_much="By half.", advice="Hurry.").line()
         'Slow. By half. Hurry.'

@@ -25,8 +25,6 @@ PHASE_WORDS = {
 def duration(seconds: float) -> str:
     """Return a length of time in words.
 
-    Ranks: local.
-
     Example:
         >>> duration(0.2034), duration(2.5), duration(0.0042)
         ('203 ms', '2.50 s', '4.2 ms')
@@ -41,8 +39,6 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """Return a share in words.
 
-    Ranks: local.
-
     Example:
         >>> percent(0.713)
         '71 %'
@@ -52,8 +48,6 @@ def percent(share: float) -> str:
 
 def size(amount: float) -> str:
     """Return a number of bytes in words.
-
-    Ranks: local.
 
     Example:
         >>> size(50.4e6), size(12)
@@ -69,8 +63,6 @@ def size(amount: float) -> str:
 def rate(per_second: float) -> str:
     """Return a number of things per second in words, to three digits.
 
-    Ranks: local.
-
     Example:
         >>> rate(1234.5), rate(0.034)
         ('1234', '0.034')
@@ -80,8 +72,6 @@ def rate(per_second: float) -> str:
 
 def rank_words(rank: int, host: str | None) -> str:
     """Return a rank with its machine, to begin a sentence.
-
-    Ranks: local.
 
     Example:
         >>> rank_words(1, "node7"), rank_words(0, None)

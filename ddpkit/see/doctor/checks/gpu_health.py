@@ -72,10 +72,7 @@ POWER = Rule(
 
 
 def lost(gpus: Sequence[Gpu]) -> Finding | None:
-    """Look for GPUs that do not answer at all.
-
-    Ranks: local.
-    """
+    """Look for GPUs that do not answer at all."""
     rows = [
         Row(gpu, PROBLEM, gpu.unanswered["handle"]) for gpu in gpus if "handle" in gpu.unanswered
     ]
@@ -83,10 +80,7 @@ def lost(gpus: Sequence[Gpu]) -> Finding | None:
 
 
 def memory_errors(gpus: Sequence[Gpu]) -> Finding | None:
-    """Look for errors of memory and for repairs that wait or have failed.
-
-    Ranks: local.
-    """
+    """Look for errors of memory and for repairs that wait or have failed."""
     rows = [
         _errors_row(gpu) for gpu in gpus if gpu.ecc is not None or gpu.remapping_failed is not None
     ]
@@ -125,8 +119,6 @@ def slowdown(gpus: Sequence[Gpu], *, is_loaded: bool) -> Finding | None:
     Args:
         gpus: to look at.
         is_loaded: whether they were at work.
-
-    Ranks: local.
     """
     rows = [
         _clocks_row(gpu, is_loaded=is_loaded) for gpu in gpus if gpu.throttle_reasons is not None
@@ -151,10 +143,7 @@ def _clocks_row(gpu: Gpu, *, is_loaded: bool) -> Row:
 
 
 def temperature(gpus: Sequence[Gpu]) -> Finding | None:
-    """Compare temperatures with the point of slowing down.
-
-    Ranks: local.
-    """
+    """Compare temperatures with the point of slowing down."""
     rows = []
     for gpu in gpus:
         if gpu.temperature is None or not gpu.slowdown_temperature:
@@ -167,10 +156,7 @@ def temperature(gpus: Sequence[Gpu]) -> Finding | None:
 
 
 def power_limit(gpus: Sequence[Gpu]) -> Finding | None:
-    """Compare power limits with the default of the card.
-
-    Ranks: local.
-    """
+    """Compare power limits with the default of the card."""
     rows = [
         Row(
             gpu,

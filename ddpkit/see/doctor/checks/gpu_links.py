@@ -58,8 +58,6 @@ def pcie(gpus: Sequence[Gpu], *, is_loaded: bool) -> Finding | None:
     Args:
         gpus: to look at.
         is_loaded: whether they were at work; at rest a GPU lowers the generation of its link.
-
-    Ranks: local.
     """
     rows = [
         _pcie_row(gpu, is_loaded=is_loaded) for gpu in gpus if gpu.pcie_width and gpu.pcie_max_width
@@ -92,10 +90,7 @@ def _speed(generation: int, width: int) -> float:
 
 
 def replays(gpus: Sequence[Gpu]) -> Finding | None:
-    """Look for packets that had to be sent again.
-
-    Ranks: local.
-    """
+    """Look for packets that had to be sent again."""
     rows = [
         Row(gpu, LOOK if gpu.pcie_replays >= MANY_REPLAYS else OK, f"{gpu.pcie_replays or 'none'}")
         for gpu in gpus
@@ -110,8 +105,6 @@ def copies(gpus: Sequence[Gpu], done: Sequence[Busy]) -> Finding | None:
     Args:
         gpus: that were at work.
         done: by each of them, in the same order.
-
-    Ranks: local.
     """
     rows = []
     for gpu, busy in zip(gpus, done, strict=True):
@@ -145,8 +138,6 @@ def nvlinks(gpus: Sequence[Gpu]) -> Finding | None:
 
     Args:
         gpus: to look at; those without NVLink are left out.
-
-    Ranks: local.
     """
     rows = [_nvlink_row(gpu, len(gpus)) for gpu in gpus if gpu.links]
     return finding_of(NVLINK, rows) if rows else None
@@ -170,8 +161,6 @@ def peers(driver: Driver, seen: ByTorch, indices: Sequence[int]) -> Iterator[Fin
         driver: its answers.
         seen: by torch, in whose order ``indices`` are.
         indices: the driver's numbers of the GPUs that torch sees.
-
-    Ranks: local.
     """
     if len(indices) < 2 or not seen.peers:  # noqa: PLR2004 -- a pair
         return

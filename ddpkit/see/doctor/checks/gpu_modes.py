@@ -40,10 +40,7 @@ MIG = Rule(
 
 
 def persistence(gpus: Sequence[Gpu]) -> Finding | None:
-    """Look whether the driver stays loaded.
-
-    Ranks: local.
-    """
+    """Look whether the driver stays loaded."""
     rows = [
         Row(
             gpu,
@@ -57,10 +54,7 @@ def persistence(gpus: Sequence[Gpu]) -> Finding | None:
 
 
 def compute_mode(gpus: Sequence[Gpu]) -> Finding | None:
-    """Look whether a run may compute on the GPUs.
-
-    Ranks: local.
-    """
+    """Look whether a run may compute on the GPUs."""
     rows = [_compute_row(gpu) for gpu in gpus if gpu.compute_mode is not None]
     return finding_of(COMPUTE, rows) if rows else None
 
@@ -79,8 +73,6 @@ def mig(gpus: Sequence[Gpu], processes: int) -> Finding | None:
     Args:
         gpus: to look at.
         processes: of the run.
-
-    Ranks: local.
     """
     rows = []
     for gpu in gpus:

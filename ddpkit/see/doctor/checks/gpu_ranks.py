@@ -24,8 +24,6 @@ class Seat:
         uuid: of the GPU, or of the MIG part; empty where torch does not tell.
         name: of the GPU.
         memory: of the GPU, in bytes.
-
-    Ranks: local.
     """
 
     rank: int
@@ -47,8 +45,6 @@ def seats(taken: Sequence[Seat]) -> Finding:
 
     Args:
         taken: of all ranks that answer.
-
-    Ranks: local.
     """
     holders: dict[tuple[str, str], list[int]] = {}
     for seat in taken:
@@ -88,8 +84,6 @@ def alike(taken: Sequence[Seat], *, is_run: bool) -> Finding | None:
     Args:
         taken: of all ranks; or, for one process, a seat for each GPU that it sees.
         is_run: whether all of them would train together.
-
-    Ranks: local.
     """
     known = [seat for seat in taken if seat.name]
     if len(known) < 2:  # noqa: PLR2004 -- two can differ
@@ -131,8 +125,6 @@ def even_speed(flops: Mapping[str, float]) -> Finding | None:
 
     Args:
         flops: operations per second, by the name of a GPU or rank.
-
-    Ranks: local.
 
     Example:
         >>> even_speed({"rank 0": 7e14, "rank 1": 4e14, "rank 2": 7e14}).measured

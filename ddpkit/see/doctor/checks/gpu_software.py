@@ -14,10 +14,7 @@ IN_ORDER = "PCI_BUS_ID"
 
 
 def no_driver(driver: Driver, seen: ByTorch) -> Finding:
-    """Say that the driver cannot be asked: there is none, or it is broken.
-
-    Ranks: local.
-    """
+    """Say that the driver cannot be asked: there is none, or it is broken."""
     if driver.problem:
         return Finding(
             "NVIDIA driver",
@@ -50,8 +47,6 @@ def hidden(environ: Mapping[str, str], driver: Driver) -> tuple[Visible, Finding
 
     Returns:
         The GPUs that are left, and the finding.
-
-    Ranks: local.
     """
     value = environ.get(VARIABLE)
     visible = visible_gpus(value, driver.gpus)
@@ -98,8 +93,6 @@ def seen_by_torch(
         seen: by torch.
         visible: what is left of the driver's.
         is_wanted: False where the run is to be on the CPU.
-
-    Ranks: local.
     """
     expected = len(visible.gpus)
     found = len(seen.gpus)
@@ -133,10 +126,7 @@ def _remedy(seen: ByTorch) -> str:
 
 
 def versions(driver: Driver, seen: ByTorch) -> Iterator[Finding]:
-    """Compare torch's CUDA with the driver's, and its kernels with the GPUs.
-
-    Ranks: local.
-    """
+    """Compare torch's CUDA with the driver's, and its kernels with the GPUs."""
     if seen.cuda is None or driver.cuda is None:
         return
     built = _version(seen.cuda)

@@ -31,8 +31,6 @@ def others(gpus: Sequence[Gpu], ours: Collection[int]) -> Finding | None:
     Args:
         gpus: at rest, before this command has used them.
         ours: process ids of this command on this host.
-
-    Ranks: local.
     """
     rows = [_row(gpu, ours) for gpu in gpus if gpu.memory_total]
     return finding_of(OTHERS, rows) if rows else None

@@ -11,10 +11,7 @@ from ddpkit.see.doctor.interfaces import having, is_loopback
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Resolve the host name as gloo does.
-
-    Ranks: local.
-    """
+    """Resolve the host name as gloo does."""
     name = site.machine.name()
     found = gloo_address(site.machine)
     fault = _fault(site, found)

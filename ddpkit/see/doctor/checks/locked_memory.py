@@ -13,10 +13,7 @@ ENOUGH = 4 * GB
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Look at ``ulimit -l``, where there is InfiniBand or RoCE.
-
-    Ranks: local.
-    """
+    """Look at ``ulimit -l``, where there is InfiniBand or RoCE."""
     devices = sorted(path.name for path in site.machine.root.glob("sys/class/infiniband/*"))
     if not devices:
         return

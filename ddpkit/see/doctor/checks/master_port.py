@@ -15,10 +15,7 @@ HIGHEST = 65535
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Bind to the port, where no launch has met at one already.
-
-    Ranks: local.
-    """
+    """Bind to the port, where no launch has met at one already."""
     if site.run.launch.is_distributed:
         return  # the ranks have met there, or the finding `rendezvous` says why not
     given = site.machine.environ.get(VARIABLE)

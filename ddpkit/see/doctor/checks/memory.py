@@ -15,10 +15,7 @@ MUCH_SWAP = 0.5 * GB
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Compare what is free with what the processes take before they hold any model.
-
-    Ranks: local.
-    """
+    """Compare what is free with what the processes take before they hold any model."""
     yield _free(site)
     kills = memory_kills(site.machine)
     if kills:
@@ -74,10 +71,7 @@ def _swap(site: Site) -> Finding:
 
 
 def memory_info(site: Site) -> dict[str, int]:
-    """Return the entries of ``/proc/meminfo``, in bytes.
-
-    Ranks: local.
-    """
+    """Return the entries of ``/proc/meminfo``, in bytes."""
     found = {}
     for line in site.machine.read("proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -87,9 +81,6 @@ def memory_info(site: Site) -> dict[str, int]:
 
 
 def own_bytes(site: Site) -> int:
-    """Return the memory that this process has for itself, with torch loaded.
-
-    Ranks: local.
-    """
+    """Return the memory that this process has for itself, with torch loaded."""
     pages = site.machine.read("proc/self/statm").split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")  # less what is shared

@@ -14,10 +14,7 @@ SLOW_MEGABITS = 1000  # slower than this, the gradients of a small network take 
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Compare what variables name with what is there.
-
-    Ranks: local.
-    """
+    """Compare what variables name with what is there."""
     interfaces = site.machine.interfaces()
     yield _of_gloo(site, interfaces)
     names = site.machine.environ.get(NCCL_VARIABLE)

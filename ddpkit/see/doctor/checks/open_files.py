@@ -13,10 +13,7 @@ TOO_FEW = 256
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Compare ``ulimit -n`` with what loaders take.
-
-    Ranks: local.
-    """
+    """Compare ``ulimit -n`` with what loaders take."""
     limit = site.machine.limit(resource.RLIMIT_NOFILE)
     verdict = OK if limit < 0 or limit >= ENOUGH else LOOK
     if 0 <= limit < TOO_FEW:

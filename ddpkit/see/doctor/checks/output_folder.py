@@ -36,10 +36,7 @@ VERY_SLOW_SECONDS = 1.0
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Look at the folder, and write a small file into it (or above it), which is deleted at once.
-
-    Ranks: local.
-    """
+    """Look at the folder; write a small file into it (or above it) and delete it at once."""
     folder = nearest_folder(site.run.output_folder)
     system = file_system_of(site.machine, folder)
     try:

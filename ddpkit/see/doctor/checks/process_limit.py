@@ -15,10 +15,7 @@ OF_A_WORKER = 8
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Compare ``pids.max`` and ``ulimit -u`` with what the ranks of this host take.
-
-    Ranks: local.
-    """
+    """Compare ``pids.max`` and ``ulimit -u`` with what the ranks of this host take."""
     ranks = site.run.processes_here
     workers = ranks * (site.run.workers or 0)
     wanted = ranks * OF_A_RANK + workers * OF_A_WORKER

@@ -19,10 +19,7 @@ DOCKERS = 128 * MB  # docker gives 64 MB unless told otherwise
 
 
 def look(site: Site) -> Iterator[Finding]:
-    """Compare what is free with what the loaders of all ranks of this host take.
-
-    Ranks: local.
-    """
+    """Compare what is free with what the loaders of all ranks of this host take."""
     workers = site.run.workers
     if workers is None:
         wanted = USUAL

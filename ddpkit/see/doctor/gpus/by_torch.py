@@ -10,10 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class TorchGpu:
-    """A GPU by torch's number; ``uuid`` as the driver writes it, None if torch does not tell.
-
-    Ranks: local.
-    """
+    """A GPU by torch's number; ``uuid`` as the driver writes it, None if torch does not tell."""
 
     index: int
     name: str
@@ -34,8 +31,6 @@ class ByTorch:
         gpus: that this process sees.
         problem: why there are none, in torch's words.
         peers: whether GPU i reads the memory of GPU j: ``(i, j, can)``.
-
-    Ranks: local.
     """
 
     version: str = torch.__version__
@@ -48,14 +43,7 @@ class ByTorch:
 
 
 def ask_torch() -> ByTorch:
-    """Ask torch; this takes a few hundred MB on each GPU that is asked about its peers.
-
-    Ranks: local.
-
-    Example:
-        >>> ask_torch().version == torch.__version__
-        True
-    """
+    """Ask torch; this takes a few hundred MB on each GPU that is asked about its peers."""
     cuda = torch.version.cuda
     hip = torch.version.hip
     if not torch.cuda.is_available():

@@ -19,10 +19,7 @@ TOPOLOGY = {
 
 @dataclass(frozen=True)
 class NvLink:
-    """A link of a GPU: its number, whether it is up, its version, the bus of its other end.
-
-    Ranks: local.
-    """
+    """A link of a GPU: its number, whether it is up, its version, the bus of its other end."""
 
     number: int
     is_up: bool
@@ -32,10 +29,7 @@ class NvLink:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU; ``memory`` in bytes, None where the driver does not say.
-
-    Ranks: local.
-    """
+    """A process that computes on a GPU; ``memory`` in bytes, None where the driver does not say."""
 
     pid: int
     memory: int | None = None
@@ -47,8 +41,6 @@ class Gpu:
     """The driver's answers about one GPU; None where it gives none, and ``unanswered`` says why.
 
     Units: memory in bytes, power in watts, clocks in MHz, temperatures in degrees Celsius.
-
-    Ranks: local.
     """
 
     index: int
@@ -126,8 +118,6 @@ class Driver:
         common: what two GPUs have in common: ``(i, j, level)``, i < j, by :data:`TOPOLOGY`.
         peers: whether two GPUs read each other's memory: ``(i, j, status)``, i < j; 0 is yes.
         problem: why it could not be asked, in its words; None too where there is no driver at all.
-
-    Ranks: local.
 
     Example:
         >>> Driver(version="580.1", gpus=(Gpu(0, name="NVIDIA H200"),)).gpus[0].label

@@ -17,10 +17,7 @@ SIDE = 4096  # of the matrices
 
 @dataclass
 class Busy:
-    """What a GPU did per second: bytes from pinned memory of the host, operations of float16.
-
-    Ranks: local.
-    """
+    """What a GPU did per second: bytes from pinned memory of the host, operations of float16."""
 
     copied: float = 0.0
     computed: float = 0.0
@@ -37,8 +34,6 @@ class Load:
 
     Attributes:
         done: what each has done, by number.
-
-    Ranks: local.
 
     Example:
         >>> with Load([]) as load:

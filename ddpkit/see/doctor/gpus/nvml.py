@@ -29,8 +29,6 @@ def read_driver(nvml: Any = None) -> Driver:
 
     Raises:
         MissingExtraError: nvidia-ml-py is not installed.
-
-    Ranks: local.
     """
     nvml = nvml or _import_nvml()
     try:

@@ -12,10 +12,7 @@ from ddpkit.see.doctor.gpus.driver import Gpu
 
 @dataclass(frozen=True)
 class Row:
-    """What was seen of one GPU.
-
-    Ranks: local.
-    """
+    """What was seen of one GPU."""
 
     gpu: Gpu
     verdict: str
@@ -24,10 +21,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is expected of each GPU, and what a difference costs; as in a finding.
-
-    Ranks: local.
-    """
+    """What is expected of each GPU, and what a difference costs; as in a finding."""
 
     name: str
     expected: str
@@ -43,8 +37,6 @@ def finding_of(rule: Rule, rows: Sequence[Row], **details: Any) -> Finding:
         rule: that the GPUs were looked at by.
         rows: of each GPU, at least one.
         details: for ``--json``.
-
-    Ranks: local.
 
     Example:
         >>> rule = Rule("PCIe link", "x16", "the slot", "slow copies", "Seat it again.")

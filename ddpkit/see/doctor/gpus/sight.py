@@ -22,8 +22,6 @@ class GpuSight:
         by_torch: asks torch about those that this process sees.
         device_of: names the device that ddpkit gives a process: by what is asked, and its place.
         load: keeps GPUs busy, by torch's numbers, while it is entered.
-
-    Ranks: local.
     """
 
     driver: Callable[[], Driver] = read_driver

@@ -20,8 +20,6 @@ class Visible:
     Attributes:
         gpus: the driver's numbers, as a process counts them; a MIG part stands for its GPU.
         mistakes: what of the variable means nothing here, in words.
-
-    Ranks: local.
     """
 
     gpus: list[int] = field(default_factory=list)
@@ -37,8 +35,6 @@ def visible_gpus(value: str | None, gpus: Sequence[Gpu]) -> Visible:
 
     Returns:
         The GPUs that are left, and what is wrong.
-
-    Ranks: local.
 
     Example:
         >>> visible_gpus("1,7", [Gpu(0), Gpu(1)])

@@ -199,9 +199,9 @@ class LoopedLoader:
         done = state.get("done")
         self._skip = batches_after(self.loader, done, before)
         if marks is not None and state["loader"] is not None:
-            number, place = state["loader"]["again"]
+            number, mark = state["loader"]["again"]
             first, self._skip = batches_from(self.loader, done, before, number)
-            marks.go_on(first, place)
+            marks.go_on(first, mark)
         if self.has_counts:  # whose numbers follow from the batches of all passes
             self.total_steps = self._passes * len(self.loader) + self._skip
 

@@ -138,30 +138,30 @@ def compare_summaries(
     exact: list[str] = []
     for rank, items in enumerate(ranks):
         for mine, other in zip(ranks[0], items, strict=True):
-            for place in {**mine, **other}:
-                value = mine.get(place)
-                other_value = other.get(place)
+            for path in {**mine, **other}:
+                value = mine.get(path)
+                other_value = other.get(path)
                 if not _alike(value, other_value):
                     shown = (
                         f"{str(value)[:_LONGEST_SHOWN]} on rank 0, "
                         f"{str(other_value)[:_LONGEST_SHOWN]} on rank {rank}"
                     )
-                    found.setdefault(place, f"{place or 'an item'}: {shown}")
+                    found.setdefault(path, f"{path or 'an item'}: {shown}")
                     are_floats = isinstance(value, list) and isinstance(other_value, list)
-                    may_be_noise = are_floats if noise is None else place in noise
+                    may_be_noise = are_floats if noise is None else path in noise
                     if not may_be_noise:
-                        exact.append(place)
+                        exact.append(path)
     if not found:
         return "", False
-    same = {place for item in ranks[0] for place in item} - {*found}
+    same = {path for item in ranks[0] for path in item} - {*found}
     # Items that differ from each other, and are the same on all ranks: the data is the same.
     same_tells_items_apart = any(
-        len({repr(item.get(place)) for item in ranks[0]}) > 1 for place in same
+        len({repr(item.get(path)) for item in ranks[0]}) > 1 for path in same
     )
     all_is_known_noise = noise is not None and found.keys() <= noise
     is_more_than_noise = bool(exact) or not (same_tells_items_apart or all_is_known_noise)
-    first_place = exact[0] if exact else next(iter(found))
-    return found[first_place], is_more_than_noise
+    first_path = exact[0] if exact else next(iter(found))
+    return found[first_path], is_more_than_noise
 
 
 def _alike(value: Any, other: Any) -> bool:
@@ -214,10 +214,10 @@ def require_alike(
     own = known[:half]
     pairs = zip(own, known[half:], strict=True)
     noise = {
-        place
+        path
         for first, second in pairs
-        for place in {**first, **second}
-        if not _alike(first.get(place), second.get(place))
+        for path in {**first, **second}
+        if not _alike(first.get(path), second.get(path))
     }
     own_detail = (*first, None if both is None else own, noise)
     of_all = exchange(own_detail, f"{site}, in detail")

@@ -103,13 +103,13 @@ class SaveableDataLoader(DataLoader[Any]):
         if self._keyed is None or not self.persistent_workers:
             plan = plan_of(self)
             batched = self.batch_sampler is not None
-            place = self._place if plan is None else plan
+            position = self._place if plan is None else plan
             batches = KeyedSampler(
                 cast("Any", self.batch_sampler if batched else self.sampler),
-                place,
+                position,
                 batched=batched,
             )
-            options = {"generator": self.generator, "batched": batched, "epoch": place.epoch}
+            options = {"generator": self.generator, "batched": batched, "epoch": position.epoch}
             self._keyed = keyed_loader(self, batches, **options)
         return start_loading(self._keyed)
 

@@ -83,9 +83,9 @@ def _parts(
         for number, item in enumerate(inner):
             if not _is_dataset(item, attribute):
                 break
-            place = attribute if inner is not value else f"{attribute}[{number}]"
+            inner_path = attribute if inner is not value else f"{attribute}[{number}]"
             if id(item) not in seen:
-                yield from _parts(item, f"{path}.{place}", seen)
+                yield from _parts(item, f"{path}.{inner_path}", seen)
 
 
 def _is_dataset(value: Any, attribute: str) -> bool:

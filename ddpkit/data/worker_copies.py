@@ -87,9 +87,9 @@ class WorkerCopies:
         now = _attributes(dataset)
         names = [type(inner).__name__ for inner in _datasets(dataset)]
         return [
-            f"{names[place]}.{name} has changed from {known[place, name]!r} to {value!r}"
-            for (place, name), value in now.items()
-            if (place, name) in known and _differ(known[place, name], value)
+            f"{names[number]}.{name} has changed from {known[number, name]!r} to {value!r}"
+            for (number, name), value in now.items()
+            if (number, name) in known and _differ(known[number, name], value)
         ]
 
     @contextlib.contextmanager
@@ -110,8 +110,8 @@ class WorkerCopies:
 def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
     """Return the public attributes with plain values of a dataset and of those inside it."""
     return {
-        (place, name): value
-        for place, inner in enumerate(_datasets(dataset))
+        (number, name): value
+        for number, inner in enumerate(_datasets(dataset))
         for name, value in getattr(inner, "__dict__", {}).items()
         if name[:1] != "_" and _is_plain(value)
     }

@@ -159,8 +159,8 @@ class _Window:
         self.number: int = first["number"] + 1
         self.found: list[dict[str, Tensor]] = [rank["gradients"] for rank in ranks]
         self.parts = [  # per micro-batch, those of the ranks that have samples of it
-            [rank["batches"][place] for rank in ranks if rank["counts"][place]]
-            for place in range(len(first["batches"]))
+            [rank["batches"][index] for rank in ranks if rank["counts"][index]]
+            for index in range(len(first["batches"]))
         ]
         joined = [list(itertools.chain(*parts)) for parts in self.parts]
         batches = joined if side.joins else list(itertools.chain(*self.parts))
@@ -217,13 +217,13 @@ class Diagnosis:
         self,
         window: _Window,
         batch: list[Any],
-        place: int = 0,
+        index_in_window: int = 0,
     ) -> dict[str, Tensor]:
         """Return the gradients of a batch that is an optimizer step of its own."""
         return self.side.run(
             Step(
                 window.step.number,
-                window.step.first + place,
+                window.step.first + index_in_window,
                 [batch],
                 [len(batch)],
             ),
@@ -263,7 +263,7 @@ class Diagnosis:
         """
         batch = window.step.batches[0]
         number = len(window.step.batches)
-        alone, later = [self._alone(window, batch, place) for place in (0, number - 1)]
+        alone, later = [self._alone(window, batch, index) for index in (0, number - 1)]
         filled = Step(
             window.step.number,
             window.step.first,

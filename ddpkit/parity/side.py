@@ -183,13 +183,13 @@ class Side:
         """
         first = number * self.factor
         found = Step(number, first, [], [])
-        for place in range(first, min(first + self.factor, self.num_batches)):
-            self.plan.skip = place
+        for batch_number in range(first, min(first + self.factor, self.num_batches)):
+            self.plan.skip = batch_number
             indices = next(iter(self.plan))
             found.batches.append(
                 [index.item() if isinstance(index, np.generic) else index for index in indices]
             )
-            found.counts.append(self.plan.count(place))
+            found.counts.append(self.plan.count(batch_number))
         return found
 
     def load(self, batches: list[list[Any]]) -> Iterable[Any]:

@@ -422,12 +422,12 @@ class CheckpointPolicy:
                 if before.per_step
                 else ""
             )
-            told = (
+            other_rows = (
                 ""
                 if keeps_rows or not batch_norms(self.context.modules)
                 else OTHER_ROWS.format(advice)
             )
-            logger.announce(words, get_world_size(), before.world_size, values, told)
+            logger.announce(words, get_world_size(), before.world_size, values, other_rows)
 
     # ------------------------------------------------------------------ recovering
 

@@ -75,8 +75,8 @@ def require_room(
 
     Ranks: main only.
     """
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
     shown_free, shown_needed = (
         format_order_of_magnitude(number) for number in (free, bytes_needed)
     )

@@ -180,9 +180,9 @@ class Preflight:
         options = self.context.options
         checkpointer = self.policy.checkpointer
         self.policy.run_state.recovered = None
-        place = Place.here(self.launch.node_rank, str(options.device))
+        here = Place.here(self.launch.node_rank, str(options.device))
         if get_world_size() == 1:
-            self.places = [place]
+            self.places = [here]
             return
         with failure_notice():
             path = call_path(outside_frame(2))
@@ -196,7 +196,7 @@ class Preflight:
                 **model_facts(self.context.modules),
             }
             try:
-                self.places = list(require_agreement(facts, about=place, site=AT_START))
+                self.places = list(require_agreement(facts, about=here, site=AT_START))
             except RankFailedError as error:  # a rank has not come here
                 raise type(error)(
                     f"{error}\n(rank {get_rank()} called {call} at {path})"
@@ -316,18 +316,18 @@ class Preflight:
         if is_first:
             found = found or getattr(checkpointer, "last_loaded", None)
         if is_first or found is not None:
-            place = self._position(state.expected_epoch)
+            position = self._position(state.expected_epoch)
             others = 0 if state.start is None else state.start.num_found
-            start = start_row(found, folder, options.resume, place, others=others)
+            start = start_row(found, folder, options.resume, position, others=others)
         # someone has thought about it
         global_batch_size = self.context.accumulation.global_batch_size
         is_asked = global_batch_size is not None or options.lr_scaling != "none"
         # on the number of processes, whatever the size
         depends = self.context.strategy.averages_weights
         optimizers = self.train_step.named_optimizers()
-        told = self.context.strategy.startup_rows(self.context.modules)
+        strategy_rows = self.context.strategy.startup_rows(self.context.modules)
         first = {
-            "strategy": told["strategy"],
+            "strategy": strategy_rows["strategy"],
             "batch": batch_row(sizes, batch_size, global_batch_size),
             "per step": ""
             if is_asked or depends or self.context.progress.optimizer_step
@@ -337,8 +337,8 @@ class Preflight:
             "optimizer": optimizers_row(optimizers, state.begun_settings) or "none",
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
-            **{name: row for name, row in told.items() if name != "strategy"},
-            "gradients": gradients_row(told.get("gradients", ""), options.ddp_comm_hook),
+            **{name: row for name, row in strategy_rows.items() if name != "strategy"},
+            "gradients": gradients_row(strategy_rows.get("gradients", ""), options.ddp_comm_hook),
             **parts,
         }
         self._show("Training", first, {"start": start}, contexts)
@@ -548,7 +548,7 @@ def start_row(
     found: Path | None,
     folder: Any,
     resume: str,
-    place: str,
+    position: str,
     *,
     others: int = 0,
 ) -> str:
@@ -558,7 +558,7 @@ def start_row(
         found: the checkpoint to resume from, or None.
         folder: the checkpoint folder; None without a checkpointer.
         resume: the option.
-        place: the position of the run in that checkpoint.
+        position: of the run in that checkpoint, in words.
         others: number of checkpoints in the folder that were not loaded.
 
     Ranks: local.
@@ -568,7 +568,7 @@ def start_row(
         'from scratch: there is no checkpoint in results/save'
     """
     if found is not None:
-        return f"from {shown_path(found)}: {place}"
+        return f"from {shown_path(found)}: {position}"
     if folder is None:
         return "from scratch, and no checkpointer to save with"
     folder = shown_path(folder)

@@ -237,19 +237,19 @@ def optimizers_row(
     return "; ".join(shown if left <= 0 else [*shown[:MOST_SHOWN], f"and {left} more"])
 
 
-def gradients_row(told: str, hook: str | None) -> str:
+def gradients_row(row: str, hook: str | None) -> str:
     """Return how gradients travel between the processes.
 
     Args:
-        told: what the strategy says of it.
+        row: what the strategy says of it.
         hook: the option ``ddp_comm_hook``.
 
     Example:
         >>> gradients_row("", "fp16")
         'not sent by one process: ddp_comm_hook=fp16 has no effect'
     """
-    if told or hook is None or get_world_size() > 1:
-        return told
+    if row or hook is None or get_world_size() > 1:
+        return row
     return f"not sent by one process: ddp_comm_hook={hook} has no effect"
 
 
@@ -276,8 +276,8 @@ def logs_row(train_logger: Any) -> str:
     ]
     files = [handler.baseFilename for handler in handlers if handler.baseFilename != os.devnull]
     folders: dict[str, list[str]] = {}
-    for place in dict.fromkeys(map(shown_path, [*files, *log_places(train_logger)])):
-        folders.setdefault(str(Path(place).parent), []).append(Path(place).name)
+    for path in dict.fromkeys(map(shown_path, [*files, *log_places(train_logger)])):
+        folders.setdefault(str(Path(path).parent), []).append(Path(path).name)
     return "; ".join(f"{_and(names)} in {folder}" for folder, names in folders.items())
 
 

@@ -109,7 +109,7 @@ def _steps_ahead(
     has_changed = bool(plan.changes(before)) if known is None else known != now.steps
     if not has_changed or not isinstance(epoch, int):
         return int(state.get("steps_ahead", 0))
-    place = (epoch - 1 + int(end_of_epoch)) * now.steps if now.goes_on else 0
+    equivalent_steps = (epoch - 1 + int(end_of_epoch)) * now.steps if now.goes_on else 0
     if not end_of_epoch:
         batches, _ = plan.batches_done(
             before,
@@ -117,7 +117,9 @@ def _steps_ahead(
             state.get("samples", 0),
         )
         is_over = batches >= now.batches
-        place += now.steps if is_over else batches // (plan.grad_accumulation_factor or 1)
+        equivalent_steps += (
+            now.steps if is_over else batches // (plan.grad_accumulation_factor or 1)
+        )
     finished = [number for number in state.get("finished") or () if number is not None]
     done: int = state["optimizer_step"] - (finished[-1] if finished else 0)
-    return done - place
+    return done - equivalent_steps

@@ -76,10 +76,10 @@ class Feed:
         if counts is not None:
             weight_of = counts.total if by_samples else counts.parts
         for number, batch in enumerate(source, self.start):
-            place = number % self.factor
-            if place == 0 or number == self.start:
+            index_in_window = number % self.factor
+            if index_in_window == 0 or number == self.start:
                 window.begin()
-                after = number - place + self.factor
+                after = number - index_in_window + self.factor
                 is_one = after == number + 1
                 total = (
                     weight_of(number)
@@ -91,7 +91,7 @@ class Feed:
                 if not by_samples:
                     window.weight = counts.part(number)
             window.loss_scale = window.weight * self.world_size / total
-            window.closes = place == self.factor - 1 or number == length - 1
+            window.closes = index_in_window == self.factor - 1 or number == length - 1
             done = number + 1
             yield batch
         if done < length:

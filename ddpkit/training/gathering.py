@@ -131,8 +131,8 @@ class StageBatches:
         plan = self._plan
         last = self.last or 0
         plan.skip = self.first
-        for number, (place, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
-            yield number // plan.shards, indices, plan.keep_step and plan.count(place) == 0
+        for number, (slot, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
+            yield number // plan.shards, indices, plan.keep_step and plan.count(slot) == 0
 
 
 # --------------------------------------------------------------------------------- one batch's rows
@@ -594,4 +594,4 @@ def _in_order(pieces: list[Any], order: NDArray[np.int64]) -> Any:
     if len(kinds) == 1 and isinstance(pieces[0], np.ndarray):
         return np.concatenate(pieces)[order]
     entries = [entry for piece in pieces for entry in rows_of(piece)]
-    return [entries[place] for place in order]
+    return [entries[index] for index in order]

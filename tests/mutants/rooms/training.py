@@ -26,8 +26,8 @@ FAULTS = in_room(
         Fault(
             "the last window of an epoch is not closed where it is short",
             "Feed.batches",
-            "place == self.factor - 1 or number == length - 1",
-            "place == self.factor - 1",
+            "index_in_window == self.factor - 1 or number == length - 1",
+            "index_in_window == self.factor - 1",
             f"{FEED} {STEP}",
         ),
         Fault(

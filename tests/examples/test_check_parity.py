@@ -38,7 +38,7 @@ def change(path, old, new):
 
 
 def test_the_digits_hold_on_four_ranks(digits):
-    run = Run(python(*COMMAND, "--check_parity", "4"), digits).wait(180)
+    run = Run(python(*COMMAND, "--check_parity", "4"), digits, warm=True).wait(180)
     assert run.code == 0, run.tail()
     assert (
         "Parity holds: 4 processes and one with the joined batch have the same gradients."

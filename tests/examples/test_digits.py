@@ -115,7 +115,7 @@ def test_the_checkpoint_with_the_smallest_error_is_tested(trained):
 
 def test_a_second_start_has_nothing_left_to_train(trained):
     """And one process takes over what two have left."""
-    again = Run(python(*COMMAND), trained.folder, name="again").wait()
+    again = Run(python(*COMMAND), trained.folder, name="again", warm=True).wait()
     closing = closing_line(again)
     assert "Epoch 10 is done already, of 10 at most: nothing is left to train." in again.err
     assert "Going into epoch" not in again.err

@@ -73,7 +73,7 @@ class Recipe:
         command += ["--device=cpu", "--noprogressbar"]
         environment = {"PYTHONPATH": self.path, "DDPKIT_SPEECHBRAIN": "1" if answered else "0"}
         environment |= dict([DOUBLE.split("=")]) if DOUBLE in options else {}
-        return Run(command, place, environment)
+        return Run(command, place, environment, warm=True)
 
 
 def trained(*runs):
@@ -95,13 +95,18 @@ def test_one_process_equals_speechbrains_own_core(recipe):
     one.assert_same(own)
 
 
-@pytest.mark.parametrize("recipe", ALIKE, indirect=True)
+# The others are like one of these where two processes differ from one.
+@pytest.mark.parametrize(
+    "recipe",
+    [name for name in ALIKE if name not in {"ctc", "alignment_forward", "g2p", "vad"}],
+    indirect=True,
+)
 def test_two_processes_equal_one(recipe):
     one, two = trained(recipe.start("one", *EQUAL), recipe.start("two", *EQUAL, processes=2))
     two.assert_same(one)
 
 
-@pytest.mark.parametrize("recipe", ["ctc", "transducer", "seq2seq", "vad"], indirect=True)
+@pytest.mark.parametrize("recipe", ["ctc", "vad"], indirect=True)
 def test_on_several_lengths_two_processes_are_near_to_one(recipe):
     one, two = trained(recipe.start("one"), recipe.start("two", processes=2))
     assert 1e-5 < two.distance(one) < 0.2
@@ -153,7 +158,7 @@ def test_a_ported_recipe_trains_as_it_does_under_ddpkit_speechbrain(recipe):
     shutil.copytree(RECIPES, place)
     write_recipe(port_recipe(place))
     words = (f"{SCRIPTS[recipe.name]}.py", f"{recipe.name}.yaml", "--device=cpu", "--noprogressbar")
-    run = Run(python(*words), place, {"PYTHONPATH": recipe.path})
+    run = Run(python(*words), place, {"PYTHONPATH": recipe.path}, warm=True)
     one, ported = trained(one, run)
     assert not any("answers speechbrain" in line for line in run.lines)
     ported.assert_same(one)

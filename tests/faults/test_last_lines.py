@@ -86,8 +86,18 @@ def run_case(folder, case, launcher):
     return runs
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("case", CASES)
+# Each case by a launcher, and each launcher with a rank that raises and one that is lost.
+@pytest.mark.parametrize(
+    ("case", "launcher"),
+    [
+        *((case, launcher) for case in ("forward", "lost") for launcher in LAUNCHERS),
+        ("worker", "nproc"),
+        ("run_on_main", "plain"),
+        ("on_stage_end", "torchrun"),
+        ("stuck", "torchrun"),
+        ("stuck", "plain"),
+    ],
+)
 def test_the_last_fifteen_lines_tell_rank_host_step_line_and_reason(tmp_path, case, launcher):
     _, rank, place, reason = CASES[case]
     runs = run_case(tmp_path, case, launcher)
@@ -131,7 +141,7 @@ def test_a_clean_stop_leaves_the_last_word_to_where_the_run_goes_on(tmp_path, la
     if launcher == "plain":
         runs = start_by_hand(python(*words), tmp_path, 2, warm=True)
     elif launcher == "nproc":
-        runs = [Run(python(*words, "--nproc=2"), tmp_path)]
+        runs = [Run(python(*words, "--nproc=2"), tmp_path, warm=True)]
         asked = signal.SIGINT
     else:
         runs = [Run(torchrun(2, *words), tmp_path, warm=True)]

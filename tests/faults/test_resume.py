@@ -22,7 +22,17 @@ from .campaign_verdict import Reference, compare
 from .recipes_for_faults import VARIANTS, Setting, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 20
+# What they are without is in "all", and drawn alone by `make faults`.
+DRAWN = [
+    "augmentation",
+    "frozen optimizer",
+    "early stopping",
+    "stream in workers",
+    "loader with state",
+    "all",
+    "all, stream",
+]
+KILLS = 10
 
 
 def campaign(*words):
@@ -42,35 +52,36 @@ def campaign(*words):
     )
 
 
-def test_twenty_random_kills_change_nothing(tmp_path):
+def test_random_kills_change_nothing(tmp_path):
     table = tmp_path / "table.json"
-    run = campaign("--kills", str(KILLS), "--seed", "4", "--json", str(table))
+    words = [word for variant in DRAWN for word in ("--variant", variant)]
+    run = campaign("--kills", str(KILLS), "--seed", "4", "--json", str(table), *words)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(table.read_text())
     assert rows.pop("problems") == []
     assert sum(row["kills"] for row in rows.values()) == KILLS
     assert sum(sum(row["places"].values()) for row in rows.values()) == KILLS
-    assert {name for name, row in rows.items() if row["kills"]} == set(VARIANTS)
+    assert {name for name, row in rows.items() if row["kills"]} == set(DRAWN)
     assert len(set().union(*(row["places"] for row in rows.values()))) >= 4, (
         "they fall in many places"
     )
 
 
-@pytest.mark.parametrize("broken", ["random", "optimizer", "loss"])
-def test_the_campaign_sees_what_is_not_restored(broken):
+def test_the_campaign_sees_what_is_not_restored():
     setting = Setting("dropout", options=(("ckpt_async", False),))
     # after a save inside the epoch
     killed = text_of(setting), text_of(Kill("train", at=(2, TRAIN, 5, STEPPING)))
     whole = campaign("--replay", *killed)
-    lacking = campaign("--sabotage", broken, "--replay", *killed)
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert lacking.returncode == 1, lacking.stdout + lacking.stderr
+    for broken in ("random", "optimizer", "loss"):
+        lacking = campaign("--sabotage", broken, "--replay", *killed)
+        assert lacking.returncode == 1, broken + lacking.stdout + lacking.stderr
 
 
 def test_another_number_of_processes_takes_the_same_steps():
-    run = campaign("--sizes", "2:1", "1:2", "2:3")
+    run = campaign("--sizes", "2:3")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert len(run.stdout.splitlines()) == 12
+    assert len(run.stdout.splitlines()) == 4
 
 
 # ------------------------------------------------------------------------------- the verdict itself

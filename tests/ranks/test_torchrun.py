@@ -95,19 +95,17 @@ def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "starts"),
-    [(1, 1), (2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 1), (2, 3)])],
+    ("processes", "warm"),
+    [(1, [True]), (2, [True, False]), (3, [True])],
 )
-def test_a_clean_start_and_exit(tmp_path, processes, starts):
+def test_a_clean_start_and_exit(tmp_path, processes, warm):
     """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights
-    each time.
-
-    Of cold processes the quick test is that of ``--nproc``.
+    each time, also in processes that start cold.
     """
     script = write(tmp_path)
     weights = set()
-    for _ in range(starts):
-        assert_clean(Run(torchrun(processes, script), tmp_path, warm=starts == 1).wait(), processes)
+    for is_warm in warm:
+        assert_clean(Run(torchrun(processes, script), tmp_path, warm=is_warm).wait(), processes)
         weights |= {report["weight"] for report in reports(tmp_path, processes)}
         for rank in range(processes):
             (tmp_path / f"report.{rank}.json").unlink()

@@ -117,8 +117,11 @@ HANGS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--nproc=2",)], ids=["alone", "two ranks"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [((), signal.SIGINT, 130), (("--nproc=2",), signal.SIGTERM, 143)],
+    ids=["alone", "two ranks"],
+)
 def test_doctor_leaves_nothing_after_a_signal_while_a_recipe_hangs(tmp_path, words, number, code):
     folder = tmp_path / "recipe"
     temporary = tmp_path / "tmp"

@@ -27,6 +27,9 @@ from tests.guards import Picture
 # The mark that all tests of a folder carry.
 MARKED_FOLDERS = {"faults": "faults", "clusters": "launch", "gpu": "gpu"}
 
+# Their tests take a minute or two each: they run first, so that none runs alone at the end.
+LONGEST = {"test_benchmarks.py"}
+
 # How many parametrizations of a test with the mark may have other values than their first ones, if
 # it is to be quick.
 QUICK_OF = {"grid": 1, "corner": 0}
@@ -59,7 +62,12 @@ def pytest_collection():
         gc.enable()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    left_out = [item for item in items if _is_in_the_midst(item)]
+    if left_out:
+        items[:] = [item for item in items if not _is_in_the_midst(item)]
+        config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         for mark in _marks_of_folders(item.path.parent, item.config.rootpath):
             item.add_marker(mark)
@@ -73,6 +81,15 @@ def pytest_collection_modifyitems(items):
 @functools.cache
 def _marks_of_folders(folder, root):
     return [mark for name, mark in MARKED_FOLDERS.items() if name in folder.relative_to(root).parts]
+
+
+def _is_in_the_midst(item):
+    """Say whether a test with the mark `corner` has two values or more that are not the first.
+
+    What options do together is shown by the trainings that tests/model draws, on other values
+    each time; a grid shows the same few each time.
+    """
+    return item.get_closest_marker("corner") is not None and _first_values_but(item) > 1
 
 
 def _first_values_but(item):

@@ -28,4 +28,6 @@ def test_of_a_grid_the_axes_are_quick(request, first, name, value):
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("name, value", SECOND)  # noqa: PT006 -- pytest takes this, too
 def test_of_a_corner_the_first_values_are_quick(request, first, name, value):
+    """Each other value is run with the first of the others."""
+    assert others(first, (name, value)) <= 1
     assert is_slow(request) == (others(first, (name, value)) > 0)

@@ -189,13 +189,10 @@ def train_all(num_workers, shard_evaluation, *, cases=CASES, drop_last=False):
 
 
 AT_LENGTH = [
-    (1, 1, CASES),
-    (1, 2, CASES),
-    (2, 0, CASES),
-    (2, 1, CASES),
-    (2, 2, CASES),
+    (1, 2, FEW),
+    (2, 1, FEW),
     (3, 0, CASES),
-    (3, 2, CASES),
+    (3, 2, FEW),
 ]
 
 
@@ -235,11 +232,10 @@ def train_dropping(num_workers, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)])
-def test_an_incomplete_global_batch_is_dropped_alike(ranks, cases):
-    expected = train_dropping(0, cases)
-    for own in ranks.run(train_dropping, 2, cases):
-        for (size, factor), mine, alone in zip(cases, own, expected, strict=True):
+def test_an_incomplete_global_batch_is_dropped_alike(ranks):
+    expected = train_dropping(0, FEW)
+    for own in ranks.run(train_dropping, 2, FEW):
+        for (size, factor), mine, alone in zip(FEW, own, expected, strict=True):
             assert_close(mine[0], alone[0])
             assert mine[2] == alone[2] == 2 * math.ceil(size // JOINED / factor)
             assert numbers(mine[1]) == pytest.approx(numbers(alone[1]), abs=1e-10)

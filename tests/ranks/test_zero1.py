@@ -216,14 +216,13 @@ ONE_AFTER_THE_OTHER = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("kind", "before", "after"),
     [
-        *ONE_AFTER_THE_OTHER[:1],
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ONE_AFTER_THE_OTHER[1:]),
+        ("Recipe", *ONE_AFTER_THE_OTHER[0]),
+        *(("TwoOptimizers", *one) for one in ONE_AFTER_THE_OTHER),
     ],
-    ids=lambda one: "-".join(map(str, one)),
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["TwoOptimizers", pytest.param("Recipe", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(
     ranks,
     tmp_path,

@@ -91,7 +91,7 @@ class BackgroundSave:
             folder: of checkpoints; whatever else in this process writes there is waited for, too.
 
         Raises:
-            CheckpointError: the work raised it, or something else that is its cause; once.
+            CheckpointError: the work failed; its error is this one, or the cause. Raised once.
 
         Ranks: main only.
         """
@@ -227,7 +227,7 @@ def state_bytes(states: Mapping[str, Any]) -> int:
         states: what ``torch.save`` could store, by name.
 
     Returns:
-        The size of the storages; one that two states share counts twice, as it is in two files.
+        The size of the storages; a storage that two states share counts twice: it is in two files.
 
     Ranks: local.
 

@@ -44,8 +44,8 @@ def load_recoverables(
             of its files from a temporary folder, one at a time: for folders that only rank 0 sees.
 
     Raises:
-        CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank,
-            whichever failed.
+        CheckpointError: an object cannot be loaded. With ``"broadcast"`` every rank raises it, even
+            if a single rank failed.
 
     Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are
         not waited for: then every rank reads. In main-only code the main process reads.

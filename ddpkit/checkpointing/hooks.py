@@ -174,7 +174,7 @@ def write_state(state: Any, path: Path) -> str:
 
     Raises:
         CheckpointError: the state holds objects that could not be loaded again without running
-            code, or tensors of which each rank has a part, or without values.
+            code, or sharded tensors, or tensors without values.
         OSError: the file cannot be written.
 
     Ranks: main only.

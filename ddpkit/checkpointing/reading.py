@@ -65,7 +65,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
-    """Read a checkpoint, whole or with files missing; return None for what is none."""
+    """Read a checkpoint, whole or with files missing; return None for other folders."""
     try:
         names = [entry.name for entry in path.iterdir()]
     except NotADirectoryError:
@@ -147,9 +147,7 @@ class DamageLog:
         return found
 
     def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
-        """Verify a checkpoint; report one that is damaged, forget what was reported of one that is
-        whole.
-        """
+        """Verify a checkpoint; report damage, or forget an earlier report."""
         faults = verify(checkpoint.path, mode)
         if faults:
             self.report(checkpoint.path, "; ".join(faults))

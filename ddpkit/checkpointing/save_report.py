@@ -1,4 +1,4 @@
-"""What a save or a deletion has done, for whoever keeps a record of it."""
+"""What a save or a deletion has done, for records of it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SaveListener(Protocol):
 
 
 def size_of_files(folder: Path) -> int:
-    """Return how much the files in a folder take, in bytes; those that are gone meanwhile count
+    """Return how much the files in a folder take, in bytes; files deleted meanwhile count
     nothing.
 
     Args:

@@ -61,7 +61,7 @@ class Selection:
         )
 
     def importance(self, checkpoint: Checkpoint) -> Any:
-        """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
+        """Return a value that is greater for a better checkpoint; None for the worst."""
         if self.max_key is not None:
             return as_number(checkpoint.meta[self.max_key])
         if self.min_key is not None:

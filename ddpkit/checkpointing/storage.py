@@ -173,7 +173,7 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
     full.
 
     Args:
-        path: the file; one that exists is overwritten.
+        path: the file; an existing file is overwritten.
         writer: called with the open binary handle, on which only ``write`` and ``flush`` may be
             called.
 

@@ -17,8 +17,8 @@ FIRST_AT_EXIT = 100  # priority of a multiprocessing exit hook; its own have at 
 def at_exit(call: Callable[[], object]) -> None:
     """Register a function to run at exit, before ``multiprocessing`` waits for its children.
 
-    A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned
-    waits for its children before that.
+    A process that ``multiprocessing`` has forked ends without ``atexit``; a spawned process waits
+    for its children before ``atexit``.
 
     Args:
         call: must be idempotent; it may be called twice.

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 # attribute of an exception: the rank that failed before this one in the same call of fit
 AFTER = "_ddpkit_after"
-LAUNCHER_SECONDS = 2.0  # for the launcher to end what has failed as the first rank did
+LAUNCHER_SECONDS = 2.0  # for the launcher to end ranks that have failed as the first rank did
 # attribute of an exception: print its message alone, and exit with this code
 PLAIN = "_ddpkit_plain"
 # usage errors, of what a hook has returned or a dataset has given
@@ -190,8 +190,8 @@ def _sentence(error: BaseException, own: Reason) -> str:
 def _launcher_reads() -> bool:
     """Say whether torchrun reads this process's error file.
 
-    torchrun starts each rank in a session of its own; nobody reads what others write who inherit
-    its variables.
+    torchrun starts each rank in a session of its own; a child process inherits its
+    variables, but nobody reads the file that it would write.
     """
     return "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
 

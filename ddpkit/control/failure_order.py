@@ -68,7 +68,7 @@ class FailureOrder:
         self.first: Reason | None = None
 
     def take_turn(self, after: int | None) -> None:
-        """Come first, or learn who did.
+        """Report this failure as the first, or learn which rank's came first.
 
         Args:
             after: the rank that failed before this one in the same call of ``fit``; None: no rank
@@ -89,7 +89,7 @@ class FailureOrder:
         return reason if reason is not None and reason.is_final else None
 
     def summary(self) -> str:
-        """Return one line: that this rank failed first; without the store nobody knows that."""
+        """Return one line: that this rank failed first; without the store, only that it failed."""
         return self.own.in_words("failed") if self.report.store_is_lost else self.own.summary()
 
     def compared_with_first(self) -> str:
@@ -108,15 +108,13 @@ class FailureOrder:
         return SAME_LINE if frames and frames == _FRAME.findall(theirs) else OTHER
 
     def is_read_beside_first(self) -> bool:
-        """Say whether who reads what this rank writes reads what the first writes, too."""
+        """Say whether this rank and the first write to the same output."""
         return self.first is not None and self.first.output == self.own.output != ""
 
     # ------------------------------------------------------------------ of the first
 
     def await_others(self) -> list[int]:
-        """Wait briefly for other ranks that fail; return those that leave it to this one to tell of
-        them.
-        """
+        """Wait briefly for other ranks that fail; return those that this rank is to report."""
         others = [rank for rank in range(self.report.world_size) if rank != self.own.rank]
         if not others:
             return []

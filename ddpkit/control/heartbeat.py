@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 
 QUIET_SECONDS = 0.5  # for a call of the store to end, before the reason is said
 BEAT_SECONDS = 1.0  # between two calls of the store
-# without a step, before a heartbeat tells the line, too: for those that may wait for this rank
+# without a step, before a heartbeat has the line, too: other ranks may wait for this one
 TOLD_SECONDS = 1.0
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
@@ -316,7 +316,7 @@ class Heartbeat:
             self._read(store, rank)
         if self.is_starting:
             silent = [rank for rank in others if self.silence[rank] >= START_SECONDS]
-        else:  # one that is seen to run may keep the interpreter lock: another one is lost
+        else:  # a process that still runs may only hold the interpreter lock; others are lost
             quiet = [
                 rank
                 for rank in others

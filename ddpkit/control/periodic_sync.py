@@ -136,9 +136,9 @@ class PeriodicSync:
         Args:
             step: the current step, equal on all ranks.
             loss_sum: this rank's sum of losses since the epoch began.
-            count: what that sum counts on this rank.
+            count: number of samples (or tokens) that the sum is over.
             samples: this rank's number of samples since the epoch began.
-            requests: what this rank tells beyond that.
+            requests: of this rank, sent with the losses.
 
         Returns:
             What all ranks learnt.

@@ -31,12 +31,12 @@ CAUSES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", TIME_LIMIT)
 
 
 class _Listeners:
-    """Who hears signals in this process, and what looks after its second one."""
+    """The listeners to signals of this process, and the thread that waits for a second signal."""
 
     # where Python writes the number of each signal that arrives; its other end is read by a thread
     pipe = -1
     asked_at = 0.0  # when a signal has asked for the end; 0: none has
-    was_stopped = False  # whether a call has ended by a stop; who hears in it stays active
+    was_stopped = False  # whether a call has ended by a stop; its listener stays active
     before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours is
     active: ClassVar[list[SignalListener]] = []  # the innermost context last
 
@@ -104,7 +104,7 @@ def signal_named(name: str) -> signal.Signals:
     """Return the signal of a name, with or without ``SIG``, in any case.
 
     Raises:
-        ConfigError: there is none, or no process can catch it.
+        ConfigError: there is no such signal, or no process can catch it.
 
     Example:
         >>> signal_named("usr1").name
@@ -214,7 +214,7 @@ class SignalListener:
                     if number not in added
                 }
             came = self.stop_signal
-            # the outer ones have heard what this has not used
+            # outer listeners have heard the signal that this one has not used
             if _Listeners.active and self not in _Listeners.active:
                 self.stop_signal = 0
                 self.save_wanted = False

@@ -69,8 +69,7 @@ def is_time_out(error: BaseException) -> bool:
 
 @waits_for_ranks
 def explained_time_out(error: BaseException, report: FailureReport) -> RankFailedError:
-    """Turn the time-out of a collective into what is behind it: a rank that failed, or one that has
-    not come.
+    """Turn the time-out of a collective into its cause: a rank that failed, or has not come.
 
     Args:
         error: of the collective.
@@ -142,7 +141,7 @@ def _at_time_out(then: RankStatus, now: RankStatus) -> RankStatus:
     """Choose the status that says best where a rank was when the time ran out.
 
     Args:
-        then: read at the time-out. It may be of before, when nobody had asked for the rank's line.
+        then: read at the time-out. It may be older than the request for the rank's line.
         now: read a moment later, when the rank may have come to the collective.
     """
     has_come_since = bool(then.where) and now.waits

@@ -75,7 +75,7 @@ class LoopedLoader:
         self._passes = 0  # over the data that have begun
         self._in_pass = 0  # batches drawn in the present one
         self._skip = 0  # batches to leave out of the next one
-        self._again = 0  # batches to read again, where nobody knows which pass they are of
+        self._again = 0  # batches to read again, where their pass is unknown
         self._inner: Iterator[Any] | None = None  # over the data, in the present pass
         # loaded in the middle of a nominal epoch, and not iterated since: iter() keeps the step
         self._recovered = False

@@ -52,7 +52,7 @@ def summarize(item: Any) -> Summary:
 
     Args:
         item: anything. Numbers, texts, tensors and arrays are looked at, in sequences, mappings and
-            attributes too; what cannot be compared, such as a file or a function, is left out.
+            attributes too; files, functions and other values without a comparison are left out.
 
     Returns:
         By place: a list of floats; or a text that must be equal.

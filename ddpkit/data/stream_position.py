@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-END: Any = object()  # what comes after the last item
-READ = 0x57EA  # what random numbers are for
+END: Any = object()  # comes after the last item
+READ = 0x57EA  # key of the random numbers of reading
 KEPT_MARKS = 4  # no feed reads further ahead
 
 
@@ -255,8 +255,7 @@ class StreamPosition:
     """Remembers where a stream was before each of the last few batches, so that a run can go on
     there.
 
-    Batches are read ahead of the one that is worked on, so that where the stream is now is further
-    on.
+    Batches are read ahead of the present batch, so the stream itself is further on.
 
     The state before a batch has one of two shapes, and :meth:`go_on` takes both:
 
@@ -328,8 +327,8 @@ class StreamPosition:
     def around(self, number: int) -> dict[str, Any] | None:
         """Return where batch ``number`` of this epoch begins, and the one before it.
 
-        Who goes on reads the one before again: it may have to be repeated, and what comes after it
-        may be the end, which no stream's state tells.
+        A resumed run reads the batch before again: it may have to be repeated, and the stream may
+        end after it, which no state of a stream tells.
 
         Args:
             number: from 0.

@@ -248,7 +248,7 @@ class StreamShard(IterableDataset[Any], Source):
 
 
 def _has_shards(dataset: Any, number: int) -> bool:
-    """Return whether a stream can cut itself into that many shards."""
+    """Return whether a stream can cut itself into so many shards."""
     available = getattr(dataset, "num_shards", 0)
     return (
         isinstance(available, int)

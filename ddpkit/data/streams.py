@@ -54,7 +54,7 @@ class StreamLoader(DataLoader[Any]):
     Args:
         dataset: this rank's part of the stream.
         key: another one on every rank; with virtual ranks the same.
-        options: as for ``torch.utils.data.DataLoader``; a ``generator`` among them stays as it is.
+        options: as for ``torch.utils.data.DataLoader``; a ``generator`` is left alone.
 
     Example:
         >>> from ddpkit.dataloader import Sharding
@@ -208,8 +208,8 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     """Make the loader that gives one process its part of an iterable dataset.
 
     Args:
-        dataset: the whole stream. One that divides itself, over ranks and workers, is left as it
-            is: it says ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of
+        dataset: the whole stream. A stream that divides itself over ranks and workers is left
+            alone: it says ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of
             ``datasets`` that was split by node.
         sharding: which part. If its global batch cannot be divided evenly, the first shards have
             one sample more.

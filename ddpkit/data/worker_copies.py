@@ -58,7 +58,7 @@ class WorkerCopies:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], Any] | None = (
-            None  # by the place of a dataset, and the attribute
+            None  # by the number of a dataset, and the attribute
         )
         self._has_told = False
 
@@ -131,8 +131,8 @@ def _differ(value: Any, other: Any) -> bool:
 
 
 def _datasets(dataset: Any) -> list[Any]:
-    """Return a dataset, and those that it is made of, as ``Subset`` and ``ConcatDataset`` have
-    them.
+    """Return a dataset and the datasets inside it, such as those of ``Subset`` and
+    ``ConcatDataset``.
     """
     found = [dataset]
     for current in found:

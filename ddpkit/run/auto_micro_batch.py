@@ -54,14 +54,13 @@ class AutoMicroBatch:
     """Repeats what is left of a pass with micro-batches of half the size where a step does not fit
     into memory.
 
-    In the first step of a run it then searches between the size that fits and the one that did not,
-    by bisection.
+    In the first step of a run it then searches by bisection between the size that fits and the size
+    that did not.
 
     The ranks send each other nothing of a step before they have agreed that each had enough memory
     so far: after the backward passes, and before each exchange of batch statistics. A rank that has
-    run out of memory answers the next of these questions, whichever it is, and all leave the step
-    there. DDP averages the gradients after the last of them, in one piece, not while they are
-    computed.
+    run out of memory says so at the next of these points, and all ranks leave the step there. DDP
+    averages the gradients after the last of them, in one piece, not while they are computed.
 
     Args:
         context: of the run.
@@ -105,7 +104,7 @@ class AutoMicroBatch:
             loader: of the training.
 
         Raises:
-            ConfigError: there is such a thing.
+            ConfigError: the run uses something that cannot be repeated.
         """
         context = self.context
         options = self.context.options
@@ -210,7 +209,7 @@ class AutoMicroBatch:
         """Return what is to be called when a pass has its loader's iterator.
 
         Args:
-            otherwise: what that is in a first attempt.
+            otherwise: the result in a first attempt.
         """
         return (
             otherwise

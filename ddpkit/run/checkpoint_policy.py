@@ -184,8 +184,8 @@ class CheckpointPolicy:
             brain: as for :meth:`register`.
 
         Raises:
-            ConfigError: it is none; or ``fit`` is running, which holds the folder of the one
-                before.
+            ConfigError: it is no checkpointer; or ``fit`` is running and holds the folder of the
+                present one.
         """
         before = self.checkpointer
         if checkpointer is before:
@@ -682,7 +682,7 @@ class CheckpointPolicy:
         weights.
 
         Yields:
-            Whether the checkpoint is of the end of an epoch, which the recipe may not know.
+            Whether the checkpoint is from the end of an epoch, which the recipe may not know.
         """
         self._has_saved = True
         self.context.progress.resolve_pending()  # the checkpoint counts it

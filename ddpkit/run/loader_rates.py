@@ -32,7 +32,7 @@ def loader_rates(loader: Any, numbers: Sequence[int], seconds: float) -> dict[in
 
     Ranks: local; on a host all ranks measure at the same time.
 
-    State: the loader itself is not iterated, unless it is the only one that can be.
+    State: the loader itself is iterated only where it cannot be made anew.
 
     Example:
         >>> rates = loader_rates(SaveableDataLoader(range(4000), batch_size=2), [0], 0.01)
@@ -86,7 +86,7 @@ def with_workers(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
     """Make a loader like another one, with another number of workers.
 
     Args:
-        loader: one that can be made anew.
+        loader: can be made anew.
         number: of workers.
 
     Example:

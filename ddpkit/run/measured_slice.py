@@ -49,7 +49,7 @@ NOTHING_MEASURED = (
     "one is left out, as it waits for the loader to start. Measure with more data, or with a "
     "smaller batch."
 )
-MOST_STEPS = 4  # times those that are wanted: in short epochs not each one is measured
+MOST_STEPS = 4  # times the wanted steps, at most: in short epochs not every step is measured
 WHOLE_SLICE = 3  # of the longest time that a slice may take, warming up gets so small a part
 
 

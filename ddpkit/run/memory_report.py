@@ -108,7 +108,7 @@ class MemoryReport:
         for an error.
 
         Args:
-            error: says that there is none left; what is in its traceback is alive.
+            error: says that no memory is left; its traceback keeps tensors alive.
         """
         if _TOLD in vars(error):
             return

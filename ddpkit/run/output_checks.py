@@ -36,7 +36,7 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
     """Refuse loggers and a profile whose files cannot be written.
 
     Args:
-        hparams: of the Brain; what has a method ``require_writable`` is asked.
+        hparams: of the Brain; values with a method ``require_writable`` are asked.
         options: of the run.
         folder: where the profiler writes.
 

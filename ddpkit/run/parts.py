@@ -298,7 +298,7 @@ class Run:
             validates: whether ``fit`` was given data for a validation.
 
         Raises:
-            ConfigError: there is no schedule, or one that nothing can be told to.
+            ConfigError: the schedule is missing, or follows a valid loss and nothing is validated.
         """
         self.prepare_optimizers()
         schedule = self.train_step.schedule

@@ -1,9 +1,9 @@
 """The training position that a checkpoint holds, whatever hook saves it.
 
-A checkpoint says whether it is of the end of an epoch. The recipe says so, and often cannot know: a
-pass may have ended at ``optimizer_step_limit``, and after ``fit`` no epoch is begun. Where the run
-knows better, it decides. Inside of an epoch the position is that of the training, also while a
-validation counts steps of its own.
+A checkpoint says whether its position is the end of an epoch. The recipe says so, and often cannot
+know: a pass may have ended at ``optimizer_step_limit``, and after ``fit`` no epoch is begun. Where
+the run knows better, it decides. Inside of an epoch the position is that of the training, also
+while a validation counts steps of its own.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class SavePosition:
 
     @contextlib.contextmanager
     def _inside_batch(self) -> Iterator[None]:
-        """Return a context for a save that a recipe makes in a hook of a training batch, with what
-        that lacks.
+        """Return a context for a save in a hook of a training batch; it notes the loss that the
+        save lacks.
         """
         progress = self.context.progress
         step = self.context.progress.step
@@ -178,8 +178,8 @@ class SavePosition:
         """Return how many batches the weights lack, up to the current one, if the position counts
         it as done.
 
-        The second value says whether the position goes back to the last optimizer step instead, and
-        lacks nothing.
+        The second value says whether the position goes back to the last optimizer step instead;
+        then no loss is missing.
         """
         progress = self.context.progress
         window = self.context.progress.window
@@ -193,8 +193,8 @@ class SavePosition:
         return (0, True) if undone == 1 else (undone, False)
 
     def _may_have_stepped(self) -> bool:
-        """Return whether an own ``fit_batch`` has stepped in this window, or steps where no one
-        sees it.
+        """Return whether an own ``fit_batch`` has stepped in this window, or steps without the
+        library noticing.
         """
         progress = self.context.progress
         window = self.context.progress.window

@@ -64,7 +64,7 @@ def explaining(
         brain: whose hooks run.
         options: of the run.
         strategy: of the run.
-        memory: tells what took the memory, after an error that says that there is none left.
+        memory: tells what took the memory, after an out-of-memory error.
     """
     try:
         yield

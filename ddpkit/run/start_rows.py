@@ -1,4 +1,4 @@
-"""Rows of the start-up block that say what is so, and how a row is laid out in lines of 80
+"""Rows of the start-up block on the run's settings, and the layout of a row in lines of 80
 columns.
 """
 

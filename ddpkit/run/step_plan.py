@@ -159,7 +159,7 @@ class StepPlan:
         changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
         factor = self.grad_accumulation_factor or 1
         if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
-            # such an epoch counts batches, whatever is in them
+            # a nominal epoch counts batches, whatever their sizes
             samples = step * before.per_step // before.grad_accumulation_factor
         # Samples per step have changed: only the number of samples still means the same. Whole new
         # steps count as done; the samples after them are trained on again.

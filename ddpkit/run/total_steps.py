@@ -99,7 +99,7 @@ def _steps_ahead(
     *,
     end_of_epoch: bool,
 ) -> int:
-    """Return the steps that were made, less those that the present batches make of the same data.
+    """Return the steps made so far, less the steps that the present batches make of the same data.
 
     While the steps of an epoch do not change, the difference stays what it was in the checkpoint.
     """

@@ -52,8 +52,8 @@ class Strategy:
             random numbers.
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank
             has a part of the weights, or of what the optimizers know.
-        divides: whether :meth:`wrap` leaves each rank a part of the weights: nobody has to hold
-            them whole before.
+        divides: whether :meth:`wrap` leaves each rank a part of the weights: no rank has to hold
+            all of them before.
         roots: the entries that are divided so far.
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
             under :meth:`no_sync` before :meth:`finish_gradients`.
@@ -285,8 +285,8 @@ def removing_hooks(handles: list[Any]) -> Iterator[None]:
 
 
 def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
-    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device;
-    nobody waits for it.
+    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device,
+    without waiting for the device.
 
     Example:
         >>> wide_number(torch.tensor([3]), "cpu")

@@ -144,7 +144,7 @@ class BatchOutputs:
                 self._place = place
 
     def follow(self, modules: nn.ModuleDict) -> bool:
-        """Say whether what the modules return is to be kept; where it is, see to those that are not
+        """Return whether the modules' outputs are to be kept; if so, hook the modules that are not
         wrapped.
 
         Args:

@@ -89,7 +89,7 @@ def complete(module: WrappedDDP, number: int) -> None:
         not has_gradients(module) and not module.find_unused_parameters
     )  # which DDP looks after itself
     if is_without:
-        # before this rank takes part: so whoever has the average finds all
+        # before this rank takes part: a rank that has the average then finds all announcements
         announce(module, number)
     go_backwards(module)
     if is_without:

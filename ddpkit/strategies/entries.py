@@ -1,5 +1,5 @@
-"""The modules of a recipe by name: on a device, equal on all ranks, with the parts that somebody
-asks for.
+"""The modules of a recipe by name: on a device, equal on all ranks, and the parts of given
+classes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def take_device(device: str) -> None:
     each open a context of this process on the first GPU, half a gigabyte large.
 
     Args:
-        device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
+        device: of this rank, such as ``"cuda:1"``; a device without a number is left alone.
 
     Ranks: local.
 
@@ -126,7 +126,7 @@ def blocks_of(
         By their names in the model; each once.
 
     Raises:
-        ConfigError: no part is of such a class.
+        ConfigError: no part has this class.
 
     Ranks: local.
 

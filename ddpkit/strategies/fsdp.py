@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
+FIRST_STEPS = 3  # the ranks compare the blocks that they have used after each of these
 OTHER_BLOCKS = (
     "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same "
     "parameters. Weights of a block are gathered, and its gradients added, at once, so that the "
@@ -140,8 +140,8 @@ class FSDP(Strategy):
                 self._give_values(name, modules[name])
 
     def _give_values(self, name: str, module: nn.Module) -> None:
-        """Give what is on the meta device the values of rank 0: by blocks, so that nobody holds the
-        whole model.
+        """Give tensors on the meta device the values of rank 0, by blocks: no rank holds the whole
+        model.
         """
         give_values(name, module, self.device)
         broadcast_from_main(module, self.device)

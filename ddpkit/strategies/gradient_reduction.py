@@ -21,7 +21,7 @@ class BatchClock:
     Attributes:
         batch: backward passes so far.
         calls: first calls so far.
-        outputs: what the modules have returned; None where nobody needs it.
+        outputs: what the modules have returned; None where it is not needed.
 
     Ranks: local.
     """
@@ -40,7 +40,7 @@ class GradientReduction:
 
     A forward pass that synchronises sets ``armed`` and ``reduced``; a bucket that
     :func:`average_or_defer` averages sets ``fired``. A backward pass that leaves gradients as they
-    are takes both back. One that does not reach the module leaves it armed.
+    are takes both back. A backward pass that does not reach the module leaves it armed.
 
     Attributes:
         reduced: whether the gradients present are, or are about to be, averages over the ranks.

@@ -46,8 +46,8 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
     Args:
         name: of the module, such as ``"net"`` for an entry of ``modules`` and ``"net.layers.0"``
             for a part of it.
-        module: is changed; what has values keeps them.
-        device: where parameters and buffers go to, those that had values, too.
+        module: is changed; tensors with values keep them.
+        device: where all parameters and buffers go, also those with values.
 
     Raises:
         ConfigError: a part has no ``reset_parameters``, or it leaves a tensor of its own, or

@@ -1,5 +1,5 @@
-"""The same bits on any number of processes: a step is computed as by ``V`` virtual ranks, whoever
-computes them.
+"""The same bits on any number of processes: a step is computed as by ``V`` virtual ranks, on
+whichever process each of them is.
 
 Every batch is cut into the same ``V`` shards. A process works on ``V / world_size`` of them, one
 after another, each with noise that belongs to the shard; their gradients are not summed up in the

@@ -100,9 +100,7 @@ class WrappedDDP(AttributeForwarding, TellsWaitsOfBuffers):
         return output
 
     def pass_over(self) -> None:
-        """Let DDP go on after a batch whose gradients it was not to average, and of which none has
-        come.
-        """
+        """Let DDP go on after a batch that was not to be averaged and gave no gradient."""
         reduction = self.gradient_reduction
         reduction.skipped = False
         with temporarily(reduction, defers=True):

@@ -92,7 +92,8 @@ class DividedOptimizer:
         # ids of the parameters that the plan below is for, by group
         self._steps_of: list[list[int]] = []
         self._own: list[list[torch.Tensor]] = []
-        # None: the parameter itself is
+        # owner, buffer and parameters of each broadcast; without a buffer the parameter itself is
+        # sent
         self._sent: list[tuple[int, torch.Tensor | None, list[torch.Tensor]]] = []
         # while a step hides the others' parameters
         self._groups: list[list[torch.Tensor]] | None = None
@@ -129,7 +130,7 @@ class DividedOptimizer:
             self._loads[owner] += parameter.numel()
 
     def _plan(self, groups: list[list[torch.Tensor]]) -> None:
-        """Work out what this rank steps, and what travels together."""
+        """Work out the parameters that this rank steps, and the buffers to broadcast."""
         trained = list(itertools.chain(*groups))
         self._deal(trained)
         self._own = [

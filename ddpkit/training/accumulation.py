@@ -69,7 +69,7 @@ class Accumulation:
         }
 
     def use(self, sizes: Mapping[str, int]) -> None:
-        """Use sizes in the place of those that are given, as long as these stay the same.
+        """Use other sizes than the given ones, as long as the given ones stay the same.
 
         Args:
             sizes: by the names of their options.

@@ -38,7 +38,7 @@ class RunContext:
         progress: how far the run has come.
         opt_class: makes the optimizer; or None.
         scheduler_class: makes its scheduler; or None.
-        parts: features that were given to the Brain, and who of them hears what.
+        parts: features that were given to the Brain, and the events that each hears.
         device: of this rank, such as ``"cuda:1"``; an option that cannot be changed any more.
 
     Ranks: local; alike on every rank.

@@ -51,7 +51,7 @@ def moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     No memory of a batch is overwritten that a step still reads: before it allocates, the copying
     stream waits for what the step's stream was given so far. ``Tensor.record_stream`` would do for
-    tensors only, and not for objects of which nobody knows the tensors.
+    tensors only, and not for objects whose tensors are unknown.
 
     Args:
         batches: read one ahead.
@@ -101,8 +101,8 @@ def _arrived(batch: Any, event: torch.cuda.Event | None, device: torch.device) -
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Move whatever has a method ``to``, inside of mappings and sequences too; what has none stays
-    as it is.
+    """Move every object with a method ``to``, also inside mappings and sequences; leave others as
+    they are.
     """
     if hasattr(value, "to"):
         try:

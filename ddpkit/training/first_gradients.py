@@ -1,5 +1,5 @@
-"""Who gets the gradients of the first optimizer step, and who is moved by it: what is not the same
-is told by name.
+"""Which parameters get gradients in the first optimizer step, and which it moves: differences are
+named.
 
 A module that a recipe computes with and that is in no entry of ``modules`` is not trained. Nor is
 what no optimizer has. torch says nothing of either. So the first loss of a training is followed
@@ -92,7 +92,7 @@ class FirstGradients:
         name: of the recipe's class, for messages.
 
     Attributes:
-        is_done: whether there was such a step, and what is not trained has been told.
+        is_done: whether that step was made and the untrained parameters were reported.
 
     Ranks: local; speaks on the main process.
 
@@ -118,7 +118,7 @@ class FirstGradients:
         self._has_compared = False
 
     def note(self, loss: Any, step: int) -> None:
-        """Note what a loss depends on, if it is of the first batch.
+        """Note what the loss of the first batch depends on.
 
         Args:
             loss: before its backward pass; what is no tensor is refused there.

@@ -170,7 +170,7 @@ def rows_of(value: Any) -> list[Any]:
     """Split a batch of results into one result per sample.
 
     Args:
-        value: one that has a :func:`row_count`.
+        value: an output with a :func:`row_count`.
 
     Returns:
         One entry per sample; of a tuple or a dict of columns, a tuple or a dict each.
@@ -553,7 +553,7 @@ def _joined(parts: list[_Part], by_batch: list[bool]) -> Any:
     keys = [np.concatenate([part.rows.numbers[part.rows.counted] for part in parts])]
     if all(part.rows.has_indices for part in parts):
         keys.append(np.concatenate([part.rows.indices[part.rows.counted] for part in parts]))
-    order = np.lexsort(keys)  # the last key decides first; what is equal stays as it is: by rank
+    order = np.lexsort(keys)  # the last key decides first; equal rows keep their order by rank
     columns = (
         _in_order(
             [_counted(part.columns[number], is_batches, part.rows.counted) for part in parts],

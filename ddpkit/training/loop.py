@@ -59,7 +59,7 @@ def train_epoch(
         on_sync: called with the result of a sync, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
-        tell: returns what this rank tells at a sync, beyond its losses.
+        tell: returns what this rank sends at a sync beside its losses.
 
     Returns:
         Whether ``stop_at`` has ended the pass; there may be no further batch all the same.

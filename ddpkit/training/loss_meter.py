@@ -55,8 +55,8 @@ class LossMeter:
 
         Args:
             loss: the mean over ``count`` samples: a **detached** tensor of one element on any
-                device, or a float. It is read up to 64 steps later, so nobody may write into the
-                tensor.
+                device, or a float. It is read up to 64 steps later, so the tensor must not
+                be written to.
             count: number of samples (or tokens, or whatever the loss is a mean over).
 
         Ranks: local.
@@ -345,7 +345,7 @@ def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     wide = widest_float(device)
     kinds = {*map(type, numbers)}
     if not any(issubclass(kind, Tensor) for kind in kinds):
-        # A copy from pageable memory with non_blocking is staged at once and makes nobody wait;
+        # A copy from pageable memory with non_blocking is staged at once and does not wait;
         # torch.tensor(..., device=) would wait for the device.
         return torch.tensor(numbers, dtype=wide).to(device, non_blocking=True)
     if (

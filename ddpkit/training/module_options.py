@@ -279,7 +279,7 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
 
     Args:
         modules: the entries.
-        options: those that name entries, or classes of their parts.
+        options: name entries, or classes of their parts.
 
     Raises:
         ConfigError: a key that is not in ``modules``, or a class that no part of them has.

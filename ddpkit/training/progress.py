@@ -234,7 +234,7 @@ class Progress(optim.StepCounters):
         is_whole: bool,
         is_validated: bool,
     ) -> None:
-        """Note that a checkpoint is of the middle of an epoch, which has not begun again.
+        """Note a checkpoint from the middle of an epoch; the epoch has not begun again.
 
         Args:
             sums: of the losses of all ranks, their weights, and the samples so far.
@@ -263,7 +263,7 @@ class Progress(optim.StepCounters):
             self.clipped = 0
 
     def begin_training(self) -> None:
-        """Note that the training stage of an epoch begins, or one that a checkpoint has left."""
+        """Note that the training stage of an epoch begins, or is resumed from a checkpoint."""
         if not self.step:
             self.window_end = 0
             self.train_sums = (0.0, 0.0, 0)
@@ -286,7 +286,7 @@ class Progress(optim.StepCounters):
         before.
         """
         if not self.step:
-            self.nonfinite = 0  # a step that a hook has made is not of the epoch
+            self.nonfinite = 0  # a step in a hook before the pass does not belong to the epoch
         self.phase = _IN_PASS
         self.window_end = self.step
         self.train_meter = self.meter.copy()

@@ -64,7 +64,7 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
     """Return how many epochs an epoch counter yields from its first one on.
 
     Args:
-        epoch_counter: one with a ``limit``, such as :class:`~ddpkit.epoch_loop.EpochCounter`, or
+        epoch_counter: has a ``limit``, such as :class:`~ddpkit.epoch_loop.EpochCounter`, or
             with a length.
         options: ``debug`` and ``debug_epochs`` count.
 

@@ -145,7 +145,7 @@ class TrainStep:
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._prepared: _Prepared | None = None
         self._stepped: list[torch.optim.Optimizer] | None = None
-        # have stepped in the window that is not over
+        # stepped already in the window that is still open
         self._waiting: list[torch.optim.Optimizer] = []
 
     @property
@@ -518,7 +518,7 @@ class TrainStep:
             return False
         if progress.window.closes:
             progress.window_end = progress.step
-        # of now, as it is resolved in a later batch
+        # taken now: it is resolved in a later batch, when both have changed
         batch = progress.step
         window_number = progress.window.number
         pending.then(
@@ -558,7 +558,7 @@ class TrainStep:
         return stepping
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Return all optimizers by name, also a single one that a recipe has given no name."""
+        """Return all optimizers by name, also the single one without a name."""
         return self.optimizers or ({} if self.optimizer is None else {"optimizer": self.optimizer})
 
     @property

@@ -71,8 +71,8 @@ class Window:
 
     @property
     def scale(self) -> float:
-        """The factor on the current loss before its backward pass. Who reads it multiplies: it sets
-        ``is_weighed``.
+        """The factor on the current loss before its backward pass. Reading it sets ``is_weighed``:
+        the reader multiplies.
         """
         self.is_weighed = True
         return self.loss_scale

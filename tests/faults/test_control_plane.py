@@ -366,7 +366,7 @@ def workers_of(run):
     return [pid for pid in run.alive() if pid != run.process.pid]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_workers_are_deaf_from_their_first_moment(tmp_path, context):
     """The whole group is signalled while they start, which takes those that are not forked
     seconds.
@@ -406,7 +406,7 @@ def test_workers_do_not_outlive_their_rank(tmp_path, context):
 
 
 def test_the_time_limit_stops_all_ranks(tmp_path):
-    [run] = start(tmp_path, "--time_limit=0:00:04", "epochs=1000", warm=False)
+    [run] = start(tmp_path, "--time_limit=0:00:04", "epochs=1000")
     run.wait(START_SECONDS)
     marker = json.loads((tmp_path / "out" / "stopped.json").read_text())
     assert (marker["reason"], marker["exit_code"]) == ("time limit", 75)

@@ -147,8 +147,19 @@ def template(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("number", WORDS, ids=lambda number: errno.errorcode[number])
+# Whatever the error, it goes the same way; a full disk is one that stays.
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [
+        (errno.ENOSPC, "sync"),
+        (errno.ENOSPC, "async"),
+        (errno.EDQUOT, "sync"),
+        (errno.EIO, "async"),
+        (errno.EROFS, "sync"),
+        (errno.EACCES, "async"),
+    ],
+    ids=lambda one: errno.errorcode.get(one, one),
+)
 def test_an_error_at_any_operation(template, tmp_path, number, mode):
     outcomes = []
     for at in count(1):

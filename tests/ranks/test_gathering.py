@@ -25,7 +25,7 @@ from ddpkit.brain import Brain
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.distributed import gather_objects, object_gathering, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
-from ddpkit.training import Seen
+from ddpkit.training import StageBatches
 from ddpkit.types import Stage
 from tests.contract.recipes import linear, make, points, world_size
 from tests.launching import PATIENCE
@@ -580,12 +580,12 @@ def views():
         brain.gather([large[0], large[1]])
         brain.gather([{"row": large[0]}, {"row": large[1]}])
         brain.gather(large[:2])
-        brain.progress.seen = Seen(
+        brain.progress.stage_batches = StageBatches(
             Stage.TEST,
             shard(range(1000), Sharding(brain.rank, 2), batch_size=500),
             divided=True,
         )
-        brain.progress.seen.close(1)
+        brain.progress.stage_batches.close(1)
         brain.gather([large[0, : index % 3] for index in range(500)])  # many small ones
     finally:
         object_gathering._gather_bytes = real

@@ -94,13 +94,13 @@ def test_a_dead_thread_is_nowhere():
 
 def test_the_position_changes_with_every_batch_and_session():
     position = Position()
-    progress = SimpleNamespace(epoch=1, step=0, optimizer_step=0, seen=None)
+    progress = SimpleNamespace(epoch=1, step=0, optimizer_step=0, stage_batches=None)
     marks = [position.mark()]
     with position.inside(progress):
         marks.append(position.mark())
         progress.step = 1
         marks.append(position.mark())
-        progress.seen = SimpleNamespace(stage=SimpleNamespace(name="TRAIN"))
+        progress.stage_batches = SimpleNamespace(stage=SimpleNamespace(name="TRAIN"))
         marks.append(position.mark())
         here = position.own_status(3, 2.0, look=True)
         assert (here.rank, here.stage, here.step, here.inside) == (3, "TRAIN", 1, True)
@@ -112,7 +112,7 @@ def test_the_position_changes_with_every_batch_and_session():
 
 def test_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
     position = Position()
-    with position.inside(SimpleNamespace(epoch=1, step=0, optimizer_step=0, seen=None)):
+    with position.inside(SimpleNamespace(epoch=1, step=0, optimizer_step=0, stage_batches=None)):
         marks = [position.mark()]
         for number in (2, 3):
             with position.inside(position.progress):
@@ -137,7 +137,7 @@ def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
 
     stage = SimpleNamespace(stage=SimpleNamespace(name="VALID"))
     # of a call of fit that is over
-    progress = SimpleNamespace(epoch=3, step=7, optimizer_step=0, seen=stage)
+    progress = SimpleNamespace(epoch=3, step=7, optimizer_step=0, stage_batches=stage)
     note()
     with position.inside(progress, "fit"):
         note()

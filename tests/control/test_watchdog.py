@@ -88,7 +88,7 @@ def store():
 def position(*, inside=True, session=1):
     progress = Progress()
     progress.epoch = 1
-    progress.seen = SimpleNamespace(stage=Stage.TRAIN)
+    progress.stage_batches = SimpleNamespace(stage=Stage.TRAIN)
     return Here(progress=progress if inside else None, session=session if inside else 0)
 
 

@@ -167,6 +167,8 @@ class SnapshotMemory:
         Ranks: local.
         """
         storages = _storages(states)
+        # By order: a run has the same states in each save. Memory of another size is not used again
+        # and is freed before new memory is asked for.
         kept = zip(storages.items(), self._kept, strict=False)
         copies = {key: own for (key, storage), own in kept if own.nbytes() == storage.nbytes()}
         self._kept.clear()
@@ -174,6 +176,7 @@ class SnapshotMemory:
         for key, storage in storages.items():
             copies[key] = self._copy(storage, copies.get(key))
             self._kept.append(copies[key])
+        # copies into pinned memory are asynchronous, and the thread reads them without a stream
         for device in {
             storage.device for storage in storages.values() if storage.device.type == "cuda"
         }:

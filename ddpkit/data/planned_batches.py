@@ -92,6 +92,7 @@ class PlannedBatchSampler(RankBatchSampler):
         self._plan = dataclasses.replace(self._plan, micro_batches=micro_batches)
         self.batch_size = self._plan.batch_size
         self._full_batches = 0  # until the plan is asked for
+        # A full global batch is worked out once: `count` and `total` are asked in every step.
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
         self._in_full = micro_batches * shards  # batches of a full global one
         shares = [self._share(full, batch) for batch in range(self._in_full)]
@@ -101,6 +102,7 @@ class PlannedBatchSampler(RankBatchSampler):
         self._totals = [
             0 if batch % shards else totals[batch // shards] for batch in range(self._in_full)
         ]
+        # a rank without a sample repeats the last one, of no weight, to keep step
         filler = (full.num_samples - 1, full.num_samples)
         own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
         ends = np.cumsum([positions.size for positions in own]).tolist()
@@ -110,6 +112,7 @@ class PlannedBatchSampler(RankBatchSampler):
     @property
     def plan(self) -> SamplingPlan:
         """The plan of the current epoch."""
+        # a user's sampler may yield another number of samples in each epoch
         if not isinstance(self.source, int) and len(self._draw()) != self._plan.num_samples:
             self._plan = dataclasses.replace(self._plan, num_samples=len(self._draw()))
         self._full_batches = self._plan.full_batches * self.shards

@@ -133,6 +133,7 @@ class CheckpointPolicy:
         self._require_free("brain", "the training position", brain)
         self._require_free(RANKS, "the state of each rank", states)
         self.register_scaler()
+        # before the ranks: loading it tells whether their states are of this call of fit
         checkpointer.add_recoverable("brain", brain)
         checkpointer.add_recoverable(
             RANKS,
@@ -196,6 +197,7 @@ class CheckpointPolicy:
                 "before. Assign it before fit, or give it to the Brain."
             )
         self.checkpointer = _require_checkpointer(checkpointer)
+        # The run has registered these itself; whatever a recipe adds, it adds to the new one, too.
         own = [*self.train_step.named_optimizers().values(), self.train_step.schedule]
         kept = {
             name: recoverable
@@ -291,6 +293,7 @@ class CheckpointPolicy:
         options = self.context.options
         for option, attribute in attributes.items():
             is_default = options[option] == OPTION_BY_NAME[option].default
+            # an option that was handed on once is also set back to its default
             if not is_default or option in self._handed_on:
                 self._handed_on.add(option)
                 setattr(checkpointer, attribute, options[option])

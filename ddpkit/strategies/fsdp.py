@@ -181,6 +181,8 @@ class FSDP(Strategy):
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)
         self.roots.append(module)
+        # Torch makes the whole parameters with the first gathering, and keeps the objects: hooks on
+        # gradients must be on them, as autograd knows no others.
         for block in parts:
             block.unshard()
             self._gathered |= {
@@ -259,6 +261,7 @@ class FSDP(Strategy):
         if not self._is_noting:
             return
         require_all_ranks(f"the forward pass of {path} (strategy='fsdp')")
+        # only a call that gathers: without resharding, the first of a block in a step
         if self.options.fsdp_reshard_after_forward or number not in self._called:
             self._order = hash((self._order, number))
             self._called.add(number)
@@ -339,6 +342,7 @@ class FSDP(Strategy):
         """Return a context for one backward pass of a window; where it does not count, all
         gradients become zero.
         """
+        # the pass itself cannot be left out: the other ranks gather and reduce in theirs
         trained: list[Any] = (
             []
             if counts
@@ -373,9 +377,11 @@ class FSDP(Strategy):
             RankMismatchError: the ranks have used other blocks; looked at in the first steps.
         """
         self._reshard()
+        # gradients count, too: ranks may use other layers of the same block
         self._order = hash(
             (self._order, *[parameter.grad is None for parameter in parameters_of(optimizers)])
         )
+        # a comparison waits for all ranks: later it is made at the end of a pass and before a save
         if self._compared < FIRST_STEPS:
             self._compared += 1
             self._require_same_order(exchange(self._order, site="blocks"))

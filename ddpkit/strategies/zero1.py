@@ -99,6 +99,7 @@ class DividedOptimizer:
         self._groups: list[list[torch.Tensor]] | None = None
         self._is_compared = False
         parameters = parameters_of([self.optimizer])
+        # frozen ones last: they have no state, and must not make the parts of the others uneven
         self._deal([parameter for parameter in parameters if parameter.requires_grad])
         self._deal(parameters)
         for parameter in [
@@ -164,6 +165,7 @@ class DividedOptimizer:
             [parameter for parameter in group if parameter.requires_grad] for group in self._groups
         ]
         ids = [list(map(id, group)) for group in trained]
+        # a recipe may freeze parameters, or add a group, between steps
         if ids != self._steps_of:
             self._plan(trained)
             self._steps_of = ids
@@ -263,6 +265,7 @@ class DividedOptimizer:
             state = self.optimizer.state_dict()
         parts = state["state"]
         group = control_group()
+        # one rank after the other: the main process holds one part more than it keeps
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
                 own = map_values(

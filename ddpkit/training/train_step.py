@@ -310,6 +310,7 @@ class TrainStep:
         window.counted_at = self.context.progress.step
         if self.timer is not None and self.timer.measures:
             self.timer.note_count(count)
+        # a step that may be repeated sends nothing before the ranks agree: close_window starts it
         if window.closes and self.agree is None:
             window.average = self.context.strategy.start_average(
                 window.counted, self.context.device
@@ -328,7 +329,7 @@ class TrainStep:
             return 1.0
         if self.sum_divisor is None:
             average = float(self.context.strategy.start_average(count, self.context.device)())
-            if not 0.0 < average < math.inf:
+            if not 0.0 < average < math.inf:  # not kept: the next window tells better
                 return 1.0
             self.sum_divisor = 2.0 ** max(round(math.log2(average)), 0)
         return self.sum_divisor
@@ -368,6 +369,7 @@ class TrainStep:
 
     def _step_optimizers(self, brain: StepHooks) -> None:
         progress = self.context.progress
+        # The norm of the step before is read only now: the GPU had a whole step meanwhile.
         if progress.pending is not None or progress.pending_error is not None:
             progress.resolve_at_sync()
         prepared = self._prepared

@@ -152,7 +152,7 @@ def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Chec
         selection: which count, and what is better.
 
     Returns:
-        The best first; among equals the newest first; what has no number (NaN) last.
+        The best first; among equals the newest first; values without a number (NaN) last.
 
     Example:
         >>> from pathlib import Path

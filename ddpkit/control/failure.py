@@ -325,7 +325,7 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
 
 
 def _behind(error: BaseException) -> BaseException:
-    """Return what is behind an exception that ends this process, as it is to be shown."""
+    """Return the cause of an exception that ends this process, as it is to be shown."""
     PROCESS.failed = news = _explained(error)
     # Ctrl-C ends all ranks at once, and each would print a long traceback
     if isinstance(news, KeyboardInterrupt):

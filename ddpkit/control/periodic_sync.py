@@ -33,7 +33,7 @@ class SyncReport:
         main_seconds: the main process's answer to how long ago it last saved an intra-epoch
             checkpoint.
         save_wanted: whether some rank has been asked for a checkpoint, by a signal.
-        stop: what has asked some rank to stop, one of :data:`CAUSES`; empty: nothing has.
+        stop: the cause of a stop that some rank was asked for, one of :data:`CAUSES`; or empty.
 
     Ranks: local.
 

@@ -21,7 +21,7 @@ def require_loader_arguments(given: Mapping[str, Any]) -> None:
         given: by name.
 
     Raises:
-        ConfigError: there is no argument of such a name.
+        ConfigError: no argument has this name.
 
     Ranks: local; alike on every rank.
     """

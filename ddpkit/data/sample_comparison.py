@@ -55,7 +55,7 @@ def summarize(item: Any) -> Summary:
             attributes too; files, functions and other values without a comparison are left out.
 
     Returns:
-        By place: a list of floats; or a text that must be equal.
+        By path inside the item: a list of floats; or a text that must be equal.
 
     Ranks: local.
 

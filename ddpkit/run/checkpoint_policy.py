@@ -250,7 +250,7 @@ class CheckpointPolicy:
 
         Args:
             schedule: the schedule.
-            before: the one that it replaces, or None.
+            before: the schedule that it replaces, or None.
 
         Raises:
             ConfigError: the recipe has given its name to something else.
@@ -347,7 +347,7 @@ class CheckpointPolicy:
             logger.warning(NOTHING_SAVED)
 
     def choose_start(self) -> Start | None:
-        """Decide, once for all ranks, what this call of ``fit`` starts from.
+        """Choose, once for all ranks, the checkpoint that this call of ``fit`` starts from.
 
         Returns:
             The start; None without a checkpointer.
@@ -583,7 +583,7 @@ class CheckpointPolicy:
             )
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
-        """Recover the best checkpoint, or the one that was asked for.
+        """Recover the best checkpoint, or the checkpoint given by ``resume``.
 
         Args:
             max_key: the one with the highest value of this key.

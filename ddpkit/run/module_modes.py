@@ -92,7 +92,7 @@ def kept_modes(modules: nn.Module) -> Iterator[None]:
 
 
 def _tell_of_earlier(modules: nn.ModuleDict) -> None:
-    """Warn of normalisation layers whose statistics somebody has held still before the epoch."""
+    """Warn of normalisation layers whose statistics were frozen before the epoch."""
     if not modules.training:
         return  # after an evaluation
     held = {

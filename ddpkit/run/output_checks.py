@@ -134,9 +134,7 @@ def state_bytes(objects: Iterable[Any]) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return (
-        tensor.numel() * tensor.element_size()
-    )  # of a tensor of which each rank has a part: the whole
+    return tensor.numel() * tensor.element_size()  # of a sharded tensor: the size of the whole
 
 
 def _moments(group: Mapping[str, Any]) -> int:

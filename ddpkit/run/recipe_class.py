@@ -76,7 +76,7 @@ class ValueOfClass:
 
 
 def _with_final_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a recipe's ``optimizers_step``: gradients in it are those that a step uses."""
+    """Wrap a recipe's ``optimizers_step``: it finds the final gradients of the step."""
 
     @functools.wraps(method)
     def optimizers_step(self: Any, *args: Any, **kwargs: Any) -> Any:

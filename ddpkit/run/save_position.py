@@ -70,7 +70,7 @@ class SavePosition:
                 position.
 
         Yields:
-            Whether the checkpoint is of the end of an epoch.
+            Whether the position of the checkpoint is the end of an epoch.
         """
         phase = self.context.progress.phase
         passed_on = self.run_state.passed_on

@@ -138,10 +138,10 @@ class BatchOutputs:
     def forget_earlier(self) -> None:
         """Let the memory of earlier batches go."""
         if self._clock is not None:
-            place = self._progress.step, self._clock.batch
-            if place != self._place:
+            position = self._progress.step, self._clock.batch
+            if position != self._place:
                 self.forget()
-                self._place = place
+                self._place = position
 
     def follow(self, modules: nn.ModuleDict) -> bool:
         """Return whether the modules' outputs are to be kept; if so, hook the modules that are not

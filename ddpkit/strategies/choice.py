@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 _ROUNDED = {"check_parity": "it would compare gradients that were rounded"}
 _WAY = "choose one of them"
-_SWITCHES = ("gradient_as_bucket_view", "broadcast_buffers")  # given where they are off, too
+_SWITCHES = ("gradient_as_bucket_view", "broadcast_buffers")  # also set where they are off
 _OF_DDP = (
     "ddp_comm_hook",
     "static_graph",

@@ -116,7 +116,7 @@ def drop_if_all_are_without(module: WrappedDDP, number: int | str) -> None:
         module: whose gradients they are.
         number: as :func:`announce` was given it.
 
-    Ranks: those that have announced it.
+    Ranks: the ranks that have announced it.
     """
     store = get_runtime().store
     parameters = trained_of(module)

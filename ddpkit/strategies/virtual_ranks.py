@@ -245,12 +245,12 @@ class VirtualRanks(Strategy):
         """Yield the shards, each after seeding the random streams by (seed, step, shard); take
         their gradients.
         """
-        place = _NOISE, progress.epoch, progress.began_at
+        noise_key = _NOISE, progress.epoch, progress.began_at
         self._window, self._adds_at_once = window, feed.factor == self.shards
         for number, batch in enumerate(feed.batches(window), feed.start):
             self._shard = number % self.shards
             self._begin_shard()
-            self._place = seed, *place, number // self.shards
+            self._place = seed, *noise_key, number // self.shards
             seed_streams(*self._place, self._first + self._shard)
             yield batch
             timer = self.timer
@@ -274,17 +274,17 @@ class VirtualRanks(Strategy):
 
     def _seeded(
         self,
-        place: tuple[int, ...],
+        noise_key: tuple[int, ...],
         batches: Iterator[Any],
     ) -> Iterator[Any]:
         for number, batch in enumerate(batches):
             seed_streams(
-                *place,
+                *noise_key,
                 number // self.shards,
                 self._first + number % self.shards,
             )
             yield batch
-        seed_streams(*place)
+        seed_streams(*noise_key)
 
     def backward_pass(
         self,

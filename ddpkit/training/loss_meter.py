@@ -167,7 +167,7 @@ class LossMeter:
         """Go on from what :meth:`state_dict` returned.
 
         Args:
-            state_dict: such a state.
+            state_dict: made by :meth:`state_dict`.
 
         Ranks: local.
         """

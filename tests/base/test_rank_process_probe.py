@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def test_a_zombie_has_ended(start):
     assert wait_until(lambda: has_ended(process.pid, started), 5), (
         "nobody has asked for its exit code yet"
     )
+
+
+def test_a_process_whose_number_another_has_taken_has_ended():
+    _, started = state_and_start(os.getpid())
+    assert has_ended(os.getpid(), started - 1)
+    assert not has_ended(os.getpid(), started)
 
 
 def test_of_a_process_whose_start_nobody_knows_nothing_is_said():

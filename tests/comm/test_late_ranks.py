@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import distributed as ddp
-from ddpkit.base import POSITION, beat_key, temporarily
+from ddpkit.base import POSITION, RankStatus, beat_key, temporarily
 from ddpkit.comm import get_runtime, late_ranks
 from ddpkit.errors import RankFailedError, RankMismatchError
 
@@ -70,6 +70,22 @@ def test_the_main_process_may_come_later_than_the_limit(ranks, call, world_size)
     assert "rank 0 (" in words
     assert "in main_prepares" in words
     assert "run_on_main(func)" in words
+
+
+def a_lower_rank_waits_too():
+    """Rank 0 has said that it waits, and comes late."""
+    ddp.control_group()
+    with Said() as words, temporarily(late_ranks, FIRST_WARNING_SECONDS=0.1):
+        if ddp.if_main_process():
+            status = RankStatus(0, "node", 100, beats=1, waits=True)
+            get_runtime().store.set(beat_key(0), status.to_json())
+            time.sleep(0.3)
+        ddp.ddp_barrier()
+    return words
+
+
+def test_of_several_ranks_that_wait_the_first_says_who_is_late(ranks):
+    assert ranks.run(a_lower_rank_waits_too) == [[], []]
 
 
 def departs():

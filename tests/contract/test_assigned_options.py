@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import re
 from dataclasses import astuple, replace
 from typing import ClassVar
@@ -352,6 +353,11 @@ def test_a_time_limit_that_is_assigned_stops_the_run(tmp_path):
     with handlers_kept(), pytest.raises(RunStopped) as stopped:
         brain.fit(range(1, 2_000), points(8), train_loader_kwargs=KWARGS)
     assert stopped.value.cause == "time limit"
+    [saved] = brain.checkpointer.list_checkpoints()
+    assert json.loads((tmp_path / "stopped.json").read_text())["checkpoint"] == str(saved.path)
+    again = make(folder=tmp_path)
+    again.fit([], points(8), train_loader_kwargs=KWARGS)
+    assert not (tmp_path / "stopped.json").exists()
     with pytest.raises(ConfigError, match="time_limit expects a length of time > 0, got 'soon'"):
         brain.time_limit = "soon"
 

@@ -462,18 +462,17 @@ def run_of(folder, scheduler_class, epochs, *, batch_size=4, dies_at=None, **opt
     return brain
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scheduler_class", "same"),
     [
-        ("LambdaLR", warm, partial(warm, total_steps=12)),
-        ("CosineAnnealingLR", CosineAnnealingLR, partial(CosineAnnealingLR, T_max=12)),
+        pytest.param("LambdaLR", warm, partial(warm, total_steps=12), marks=SLOW),
         pytest.param(
-            "LambdaLR",
-            partial(warm, warmup=1.0),
-            partial(warm, total_steps=12, warmup=1.0),
+            "CosineAnnealingLR",
+            CosineAnnealingLR,
+            partial(CosineAnnealingLR, T_max=12),
             marks=SLOW,
         ),
+        ("LambdaLR", partial(warm, warmup=1.0), partial(warm, total_steps=12, warmup=1.0)),
         pytest.param(
             "SequentialLR",
             in_two_parts,

@@ -449,6 +449,8 @@ def collectives():
     assert tensor.tolist() == [sum(range(1, world + 1))] * 2
     assert ddp.ddp_all_reduce(torch.tensor([rank]), ddp.ReduceOp.MAX).tolist() == [world - 1]
     assert ddp.sum_over_ranks([0.5, float(rank)]) == [0.5 * world, sum(range(world))]
+    many = [float(number) for number in range(40)]
+    assert ddp.sum_over_ranks(many) == [world * number for number in many]
     assert ddp.exchange({"rank": rank, "pad": "x" * rank * 1000}) == [
         {"rank": other, "pad": "x" * other * 1000} for other in range(world)
     ]

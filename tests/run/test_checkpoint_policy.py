@@ -62,6 +62,21 @@ def test_a_run_that_goes_on_counts_what_came_before(tmp_path):
     assert train(tmp_path, "b", [1.0, 2.0, 0.5], "auto") == [("b", 0.5)]
 
 
+@pytest.mark.parametrize(
+    ("options", "seconds", "batches", "is_due"),
+    [
+        ({"ckpt_interval_minutes": 1.0}, 59.0, 99, False),
+        ({"ckpt_interval_minutes": 1.0}, 60.0, 1, True),
+        ({"ckpt_interval_steps": 3}, 99.0, 2, False),
+        ({"ckpt_interval_steps": 3}, 1.0, 3, True),
+        ({"ckpt_interval_minutes": 0.0}, 99.0, 99, False),
+    ],
+)
+def test_intervals_are_of_minutes_and_of_batches(options, seconds, batches, is_due):
+    brain = Brain(run_opts={"device": "cpu", "noprogressbar": True, **options})
+    assert run_of(brain).policy.save_if_due(seconds, batches) is is_due
+
+
 # --------------------------------------------------------------------------- savers of another kind
 
 

@@ -12,7 +12,7 @@ from ddpkit.base import dump_plain_yaml, load_plain_yaml
 from ddpkit.checkpointing import Checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
-from ddpkit.run.brain_file import BRAIN_FILE, EVALUATED
+from ddpkit.run.brain_file import BRAIN_FILE, DEBUG, EVALUATED
 from ddpkit.run.choose_start import _states_of, choose_start
 from ddpkit.run.optimizer_settings import optimizer_settings
 from ddpkit.run.unsaved_objects import modules_not_saved
@@ -159,6 +159,15 @@ def test_a_training_does_not_go_on_from_what_an_evaluation_has_saved(tmp_path, c
     assert choose_start(Checkpointer(tmp_path), "never", is_first=False).resume == str(own.path)
     named = choose_start(Checkpointer(tmp_path), str(evaluated[0].path))
     assert named.resume.path == evaluated[0].path, "what is asked for"
+
+
+def test_nor_from_what_a_debug_run_has_saved(tmp_path, caplog):
+    rehearsed = save(tmp_path, {"asked": FOUR, DEBUG: True})
+    assert choose_start(Checkpointer(tmp_path), "auto", is_debug=True).resume == rehearsed
+    start = choose_start(Checkpointer(tmp_path), "auto")
+    assert (start.resume, start.num_found) == ("auto", 0)
+    assert "1 checkpoint(s)" in caplog.text
+    assert "were saved with --debug" in caplog.text
 
 
 def test_nor_where_the_newest_of_the_training_is_damaged(tmp_path):

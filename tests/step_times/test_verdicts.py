@@ -159,6 +159,23 @@ def test_batches_that_differ_from_window_to_window_are_named_though_medians_are_
     assert "correlate by 0.9" in found[0].how_much or "correlate by 1.0" in found[0].how_much
 
 
+def test_batches_that_differ_are_not_named_where_times_hardly_follow_them():
+    """In half of the windows the sizes are those of other windows."""
+    seconds = [
+        replace(second, single_sizes=[[*sizes[1:4], sizes[0], *sizes[4:]] for sizes in found])
+        for second in Run(4, spread=0.9).seconds(10)
+        for found in [second.single_sizes]
+    ]
+    assert verdicts_of(seconds) == []
+
+
+def test_the_samples_of_a_second_are_those_of_all_ranks():
+    second = Run(2).seconds(1)[0]
+    other = replace(second, samples=[6.0, 2.0], tokens=[30.0, 10.0])
+    assert other.samples_per_second == pytest.approx(8.0 / second.step_seconds)
+    assert other.tokens_per_second == pytest.approx(40.0 / second.step_seconds)
+
+
 def test_a_rank_whose_batches_are_always_larger_is_no_late_rank():
     run = Run(3)
     seconds = []

@@ -119,6 +119,15 @@ def test_strategies_that_do_not_go_with_others(name):
     assert choose_strategy(RunOptions(device="cpu", strategy="single", virtual_ranks=4)).shards == 4
 
 
+def refused_as_single():
+    return refused(strategy="single")
+
+
+def test_one_process_is_no_strategy_where_a_launcher_has_started_several(ranks):
+    for words in ranks.run(refused_as_single):
+        assert "strategy='single' is for one process, and a launcher has started 2" in words
+
+
 def test_post_local_sgd_is_for_several_processes():
     options = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2}
     assert type(choose_strategy(RunOptions(device="cpu", **options))) is Strategy

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from ddpkit.errors import ConfigError
-from ddpkit.precision import AMPConfig, Precision, TorchAutocast, fwd_default_precision
+from ddpkit.precision import (
+    AMPConfig,
+    Precision,
+    StepScaler,
+    TorchAutocast,
+    fwd_default_precision,
+)
 
 BF16 = torch.bfloat16
 
@@ -61,6 +67,21 @@ def test_the_scaler_scales_for_fp16_training_on_cuda_only(names):
     wanted = names[0] == "fp16" and torch.cuda.is_available()
     assert precision.scaler.is_enabled() is wanted
     assert precision.training_ctx.device_type == "cuda"
+
+
+def test_gradients_are_unscaled_once_in_a_step():
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler = StepScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        scaler.scale(3 * weight).backward()
+        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
+        assert weight.grad == 3.0
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert weight == 1.0 - 2 * 0.5 * 3.0
 
 
 def autocast_is_on():

@@ -89,7 +89,33 @@ COMM = in_room(
             "longest_wait",
             "max(seconds, hang_timeout + AFTER_WATCH_SECONDS)",
             "seconds",
-            GROUP,
+            "ddpkit/comm/time_limits.py",
+        ),
+        Fault(
+            "a failure of the main process is raised there alone",
+            "raise_as_reader",
+            "poster == 0",
+            "poster == 1",
+            "tests/comm/test_mailbox.py tests/ranks/test_main_only.py",
+        ),
+        Fault(
+            "ranks with other facts are not refused",
+            "require_agreement",
+            "len({digest for digest, _ in values}) > 1",
+            "False",
+            "tests/comm/test_agreement.py tests/ranks/test_preflight.py",
+        ),
+        Fault(
+            "a failure of work that all ranks do is told by the rank that has it alone",
+            "on_every_rank",
+            """
+            if failures:
+                raise RankFailedError(
+                    f'the run cannot start, because it failed elsewhere: {failures}'
+                )
+            """,
+            "pass",
+            "tests/comm/test_agreement.py tests/ranks/test_failures_together.py",
         ),
     ],
 )
@@ -190,6 +216,59 @@ CONTROL = in_room(
             "others",
             "tests/control/test_time_outs.py",
         ),
+        Fault(
+            "a rank does not end when another has failed",
+            "Watchdog._check_failure",
+            "now - self._failure_since > GRACE_SECONDS and (not EXIT_DELAY.is_held)",
+            "False",
+        ),
+        Fault(
+            "a process outlives the launcher that started it",
+            "Watchdog.look",
+            "self.parent is not None and os.getppid() != self.parent",
+            "False",
+        ),
+        Fault(
+            "a neighbour that was killed is not noticed",
+            "Heartbeat._note_gone_neighbours",
+            "known is not None and known.machine == self.machine and has_ended(known.pid, "
+            "known.started)",
+            "False",
+        ),
+        Fault(
+            "a failure of an earlier call ends a later one",
+            "Heartbeat.is_affected_by",
+            "inside and (reason.is_final or reason.session == self.position.session)",
+            "inside",
+        ),
+        Fault(
+            "the ranks sync by their own clocks",
+            "PeriodicSync.__call__",
+            "int(self.interval * self.world_size / max(seconds, 1e-09))",
+            "int(self.interval / max(per_step, 1e-09))",
+            SIGNALS,
+        ),
+        Fault(
+            "the reported mean loss is that of one rank",
+            "PeriodicSync.__call__",
+            "total_loss / total if total else float('nan')",
+            "loss_sum / count if count else float('nan')",
+            SIGNALS,
+        ),
+        Fault(
+            "a save that one rank wants is made only if all want it",
+            "PeriodicSync.__call__",
+            "wanted_by > 0",
+            "wanted_by >= self.world_size",
+            SIGNALS,
+        ),
+        Fault(
+            "a usage error ends with the code of success",
+            "_end_plainly",
+            "vars(error).get(PLAIN, USAGE_CODE)",
+            "0",
+            f"{FAILURE} tests/ranks/test_usage_errors.py",
+        ),
     ],
 )
 
@@ -214,9 +293,23 @@ BASE = in_room(
         Fault(
             "a process whose number another has taken counts as alive",
             "has_ended",
-            "its_start != started or state not in DEAD_STATES",
-            "state not in DEAD_STATES",
+            """
+            if its_start != started or state not in DEAD_STATES:
+                return its_start != started
+            """,
+            """
+            if state not in DEAD_STATES:
+                return False
+            """,
             "tests/base/test_rank_process_probe.py tests/control/test_watchdog.py",
+        ),
+        Fault(
+            "a position in validation is told as one in training",
+            "stage_of",
+            "str(batches.stage.name)",
+            "'TRAIN'",
+            "tests/base/test_rank_status.py tests/control/test_watchdog.py "
+            "tests/control/test_failure.py",
         ),
     ],
 )

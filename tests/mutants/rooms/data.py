@@ -155,6 +155,27 @@ DATA = in_room(
             "False",
             "tests/contract/test_unusable_data.py",
         ),
+        Fault(
+            "a user's sampler draws differently on each rank",
+            "draw_alike",
+            "mix_key(seed, epoch, 56993)",
+            "mix_key(torch.initial_seed(), epoch, 56993)",
+            f"{PLAN} tests/ranks/test_samplers.py",
+        ),
+        Fault(
+            "ranks with other data are not told",
+            "require_alike",
+            "None in digests or len(set(digests)) == 1 or first is None",
+            "True",
+            "tests/data/test_sample_comparison.py tests/ranks/test_likeness.py",
+        ),
+        Fault(
+            "splits that differ between ranks are not seen",
+            "selection_facts",
+            "f'{len(selected)} of digest {digest}'",
+            "f'{len(selected)}'",
+            "tests/data/test_selection.py tests/ranks/test_splits.py",
+        ),
     ],
 )
 

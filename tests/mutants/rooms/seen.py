@@ -88,7 +88,7 @@ STEP_TIMES = in_room(
             "SecondOfSteps.samples_per_second",
             "sum(self.samples)",
             "max(self.samples)",
-            f"{VERDICTS} tests/contract/test_speed_events.py",
+            VERDICTS,
         ),
         Fault(
             "operations of a backward convolution are counted as one product",

@@ -206,7 +206,7 @@ PRECISION = in_room(
             "StepScaler.unscale_",
             "id(optimizer) not in self._unscaled_now",
             "True",
-            "tests/contract/test_brain_gradients.py tests/training/test_loop_train_step.py",
+            "tests/unit/test_precision.py",
         ),
         Fault(
             "inputs in double precision are cast down",
@@ -500,7 +500,7 @@ OTHERS = [
                 "_distance",
                 "gradient is None or other is None",
                 "False",
-                "tests/parity/test_causes.py tests/parity/test_check.py",
+                "ddpkit/parity/causes.py",
             ),
             Fault(
                 "dropout is on in the parity check",

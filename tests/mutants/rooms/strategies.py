@@ -86,7 +86,8 @@ FAULTS = in_room(
             "broadcast_from_main(module, self.device)",
             "pass",
             f"{UNIT} "
-            "tests/ranks/test_brain.py::test_what_is_not_trained_is_not_wrapped_and_the_same_everywhere",
+            "tests/ranks/test_brain.py::test_what_is_not_trained_is_not_wrapped_and_the_same_ever"
+            "ywhere",
         ),
         Fault(
             "parameters that only an optimizer knows are not averaged",

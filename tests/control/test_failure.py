@@ -264,7 +264,7 @@ def progress(step):
         epoch=1,
         step=step,
         optimizer_step=step,
-        seen=SimpleNamespace(stage=SimpleNamespace(name="TRAIN")),
+        stage_batches=SimpleNamespace(stage=SimpleNamespace(name="TRAIN")),
     )
 
 

@@ -244,22 +244,22 @@ CONTROL = in_room(
         Fault(
             "the ranks sync by their own clocks",
             "PeriodicSync.__call__",
-            "int(self.interval * self.world_size / max(seconds, 1e-09))",
-            "int(self.interval / max(per_step, 1e-09))",
+            "int(self.interval * self.world_size / max(total_seconds_per_step, 1e-9))",
+            "int(self.interval / max(own_seconds_per_step, 1e-9))",
             SIGNALS,
         ),
         Fault(
             "the reported mean loss is that of one rank",
             "PeriodicSync.__call__",
-            "total_loss / total if total else float('nan')",
+            "total_loss / total_count if total_count else float('nan')",
             "loss_sum / count if count else float('nan')",
             SIGNALS,
         ),
         Fault(
             "a save that one rank wants is made only if all want it",
             "PeriodicSync.__call__",
-            "wanted_by > 0",
-            "wanted_by >= self.world_size",
+            "ranks_that_save > 0",
+            "ranks_that_save >= self.world_size",
             SIGNALS,
         ),
         Fault(

@@ -191,8 +191,9 @@ FAULTS = in_room(
         ),
         Fault(
             "a window is saved in its middle",
-            "IntraEpochSaves._is_pending",
-            "progress.window.pending(progress.step) > 0 or self.context.strategy.weights_differ",
+            "IntraEpochSaves._would_be_incomplete",
+            "progress.window.num_deferred(progress.step) > 0 "
+            "or self.context.strategy.weights_differ",
             "self.context.strategy.weights_differ",
             f"{STAGES} {RESUME}",
         ),

@@ -872,8 +872,7 @@ class Brain(_Typed):
     def stop_training(self, reason: str = "") -> None:
         """End this call of :meth:`fit` after the present epoch and its validation.
 
-        ``fit`` then returns with the reason ``"early_stop"``. Call it on every rank alike; where
-        they differ the main process's word counts.
+        ``fit`` then returns with the reason ``"early_stop"``. All ranks end if one has called this.
 
         Args:
             reason: in words, for the log.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from ddpkit.distributed import run_on_main
+from ddpkit.distributed import sum_over_ranks
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
 
-ALONE = (
-    "stop_training was called on this process and not on the main one, whose word counts: the "
-    "training goes on. Call it on every process alike."
-)
 STOPPED = "Training ends after epoch %d: %s."
 STOPPED_BEFORE = "Nothing is trained: %s."
+ELSEWHERE = "another process has called stop_training"
 
 
 class EarlyEnd:
@@ -34,7 +31,10 @@ class EarlyEnd:
         self.reason = ""
 
     def begin(self) -> None:
-        """Forget what an earlier call of ``fit`` was told."""
+        """Forget what an earlier call of ``fit`` was told.
+
+        Ranks: local.
+        """
         self.reason = ""
 
     def ask(self, reason: str) -> None:
@@ -42,26 +42,24 @@ class EarlyEnd:
 
         Args:
             reason: in words, for the log.
+
+        Ranks: local.
         """
         self.reason = self.reason or reason or "stop_training was called"
 
     def is_due(self, epoch: int) -> bool:
-        """Say whether the main process was asked for the end, and tell the user.
-
-        Its word counts, as one rank may have been asked alone: no rank ends without the others.
+        """Say whether any rank has asked for the end, and tell the user.
 
         Args:
             epoch: that is over; 0 before the first.
 
-        Ranks: collective.
+        Ranks: collective: one rank may have asked alone, and none must end without the others.
         """
-        # through the launcher's store: an epoch has no collective more than before
-        reason = run_on_main(lambda: self.reason) or ""
-        if not reason:
-            if self.reason:
-                logger.warning(ALONE, main_process_only=False)
-                self.reason = ""
+        # A sum has a limit of time and names a rank that does not come. Main-only work has none.
+        asked = sum_over_ranks([float(bool(self.reason))], "the end of an epoch")[0]
+        if not asked:
             return False
+        reason = self.reason or ELSEWHERE
         if epoch:
             logger.announce(STOPPED, epoch, reason)
         else:

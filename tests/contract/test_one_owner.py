@@ -172,7 +172,7 @@ ASSIGNED = {
 #: Options are compared one by one below; ``fit`` looks at contexts where it enters them.
 SEEN_ELSEWHERE = {"run_opts", "training_ctx", "evaluation_ctx"}
 #: Nothing can be put in their place.
-REFUSED = {"progress", "lr_scale", "raw_modules", "should_step"}
+REFUSED = {"logged", "lr_scale", "progress", "raw_modules", "should_step"}
 #: What the Brain tells a recipe: it writes them, and reads them nowhere.
 TOLD = {
     "device_type",

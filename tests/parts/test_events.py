@@ -454,9 +454,9 @@ def test_a_training_is_stopped_after_the_epoch_and_its_validation(ranks):
     assert ranks.run(stopped, world_size=2) == [expected] * 2
 
 
-def test_one_rank_does_not_stop_alone(ranks):
-    assert [found[0] for found in ranks.run(stopped, 1, world_size=2)] == ["epochs"] * 2
-    assert [found[0] for found in ranks.run(stopped, 0, world_size=2)] == ["early_stop"] * 2
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_stop_where_one_has_asked(ranks, rank):
+    assert [found[0] for found in ranks.run(stopped, rank, world_size=2)] == ["early_stop"] * 2
 
 
 def test_nothing_is_stopped_outside_of_fit():

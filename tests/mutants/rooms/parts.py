@@ -64,8 +64,8 @@ FAULTS = [
             Fault(
                 "each rank ends by its own word",
                 "EarlyEnd.is_due",
-                'run_on_main(lambda: self.reason) or ""',
-                "self.reason",
+                "if not asked:\n    return False",
+                "if not self.reason:\n    return False",
             ),
             Fault(
                 "each step is told to the event of gradients",

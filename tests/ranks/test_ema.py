@@ -80,7 +80,8 @@ def assert_close(found, expected):
         )
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 2])
 def test_the_average_is_that_of_one_process(ranks, tmp_path, world):
     expected = train(tmp_path / "one")
     assert expected["average"]["n_averaged"] == 8  # of ten steps two had no finite gradient

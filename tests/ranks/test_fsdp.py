@@ -232,7 +232,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_the_same_answer(ranks, size):
     expected = [train(**{**one, "micro_batch_size": None}) for one in CASES]
     for results in ranks.run(train_all, CASES, world_size=size):

@@ -196,9 +196,10 @@ AT_LENGTH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "num_workers", "cases"),
-    [(2, 2, FEW), *(pytest.param(*one, marks=pytest.mark.slow) for one in AT_LENGTH)],
+    [(2, 2, FEW), *AT_LENGTH],
 )
 def test_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(
     ranks,

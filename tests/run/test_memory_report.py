@@ -89,6 +89,7 @@ def test_it_is_said_once_of_an_error_that_goes_through_two_stages(caplog):
     assert len(told(caplog)) == 1
 
 
+@pytest.mark.slow
 def test_a_size_that_no_step_has_memory_for_is_told_of(caplog):
     class Always(Regression):
         def compute_forward(self, batch, stage):

@@ -117,6 +117,7 @@ def leave_early():
     return told([Check("a", yields(FINE), EACH_RANK)], timeout=0.5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_a_problem_and_not_waited_for_for_ever(ranks):
     (code, text), _ = ranks.run(leave_early, init=False)
     assert code == 1

@@ -13,8 +13,6 @@ PYTEST_ARGS ?=
 # How many processes run tests side by side. Tests wait for processes that start, so three keep two cores busy; each costs
 # twelve seconds of processor time: it imports torch, collects the tests, and starts ranks of its own.
 JOBS ?= 3
-# `make check` has more tests that wait than processor time for them.
-CHECK_JOBS ?= 4
 # For the table of faults: --rows F1,F9, --trials N, --kills N, --seed S (python -m tests.faults.table --help).
 FAULTS_ARGS ?=
 # For planted faults: --only optim, --only "clipped before", --new --record, --all (python -m tests.mutants --help).
@@ -88,7 +86,7 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 # The environment is complete before anything runs: with `make -j2 check` the launchers' tests, which mostly wait, run
 # beside the others, of which there are fewer at a time then.
 check: $(VENV)/.installed-ecosystem  ## all of it, the slower tests too: what CI runs
-	$(MAKE) lint types layers test launch docs JOBS=$(CHECK_JOBS) MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
+	$(MAKE) lint types layers test launch docs MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

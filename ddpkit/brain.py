@@ -1094,6 +1094,8 @@ class Brain(_Typed):
         run = self.__run
         with run.stop.guarded("predict"):
             run.require_no_training("predict", recovers=True)
+            with usage_errors():
+                run.context.parts.tell("check", self)
             with run.loaders.dividing_evaluation():
                 loader = self.__test_loader(data, loader_kwargs)
             run.preflight.compare_data(predict=loader)

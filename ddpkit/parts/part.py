@@ -29,6 +29,7 @@ class Part:
                      on_stage_start(VALID), wrap_batches(VALID), on_stage_end(VALID)
                    on_fit_end
         evaluate:  check, on_stage_start(TEST), wrap_batches(TEST), on_stage_end(TEST)
+        predict:   check, wrap_batches(TEST)
 
     Each event comes on every rank, at the same place of the run. So a part may communicate in each,
     but for those that say otherwise. What a part changes must be the same on every rank.
@@ -70,7 +71,8 @@ class Part:
     # ------------------------------------------------------------------ before the run
 
     def check(self, brain: Any) -> None:
-        """Refuse what cannot work with this run: called when ``fit`` or ``evaluate`` begins.
+        """Refuse what cannot work with this run: called when ``fit``, ``evaluate`` or ``predict``
+        begins.
 
         Args:
             brain: of the recipe; its optimizers are not made yet, and no checkpoint is recovered.

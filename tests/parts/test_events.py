@@ -377,6 +377,8 @@ def test_what_a_part_refuses_is_refused_before_the_run():
         brain.fit([1], DATA)
     with pytest.raises(ConfigError, match="needs more than this"):
         brain.evaluate(DATA)
+    with pytest.raises(ConfigError, match="needs more than this"):
+        brain.predict(DATA)
     assert not brain.trained_on
 
 

@@ -51,7 +51,7 @@ class OptionTypes:
         "divide validation and test sets over the processes", fixed=IN_FIT)
     check_parity: int | None = option(None, RUNNING,
         "compare the gradients of N processes with one", form="N", minimum=2, shown="off",
-        is_attribute=False, fixed=IN_FIT)
+        fixed=IN_FIT)
     gc_interval: int = option(0, RUNNING, "collect Python garbage every N steps; 0: by itself",
         form="N", minimum=0, is_attribute=False, fixed=IN_FIT)
     measure_steps: str = option("sampled", RUNNING, "which steps are timed, part by part",
@@ -184,7 +184,7 @@ class OptionTypes:
     save_signals: list[str] = option(["SIGUSR2"], STOPPING, "signals that save a checkpoint",
         form="A B", shown="SIGUSR2", fixed=MADE)
     hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never",
-        form="S", minimum=0, is_attribute=False, fixed=IN_FIT)
+        form="S", minimum=0, fixed=IN_FIT)
     hang_timeout: float = option(1800.0, STOPPING,
         "end the run after so long without a step; 0: never", form="S", minimum=0, fixed=IN_FIT)
 

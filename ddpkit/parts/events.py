@@ -37,6 +37,10 @@ SAME_NAME = (
     "parts: two parts have the name {!r}. Give one of them another `name`: its state stands under "
     "it in checkpoints."
 )
+HALF_SAVED = (
+    "parts: {} has one of state_dict and load_state_dict. A run that goes on needs both: one "
+    "returns what a checkpoint holds, the other takes it over."
+)
 NEEDS = "parts: {} needs {} before it in the list, and the list is {}."
 
 
@@ -170,7 +174,7 @@ def parts_of(hparams: Any, given: Iterable[Part] | None) -> list[Part]:
     in_yaml = list(found) if isinstance(found, (list, tuple)) else []
     if isinstance(found, Part):
         in_yaml = [found]
-    if not any(isinstance(one, Part) or _is_part_class(one) for one in in_yaml):
+    if not any(isinstance(value, Part) or _is_part_class(value) for value in in_yaml):
         in_yaml = []
     try:
         own = list(given or ())
@@ -178,7 +182,7 @@ def parts_of(hparams: Any, given: Iterable[Part] | None) -> list[Part]:
         raise ConfigError(
             f"parts={given!r} is no list. Give a list of parts, such as parts=[EarlyStopping()]."
         ) from None
-    return [*in_yaml, *(one for one in own if all(one is not other for other in in_yaml))]
+    return [*in_yaml, *(part for part in own if all(part is not other for other in in_yaml))]
 
 
 def _is_part_class(value: Any) -> bool:
@@ -199,9 +203,11 @@ def _check(parts: tuple[Any, ...]) -> None:
         if part.name in names:
             raise ConfigError(SAME_NAME.format(part.name))
         names.add(part.name)
+        if _overrides(part, "state_dict") != _overrides(part, "load_state_dict"):
+            raise ConfigError(HALF_SAVED.format(part.name))
         for needed in part.needs:
             if not any(isinstance(before, needed) for before in parts[:number]):
-                order = ", ".join(one.name for one in parts)
+                order = ", ".join(other.name for other in parts)
                 raise ConfigError(NEEDS.format(part.name, needed.__name__, order))
 
 

@@ -89,7 +89,7 @@ class Part:
         Args:
             brain: of the recipe, ready to train.
 
-        Ranks: the main process; must not communicate.
+        Ranks: all; the main process shows them. Must not communicate.
         """
         return {}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit import optim
-from ddpkit.base import reads_device
+from ddpkit.base import do_nothing, reads_device
 from ddpkit.device import widest_float
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
@@ -91,10 +91,6 @@ class _Prepared:
     multiplier: float | torch.Tensor
     updates: bool | None = None
     is_final: bool = False
-
-
-def _no_more(_: Any) -> None:
-    """Do nothing: the gradients are finished."""
 
 
 class TrainStep:
@@ -380,7 +376,7 @@ class TrainStep:
         is_ready = prepared is not None and prepared.optimizers == optimizers
         if progress.phase is not _IN_PASS:  # in a loop of the recipe's own each call is a step
             progress.window.number += 1
-        finish = _no_more if is_ready else self.context.strategy.finish_gradients
+        finish = do_nothing if is_ready else self.context.strategy.finish_gradients
         finish(optimizers)
         if self.first_gradients is not None:
             self._compare_first_gradients(brain)

@@ -133,7 +133,7 @@ def test_the_public_names_of_the_brain_are_those_of_the_contract_and_the_documen
     brain = ddpkit.Brain(run_opts={"device": "cpu"})
     names = {name for name in dir(brain) if not name.startswith("_")}
     assert names - METHODS - ATTRIBUTES - OPTIONS == set()
-    assert sum(not name.startswith("_") for name in dir(ddpkit.Brain)) <= 105
+    assert sum(not name.startswith("_") for name in dir(ddpkit.Brain)) <= 107
 
 
 def test_what_is_no_override_point_has_a_mangled_name():

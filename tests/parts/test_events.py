@@ -334,7 +334,13 @@ class NeedsCounter(Part):
     needs = (Counter,)
 
 
+class Forgets(Part):
+    def state_dict(self):
+        return {"steps": 1}
+
+
 REFUSED = {
+    "saved and not loaded": ([Forgets()], "Forgets has one of state_dict and load_state_dict"),
     "no part": (["verb"], "'verb' is no part"),
     "a class": ([Counter], "parts: Counter is a class"),
     "two of one name": ([Counter(), Counter()], "the name 'Counter'"),

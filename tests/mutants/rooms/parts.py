@@ -26,8 +26,9 @@ FAULTS = [
             Fault(
                 "parts of the YAML come last",
                 "parts_of",
-                "[*in_yaml, *(one for one in own if all(one is not other for other in in_yaml))]",
-                "[*own, *(one for one in in_yaml if all(one is not other for other in own))]",
+                "[*in_yaml, *(part for part in own"
+                " if all(part is not other for other in in_yaml))]",
+                "[*own, *(part for part in in_yaml if all(part is not other for other in own))]",
             ),
             Fault(
                 "a part that fails is not named",

@@ -17,6 +17,8 @@ JOBS ?= 3
 FAULTS_ARGS ?=
 # For planted faults: --only optim, --only "clipped before", --new --record, --all (python -m tests.mutants --help).
 MUTANTS_ARGS ?=
+# For the delete test: --only fsdp, --jobs 1, tests to run (python -m tests.deletion --help).
+DELETE_ARGS  ?=
 # For drawn trainings: --seed S, --minutes M, --only N of a seed (python -m tests.model --help).
 MODEL_ARGS ?=
 
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick house faults mutants model messages lint format types layers docs check bench bench-peers clean
+.PHONY: help venv demo test launch quick house faults mutants delete-test model messages lint format types layers docs check bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +59,9 @@ faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: h
 
 mutants: $(VENV)/.installed-dev  ## plant each fault of a list, run the tests that could see it: half an hour or more (MUTANTS_ARGS="--only optim")
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
+delete-test: $(VENV)/.installed-dev  ## make each part and strategy unimportable, run the tests of all else: hours (DELETE_ARGS="--only fsdp")
+	$(BIN)/python -m tests.deletion $(DELETE_ARGS)
 
 model: $(VENV)/.installed-dev  ## compare drawn trainings with a plain loop, for ten minutes (MODEL_ARGS="--seed 3 --minutes 300")
 	$(BIN)/python -m tests.model $(MODEL_ARGS)

@@ -1,0 +1,161 @@
+"""The files that can go by themselves, and which tests are a file's own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .texts import text_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = "ddpkit/parts"
+#: Files of the room that are no feature: the interface, and who hears what.
+INTERFACE = ("__init__.py", "events.py", "part.py")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A file that can go, and how its own tests are known.
+
+    A test is its own if its name, its parameters or its text (with what it uses of its file) have
+    one of the words, if it uses one of the fixtures, or if it stands in one of the files.
+
+    Attributes:
+        path: of the file, from the root of the repository.
+        words: a pattern.
+        tests: files or folders of tests, from the root.
+        fixtures: names.
+        users: files of other features that import it: they go with it, and so do their own tests.
+    """
+
+    path: str
+    words: str
+    tests: tuple[str, ...] = ()
+    fixtures: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The file as imports name it."""
+        return self.path.removesuffix(".py").replace("/", ".")
+
+    def owns_file(self, path: str) -> bool:
+        """Say whether all tests of a file are its own.
+
+        Args:
+            path: from the root.
+        """
+        return any(path == own or path.startswith(f"{own}/") for own in self.tests)
+
+    def owns_test(self, item) -> bool:
+        """Say whether one test is its own, as pytest has collected it."""
+        if set(self.fixtures) & set(item.fixturenames):
+            return True
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        texts = (item.nodeid, repr(parameters), text_of(item.path, item.originalname))
+        return any(re.search(self.words, text) for text in texts)
+
+
+_SEVERAL = ("tests/strategies/test_strategies.py",)  # it imports each of them at its top
+
+#: The strategies, and what is told of a part beside the names of its classes.
+TABLE = (
+    Feature(
+        "ddpkit/strategies/data_parallel.py",
+        r"(?i)data_?parallel",
+        tests=(*_SEVERAL, "tests/unit/test_ema.py"),
+    ),
+    Feature(
+        "ddpkit/strategies/ddp.py",
+        r"(?i)ddp(?!kit)|nproc|torchrun",
+        tests=(*_SEVERAL, "tests/strategies/test_averages.py"),
+        fixtures=("ranks",),
+        users=("ddpkit/strategies/local_sgd.py", "ddpkit/strategies/zero1.py"),
+    ),
+    Feature(
+        "ddpkit/strategies/fsdp.py",
+        r"(?i)fsdp",
+        tests=("tests/ranks/test_fsdp.py",),
+    ),
+    Feature(
+        "ddpkit/strategies/local_sgd.py",
+        r"(?i)local[_-]?sgd",
+        tests=("tests/ranks/test_local_sgd.py",),
+    ),
+    Feature(
+        "ddpkit/strategies/virtual_ranks.py",
+        r"(?i)virtual[_-]?ranks",
+        tests=(*_SEVERAL, "tests/ranks/test_virtual_ranks.py"),
+    ),
+    Feature(
+        "ddpkit/strategies/zero1.py",
+        r"(?i)zero1",
+        tests=("tests/ranks/test_zero1.py",),
+    ),
+)
+
+
+def features(root: Path = ROOT) -> list[Feature]:
+    """Return all that can go: the table, and each other file of ``ddpkit/parts``.
+
+    A part that the table lacks is known by its classes, and its own tests are those that name one
+    of them, and the file of tests that is called as the part.
+
+    Args:
+        root: of a copy of the repository.
+    """
+    told = {feature.path for feature in TABLE}
+    others = [
+        path
+        for path in sorted((root / PARTS).glob("*.py"))
+        if path.name not in INTERFACE and f"{PARTS}/{path.name}" not in told
+    ]
+    return [*TABLE, *map(_by_its_classes, others)]
+
+
+def made_unimportable(source: str, why: str) -> str:
+    """Return the text of a module that raises when it is imported; all that follows still stands.
+
+    So what reads the file, such as a measure of the house, finds it as it was.
+
+    Args:
+        source: of the module.
+        why: the message.
+    """
+    body = ast.parse(source).body
+    last = 0  # the line after which something may be raised
+    for node in body:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_text and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            break
+        last = node.end_lineno
+    lines = source.splitlines(keepends=True)
+    return "".join([*lines[:last], f"raise ImportError({why!r})\n", *lines[last:]])
+
+
+def unknown_tests(chosen: Iterable[Feature], root: Path = ROOT) -> list[str]:
+    """Name the tests of the table that are not there."""
+    return [
+        f"{feature.path}: {path}"
+        for feature in chosen
+        for path in feature.tests
+        if not (root / path).exists()
+    ]
+
+
+def goes_with(feature: Feature, every: Sequence[Feature]) -> list[Feature]:
+    """Return a feature and those that are made of it."""
+    return [feature, *(other for other in every if other.path in feature.users)]
+
+
+def _by_its_classes(path: Path) -> Feature:
+    classes = [
+        node.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    words = "|".join(rf"\b{name}\b" for name in (path.stem, *classes))
+    return Feature(f"{PARTS}/{path.name}", words, tests=(f"tests/parts/test_{path.name}",))

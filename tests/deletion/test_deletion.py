@@ -1,0 +1,151 @@
+"""Parts and strategies can go: what is left trains without them, and each has tests of its own."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from tests.deletion.features import (
+    ROOT,
+    TABLE,
+    Feature,
+    features,
+    made_unimportable,
+    unknown_tests,
+)
+from tests.warm_starts import WarmProcess
+
+TRAINS = """
+    import sys
+    from importlib.abc import MetaPathFinder
+
+    GONE = set({gone!r})
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ddpkit"]:
+        del sys.modules[name]  # this process has been started from one that had them
+
+    class Blocks(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name in GONE:
+                raise ImportError(f"the core imports {{name}}")
+
+    sys.meta_path.insert(0, Blocks())
+
+    import torch
+    from ddpkit import Brain
+    from ddpkit.checkpoints import Checkpointer
+    from ddpkit.epoch_loop import EpochCounter
+
+    class Line(Brain):
+        def compute_forward(self, batch, stage):
+            return self.modules.line(batch)
+
+        def compute_objectives(self, predictions, batch, stage):
+            self.log("size", predictions.abs().mean())
+            return (predictions - 2 * batch).square().mean()
+
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            self.losses.append(stage_loss)
+            self.checkpointer.save_checkpoint()
+
+    def train(epochs):
+        counter = EpochCounter(epochs)
+        keeper = Checkpointer({folder!r}, {{"counter": counter}})
+        brain = Line(
+            {{"line": torch.nn.Linear(1, 1)}},
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            run_opts={{"device": "cpu", "ema_decay": 0.9, "grad_accumulation_factor": 2}},
+            checkpointer=keeper,
+        )
+        brain.losses = []
+        data = [torch.full((1,), 0.1 * number) for number in range(8)]
+        loading = {{"batch_size": 2}}
+        brain.fit(counter, data, data, train_loader_kwargs=loading, valid_loader_kwargs=loading)
+        return brain
+
+    train(1)
+    brain = train(3)
+    assert len(brain.losses) == 4, brain.losses
+    assert brain.losses[2] < brain.losses[0], brain.losses
+    brain.evaluate(torch.ones(3, 1))
+    assert not GONE & set(sys.modules)
+"""
+
+
+def test_a_model_trains_and_goes_on_where_no_part_and_no_strategy_can_be_imported(tmp_path):
+    gone = sorted(feature.module for feature in features())
+    script = textwrap.dedent(TRAINS.format(gone=gone, folder=str(tmp_path / "save")))
+    with (tmp_path / "told").open("w+") as told:
+        code = WarmProcess([sys.executable, "-c", script], stdout=told, stderr=told).wait(60)
+        told.seek(0)
+        assert code == 0, told.read()
+
+
+def test_the_table_names_files_that_are_there():
+    assert [feature.path for feature in TABLE if not (ROOT / feature.path).is_file()] == []
+    assert unknown_tests(features()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import os\n", 1),
+        ('"""A text\nof two lines."""\n\nfrom __future__ import annotations\nimport os\n', 5),
+        ('"""A text."""\n', 2),
+    ],
+    ids=["nothing before", "text and future", "text alone"],
+)
+def test_a_file_that_was_made_unimportable_raises_first_and_has_all_its_lines(source, line):
+    changed = made_unimportable(source, "gone")
+    lines = changed.splitlines()
+    assert lines.pop(line - 1) == "raise ImportError('gone')"
+    assert lines == source.splitlines()
+    with pytest.raises(ImportError, match="gone"):
+        exec(compile(changed, "changed", "exec"), {})
+
+
+FILE_OF_TESTS = """
+SIZES = {"strategy": "zero1"}
+
+def sizes():
+    return SIZES
+
+def test_by_what_it_uses():
+    assert sizes()
+
+@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+def test_by_parameters(strategy):
+    assert strategy
+
+class TestOthers:
+    def test_of_a_class(self):
+        assert "zero1"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "fixtures", "is_own"),
+    [
+        ("test_by_what_it_uses", {}, (), True),
+        ("test_by_parameters", {"strategy": "zero1"}, (), True),
+        ("test_by_parameters", {"strategy": "ddp"}, (), False),
+        ("test_by_parameters", {"strategy": "ddp"}, ("ranks",), True),
+        ("test_of_a_class", {}, (), True),
+    ],
+)
+def test_a_test_is_a_features_own_by_text_parameters_or_fixture(
+    tmp_path, name, params, fixtures, is_own
+):
+    feature = Feature("ddpkit/strategies/zero1.py", "zero1", fixtures=("ranks",))
+    path = tmp_path / "test_something.py"
+    path.write_text(FILE_OF_TESTS)
+    item = SimpleNamespace(
+        nodeid=f"{path.name}::{name}",
+        path=path,
+        originalname=name,
+        fixturenames=fixtures,
+        callspec=SimpleNamespace(params=params),
+    )
+    assert feature.owns_test(item) is is_own

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from ddpkit.control import PeriodicSync
 from ddpkit.run import evaluation_stops, speed_report, stage_runner
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points
 from tests.host_reads import HostReads
+from tests.recipes import Regression, make, points
 
 STEPS = 64
 STEPS_OF_TWO = 48  # on two ranks

@@ -27,7 +27,7 @@ from ddpkit.checkpoints import (
     register_checkpoint_hooks,
 )
 from ddpkit.errors import CheckpointError, ConfigError
-from tests.contract.recipes import Value
+from tests.recipes import Value
 
 
 @pytest.fixture

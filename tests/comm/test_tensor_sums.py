@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit.comm import exchange_tensor, is_exchanged, start_sum
-from tests.contract.recipes import QUIET, Regression, points, sgd
+from tests.recipes import QUIET, Regression, points, sgd
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
 

@@ -20,8 +20,8 @@ from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.run_opts import IN_FIT, MADE, PREPARED, READING, RUN_OPTIONS, WRAPPED, RunOptions
 from ddpkit.types import Stage
 from tests.house import ROOT
+from tests.recipes import Regression, make, points, weights
 
-from .recipes import Regression, make, points, weights
 from .test_predict import handlers_kept
 
 KWARGS = {"batch_size": 2}

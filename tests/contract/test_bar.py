@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from ddpkit.epoch_loop import EpochCounter
-
-from .recipes import Regression, make, points, sgd
+from tests.recipes import Regression, make, points, sgd
 
 
 class Console(io.StringIO):

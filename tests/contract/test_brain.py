@@ -22,8 +22,17 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import OPTIONS, RunOptions
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_in, sgd, weights
+from tests.recipes import (
+    QUIET,
+    Regression,
+    assert_same,
+    linear,
+    make,
+    points,
+    seen_in,
+    sgd,
+    weights,
+)
 
 # ------------------------------------------------------------------------------------------ surface
 

@@ -16,8 +16,7 @@ from ddpkit.brain import Brain
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, NonFiniteLossError
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
+from tests.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 
 
 def flat_change(brain, before):

@@ -11,8 +11,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-
-from .recipes import (
+from tests.recipes import (
     QUIET,
     Killed,
     Regression,
@@ -24,6 +23,7 @@ from .recipes import (
     sgd,
     weights,
 )
+
 from .test_brain_gradients import OwnFitBatch
 
 EPOCHS = 3

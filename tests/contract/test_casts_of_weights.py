@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ddpkit.types import Stage
-
-from .recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 STEPS = 3
 

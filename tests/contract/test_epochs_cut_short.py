@@ -13,8 +13,7 @@ from torch.utils.data import IterableDataset
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, Regression, assert_same, points, seen_in, sgd, weights
+from tests.recipes import QUIET, Killed, Regression, assert_same, points, seen_in, sgd, weights
 
 DATA = points(16)
 PER_STEP = 2

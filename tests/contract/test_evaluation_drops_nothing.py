@@ -10,8 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ddpkit import dataloader
 from ddpkit.dataloader import NOTHING_DROPPED, LoopedLoader, make_dataloader
-
-from .recipes import Regression, make, points, world_size
+from tests.recipes import Regression, make, points, world_size
 
 DATA = points(7)
 

@@ -14,8 +14,8 @@ import ddpkit
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.types import Stage
+from tests.recipes import QUIET, Regression, linear, make, points, sgd
 
-from .recipes import QUIET, Regression, linear, make, points, sgd
 from .test_brain_resume import Killed
 
 DATA = points(22)

@@ -13,8 +13,7 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
+from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 
 TOKENS = 1e5  # per sample, or so
 

@@ -15,8 +15,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
+from tests.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 
 DATA = points(12)
 KWARGS = {"batch_size": 2, "shuffle": True}

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 class Watched(Regression):

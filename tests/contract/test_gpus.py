@@ -11,8 +11,7 @@ import torch.distributed as dist
 from ddpkit.brain import Brain
 from ddpkit.types import Stage
 from tests.pretended_devices import pretend_devices
-
-from .recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import RunStopped
 from ddpkit.types import Stage
+from tests.recipes import QUIET, Killed, Regression, assert_same, linear, points, sgd, weights
 
-from .recipes import QUIET, Killed, Regression, assert_same, linear, points, sgd, weights
 from .test_predict import handlers_kept
 
 

@@ -17,8 +17,7 @@ from ddpkit.errors import BatchError
 from ddpkit.train_logger import FileTrainLogger, TrainLogger, TrainLoggers, set_run_log
 from ddpkit.types import Stage
 from tests.host_reads import HostReads
-
-from .recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 DATA = points(11)
 VALID = points(5, seed=6)

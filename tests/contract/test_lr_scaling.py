@@ -11,8 +11,8 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.sampler import DynamicBatchSampler
+from tests.recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
 
-from .recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
 from .test_brain_resume import Killed
 
 LINEAR = {"lr_scaling": "linear", "reference_batch_size": 2}

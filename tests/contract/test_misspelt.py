@@ -9,8 +9,7 @@ import functools
 import pytest
 
 from ddpkit.errors import BatchError
-
-from .recipes import QUIET, Regression, linear, make, points, sgd
+from tests.recipes import QUIET, Regression, linear, make, points, sgd
 
 NEVER = "is never called by ddpkit; did you mean"
 NO_STEP = "No optimizer step of {} was counted in its first epoch. Give opt_class, or"

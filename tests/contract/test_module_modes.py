@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ddpkit.types import Stage
-
-from .recipes import Killed, Regression, make, points
+from tests.recipes import Killed, Regression, make, points
 
 KWARGS = {"batch_size": 4}
 

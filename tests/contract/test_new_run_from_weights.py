@@ -13,8 +13,7 @@ from torch import nn
 from ddpkit.errors import CheckpointUsageError
 from ddpkit.parameter_transfer import Pretrainer
 from ddpkit.types import Stage
-
-from .recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 class Saving(Regression):

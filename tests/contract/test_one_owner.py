@@ -24,8 +24,8 @@ from ddpkit.optim import rate_factor
 from ddpkit.precision import TorchAutocast
 from ddpkit.run_opts import RUN_OPTIONS, RunOptions
 from ddpkit.types import Stage
+from tests.recipes import QUIET, Regression, linear, make, points, sgd
 
-from .recipes import QUIET, Regression, linear, make, points, sgd
 from .test_assigned_options import APART, AT_ANY_TIME, VALUES, halved, observed
 from .test_own_names import ATTRIBUTES
 

@@ -21,8 +21,7 @@ from ddpkit.data.stream_position import Reading
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
+from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 
 EPOCHS = 3
 

@@ -15,8 +15,7 @@ from ddpkit.train_logger import FileTrainLogger, ProgressSampleLogger, TrainLogg
 from ddpkit.types import Stage
 from tests.disks import fill, mounted
 from tests.launching import Run, python, torchrun
-
-from .recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 ANOTHER = "such as --output_folder=/path/to/results."
 SCRIPT = """import torch

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ddpkit.brain import Brain
-
-from .recipes import QUIET, sgd
+from tests.recipes import QUIET, sgd
 
 
 class Levels(Dataset):

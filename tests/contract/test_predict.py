@@ -11,7 +11,7 @@ import pytest
 from ddpkit.base import POSITION
 from ddpkit.control.signals import _Listeners
 from ddpkit.errors import RunStopped
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.run_opts import parse_arguments
 from ddpkit.train_logger import FileTrainLogger, run_event, set_run_log
 from ddpkit.types import Stage
+from tests.recipes import Regression, make, points
 
-from .recipes import Regression, make, points
 from .test_predict import handlers_kept
 
 DATA = points(8)

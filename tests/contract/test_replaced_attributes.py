@@ -14,8 +14,7 @@ from torch import nn
 from ddpkit.ema import WeightAverage
 from ddpkit.precision import TorchAutocast
 from ddpkit.run_opts import RunOptions
-
-from .recipes import QUIET, Regression, linear, make, points, seen_in, sgd
+from tests.recipes import QUIET, Regression, linear, make, points, seen_in, sgd
 
 KWARGS = {"batch_size": 4}
 

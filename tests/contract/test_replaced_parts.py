@@ -17,8 +17,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.train_logger import TrainLogger
 from ddpkit.types import Stage
-
-from .recipes import Regression, assert_same, linear, make, points, sgd, weights
+from tests.recipes import Regression, assert_same, linear, make, points, sgd, weights
 
 KWARGS = {"batch_size": 4}
 

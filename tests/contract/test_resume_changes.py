@@ -17,8 +17,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, sgd
+from tests.recipes import QUIET, Killed, sgd
 
 OTHER_DATA = "The data has changed since"
 

@@ -11,8 +11,7 @@ import yaml
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError
 from ddpkit.types import Stage
-
-from .recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 BEGAN = "with which the checkpoint's run began"
 SGD = torch.optim.SGD

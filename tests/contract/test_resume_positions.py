@@ -12,8 +12,17 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import RunStopped
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, Regression, assert_same, linear, points, seen_in, sgd, weights
+from tests.recipes import (
+    QUIET,
+    Killed,
+    Regression,
+    assert_same,
+    linear,
+    points,
+    seen_in,
+    sgd,
+    weights,
+)
 
 DATA = points(20)
 

@@ -17,8 +17,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import ddp_barrier, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, assert_same, points, weights
+from tests.recipes import QUIET, Killed, assert_same, points, weights
 
 DATA = points(11)
 VALID = points(5, seed=6)

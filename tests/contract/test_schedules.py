@@ -25,8 +25,8 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.types import Stage
+from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 
-from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 from .test_brain_resume import Killed
 
 SLOW = pytest.mark.slow

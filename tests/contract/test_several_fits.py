@@ -13,8 +13,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import DataError
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Killed, Regression, assert_same, points, sgd, weights
+from tests.recipes import QUIET, Killed, Regression, assert_same, points, sgd, weights
 
 EASY = points(12)
 HARD = points(20, seed=9)

@@ -32,8 +32,7 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Regression, assert_same, linear, points
+from tests.recipes import QUIET, Regression, assert_same, linear, points
 
 VERSIONS = ("0.5.16", "1.0.3", "1.1.0", "1.1.2")
 BATCHES = 5  # of an epoch: ten samples, two at a time

@@ -12,9 +12,8 @@ import torch
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError
+from tests.recipes import Regression, make, points
 from tests.speechbrain_marks import Normalization, Scheduler, mark
-
-from .recipes import Regression, make, points
 
 
 def resumed(folder, **recoverables):

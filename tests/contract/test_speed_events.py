@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset
 
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.train_logger import set_run_log
-
-from .recipes import Killed, Regression, linear, make, points
+from tests.recipes import Killed, Regression, linear, make, points
 
 PHASES = ["data", "move", "forward", "backward", "exchange", "optimizer", "other"]
 LOADER = {"batch_size": 2}

@@ -10,8 +10,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.train_logger import FileTrainLogger
 from tests.reading_blocks import block_rows
-
-from .recipes import Killed, Regression, make, points, sgd
+from tests.recipes import Killed, Regression, make, points, sgd
 
 COLUMNS = 80
 

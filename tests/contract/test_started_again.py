@@ -16,8 +16,7 @@ from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.run_opts import parse_arguments
 from ddpkit.train_logger import FileTrainLogger, TensorboardLogger
 from ddpkit.types import Stage
-
-from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
+from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
 
 
 class Flat(Regression):

@@ -17,8 +17,8 @@ import ddpkit
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import NonFiniteLossError
+from tests.recipes import QUIET, Killed, Regression, assert_same, linear, points, sgd
 
-from .recipes import QUIET, Killed, Regression, assert_same, linear, points, sgd
 from .test_schedules import torch_rates
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"

@@ -20,8 +20,8 @@ from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 from tests.launching import Run, python
 from tests.reading_blocks import block_rows
+from tests.recipes import Regression, make, points, sgd
 
-from .recipes import Regression, make, points, sgd
 from .test_brain_resume import Killed
 
 

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
-
-from .recipes import Regression, linear, make, points
+from tests.recipes import Regression, linear, make, points
 
 KWARGS = {"batch_size": 4}
 

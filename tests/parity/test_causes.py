@@ -27,8 +27,8 @@ from ddpkit.parity.causes import Diagnosis
 from ddpkit.parity.check import record, try_step
 from ddpkit.parity.side import Side
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, assert_same, make, points, sgd, weights
 from tests.rank_pool import RankPoolError
+from tests.recipes import Regression, assert_same, make, points, sgd, weights
 
 TIGHT = 1e-9
 

@@ -10,7 +10,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.parts import EarlyStopping
-from tests.contract.recipes import QUIET, linear, points, sgd
+from tests.recipes import QUIET, linear, points, sgd
 
 DATA = points(4)
 

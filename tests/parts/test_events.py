@@ -12,7 +12,7 @@ from ddpkit import Brain, Part, Stage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError
-from tests.contract.recipes import (
+from tests.recipes import (
     QUIET,
     Killed,
     Regression,

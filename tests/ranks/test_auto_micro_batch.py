@@ -17,7 +17,7 @@ from ddpkit.distributed import get_rank, sum_over_ranks
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import Sum
-from tests.contract.recipes import QUIET, Killed, points
+from tests.recipes import QUIET, Killed, points
 
 
 class Small(nn.Module):

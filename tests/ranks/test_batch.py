@@ -8,7 +8,7 @@ import torch
 from ddpkit.batch import PaddedBatch
 from ddpkit.brain import Brain
 from ddpkit.sampler import DynamicBatchSampler
-from tests.contract.recipes import QUIET, linear, sgd, weights
+from tests.recipes import QUIET, linear, sgd, weights
 
 LENGTHS = [1 + (7 * k) % 5 for k in range(13)]
 

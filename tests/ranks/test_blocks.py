@@ -17,7 +17,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions
 from ddpkit.training import checkpoint_blocks, compile_modules
-from tests.contract.recipes import QUIET
+from tests.recipes import QUIET
 
 WIDTH = 8
 

@@ -39,7 +39,10 @@ from ddpkit.seed import seed_everything
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.train_logger import FileTrainLogger
 from ddpkit.types import Stage
-from tests.contract.recipes import (
+from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules
+from tests.contract.test_brain_resume import Killed, Mortal
+from tests.rank_pool import RankPoolError
+from tests.recipes import (
     QUIET,
     Regression,
     linear,
@@ -50,9 +53,6 @@ from tests.contract.recipes import (
     weights,
     world_size,
 )
-from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules
-from tests.contract.test_brain_resume import Killed, Mortal
-from tests.rank_pool import RankPoolError
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 

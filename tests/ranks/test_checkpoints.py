@@ -22,7 +22,7 @@ from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, MainCheckpointError
 from tests import speechbrain_marks
-from tests.contract.recipes import QUIET, Regression, Value, linear, points, sgd, weights
+from tests.recipes import QUIET, Regression, Value, linear, points, sgd, weights
 
 
 def names(folder):

@@ -13,8 +13,8 @@ from ddpkit.brain import run_of
 from ddpkit.distributed import gather_objects
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from tests.contract.recipes import Killed, Regression, make, points, sgd, weights, world_size
 from tests.contract.test_brain_gradients import OwnFitBatch
+from tests.recipes import Killed, Regression, make, points, sgd, weights, world_size
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 

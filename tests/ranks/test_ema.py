@@ -12,7 +12,7 @@ from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, assert_same, points, sgd, world_size
+from tests.recipes import QUIET, assert_same, points, sgd, world_size
 
 DECAY = 0.8
 

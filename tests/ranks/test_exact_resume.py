@@ -25,7 +25,7 @@ from ddpkit.errors import ConfigError, RankFailedError, RankMismatchError
 from ddpkit.run import rank_state
 from ddpkit.run.rank_state import RankStates
 from ddpkit.types import Stage
-from tests.contract.recipes import Killed
+from tests.recipes import Killed
 
 QUIET = {"device": "cpu", "noprogressbar": True, "shard_evaluation": True}
 

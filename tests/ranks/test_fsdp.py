@@ -36,7 +36,7 @@ from ddpkit.errors import (
 from ddpkit.run import checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, assert_same
+from tests.recipes import QUIET, assert_same
 
 FEATURES = 6
 CLASSES = 3

@@ -10,7 +10,7 @@ from torch.nn import functional
 from ddpkit import Brain, Stage
 from ddpkit.distributed import gather_with_gradient, get_rank, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
-from tests.contract.recipes import QUIET, points, sgd, weights, world_size
+from tests.recipes import QUIET, points, sgd, weights, world_size
 
 DATA = points(11)
 CLOSE = {"rtol": 0, "atol": 1e-12}

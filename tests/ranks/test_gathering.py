@@ -27,8 +27,8 @@ from ddpkit.distributed import gather_objects, object_gathering, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
 from ddpkit.training import StageBatches
 from ddpkit.types import Stage
-from tests.contract.recipes import linear, make, points, world_size
 from tests.launching import PATIENCE
+from tests.recipes import linear, make, points, world_size
 
 WORLDS = [1, 3, pytest.param(2, marks=pytest.mark.slow)]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ddpkit.distributed import get_rank
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, points, sgd
+from tests.recipes import QUIET, Regression, points, sgd
 
 
 class Net(nn.Module):

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ddpkit.comm import group_end, shorten_timeout, time_limits
 from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
-from tests.contract.recipes import Regression, make
 from tests.launching import Run, free_port, python, soon, start_by_hand, wait_until
+from tests.recipes import Regression, make
 
 SCRIPT = """
     import json, logging, os, sys

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from ddpkit.brain import Brain
 from ddpkit.errors import RankMismatchError
-from tests.contract.recipes import make, world_size
+from tests.recipes import make, world_size
 
 SIZE = 24
 DIVIDES = "is_sharded = True"

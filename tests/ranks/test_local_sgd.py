@@ -21,8 +21,8 @@ from ddpkit.errors import (
 )
 from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.strategies import local_sgd
-from tests.contract.recipes import QUIET, Killed, Regression, make, points, sgd, weights
 from tests.contract.test_brain_gradients import OwnFitBatch
+from tests.recipes import QUIET, Killed, Regression, make, points, sgd, weights
 
 LOCAL = {"ddp_comm_hook": "post_local_sgd"}
 CLOSE = {"rtol": 0, "atol": 1e-10}

@@ -15,7 +15,7 @@ from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Killed, Regression, linear, make, points, sgd
+from tests.recipes import QUIET, Killed, Regression, linear, make, points, sgd
 
 DATA = points(13)
 VALID = points(7, seed=6)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ddpkit.errors import BatchError
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, points
+from tests.recipes import QUIET, Regression, points
 
 EMPTY = 1e3  # first number of an input that has no target
 # By batches of 2 of an epoch of 24: rank 0's of the first step, all of a step, rank 1's of one, the

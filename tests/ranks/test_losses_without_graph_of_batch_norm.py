@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.recipes import QUIET
 from tests.ranks.test_losses_without_graph import Sparse, Sums, data, own, shown, whole
+from tests.recipes import QUIET
 
 # By batches of 2: rank 0's, rank 1's, that of both ranks, both micro-batches of a rank, all of a
 # step of four.

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.contract.recipes import make, points, weights, world_size
 from tests.contract.test_lr_scaling import Scheduled
+from tests.recipes import make, points, weights, world_size
 
 
 def train(joined, factor, number, run_opts):

@@ -9,7 +9,7 @@ import pytest
 from ddpkit.distributed import get_rank, if_main_process, run_on_main
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.metric_stats import MetricStats
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 class Scored(Regression):

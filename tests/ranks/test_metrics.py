@@ -26,7 +26,7 @@ from ddpkit.distributed import (
 from ddpkit.errors import DataError, LaunchError, RankMismatchError
 from ddpkit.metrics import Accuracy, LossMeter, Mean, Reduced, Sum, begin_stage
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 def uneven():

@@ -13,7 +13,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError
 from ddpkit.metrics import Accuracy, Mean, Sum
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Killed, points
+from tests.recipes import QUIET, Killed, points
 
 OPTIONS = {**QUIET, "ckpt_interval_steps": 2, "global_batch_size": 6}
 

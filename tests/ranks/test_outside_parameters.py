@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddpkit.distributed import get_rank
-from tests.contract.recipes import QUIET, Regression, linear, points
 from tests.rank_pool import RankPoolError
+from tests.recipes import QUIET, Regression, linear, points
 
 BATCH = {"batch_size": 4}
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ddpkit.precision import StepScaler
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, points, sgd
+from tests.recipes import QUIET, Regression, points, sgd
 
 LARGEST = 0.2
 

@@ -21,9 +21,9 @@ import ddpkit as sb
 from ddpkit.brain import run_of
 from ddpkit.distributed import control_group
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, make, points, sgd, weights, world_size
 from tests.contract.test_fp16_sums import Half
 from tests.rank_pool import RankPoolError
+from tests.recipes import QUIET, Regression, linear, make, points, sgd, weights, world_size
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
 SHOWN = {}

@@ -19,8 +19,8 @@ from ddpkit.brain import run_of
 from ddpkit.comm import agreement
 from ddpkit.distributed import exchange
 from ddpkit.run import preflight
-from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
+from tests.recipes import QUIET, Regression, make, points, sgd, weights
 
 LIMIT_SECONDS = 20
 WORLDS = [(2, 0), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 2)]

@@ -8,8 +8,8 @@ import os
 import torch.distributed as dist
 
 from ddpkit.train_logger import set_run_log
-from tests.contract.recipes import make, points
 from tests.contract.test_record_of_a_run import Saving
+from tests.recipes import make, points
 
 
 def train(folder):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ddpkit.distributed import get_rank
 from ddpkit.errors import ConfigError
-from tests.contract.recipes import QUIET, Regression, make, points, sgd
+from tests.recipes import QUIET, Regression, make, points, sgd
 
 
 def net(seed):

@@ -24,8 +24,8 @@ from ddpkit.sampler import (
 )
 from ddpkit.seed import seed_everything
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, make, points, sgd, weights
 from tests.contract.test_brain_resume import Killed
+from tests.recipes import QUIET, Regression, linear, make, points, sgd, weights
 
 NUMBER = 23
 LENGTHS = [1.0 + (7 * k) % 11 for k in range(NUMBER)]

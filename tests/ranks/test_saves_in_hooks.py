@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.recipes import assert_same, weights
 from tests.contract.test_saves_in_hooks import AVERAGED, HOOKS, script
+from tests.recipes import assert_same, weights
 
 
 def run_script(folder, options):

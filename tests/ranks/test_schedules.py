@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tests.contract.recipes import assert_same, points, weights
 from tests.contract.test_schedules import CYCLE, KINDS, brain_with, fit, train
+from tests.recipes import assert_same, points, weights
 
 RUN = {"global_batch_size": 6, "micro_batch_size": 3}
 

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, SubsetRandomSampler
 
 from ddpkit.distributed import get_rank
 from ddpkit.errors import RankMismatchError
-from tests.contract.recipes import make, points
+from tests.recipes import make, points
 
 SIZE = 20
 KWARGS = {"batch_size": 2}

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 
-from tests.contract.recipes import make, points
+from tests.recipes import make, points
 
 
 def profile_of_rank(folder):

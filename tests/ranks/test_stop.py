@@ -15,7 +15,7 @@ from ddpkit.distributed import ddp_init_group
 from ddpkit.errors import RunStopped
 from ddpkit.run import stop_control
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 class Predicting(Regression):

@@ -22,8 +22,8 @@ from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
 from ddpkit.errors import RunStopped
 from ddpkit.run import evaluation_stops
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights, world_size
 from tests.rank_pool import RankPoolError
+from tests.recipes import Regression, make, points, seen_in, sgd, weights, world_size
 from tests.run.test_stage_runner import Host, evaluate
 
 CLOSE = {"rtol": 0, "atol": 1e-10}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ddpkit.metrics import Reduced
-from tests.contract.recipes import make
 from tests.ecosystem import needs
 from tests.rank_pool import RankPool
+from tests.recipes import make
 
 pytestmark = needs("torchmetrics")
 CLASSES = 3
@@ -107,7 +107,7 @@ def test_the_values_are_those_of_one_process(own_ranks, world, shard_evaluation)
 def counted_without_reduced():
     import torchmetrics
 
-    from tests.contract.recipes import Regression, points
+    from tests.recipes import Regression, points
 
     class Counts(Regression):
         def compute_objectives(self, predictions, batch, stage):

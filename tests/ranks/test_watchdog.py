@@ -21,8 +21,8 @@ from ddpkit.distributed import ddp_barrier
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points
 from tests.launching import python, soon, start_by_hand, wait_until
+from tests.recipes import Regression, make, points
 
 WATCHING = {"ddpkit-heartbeat", "ddpkit-watch"}
 

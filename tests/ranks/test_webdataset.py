@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ddpkit.errors import RankFailedError
-from tests.contract.recipes import make
 from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
+from tests.recipes import make
 
 wds = pytest.importorskip(
     "webdataset",

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, linear, make, points
+from tests.recipes import Regression, linear, make, points
 
 
 class OnBackbone(Regression):

@@ -15,7 +15,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankFailedError
 from ddpkit.run import checkpoint_policy
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Killed, assert_same, linear, points, weights, world_size
+from tests.recipes import QUIET, Killed, assert_same, linear, points, weights, world_size
 
 
 class Recipe(Brain):

@@ -12,7 +12,7 @@ from torch import nn
 from ddpkit.errors import ConfigError
 from ddpkit.run.memory_report import MemoryReport, is_out_of_memory
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 
 class Full(Regression):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ddpkit.brain import run_of
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make as usual, points
+from tests.recipes import Regression, make as usual, points
 
 
 @pytest.fixture(autouse=True)

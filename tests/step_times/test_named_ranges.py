@@ -13,7 +13,7 @@ from torch.profiler import profile, schedule
 
 from ddpkit.step_times import RANGE, named_ranges
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points
+from tests.recipes import Regression, make, points
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Profiler won't be using warmup"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddpkit.strategies import ddp, wrapped_ddp
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, points, sgd
+from tests.recipes import QUIET, Regression, linear, points, sgd
 
 
 class OldFitBatch(Regression):

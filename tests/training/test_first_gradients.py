@@ -7,7 +7,7 @@ from torch import nn
 
 from ddpkit.training import first_gradients
 from ddpkit.training.first_gradients import FirstGradients, leaves_of
-from tests.contract.recipes import make, points
+from tests.recipes import make, points
 
 
 def test_only_the_first_batch_is_looked_at(monkeypatch):

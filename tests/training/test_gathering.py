@@ -18,7 +18,7 @@ from ddpkit.training.gathering import (
     rows_of,
 )
 from ddpkit.types import Stage
-from tests.contract.recipes import make, points
+from tests.recipes import make, points
 
 
 def seen_of(loader, batches, *, stage=Stage.TEST, first=0):

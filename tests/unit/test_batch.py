@@ -15,7 +15,7 @@ from ddpkit.batch import BatchsizeGuesser, PaddedBatch, PaddedData, batch_pad_ri
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.errors import DataError
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make
+from tests.recipes import Regression, make
 
 
 def samples(lengths=(2, 4, 1)):

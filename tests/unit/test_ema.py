@@ -22,7 +22,9 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.strategies.data_parallel import WrappedDataParallel
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.types import Stage
-from tests.contract.recipes import (
+from tests.contract.test_brain_gradients import Gan, gan_modules
+from tests.host_reads import HostReads
+from tests.recipes import (
     QUIET,
     Killed,
     Regression,
@@ -33,8 +35,6 @@ from tests.contract.recipes import (
     sgd,
     weights,
 )
-from tests.contract.test_brain_gradients import Gan, gan_modules
-from tests.host_reads import HostReads
 
 DECAY = 0.9
 KWARGS = {"batch_size": 2, "shuffle": True}

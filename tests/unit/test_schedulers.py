@@ -19,8 +19,8 @@ from ddpkit.schedulers import (
     StepScheduler,
     update_learning_rate,
 )
-from tests.contract.recipes import QUIET, Regression, assert_same, linear, make, points, weights
 from tests.contract.test_brain_resume import Killed
+from tests.recipes import QUIET, Regression, assert_same, linear, make, points, weights
 
 OF_STEPS = {
     "noam": (

@@ -24,7 +24,9 @@ from ddpkit.run_opts import OPTIONS, RunOptions
 from ddpkit.types import Stage
 from tests.recipes import (
     QUIET,
+    FrontAndNet,
     Regression,
+    SavesAfterTraining,
     assert_same,
     linear,
     make,
@@ -301,13 +303,9 @@ def test_raw_modules_are_the_modules_that_were_given():
 
 
 def test_several_modules_are_one_optimizer_without_more_ado():
-    class Two(Regression):
-        def compute_forward(self, batch, stage):
-            return self.modules.net(self.modules.front(batch[0]))
-
     front = nn.Linear(3, 3).double()
     frozen = nn.Linear(3, 3).double().requires_grad_(requires_grad=False)
-    brain = Two({"front": front, "net": linear(), "frozen": frozen}, sgd(), run_opts=QUIET)
+    brain = FrontAndNet({"front": front, "net": linear(), "frozen": frozen}, sgd(), run_opts=QUIET)
     before = weights(brain)
     brain.fit([1], points(4))
     moved = {name for name, value in weights(brain).items() if not torch.equal(value, before[name])}
@@ -689,12 +687,9 @@ def test_debug_takes_what_a_short_stream_has(number, steps):
 
 @pytest.mark.parametrize("persistently", [False, True])
 def test_debug_saves_elsewhere(tmp_path, persistently):
-    class Saving(Regression):
-        def on_stage_end(self, stage, stage_loss, epoch=None):
-            if stage is Stage.TRAIN:
-                self.checkpointer.save_checkpoint()
-
-    brain = make(Saving, folder=tmp_path / "save", debug=True, debug_persistently=persistently)
+    brain = make(
+        SavesAfterTraining, folder=tmp_path / "save", debug=True, debug_persistently=persistently
+    )
     brain.fit([1], points(4))
     saved_here = list((tmp_path / "save").glob("CKPT*"))
     assert bool(saved_here) == persistently

@@ -16,7 +16,22 @@ from ddpkit.brain import Brain
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, NonFiniteLossError
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
+from tests.recipes import (
+    QUIET,
+    FrontAndNet,
+    Gan,
+    Killed,
+    Mortal,
+    Regression,
+    SpeechBrainFitBatch,
+    assert_same,
+    gan_modules,
+    linear,
+    make,
+    points,
+    sgd,
+    weights,
+)
 
 
 def flat_change(brain, before):
@@ -107,30 +122,11 @@ def test_the_short_window_is_stepped_with_the_right_divisor(samples, factor):
     assert_close(weights(accumulated), weights(joined))
 
 
-class OwnFitBatch(Regression):
-    """fit_batch as SpeechBrain's own, word for word."""
-
-    def fit_batch(self, batch):
-        should_step = self.step % self.grad_accumulation_factor == 0
-        self.on_fit_batch_start(batch, should_step)
-        with self.no_sync(not should_step):
-            with self.training_ctx:
-                outputs = self.compute_forward(batch, Stage.TRAIN)
-                loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
-            scaled_loss = self.scaler.scale(loss / self.grad_accumulation_factor)
-            self.check_loss_isfinite(scaled_loss)
-            scaled_loss.backward()
-        if should_step:
-            self.optimizers_step()
-        self.on_fit_batch_end(batch, outputs, loss, should_step)
-        return loss.detach().cpu()
-
-
 @pytest.mark.parametrize(("samples", "factor"), [(4, 1), (8, 2), (10, 4), (6, 9)])
 def test_an_overridden_fit_batch_has_its_short_window_stepped(samples, factor):
     data = points(samples)
     kwargs = {"batch_size": 2}
-    own = make(OwnFitBatch, grad_accumulation_factor=factor)
+    own = make(SpeechBrainFitBatch, grad_accumulation_factor=factor)
     default = make(grad_accumulation_factor=factor)
     for brain in (own, default):
         brain.fit([1, 2], data, data, train_loader_kwargs=kwargs)
@@ -150,7 +146,7 @@ class PlainStream(IterableDataset):
         return iter(self.data)
 
 
-@pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
+@pytest.mark.parametrize("cls", [Regression, SpeechBrainFitBatch])
 @pytest.mark.parametrize("factor", [1, 2, 4, 9])
 def test_a_stream_has_its_short_window_stepped(factor, cls):
     data = points(10)
@@ -265,22 +261,15 @@ def test_patience_starts_again_with_every_epoch():
 def test_patience_goes_on_where_a_run_is_resumed_in_the_middle_of_an_epoch(tmp_path):
     """Two steps that are not finite were skipped before the stop: the third is one too many."""
 
-    class Stops(Regression):
-        stops_at = None
-
-        def on_fit_batch_start(self, batch, should_step):
-            if self.step == self.stops_at:
-                raise Killed
-
-    def fit(stops_at=None):
+    def fit(dies_at=None):
         counter = EpochCounter(1)
         options = {"nonfinite_patience": 2, "ckpt_interval_steps": 1}
-        brain = make(Stops, folder=tmp_path, recoverables={"counter": counter}, **options)
-        brain.stops_at = stops_at
+        brain = make(Mortal, folder=tmp_path, recoverables={"counter": counter}, **options)
+        brain.dies_at = dies_at
         brain.fit(counter, with_nan(9, 0, 2, 5, 6))
 
     with pytest.raises(Killed):
-        fit(stops_at=5)
+        fit(dies_at=(1, 5))
     with pytest.raises(
         NonFiniteLossError,
         match=r"3 steps of epoch 1.*batch 6, after optimizer "
@@ -368,54 +357,6 @@ def test_update_average_leaves_out_what_is_not_finite():
 # ------------------------------------------------------------------------------- several optimizers
 
 
-class Gan(Brain):
-    """Two updates per batch with direct steps, as vocoder recipes do."""
-
-    def init_optimizers(self):
-        self.optimizer_g = torch.optim.Adam(self.modules.generator.parameters(), lr=0.01)
-        self.optimizer_d = torch.optim.Adam(self.modules.discriminator.parameters(), lr=0.02)
-        self.optimizers_dict = {"g": self.optimizer_g, "d": self.optimizer_d}
-        if self.checkpointer is not None:
-            self.checkpointer.add_recoverable("optimizer_g", self.optimizer_g)
-            self.checkpointer.add_recoverable("optimizer_d", self.optimizer_d)
-
-    def compute_forward(self, batch, stage):
-        return self.modules.generator(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return {"g": self.modules.discriminator(predictions).mean(), "d": predictions.sum()}
-
-    def fit_batch(self, batch):
-        fake = self.compute_forward(batch, Stage.TRAIN)
-        real = self.modules.discriminator(batch[1])
-        faked = self.modules.discriminator(fake.detach())
-        loss_d = ((real - 1) ** 2).mean() + (faked**2).mean()
-        self.optimizer_d.zero_grad()
-        loss_d.backward()
-        self.optimizer_d.step()
-        loss_g = ((self.modules.discriminator(fake) - 1) ** 2).mean() + (
-            fake - batch[1]
-        ).abs().mean()
-        self.optimizer_g.zero_grad()
-        loss_g.backward()
-        self.optimizer_g.step()
-        self.optimizer_step += 1
-        return loss_g.detach().cpu()
-
-    def evaluate_batch(self, batch, stage):
-        return (
-            self.compute_objectives(self.compute_forward(batch, stage), batch, stage)["g"]
-            .detach()
-            .cpu()
-        )
-
-
-def gan_modules():
-    torch.manual_seed(3)
-    discriminator = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    return {"generator": nn.Linear(3, 1).double(), "discriminator": discriminator}
-
-
 @pytest.mark.parametrize("factor", [1, 3])
 def test_a_gans_two_updates(factor):
     """Direct steps are the recipe's own affair: a bare loop gives the same weights, whatever the
@@ -434,7 +375,7 @@ def test_a_gans_two_updates(factor):
     assert brain.optimizer_step == 6
 
 
-class Alternating(Brain):
+class Alternating(FrontAndNet):
     """Trains one of two modules per step, through freeze_optimizers."""
 
     def init_optimizers(self):
@@ -446,12 +387,6 @@ class Alternating(Brain):
     def freeze_optimizers(self, optimizers):
         name = "front" if self.optimizer_step % 2 == 0 else "net"
         return {name: optimizers[name]}
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(self.modules.front(batch[0]))
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.mse_loss(predictions, batch[1])
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         self.moments = [*getattr(self, "moments", []), weights(self)]

@@ -14,7 +14,9 @@ from ddpkit.types import Stage
 from tests.recipes import (
     QUIET,
     Killed,
+    Mortal,
     Regression,
+    SpeechBrainFitBatch,
     assert_same,
     linear,
     make,
@@ -24,27 +26,10 @@ from tests.recipes import (
     weights,
 )
 
-from .test_brain_gradients import OwnFitBatch
-
 EPOCHS = 3
 
 
-class Mortal(Regression):
-    """Dies when it is about to train on batch ``dies_at`` = (epoch, step)."""
-
-    dies_at = None
-
-    def on_stage_start(self, stage, epoch=None):
-        if stage is Stage.TRAIN:
-            self.first_step = self.step
-            self.epoch = epoch
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.dies_at == (self.epoch, self.step):
-            raise Killed
-
-
-class MortalOwn(OwnFitBatch, Mortal):
+class MortalOwn(SpeechBrainFitBatch, Mortal):
     """The same with an overridden fit_batch."""
 
 
@@ -113,7 +98,7 @@ def test_checkpoints_in_the_middle_of_an_epoch_stand_at_window_ends(tmp_path, ev
     class Watching(Mortal):
         def _save(self, path):
             if self.progress.is_in_pass:
-                saved.append((self.epoch, self.step))
+                saved.append((self.progress.epoch, self.step))
             super()._save(path)
 
     run(tmp_path, points(19), cls=Watching, ckpt_interval_steps=every, grad_accumulation_factor=4)
@@ -353,6 +338,10 @@ def test_a_subclass_saves_and_recovers_in_its_own_way(tmp_path):
 
     class Own(Mortal):
         mine = 0
+
+        def on_stage_start(self, stage, epoch=None):
+            if stage is Stage.TRAIN:
+                self.first_step = self.step
 
         def _save(self, path):
             super()._save(path)

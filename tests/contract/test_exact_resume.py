@@ -16,9 +16,9 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-from tests.recipes import QUIET, assert_same, points, sgd, weights
+from tests.recipes import QUIET, Killed, Mortal, assert_same, points, sgd, weights
 
-from .test_brain_resume import Killed, Mortal, assert_same_losses
+from .test_brain_resume import assert_same_losses
 
 EPOCHS = 3
 

@@ -14,9 +14,7 @@ import ddpkit
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Regression, linear, make, points, sgd
-
-from .test_brain_resume import Killed
+from tests.recipes import QUIET, Killed, Regression, linear, make, points, sgd
 
 DATA = points(22)
 VALID = points(5, seed=6)

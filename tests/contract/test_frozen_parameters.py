@@ -15,30 +15,36 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
+from tests.recipes import (
+    QUIET,
+    EvaluatesAsItIs,
+    Killed,
+    Mortal,
+    Regression,
+    assert_same,
+    linear,
+    make,
+    points,
+    sgd,
+    weights,
+)
 
 DATA = points(12)
 KWARGS = {"batch_size": 2, "shuffle": True}
 
 
-class Freezing(Regression):
+class Freezing(Mortal):
     """Freezes and sets free a part of its model when an epoch begins, and not again later."""
 
     plan: ClassVar = {}  # epoch -> whether the head is trained from then on
-    dies_at = None
 
     def compute_forward(self, batch, stage):
         return self.modules.head(torch.tanh(self.modules.net(batch[0])))
 
     def on_stage_start(self, stage, epoch=None):
-        self.epoch = epoch
         if stage is Stage.TRAIN and epoch in self.plan and self.step == 0:
             for parameter in self.modules.head.parameters():
                 parameter.requires_grad_(self.plan[epoch])
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.dies_at == (self.epoch, self.step):
-            raise Killed
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)
@@ -225,11 +231,8 @@ class Evaluating(Regression):
             self.evaluate(DATA, min_key="loss", test_loader_kwargs={"batch_size": 4})
 
 
-class EvaluatingAsItIs(Evaluating):
+class EvaluatingAsItIs(EvaluatesAsItIs, Evaluating):
     """The same, but nothing is recovered."""
-
-    def on_evaluate_start(self, max_key=None, min_key=None):
-        """Take the weights as they are."""
 
 
 def test_evaluate_does_not_rewind_the_training_that_it_is_called_in(tmp_path):

@@ -12,25 +12,31 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import RunStopped
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, Regression, assert_same, linear, points, sgd, weights
+from tests.recipes import (
+    QUIET,
+    EvaluatesAsItIs,
+    Killed,
+    OptimizerOfEachEntry,
+    OwnFitBatch,
+    assert_same,
+    linear,
+    points,
+    sgd,
+    weights,
+)
 
 from .test_predict import handlers_kept
 
 
-class Gan(Regression):
+class Gan(OptimizerOfEachEntry):
     """Two optimizers take turns; the generator's loss gives gradients to the discriminator, too."""
 
     dies_at = None
     dies_in = "the next batch"
 
     def init_optimizers(self):
+        super().init_optimizers()
         self.turn = "judge"
-        self.optimizers_dict = {
-            name: torch.optim.SGD(module.parameters(), lr=0.1)
-            for name, module in self.modules.items()
-        }
-        for name, one in self.optimizers_dict.items():
-            self.checkpointer.add_recoverable(f"{name}_optimizer", one)
 
     def freeze_optimizers(self, optimizers):
         return {self.turn: optimizers[self.turn]}
@@ -158,7 +164,7 @@ def test_gradients_that_wait_for_a_step_on_purpose_are_kept(tmp_path):
         torch.testing.assert_close(found, known)
 
 
-class Interrupted(Regression):
+class Interrupted(OwnFitBatch):
     """Steps in a ``fit_batch`` of its own and dies before that returns; saves as an epoch
     begins.
     """
@@ -175,12 +181,10 @@ class Interrupted(Regression):
             self.rates = before, self.rate()
 
     def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        self.backward(loss)
-        self.optimizers_step()
+        loss = super().fit_batch(batch)
         if self.dies and self.step == 2:
             raise Killed
-        return loss.detach()
+        return loss
 
 
 def halving(optimizer, _):
@@ -200,7 +204,7 @@ def test_a_call_makes_no_schedule_step_of_the_pass_that_was_interrupted(tmp_path
     assert brain.rates == (0.05, 0.05)
 
 
-class Evaluates(Regression):
+class Evaluates(EvaluatesAsItIs):
     """Evaluates as a validation begins, and catches what its hook raises; then the validation is
     stopped.
     """
@@ -209,9 +213,6 @@ class Evaluates(Regression):
         if stage is Stage.VALID:
             with pytest.raises(Killed):
                 self.evaluate(points(2))
-
-    def on_evaluate_start(self, max_key=None, min_key=None):
-        """Evaluate the weights as they are."""
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage is Stage.TEST:

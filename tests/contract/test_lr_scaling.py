@@ -11,9 +11,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.sampler import DynamicBatchSampler
-from tests.recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
-
-from .test_brain_resume import Killed
+from tests.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 
 LINEAR = {"lr_scaling": "linear", "reference_batch_size": 2}
 

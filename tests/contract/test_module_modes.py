@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddpkit.types import Stage
-from tests.recipes import Killed, Regression, make, points
+from tests.recipes import EvaluatesAsItIs, Killed, Regression, make, points
 
 KWARGS = {"batch_size": 4}
 
@@ -80,10 +80,7 @@ def test_a_resume_in_the_middle_of_an_epoch_sets_it_again(tmp_path):
     assert again.found == [("TRAIN", False, True), ("VALID", False, True)]
 
 
-class EvaluatesFirst(Holds):
-    def on_evaluate_start(self, max_key=None, min_key=None):
-        """Recover nothing: this is inside of fit."""
-
+class EvaluatesFirst(EvaluatesAsItIs, Holds):
     def on_stage_start(self, stage, epoch=None):
         super().on_stage_start(stage, epoch)
         if stage is Stage.TRAIN:

@@ -13,13 +13,7 @@ from torch import nn
 from ddpkit.errors import CheckpointUsageError
 from ddpkit.parameter_transfer import Pretrainer
 from ddpkit.types import Stage
-from tests.recipes import Regression, make, points
-
-
-class Saving(Regression):
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        if stage is Stage.TRAIN:
-            self.checkpointer.save_checkpoint()
+from tests.recipes import SavesAfterTraining, make, points
 
 
 class Net(nn.Module):
@@ -36,7 +30,7 @@ class Net(nn.Module):
         return rows.mean(dim=1, keepdim=True)
 
 
-def start(folder, net, groups=None, cls=Saving, **options):
+def start(folder, net, groups=None, cls=SavesAfterTraining, **options):
     def optimizer(parameters):
         return torch.optim.Adam(list(parameters) if groups is None else groups(net), lr=0.01)
 
@@ -90,7 +84,7 @@ def test_other_parameter_groups_are_refused_with_their_sizes(tmp_path):
     assert "init_optimizers" not in words
 
 
-class Thawing(Saving):
+class Thawing(SavesAfterTraining):
     """Adds a parameter group while it trains."""
 
     adds_at_start = False

@@ -21,7 +21,16 @@ from ddpkit.data.stream_position import Reading
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
+from tests.recipes import (
+    QUIET,
+    Regression,
+    SeveralOptimizers,
+    assert_same,
+    linear,
+    points,
+    sgd,
+    weights,
+)
 
 EPOCHS = 3
 
@@ -149,18 +158,12 @@ def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
     stopped.
     """
 
-    class Freezing(Recipe):
-        def init_optimizers(self):
-            self.optimizers_dict = {"one": torch.optim.SGD([self.modules.net.weight], lr=0.1)}
-            self.optimizers_dict["two"] = torch.optim.SGD([self.modules.net.bias], lr=0.1)
-            for name, one in self.optimizers_dict.items():
-                self.checkpointer.add_recoverable(name, one)
-
+    class Freezing(SeveralOptimizers):
         def freeze_optimizers(self, optimizers):
             return {
                 name: one
                 for name, one in optimizers.items()
-                if name == "one" or self.optimizer_step > 12
+                if name == "weight" or self.optimizer_step > 12
             }
 
         def on_fit_batch_start(self, batch, should_step):

@@ -12,17 +12,16 @@ import yaml
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, sgd
+from tests.recipes import QUIET, Killed, Regression, sgd
 
 OTHER_DATA = "The data has changed since"
 
 
-class Counting(Brain):
+class Counting(Regression):
     """Remembers the numbers it was trained on; dies before a batch; saves at the end of an epoch,
     if told to.
     """
@@ -33,9 +32,6 @@ class Counting(Brain):
                 raise Killed
             self.seen += batch[0].flatten().long().tolist()
         return self.modules.net(batch[0] / 100)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.mse_loss(predictions, batch[1])
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if self.saves:

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import ddp_barrier, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, assert_same, points, weights
+from tests.recipes import QUIET, Killed, Regression, assert_same, points, weights
 
 DATA = points(11)
 VALID = points(5, seed=6)
@@ -49,7 +48,7 @@ class Going(Stream):
         self.place = state["place"]
 
 
-class Probe(Brain):
+class Probe(Regression):
     """Saves once in the hook that ``saves_in`` names, at its ``at``-th call, and ends the process
     there.
     """
@@ -84,10 +83,7 @@ class Probe(Brain):
 
     def compute_forward(self, batch, stage):
         self.here(f"{stage.name} batch")
-        return self.modules.net(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.mse_loss(predictions, batch[1])
+        return super().compute_forward(batch, stage)
 
     def on_fit_start(self):
         super().on_fit_start()

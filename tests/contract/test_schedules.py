@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,9 +26,19 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
-
-from .test_brain_resume import Killed
+from tests.recipes import (
+    QUIET,
+    Killed,
+    Mortal,
+    Poisoned,
+    Regression,
+    SavesAfterValidation,
+    assert_same,
+    linear,
+    points,
+    sgd,
+    weights,
+)
 
 SLOW = pytest.mark.slow
 # batches of 4: six, in three steps of two
@@ -40,12 +51,12 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
-class Tracing(Regression):
+class Tracing(Mortal, SavesAfterValidation):
     """Notes the numbers of steps in init_optimizers, and the learning rate of each step; dies where
     it is told to.
     """
 
-    dies_at = None
+    keeping: ClassVar = {"min_keys": ["loss"]}
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -56,15 +67,9 @@ class Tracing(Regression):
         super().init_optimizers()
 
     def on_fit_batch_start(self, batch, should_step):
-        if self.dies_at == (self.progress.epoch, self.step):
-            raise Killed
+        super().on_fit_batch_start(batch, should_step)
         if should_step:
             self.rates.append(self.optimizer.param_groups[0]["lr"] * self.lr_scale)
-
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        super().on_stage_end(stage, stage_loss, epoch)
-        if self.checkpointer is not None and stage is Stage.VALID:
-            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
 
 
 def brain_with(scheduler_class, folder=None, *, counter=None, opt=None, **run_opts):
@@ -306,10 +311,8 @@ def test_the_block_at_the_start_names_the_schedule(options, data, words, caplog)
 
 
 def test_a_scheduler_steps_once_per_optimizer_step_and_not_for_a_skipped_one():
-    class Spoilt(Tracing):
-        def compute_objectives(self, predictions, batch, stage):
-            loss = super().compute_objectives(predictions, batch, stage)
-            return loss * float("nan") if self.step == 3 else loss
+    class Spoilt(Poisoned, Tracing):
+        bad_steps = (3,)
 
     brain = Spoilt(
         {"net": linear()},

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.train_logger import set_run_log
-from tests.recipes import Killed, Regression, linear, make, points
+from tests.recipes import Failing, Killed, OwnFitBatch, Poisoned, Regression, linear, make, points
 
 PHASES = ["data", "move", "forward", "backward", "exchange", "optimizer", "other"]
 LOADER = {"batch_size": 2}
@@ -75,14 +75,9 @@ def test_a_run_of_one_step_has_no_event(speed):
 
 
 def test_a_failure_in_a_short_run_exchanges_nothing(speed):
-    class Fails(Regression):
-        def compute_forward(self, batch, stage):
-            if self.step == 4:
-                raise ArithmeticError("planted")
-            return super().compute_forward(batch, stage)
-
-    brain = make(Fails, measure_steps="all")
-    with pytest.raises(ArithmeticError, match="planted"):
+    brain = make(Failing, measure_steps="all")
+    brain.fails_at = 4
+    with pytest.raises(RuntimeError, match="planted"):
         fit(brain, number=10)
     assert not speed()  # the other ranks would be waited for
     assert hooks(brain) == [0]
@@ -128,29 +123,15 @@ def test_counts_of_sums_are_tokens(speed):
 
 
 def test_steps_that_are_skipped_are_measured_too(speed):
-    class Skips(Regression):
-        def compute_objectives(self, predictions, batch, stage):
-            loss = super().compute_objectives(predictions, batch, stage)
-            return loss * (float("inf") if self.step == 5 else 1.0)
-
-    brain = fit(make(Skips, measure_steps="all"))
+    brain = make(Poisoned, measure_steps="all")
+    brain.bad_steps = (5,)
+    fit(brain)
     assert brain.optimizer_step == 23
     assert speed()[0]["windows"] >= 8
 
 
-class Own(Regression):
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, self.stage), batch, self.stage)
-        self.backward(loss)
-        self.optimizers_step()
-        return loss.detach()
-
-
 def test_a_fit_batch_of_the_recipe_has_the_same_phases(speed):
-    from ddpkit.types import Stage
-
-    Own.stage = Stage.TRAIN
-    fit(make(Own, measure_steps="all"))
+    fit(make(OwnFitBatch, measure_steps="all"))
     phases = speed()[0]["phases"]
     assert all(phases[name]["max"] > 0 for name in ("data", "forward", "backward", "optimizer"))
 

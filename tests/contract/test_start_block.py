@@ -10,7 +10,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.train_logger import FileTrainLogger
 from tests.reading_blocks import block_rows
-from tests.recipes import Killed, Regression, make, points, sgd
+from tests.recipes import Killed, Mortal, Regression, make, points, sgd
 
 COLUMNS = 80
 
@@ -49,21 +49,17 @@ def test_the_rate_of_the_first_step_of_a_warm_up_is_said(said):
     assert said()["optimizer"] == "SGD, lr 0.04 (now 0, schedule)"
 
 
-class Stops(Regression):
-    stops_at = None
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.optimizer_step == self.stops_at:
-            raise Killed
+class Stops(Mortal):
+    """Dies where a test says so for all of them."""
 
 
 def resume(folder, **options):
     """Stop a run after two of four steps, and start it once more."""
     fresh = {"folder": folder, "cls": Stops, "ckpt_interval_steps": 1, **options}
-    Stops.stops_at = 2
+    Stops.dies_at = 2
     with pytest.raises(Killed):
         fit(EpochCounter(1), **fresh)
-    Stops.stops_at = None
+    Stops.dies_at = None
     fit(EpochCounter(1), **fresh)
 
 
@@ -114,10 +110,10 @@ def low(optimizer, _):
 def test_another_rate_in_the_script_is_told_as_the_script_has_it(caplog, tmp_path, scheduler):
     """Not what a schedule has made of it, which from a warm-up of 0 is no difference at all."""
     options = {"folder": tmp_path, "cls": Stops, "ckpt_interval_steps": 1, "scheduler": scheduler}
-    Stops.stops_at = 2
+    Stops.dies_at = 2
     with pytest.raises(Killed):
         fit(EpochCounter(1), opt=sgd(lr=0.04), **options)
-    Stops.stops_at = None
+    Stops.dies_at = None
     fit(EpochCounter(1), opt=sgd(lr=0.02), **options)
     name = "lr" if scheduler is None else "initial_lr"
     assert (

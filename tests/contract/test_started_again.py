@@ -16,22 +16,30 @@ from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.run_opts import parse_arguments
 from ddpkit.train_logger import FileTrainLogger, TensorboardLogger
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
+from tests.recipes import (
+    QUIET,
+    Regression,
+    SavesAfterValidation,
+    assert_same,
+    linear,
+    points,
+    sgd,
+    weights,
+)
 
 
-class Flat(Regression):
+class Flat(SavesAfterValidation):
     """Its metric never improves after the first epoch."""
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
-        super().on_stage_end(stage, stage_loss, epoch)
         if stage is Stage.VALID:
             self.counter.update_metric(1.0)
-            self.checkpointer.save_and_keep_only()
+        super().on_stage_end(stage, stage_loss, epoch)
 
 
 def run(folder, counter):
     net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
-    cls = Flat if isinstance(counter, EpochCounterWithStopper) else Saving
+    cls = Flat if isinstance(counter, EpochCounterWithStopper) else SavesAfterValidation
     brain = cls(
         {"net": net},
         sgd(),
@@ -42,13 +50,6 @@ def run(folder, counter):
     brain.counter = counter
     brain.result = brain.fit(counter, points(4), points(2), train_loader_kwargs={"batch_size": 2})
     return brain
-
-
-class Saving(Regression):
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        super().on_stage_end(stage, stage_loss, epoch)
-        if stage is Stage.VALID:
-            self.checkpointer.save_and_keep_only()
 
 
 def stopper(patience, epochs=9):

@@ -17,7 +17,7 @@ import ddpkit
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import NonFiniteLossError
-from tests.recipes import QUIET, Killed, Regression, assert_same, linear, points, sgd
+from tests.recipes import QUIET, Killed, Poisoned, Regression, assert_same, linear, points, sgd
 
 from .test_schedules import torch_rates
 
@@ -187,16 +187,14 @@ def test_a_save_in_a_fit_batch_has_the_schedule_and_the_average_of_its_steps(tmp
 
 
 def test_steps_that_are_skipped_in_one_window_count_once():
-    class Spoilt(Twice):
-        def compute_objectives(self, predictions, batch, stage):
-            loss = super().compute_objectives(predictions, batch, stage)
-            return loss * float("nan") if self.step in self.spoilt else loss
+    class Spoilt(Poisoned, Twice):
+        """Steps twice with losses that are not finite."""
 
     brain = Spoilt({"net": linear()}, sgd(), None, {**QUIET, "nonfinite_patience": 2})
-    brain.spoilt = {2, 4}
+    brain.bad_steps = {2, 4}
     fit(brain, [1])
     assert (brain.optimizer_step, brain.nonfinite_count) == (3, 2)
-    brain.spoilt = {2, 3, 4}
+    brain.bad_steps = {2, 3, 4}
     with pytest.raises(
         NonFiniteLossError,
         match="3 steps of epoch 1 had gradients that are not finite",

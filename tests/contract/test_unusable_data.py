@@ -10,23 +10,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddpkit import Brain
 from ddpkit.errors import ConfigError, DataError
+from tests.recipes import Squares
 
 ROWS = [torch.ones(1) for _ in range(4)]
 
 
-class Line(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.square().mean()
-
-
 def make():
     run_opts = {"device": "cpu", "noprogressbar": True}
-    return Line(
+    return Squares(
         {"net": nn.Linear(1, 1)},
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         None,

@@ -20,9 +20,7 @@ from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 from tests.launching import Run, python
 from tests.reading_blocks import block_rows
-from tests.recipes import Regression, make, points, sgd
-
-from .test_brain_resume import Killed
+from tests.recipes import Killed, Mortal, Regression, make, points, sgd
 
 
 @pytest.fixture
@@ -257,14 +255,7 @@ def test_without_an_optimizer_nothing_is_said_of_clipping(caplog):
 
 @pytest.mark.slow
 def test_the_share_of_an_epoch_that_was_resumed_is_that_of_the_whole_epoch(tmp_path, events):
-    class Mortal(Telling):
-        killed_at = None
-
-        def on_fit_batch_start(self, batch, should_step):
-            if self.optimizer_step == self.killed_at:
-                raise Killed
-
-    def run(folder, killed_at=None):
+    def run(folder, dies_at=None):
         counter = EpochCounter(2)
         brain = make(
             Mortal,
@@ -273,12 +264,12 @@ def test_the_share_of_an_epoch_that_was_resumed_is_that_of_the_whole_epoch(tmp_p
             recoverables={"counter": counter},
             ckpt_interval_steps=1,
         )
-        brain.killed_at = killed_at
+        brain.dies_at = dies_at
         brain.fit(counter, steep(8, large=3), train_loader_kwargs={"batch_size": 1})
 
     run(tmp_path / "whole")
     with pytest.raises(Killed):
-        run(tmp_path / "killed", killed_at=6)
+        run(tmp_path / "killed", dies_at=6)
     run(tmp_path / "killed")
     shares = [event["clipped_share"] for event in events() if event["event"] == "stage"]
     assert shares == [3 / 8] * 4

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
-from tests.recipes import Regression, linear, make, points
+from tests.recipes import BackwardByHand, Regression, SeveralOptimizers, linear, make, points
 
 KWARGS = {"batch_size": 4}
 
@@ -126,14 +126,8 @@ class AllOutside(OnBackbone):
         return self.backbone(batch[0])
 
 
-class StepsUnseen(OfACopy):
+class StepsUnseen(BackwardByHand, OfACopy):
     """Has a backward pass of its own, too."""
-
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizers_step()
-        return loss.detach()
 
 
 @pytest.mark.parametrize(
@@ -228,18 +222,11 @@ class Recomputed(Regression):
         return checkpoint(self.modules.net, batch[0].requires_grad_(), use_reentrant=True)
 
 
-class Alternates(Regression):
+class Alternates(SeveralOptimizers):
     """Two optimizers, each of a part of the model, step in turn."""
 
-    def init_optimizers(self):
-        weight, bias = self.modules.net.parameters()
-        self.optimizers_dict = {
-            "a": torch.optim.SGD([weight], lr=0.1),
-            "b": torch.optim.SGD([bias], lr=0.1),
-        }
-
     def freeze_optimizers(self, optimizers):
-        name = "ab"[self.optimizer_step % 2]
+        name = ("weight", "bias")[self.optimizer_step % 2]
         return {name: optimizers[name]}
 
 

@@ -18,6 +18,7 @@ from ddpkit.comm import get_runtime
 from ddpkit.control import time_outs
 from ddpkit.distributed import control_group
 from ddpkit.errors import RankFailedError
+from tests.recipes import Squares
 
 MINUTES = 0.005  # the limit of each collective
 SECONDS = 60 * MINUTES
@@ -37,14 +38,8 @@ def beat_until_told(rank):
         time.sleep(0.01)
 
 
-class MainWorksAlone(ddpkit.Brain):
+class MainWorksAlone(Squares):
     """Has the main process work at the end of a stage, where the others do not."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.square().mean()
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if ddpkit.if_main_process() and stage == ddpkit.Stage.VALID:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from ddpkit import Brain, Stage
+from ddpkit import Stage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.parts import EarlyStopping
-from tests.recipes import QUIET, linear, points, sgd
+from tests.recipes import QUIET, SavesAfterValidation, linear, points, sgd
 
 DATA = points(4)
 
 
-class Scored(Brain):
+class Scored(SavesAfterValidation):
     """Logs a score for each epoch, from a list."""
 
     scores: tuple[float, ...] = ()
@@ -24,17 +23,10 @@ class Scored(Brain):
     def compute_forward(self, batch, stage):
         if stage is Stage.VALID:
             self.log("score", self.scores[self.epoch - 1])
-        return self.modules.net(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return torch.nn.functional.mse_loss(predictions, batch[1])
+        return super().compute_forward(batch, stage)
 
     def on_stage_start(self, stage, epoch=None):
         self.epoch = epoch
-
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        if stage is Stage.VALID and self.checkpointer is not None:
-            self.checkpointer.save_and_keep_only()
 
 
 def epochs(scores, folder=None, limit=None, **arguments):

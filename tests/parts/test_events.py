@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import Brain, Part, Stage
+from ddpkit import Brain, Part
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError
 from tests.recipes import (
     QUIET,
     Killed,
+    OwnFitBatch,
     Regression,
+    SavesAfterValidation,
+    Sums,
     assert_same,
     linear,
     points,
@@ -158,24 +161,6 @@ class Halved(Part):
         torch._foreach_mul_(gradients, 0.5)
 
 
-class Summed(Regression):
-    """Returns sums and counts."""
-
-    def compute_objectives(self, predictions, batch, stage):
-        return (predictions - batch[1]).square().sum(), len(predictions)
-
-
-class Own(Regression):
-    """Has a step of its own."""
-
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        self.backward(loss)
-        if self.should_step:
-            self.optimizers_step()
-        return loss.detach()
-
-
 class OwnStep(Regression):
     """Changes gradients in its own ``optimizers_step``, too: before the parts."""
 
@@ -185,7 +170,7 @@ class OwnStep(Regression):
         super().optimizers_step()
 
 
-RECIPES = {"mean": Regression, "sum": Summed, "own fit_batch": Own, "own step": OwnStep}
+RECIPES = {"mean": Regression, "sum": Sums, "own fit_batch": OwnFitBatch, "own step": OwnStep}
 
 
 def halved(kind, factor=1):
@@ -265,16 +250,12 @@ class Counter(Part):
         self.stages = state["stages"]
 
 
-class Saving(Regression):
+class Saving(SavesAfterValidation):
     dies_at: int | None = None
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         if self.optimizer_step == self.dies_at:
             raise Killed
-
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        if stage is Stage.VALID:
-            self.checkpointer.save_and_keep_only()
 
 
 def counted(folder, dies_at=None, interval=1):

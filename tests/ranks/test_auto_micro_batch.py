@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank, sum_over_ranks
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import Sum
-from tests.recipes import QUIET, Killed, points
+from tests.recipes import QUIET, Killed, Mortal, points
 
 
 class Small(nn.Module):
@@ -75,11 +74,10 @@ def fail(gradient):
     raise torch.OutOfMemoryError("CUDA out of memory, backwards")
 
 
-class Regression(Brain):
+class Regression(Mortal):
     """Says all that must not depend on the attempts."""
 
     counts = False
-    dies_at = None
 
     def compute_forward(self, batch, stage):
         return self.modules.model(batch[0])
@@ -92,8 +90,7 @@ class Regression(Brain):
 
     def on_fit_batch_start(self, batch, should_step):
         self.seen = [*getattr(self, "seen", []), (self.optimizer_step, batch[1].flatten().tolist())]
-        if self.dies_at == self.optimizer_step:
-            raise Killed
+        super().on_fit_batch_start(batch, should_step)
 
 
 class Counting(Regression):

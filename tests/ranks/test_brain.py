@@ -27,7 +27,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ddpkit.brain import Brain, run_of
+from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import Requests
 from ddpkit.dataloader import make_dataloader
@@ -39,12 +39,18 @@ from ddpkit.seed import seed_everything
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.train_logger import FileTrainLogger
 from ddpkit.types import Stage
-from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules
-from tests.contract.test_brain_resume import Killed, Mortal
 from tests.rank_pool import RankPoolError
 from tests.recipes import (
     QUIET,
+    FrontAndNet,
+    Gan,
+    Killed,
+    Mortal,
+    Poisoned,
     Regression,
+    SavesAfterTraining,
+    SpeechBrainFitBatch,
+    gan_modules,
     linear,
     make,
     points,
@@ -96,7 +102,7 @@ def test_a_gan_has_the_same_weights_as_in_one_process(ranks, world):
 
 
 def train_own_fit_batch(joined, factor, cls_name):
-    cls = {"own": OwnFitBatch, "default": Regression}[cls_name]
+    cls = {"own": SpeechBrainFitBatch, "default": Regression}[cls_name]
     brain = make(cls, grad_accumulation_factor=factor, opt=sgd(momentum=0.9))
     brain.fit(
         [1, 2],
@@ -339,7 +345,7 @@ def test_what_is_not_trained_is_not_wrapped_and_the_same_everywhere(ranks):
     assert_close(second, first)
 
 
-class Thawing(Regression):
+class Thawing(FrontAndNet):
     """Unfreezes a whole entry and a part of another for the second epoch, and freezes it for the
     fourth.
     """
@@ -348,9 +354,6 @@ class Thawing(Regression):
         if stage is Stage.TRAIN:
             self.modules.front.requires_grad_(requires_grad=2 <= epoch <= 3)
             self.modules.net.inner.requires_grad_(requires_grad=2 <= epoch <= 3)
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(self.modules.front(batch[0]))
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.moments = [*getattr(self, "moments", []), weights(self)]
@@ -383,13 +386,6 @@ def test_what_is_unfrozen_later_is_averaged_from_then_on(ranks):
             assert_close(found, there)
 
 
-class Behind(Regression):
-    """A net that is not trained stands before the one that is."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(self.modules.front(batch[0]))
-
-
 def train_behind_frozen_statistics():
     torch.manual_seed(6)
     front = (
@@ -397,7 +393,7 @@ def train_behind_frozen_statistics():
         .double()
         .requires_grad_(requires_grad=False)
     )
-    brain = Behind({"front": front, "net": Encoder()}, sgd(), None, QUIET)
+    brain = FrontAndNet({"front": front, "net": Encoder()}, sgd(), None, QUIET)
     brain.fit([1, 2], points(20), train_loader_kwargs={"batch_size": 6 // world_size()})
     return weights(brain)
 
@@ -429,18 +425,13 @@ def test_two_forward_passes_of_one_module(ranks):
         assert_close(found, expected)
 
 
-class Normalised(Regression):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(self.modules.norm(batch[0]))
-
-
 def train_normalised(folder):
     torch.manual_seed(1)
     norm = nn.BatchNorm1d(3).double()
     net = linear()
     model = nn.ModuleList([norm, net])  # what a YAML gives to the checkpointer
-    brain = Normalised(
-        {"norm": norm, "net": net},
+    brain = FrontAndNet(
+        {"front": norm, "net": net},
         sgd(),
         None,
         QUIET,
@@ -449,7 +440,7 @@ def train_normalised(folder):
     brain.fit([1, 2], points(12), points(5), train_loader_kwargs={"batch_size": 6 // world_size()})
     saved = brain.checkpointer.save_checkpoint(name="done")
     state = torch.load(saved.paramfiles["model"], weights_only=True)
-    converted = isinstance(brain.raw_modules.norm, SyncBatchNorm)
+    converted = isinstance(brain.raw_modules.front, SyncBatchNorm)
     return converted, state, weights(brain), brain.losses
 
 
@@ -523,7 +514,7 @@ def count_collectives(factor, cls_name):
             control.append(1)
         return real(*args, **kwargs)
 
-    cls = {"default": Regression, "own": OwnFitBatch, "past": PastForward}[cls_name]
+    cls = {"default": Regression, "own": SpeechBrainFitBatch, "past": PastForward}[cls_name]
     # Measured steps send more with a sync of the ranks, and one step is looked at more closely.
     brain = make(cls, net=Encoder(), grad_accumulation_factor=factor, measure_steps="off")
     data = points(120)
@@ -626,16 +617,10 @@ def test_no_more_host_reads_than_a_bare_loop(ranks, factor):
 # ---------------------------------------------------------------------------------------- agreement
 
 
-class Poisoned(Regression):
-    """A loss that is not finite, on rank 1 alone, at the steps given."""
+class PoisonedOnRankOne(Poisoned):
+    """Counts what was not finite."""
 
-    bad_steps = ()
-
-    def compute_objectives(self, predictions, batch, stage):
-        loss = super().compute_objectives(predictions, batch, stage)
-        if dist.get_rank() == 1 and stage is Stage.TRAIN and self.step in self.bad_steps:
-            return loss * float("nan")
-        return loss
+    bad_rank = 1
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)
@@ -643,10 +628,12 @@ class Poisoned(Regression):
 
 
 def train_poisoned(bad_steps, factor, cls_name="default"):
-    class Own(OwnFitBatch, Poisoned):
+    class Own(SpeechBrainFitBatch, PoisonedOnRankOne):
         pass
 
-    brain = make({"default": Poisoned, "own": Own}[cls_name], grad_accumulation_factor=factor)
+    brain = make(
+        {"default": PoisonedOnRankOne, "own": Own}[cls_name], grad_accumulation_factor=factor
+    )
     brain.bad_steps = bad_steps
     try:
         brain.fit([1, 2], points(24), train_loader_kwargs={"batch_size": 2})
@@ -676,11 +663,8 @@ def test_all_ranks_give_up_together(ranks):
     assert all(torch.isfinite(value).all() for value in first[0].values())
 
 
-class RankLoss(Brain):
+class RankLoss(Regression):
     """The loss is a number that differs between ranks."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
 
     def compute_objectives(self, predictions, batch, stage):
         return 0 * predictions.sum() + 1.0 + 2.0 * dist.get_rank()
@@ -870,7 +854,7 @@ def train_on_stream(kind, number, factor, cls_name="default"):
     kwargs = {"batch_size": 1}
     data = points(30)
     brain = make(
-        {"default": Regression, "own": OwnFitBatch}[cls_name],
+        {"default": Regression, "own": SpeechBrainFitBatch}[cls_name],
         grad_accumulation_factor=factor,
     )
     stream = cls(data[:number])
@@ -1074,12 +1058,7 @@ def test_no_hparams_on_any_rank(ranks):
 
 
 def debug_folder(folder):
-    class Saving(Regression):
-        def on_stage_end(self, stage, stage_loss, epoch=None):
-            if stage is Stage.TRAIN:
-                self.checkpointer.save_checkpoint()
-
-    brain = make(Saving, folder=folder, debug=True)
+    brain = make(SavesAfterTraining, folder=folder, debug=True)
     brain.fit([1, 2], points(8))
     found = str(brain.checkpointer.checkpoints_dir)
     brain.evaluate(points(4))
@@ -1116,7 +1095,7 @@ def saved_at(folder, run_opts):
     save = run_of(brain).policy.save_inside_epoch
 
     def watched():
-        saved.append((brain.epoch, brain.step))
+        saved.append((brain.progress.epoch, brain.step))
         save()
 
     run_of(brain).policy.save_inside_epoch = watched
@@ -1205,10 +1184,7 @@ def test_evaluate_after_a_checkpoint_of_the_middle(ranks, tmp_path):
         assert batches == 5
 
 
-class SquaresOutputs(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
-
+class SquaresOutputs(Regression):
     def compute_objectives(self, predictions, batch, stage):
         return predictions.square().mean()
 

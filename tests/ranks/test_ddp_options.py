@@ -13,8 +13,17 @@ from ddpkit.brain import run_of
 from ddpkit.distributed import gather_objects
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from tests.contract.test_brain_gradients import OwnFitBatch
-from tests.recipes import Killed, Regression, make, points, sgd, weights, world_size
+from tests.recipes import (
+    Killed,
+    Mortal,
+    Regression,
+    SpeechBrainFitBatch,
+    make,
+    points,
+    sgd,
+    weights,
+    world_size,
+)
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
@@ -68,7 +77,7 @@ LEVERS = {
 
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
+@pytest.mark.parametrize("cls", [Regression, SpeechBrainFitBatch])
 @pytest.mark.parametrize(
     "name",
     [
@@ -117,7 +126,7 @@ def sent_dtypes(cls, factor, options):
 
 
 @pytest.mark.corner
-@pytest.mark.parametrize(("cls", "factor"), [(Regression, 1), (OwnFitBatch, 3)])
+@pytest.mark.parametrize(("cls", "factor"), [(Regression, 1), (SpeechBrainFitBatch, 3)])
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(
     ranks,
@@ -175,7 +184,9 @@ def power_factor(cls, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Regression, pytest.param(OwnFitBatch, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cls", [Regression, pytest.param(SpeechBrainFitBatch, marks=pytest.mark.slow)]
+)
 def test_powersgd_sends_thin_matrices_and_learns_what_it_has_left_out(ranks, cls):
     steps = 10 * 4
     gradients = sum(one.numel() for one in Net().parameters())
@@ -218,14 +229,6 @@ def test_a_large_sum_fits_into_fp16(ranks):
 
 
 # ------------------------------------------------------------------------------------------- resume
-
-
-class Mortal(Regression):
-    dies_at = None
-
-    def on_fit_batch_start(self, batch, should_step):
-        if (self.progress.epoch, self.step) == self.dies_at:
-            raise Killed
 
 
 def train_mortal(folder, dies_at, options):

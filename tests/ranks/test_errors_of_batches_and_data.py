@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpkit import Brain
 from ddpkit.errors import BatchError, DataError
 from tests.launching import Run, python, start_by_hand, torchrun
+from tests.recipes import Squares
 
 LIMIT_SECONDS = 100.0
 SCRIPT = """import os
@@ -141,17 +141,9 @@ class TwicePerPass(nn.Module):
         return rows
 
 
-class Line(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.square().mean()
-
-
 def train(net, rows, **options):
     run_opts = {"device": "cpu", "noprogressbar": True, **options}
-    brain = Line(
+    brain = Squares(
         {"net": net},
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         None,

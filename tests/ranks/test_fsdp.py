@@ -10,6 +10,7 @@ import math
 import os
 import types
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
 
 from ddpkit.base import is_sharded, local_part
-from ddpkit.brain import Brain
 from ddpkit.checkpointing import arrival
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
@@ -36,7 +36,7 @@ from ddpkit.errors import (
 from ddpkit.run import checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
-from tests.recipes import QUIET, assert_same
+from tests.recipes import QUIET, Killed, SavesAfterValidation, assert_same
 
 FEATURES = 6
 CLASSES = 3
@@ -91,11 +91,8 @@ class Scaled(nn.Sequential):
         return super().forward(inputs) * self.scale * self.table
 
 
-class Killed(Exception):
-    pass
-
-
-class Classifier(Brain):
+class Classifier(SavesAfterValidation):
+    keeping: ClassVar = {"num_to_keep": 9}
     counts = False
     dies_at = None
     poisoned_at = None
@@ -122,8 +119,7 @@ class Classifier(Brain):
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.told = [*getattr(self, "told", []), stage_loss]
-        if stage is Stage.VALID and self.checkpointer is not None:
-            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, num_to_keep=9)
+        super().on_stage_end(stage, stage_loss, epoch)
 
 
 def make(kind=Classifier, folder=None, net=None, **options):

@@ -21,8 +21,19 @@ from ddpkit.errors import (
 )
 from ddpkit.run import evaluation_stops, stage_runner
 from ddpkit.strategies import local_sgd
-from tests.contract.test_brain_gradients import OwnFitBatch
-from tests.recipes import QUIET, Killed, Regression, make, points, sgd, weights
+from tests.recipes import (
+    QUIET,
+    FrontAndNet,
+    Killed,
+    Mortal,
+    Regression,
+    SpeechBrainFitBatch,
+    Sums,
+    make,
+    points,
+    sgd,
+    weights,
+)
 
 LOCAL = {"ddp_comm_hook": "post_local_sgd"}
 CLOSE = {"rtol": 0, "atol": 1e-10}
@@ -57,11 +68,6 @@ def same(one, other):
 
 
 # ---------------------------------------------------------------------------------- the same as DDP
-
-
-class Sums(Regression):
-    def compute_objectives(self, predictions, batch, stage):
-        return (predictions - batch[1]).square().sum(), len(batch[1])
 
 
 def train(cls, options, number):
@@ -185,18 +191,14 @@ def test_weights_and_moments_are_those_of_ranks_simulated_by_hand(ranks, size, s
 # ------------------------------------------------------------------------------------------- resume
 
 
-class Mortal(Regression):
-    """Dies, or is asked to stop, in a given batch; remembers after which optimizer steps it has
-    saved.
-    """
+class Stoppable(Mortal):
+    """Is asked to stop in a given batch."""
 
-    dies_at = stops_at = None
+    stops_at = None
 
     def on_fit_batch_start(self, batch, should_step):
-        here = self.progress.epoch, self.step
-        if here == self.dies_at:
-            raise Killed
-        if here == self.stops_at and get_rank() == 1:
+        super().on_fit_batch_start(batch, should_step)
+        if (self.progress.epoch, self.step) == self.stops_at and get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -235,7 +237,7 @@ def train_mortal(folder, at, options):
     counter = EpochCounter(2)
     options = {"sync_batchnorm": False, "local_sgd_start": 2, "local_sgd_period": 3, **options}
     brain = make(
-        Mortal,
+        Stoppable,
         net=normed(),
         opt=adamw,
         folder=folder,
@@ -416,16 +418,11 @@ def test_the_average_of_the_lowest_number_is_not_infinite(ranks, size):
     assert ranks.run(averaged_mask, world_size=size) == [[torch.finfo(torch.float32).min]] * size
 
 
-class TwoEntries(Regression):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(self.modules.centred(batch[0]))
-
-
 def mean_of_an_untrained_entry():
-    modules = {"net": net_of(), "centred": Centred().double()}
-    brain = TwoEntries(modules, sgd(), None, {**QUIET, **LOCAL, "local_sgd_period": 3})
+    modules = {"net": net_of(), "front": Centred().double()}
+    brain = FrontAndNet(modules, sgd(), None, {**QUIET, **LOCAL, "local_sgd_period": 3})
     brain.fit([1], points(24), train_loader_kwargs={"batch_size": 2})
-    return brain.modules.centred.mean
+    return brain.modules.front.mean
 
 
 def test_buffers_of_an_entry_without_parameters_are_averaged_too(ranks):
@@ -576,7 +573,7 @@ def outcomes():
     found = []
     for cls, options in [
         *((Regression, options) for options, _ in CONTRADICTIONS),
-        (OwnFitBatch, LOCAL | PERIOD),
+        (SpeechBrainFitBatch, LOCAL | PERIOD),
     ]:
         with pytest.raises(ConfigError) as caught:
             make(cls, **options)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit.brain import Brain
 from ddpkit.distributed import (
     ddp_barrier,
     ddp_broadcast,
@@ -26,7 +25,7 @@ from ddpkit.distributed import (
 from ddpkit.errors import DataError, LaunchError, RankMismatchError
 from ddpkit.metrics import Accuracy, LossMeter, Mean, Reduced, Sum, begin_stage
 from ddpkit.types import Stage
-from tests.recipes import Regression, make, points
+from tests.recipes import Regression, Squares, make, points
 
 
 def uneven():
@@ -171,13 +170,10 @@ def own_exchange(tensor, group=None):
     return found
 
 
-class Measured(Brain):
+class Measured(Regression):
     """Sums the numbers of the samples in every kind of metric; reads that of the training late, as
     recipes may.
     """
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
 
     def compute_objectives(self, predictions, batch, stage):
         counted = batch[2].double()
@@ -187,7 +183,7 @@ class Measured(Brain):
         else:
             for metric in self.metrics:
                 metric.update(counted)
-        return torch.nn.functional.mse_loss(predictions, batch[1])
+        return super().compute_objectives(predictions, batch, stage)
 
     def on_stage_start(self, stage, epoch=None):
         if stage is Stage.TRAIN:
@@ -393,11 +389,8 @@ def test_states_that_do_not_fit_are_an_error_on_every_rank(ranks):
         assert "keeps a list that is not concatenated, of different lengths on the ranks" in message
 
 
-class Counting(Brain):
+class Counting(Squares):
     """Counts in compute_objectives, in training too, as recipes do."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch)
 
     def compute_objectives(self, predictions, batch, stage):
         losses = predictions.square().squeeze(1)

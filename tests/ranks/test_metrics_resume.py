@@ -7,24 +7,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError
 from ddpkit.metrics import Accuracy, Mean, Sum
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, points
+from tests.recipes import QUIET, Killed, Mortal, points
 
 OPTIONS = {**QUIET, "ckpt_interval_steps": 2, "global_batch_size": 6}
 
 
-class Counting(Brain):
+class Counting(Mortal):
     """Makes a metric in each stage, resets one of the YAML, and never resets a third."""
-
-    dies_at = None
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
 
     def compute_objectives(self, predictions, batch, stage):
         errors = (predictions - batch[1]).square()
@@ -45,10 +39,6 @@ class Counting(Brain):
         super().on_fit_start()
         self.seen = Sum()
         self.told = []
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.optimizer_step == self.dies_at:
-            raise Killed
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.told += [self.accuracy.compute(), self.hparams.mean.compute()]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ddpkit.precision import StepScaler
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Regression, points, sgd
+from tests.recipes import QUIET, Regression, SeveralOptimizers, points, sgd
 
 LARGEST = 0.2
 
@@ -58,17 +58,10 @@ class StepsByItself(ClipsSums):
             one.zero_grad()
 
 
-class OneByOne(ClipsSums):
+class OneByOne(SeveralOptimizers, ClipsSums):
     """Says inside of it which optimizer steps."""
 
     now = None
-
-    def init_optimizers(self):
-        net = self.modules.net
-        self.optimizers_dict = {
-            name: torch.optim.SGD([one], lr=0.1)
-            for name, one in (("weight", net.weight), ("bias", net.bias))
-        }
 
     def freeze_optimizers(self, optimizers):
         return optimizers if self.now is None else {self.now: optimizers[self.now]}

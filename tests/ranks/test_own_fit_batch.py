@@ -23,7 +23,18 @@ from ddpkit.distributed import control_group
 from ddpkit.types import Stage
 from tests.contract.test_fp16_sums import Half
 from tests.rank_pool import RankPoolError
-from tests.recipes import QUIET, Regression, linear, make, points, sgd, weights, world_size
+from tests.recipes import (
+    QUIET,
+    BackwardByHand,
+    OptimizerOfEachEntry,
+    Regression,
+    linear,
+    make,
+    points,
+    sgd,
+    weights,
+    world_size,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
 SHOWN = {}
@@ -301,13 +312,8 @@ class Direct(OneLoss):
         self.optimizer_step += 1
 
 
-class Both(Regression):
+class Both(OptimizerOfEachEntry):
     """One loss back-propagated by hand and stepped in every batch, the other in windows."""
-
-    def init_optimizers(self):
-        self.optimizers_dict = {
-            name: torch.optim.SGD(one.parameters(), lr=0.1) for name, one in self.modules.items()
-        }
 
     def freeze_optimizers(self, optimizers):
         return {"net": optimizers["net"]}
@@ -388,14 +394,8 @@ class PastDDP(Regression):
         return loss.detach()
 
 
-class ThroughDDP(Direct):
+class ThroughDDP(BackwardByHand, Direct):
     """Computes through modules, and steps its optimizer itself."""
-
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizers_step()
-        return loss.detach()
 
 
 def warned_of(cls):

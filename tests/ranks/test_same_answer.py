@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.brain import Brain
 from ddpkit.run import stage_runner
 from ddpkit.types import Stage
+from tests.recipes import Classifier, Regression
 
 SAMPLES = 72
 
@@ -36,14 +36,8 @@ def make_net(*, batch_norm: bool) -> nn.Sequential:
     ).double()
 
 
-class Recorder(Brain):
+class Recorder(Classifier):
     """Classifies, and remembers what it was told."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions, batch[1])
 
     def on_fit_start(self):
         self.seen = []
@@ -233,10 +227,7 @@ def reported(shard):
     return events
 
 
-class Lookup(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch[0])
-
+class Lookup(Regression):
     def compute_objectives(self, predictions, batch, stage):
         return nn.functional.mse_loss(predictions.squeeze(1), batch[1])
 

@@ -24,8 +24,7 @@ from ddpkit.sampler import (
 )
 from ddpkit.seed import seed_everything
 from ddpkit.types import Stage
-from tests.contract.test_brain_resume import Killed
-from tests.recipes import QUIET, Regression, linear, make, points, sgd, weights
+from tests.recipes import QUIET, Killed, Mortal, linear, make, points, sgd, weights
 
 NUMBER = 23
 LENGTHS = [1.0 + (7 * k) % 11 for k in range(NUMBER)]
@@ -82,10 +81,8 @@ def numbered(number=NUMBER):
     return [(row, target, torch.tensor(k)) for k, (row, target) in enumerate(points(number))]
 
 
-class Noting(Regression):
+class Noting(Mortal):
     """Notes the indices of every batch that counts; dies where it is told to."""
-
-    dies_at = None
 
     def on_stage_start(self, stage, epoch=None):
         if stage is Stage.TRAIN:
@@ -93,8 +90,7 @@ class Noting(Regression):
             self.noted = {**getattr(self, "noted", {}), epoch: []}
 
     def on_fit_batch_start(self, batch, should_step):
-        if self.dies_at == (self.epoch, self.step):
-            raise Killed
+        super().on_fit_batch_start(batch, should_step)
         if self.progress.window.count:
             self.noted[self.epoch].append(batch[2].tolist())
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
@@ -20,6 +19,7 @@ from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training.step_sizes import BatchSizes
 from ddpkit.types import Stage
 from tests.host_reads import HostReads
+from tests.recipes import BackwardByHand, Killed, Regression
 
 FEATURES = 12
 CLASSES = 4
@@ -43,11 +43,7 @@ def make_net(norm):
     )
 
 
-class Killed(Exception):
-    pass
-
-
-class Classifier(Brain):
+class Classifier(Regression):
     """Classifies with noise; says all that it was told."""
 
     counts = False
@@ -235,12 +231,8 @@ class LateDtype(Classifier):
             one.grad_dtype = torch.float64
 
 
-class PastTheBrain(Classifier):
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizers_step()
-        return loss.detach()
+class PastTheBrain(BackwardByHand, Classifier):
+    """Has a backward pass of its own."""
 
 
 LOADING = {"batch_size": 2, "shuffle": True}

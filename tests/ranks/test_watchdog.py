@@ -12,7 +12,6 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ddpkit.comm import get_runtime
@@ -22,7 +21,7 @@ from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
 from ddpkit.types import Stage
 from tests.launching import python, soon, start_by_hand, wait_until
-from tests.recipes import Regression, make, points
+from tests.recipes import Poisoned, Regression, make, points
 
 WATCHING = {"ddpkit-heartbeat", "ddpkit-watch"}
 
@@ -184,17 +183,6 @@ def busy_watch():
             get_runtime().watchdog.stop()
 
 
-class Poisoned(Regression):
-    """The loss of some batches is not finite on rank 1."""
-
-    bad = (2, 3, 5)
-
-    def compute_objectives(self, predictions, batch, stage):
-        loss = super().compute_objectives(predictions, batch, stage)
-        is_bad = stage is Stage.TRAIN and dist.get_rank() == 1 and self.step in self.bad
-        return loss * torch.nan if is_bad else loss
-
-
 def end(how):
     """Train until something that all ranks agree on ends it; return where this rank was then."""
     with busy_watch():
@@ -204,7 +192,8 @@ def end(how):
             epochs = EpochCounterWithStopper(20, limit_to_stop=1, limit_warmup=0, direction="min")
 
         class Stopping(Poisoned):
-            bad = Poisoned.bad if how == "patience" else ()
+            bad_steps = (2, 3, 5) if how == "patience" else ()
+            bad_rank = 1
 
             def on_stage_end(self, stage, stage_loss, epoch=None):
                 if how == "early" and stage is Stage.VALID:

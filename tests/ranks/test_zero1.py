@@ -8,17 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankFailedError
 from ddpkit.run import checkpoint_policy
 from ddpkit.types import Stage
-from tests.recipes import QUIET, Killed, assert_same, linear, points, weights, world_size
+from tests.recipes import (
+    QUIET,
+    Killed,
+    SavesAfterValidation,
+    assert_same,
+    linear,
+    points,
+    weights,
+    world_size,
+)
 
 
-class Recipe(Brain):
+class Recipe(SavesAfterValidation):
     """A normalised network and a head; saves after every validation."""
 
     dies_at = None
@@ -27,14 +35,6 @@ class Recipe(Brain):
         if stage is Stage.TRAIN and self.dies_at == (self.progress.epoch, self.optimizer_step):
             raise Killed
         return self.modules.head(self.modules.net(batch[0]))
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.mse_loss(predictions, batch[1])
-
-    def on_stage_end(self, stage, stage_loss, epoch=None):
-        self.losses = [*getattr(self, "losses", []), stage_loss]
-        if stage is Stage.VALID and self.checkpointer is not None:
-            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
 
 
 class TwoOptimizers(Recipe):
@@ -135,7 +135,7 @@ def train(kind, folder=None, *, dies_at=None, **options):
         if brain.ema is None
         else {name: one.clone() for name, one in brain.ema.state_dict().items()}
     )
-    return weights(brain), brain.losses, elements, average
+    return weights(brain), [loss for _, _, loss in brain.losses], elements, average
 
 
 def train_with(strategy, kind, folder, options):

@@ -12,16 +12,11 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.run.brain_file import EVALUATED, read_brain_file
 from ddpkit.types import Stage
 from tests.reading_blocks import block_rows
+from tests.recipes import Squares
 
 
-class Scored(Brain):
+class Scored(Squares):
     """Keeps the checkpoint with the lowest score, and the newest; the scores are given."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.pow(2).mean()
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage == Stage.TRAIN:
@@ -33,7 +28,7 @@ def train(folder, who, scores, resume):
     counter = EpochCounter(len(scores))
     model = nn.Linear(2, 1)
     brain = Scored(
-        modules={"model": model},
+        modules={"net": model},
         opt_class=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         hparams={"scores": scores, "who": who},
         run_opts={"device": "cpu", "noprogressbar": True, "resume": resume},
@@ -93,7 +88,7 @@ def process(folder, kind, scores, *, test_only=False, **given):
     counter = EpochCounter(len(scores))
     model = nn.Linear(2, 1)
     brain = kind(
-        modules={"model": model},
+        modules={"net": model},
         opt_class=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
         hparams={"scores": scores, "who": "a"},
         run_opts={"device": "cpu", "noprogressbar": True, "test_only": test_only},
@@ -145,7 +140,7 @@ def brain_of(kind, folder, **given):
     model = nn.Linear(2, 1)
     checkpointer = Checkpointer(folder, {"model": model}, **given)
     return kind(
-        modules={"model": model},
+        modules={"net": model},
         opt_class=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         run_opts={"device": "cpu", "noprogressbar": True},
         checkpointer=checkpointer,

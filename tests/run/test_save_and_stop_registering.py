@@ -8,25 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
+from tests.recipes import Squares
 
 DATA = [torch.full((1, 2), float(x)) for x in range(4)]
 
 
-class Small(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.pow(2).mean()
-
-
-def brain(checkpointer, model, kind=Small, **opts):
+def brain(checkpointer, model, kind=Squares, **opts):
     return kind(
-        modules={"model": model},
+        modules={"net": model},
         opt_class=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
         run_opts={"device": "cpu", "noprogressbar": True, **opts},
         checkpointer=checkpointer,
@@ -81,7 +73,7 @@ def test_one_brain_per_fold_each_with_a_checkpointer_of_its_own(tmp_path):
         assert one.optimizer_step == 8
 
 
-class Verifying(Small):
+class Verifying(Squares):
     """Evaluates another Brain in the middle of its own training."""
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
@@ -117,7 +109,7 @@ def test_a_recoverable_of_the_recipe_keeps_its_name(tmp_path, name):
     assert checkpointer.recoverables == {name: model}
 
 
-class WithScaler(Small):
+class WithScaler(Squares):
     """Has an enabled scaler, as fp16 on a GPU has."""
 
     def __init__(self, *args, **kwargs):

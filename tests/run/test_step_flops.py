@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ddpkit.brain import run_of
 from ddpkit.train_logger import set_run_log
-from ddpkit.types import Stage
-from tests.recipes import Regression, make as usual, points
+from tests.recipes import Failing, OwnFitBatch, Regression, make as usual, points
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +45,6 @@ make = functools.partial(usual, count_flops=True)
 # backwards.
 OF_A_STEP = 2 * 2 * 4 * 3 * 1
 FOUR = {"train_loader_kwargs": {"batch_size": 4}}
-
-
-class OwnFitBatch(Regression):
-    def fit_batch(self, batch):
-        with self.training_ctx:
-            outputs = self.compute_forward(batch, Stage.TRAIN)
-            loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
-        self.backward(loss)
-        if self.should_step:
-            self.optimizers_step()
-        return loss.detach()
 
 
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
@@ -208,14 +196,10 @@ def test_of_what_is_compiled_nothing_is_counted(how, log, monkeypatch):
 
 
 def test_an_error_in_the_counted_step_ends_the_count_and_says_that_it_was_counted(log, caplog):
-    class Fails(Regression):
-        def compute_forward(self, batch, stage):
-            if self.step == 2:
-                raise RuntimeError("no")
-            return super().compute_forward(batch, stage)
-
-    with pytest.raises(RuntimeError, match="no"):
-        make(Fails).fit([1], points(36), **FOUR)
+    brain = make(Failing)
+    brain.fails_at = 2
+    with pytest.raises(RuntimeError, match="planted"):
+        brain.fit([1], points(36), **FOUR)
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     assert _get_current_dispatch_mode() is None

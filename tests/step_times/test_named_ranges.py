@@ -12,24 +12,12 @@ import torch
 from torch.profiler import profile, schedule
 
 from ddpkit.step_times import RANGE, named_ranges
-from ddpkit.types import Stage
-from tests.recipes import Regression, make, points
+from tests.recipes import Failing, OwnFitBatch, Regression, make, points
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Profiler won't be using warmup"),
     pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle"),
 ]
-
-
-class OwnFitBatch(Regression):
-    def fit_batch(self, batch):
-        with self.training_ctx:
-            outputs = self.compute_forward(batch, Stage.TRAIN)
-            loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
-        self.backward(loss)
-        if self.should_step:
-            self.optimizers_step()
-        return loss.detach()
 
 
 def events_of(path):
@@ -164,13 +152,10 @@ def test_a_profiler_of_the_recipe_gets_the_ranges_too():
 
 
 def test_an_error_in_a_batch_leaves_the_trace_and_no_range_open(tmp_path):
-    class Fails(Regression):
-        def compute_forward(self, batch, stage):
-            if self.step == 4:
-                raise RuntimeError("no")
-            return super().compute_forward(batch, stage)
+    class Fails(Failing):
+        fails_at = 4
 
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(RuntimeError, match="planted"):
         profiled(tmp_path, Fails)
     (trace,) = (tmp_path / "profiler_logs").iterdir()
     assert ranges_in(events_of(trace))

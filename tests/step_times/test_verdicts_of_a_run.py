@@ -9,19 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.brain import Brain
 from ddpkit.step_times.verdicts import Verdict, VerdictFinder
 from ddpkit.train_logger import set_run_log
+from tests.recipes import Squares
 
 FOUND = Verdict(kind="slow_data", what="Slow.", how_much="By half.", advice="Hurry.", phase="data")
-
-
-class Classifier(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.square().mean()
 
 
 def ones(samples):
@@ -42,7 +34,7 @@ def test_a_verdict_goes_to_both_logs(measured, said, tmp_path, caplog, monkeypat
     try:
         options = {"device": "cpu", "noprogressbar": True, "measure_steps": measured}
         make_sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-        brain = Classifier({"net": nn.Linear(4, 4)}, make_sgd, run_opts=options)
+        brain = Squares({"net": nn.Linear(4, 4)}, make_sgd, run_opts=options)
         with caplog.at_level(logging.WARNING):
             brain.fit([1], range(800), train_loader_kwargs={"batch_size": 2, "collate_fn": ones})
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

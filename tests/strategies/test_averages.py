@@ -9,18 +9,7 @@ import torch
 from torch import nn
 
 from ddpkit.strategies import ddp, wrapped_ddp
-from ddpkit.types import Stage
-from tests.recipes import QUIET, Regression, linear, points, sgd
-
-
-class OldFitBatch(Regression):
-    """Sends a loss back by itself, as SpeechBrain's recipes do."""
-
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizers_step()
-        return loss.detach()
+from tests.recipes import QUIET, BackwardByHand, linear, points, sgd
 
 
 class Looking(nn.Module):
@@ -36,7 +25,7 @@ class Looking(nn.Module):
 def count_averages(kind):
     """Return how often gradients were averaged beside DDP, and the weights."""
     torch.manual_seed(4)
-    brain = OldFitBatch({"net": Looking() if kind == "sparse" else linear()}, sgd(), None, QUIET)
+    brain = BackwardByHand({"net": Looking() if kind == "sparse" else linear()}, sgd(), None, QUIET)
     averaging = mock.Mock(wraps=ddp.average_gradients)
     in_steps = mock.patch.object(ddp, "average_gradients", averaging)
     of_leftovers = mock.patch.object(wrapped_ddp, "average_gradients", averaging)

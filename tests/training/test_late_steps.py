@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpkit import optim
-from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import PeriodicSync
 from ddpkit.epoch_loop import EpochCounter
@@ -37,6 +36,7 @@ from ddpkit.optim import (
 from ddpkit.precision import drop_casts
 from ddpkit.run import stage_runner
 from tests.host_reads import HostReads
+from tests.recipes import Killed, Mortal
 
 BATCHES = 8
 ADAM = torch.optim.Adam
@@ -62,15 +62,10 @@ def late(monkeypatch):
     return switch
 
 
-class Killed(Exception):
-    pass
-
-
-class Recipe(Brain):
+class Recipe(Mortal):
     """Remembers which steps were left open, and what it was told of the run."""
 
     counts = looks = False
-    dies_at = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -85,10 +80,6 @@ class Recipe(Brain):
     def compute_objectives(self, predictions, batch, stage):
         losses = (predictions - batch[1].to(self.device)).square().flatten()
         return (losses.sum(), batch[2].sum()) if self.counts else losses.mean()
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.dies_at == (self.progress.epoch, self.step):
-            raise Killed
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         self.open.append(self.progress.pending is not None)

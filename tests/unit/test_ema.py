@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,13 +23,15 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.strategies.data_parallel import WrappedDataParallel
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.types import Stage
-from tests.contract.test_brain_gradients import Gan, gan_modules
 from tests.host_reads import HostReads
 from tests.recipes import (
     QUIET,
+    Gan,
     Killed,
-    Regression,
+    Poisoned,
+    SavesAfterValidation,
     assert_same,
+    gan_modules,
     linear,
     make,
     points,
@@ -414,12 +417,12 @@ def test_autocast_does_not_remember_the_other_weights():
 # ------------------------------------------------------------------------------------- in the Brain
 
 
-class Watched(Regression):
+class Watched(Poisoned, SavesAfterValidation):
     """Remembers the weight at the start of each stage, in its batches and at its end; and after
     every step.
     """
 
-    poison = ()
+    keeping: ClassVar = {"num_to_keep": 9}
     fails_in = None
 
     def __init__(self, *args, **kwargs):
@@ -441,19 +444,13 @@ class Watched(Regression):
             raise ZeroDivisionError
         return super().compute_forward(batch, stage)
 
-    def compute_objectives(self, predictions, batch, stage):
-        loss = super().compute_objectives(predictions, batch, stage)
-        return loss * math.inf if stage is Stage.TRAIN and self.step in self.poison else loss
-
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        if should_step and self.step not in self.poison:
+        if should_step and self.step not in self.bad_steps:
             self.after_steps.append(self.raw_modules.net.weight.detach().clone())
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.note(stage, "end")
         super().on_stage_end(stage, stage_loss, epoch)
-        if stage is Stage.VALID and self.checkpointer is not None:
-            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, num_to_keep=9)
 
 
 def test_off_by_default():
@@ -473,10 +470,10 @@ def test_options_that_cannot_work_are_refused():
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_the_average_is_updated_once_per_step_that_was_made(factor):
-    class Poisoned(Watched):
-        poison = (2,)
+    class SecondPoisoned(Watched):
+        bad_steps = (2,)
 
-    brain = make(Poisoned, ema_decay=DECAY, grad_accumulation_factor=factor)
+    brain = make(SecondPoisoned, ema_decay=DECAY, grad_accumulation_factor=factor)
     brain.fit([1, 2], points(10), train_loader_kwargs=KWARGS)
     steps = {1: 8, 2: 4}[factor]
     assert brain.ema.updates == brain.optimizer_step == len(brain.after_steps) == steps

@@ -6,22 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import Brain
 from ddpkit.errors import ConfigError
-
-
-class Line(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.net(batch)
-
-    def compute_objectives(self, predictions, batch, stage):
-        return predictions.square().mean()
+from tests.recipes import Squares
 
 
 def fit(opt_class, scheduler_class=None, net=None):
     run_opts = {"device": "cpu", "noprogressbar": True}
     modules = {"net": net or nn.Linear(1, 1)}
-    brain = Line(modules, opt_class, None, run_opts, scheduler_class=scheduler_class)
+    brain = Squares(modules, opt_class, None, run_opts, scheduler_class=scheduler_class)
     brain.fit([1], torch.ones(4, 1))
 
 

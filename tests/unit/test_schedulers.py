@@ -19,8 +19,16 @@ from ddpkit.schedulers import (
     StepScheduler,
     update_learning_rate,
 )
-from tests.contract.test_brain_resume import Killed
-from tests.recipes import QUIET, Regression, assert_same, linear, make, points, weights
+from tests.recipes import (
+    QUIET,
+    Killed,
+    Mortal,
+    assert_same,
+    linear,
+    make,
+    points,
+    weights,
+)
 
 OF_STEPS = {
     "noam": (
@@ -195,10 +203,8 @@ def test_a_file_of_something_else_is_told(tmp_path):
 # -------------------------------------------------------------------------------------- in a recipe
 
 
-class Annealed(Regression):
+class Annealed(Mortal):
     """Calls one schedule after each step and another after each validation, as recipes do."""
-
-    dies_at = None
 
     def on_fit_start(self):
         super().on_fit_start()
@@ -206,10 +212,6 @@ class Annealed(Regression):
         self.optimizer.register_step_pre_hook(
             lambda sgd, *_: self.rates.append(sgd.param_groups[0]["lr"]),
         )
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.dies_at == self.optimizer_step:
-            raise Killed
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         if should_step and hasattr(self.hparams, "noam"):

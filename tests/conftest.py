@@ -137,6 +137,12 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_sessionfinish():
     warm_starts.close()
+    # A worker of a DataLoader that is not collected yet was forked from this process. It holds the
+    # pipe by whose end the fork server is told to end, and that would be waited for in vain.
+    gc.collect()
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
     # What ranks have needed counts in `time make test` once the process is waited for that they
     # were forked from.
     forkserver._forkserver._stop()

@@ -3,10 +3,12 @@ from ddpkit.launch.child_processes import (
     refuse_child_of_rank as refuse_child_of_rank,
     without_launch as without_launch,
 )
-from ddpkit.launch.launchers import (
-    LOOPBACK as LOOPBACK,
+from ddpkit.launch.launcher_variables import (
     NPROC as NPROC,
     PARITY as PARITY,
+)
+from ddpkit.launch.launchers import (
+    LOOPBACK as LOOPBACK,
     LaunchInfo as LaunchInfo,
     derived_port as derived_port,
     find_launch as find_launch,

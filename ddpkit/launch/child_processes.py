@@ -13,52 +13,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ddpkit.base import MPI_LAUNCHERS, state_and_start
+from ddpkit.base import state_and_start
 from ddpkit.errors import LaunchError
-from ddpkit.launch.launchers import NPROC, PARITY, find_launch
-from ddpkit.launch.platforms import NUMBERS_OF_NODES
-from ddpkit.launch.slice_plan import SLICE
+from ddpkit.launch.launcher_variables import RANK_PROCESS, tells_rank
+from ddpkit.launch.launchers import find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddpkit.launch.launchers import LaunchInfo
 
-#: Which process is the rank that the launcher's variables beside it are for.
-RANK_PROCESS = "DDPKIT_RANK_PROCESS"
-
-_NAMES = {
-    *(
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
-    *(
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "ROLE_WORLD_SIZE",
-        NPROC,
-        PARITY,
-        RANK_PROCESS,
-        SLICE,
-    ),
-    *(launcher.rank for launcher in MPI_LAUNCHERS.values()),
-    *(launcher.world_size for launcher in MPI_LAUNCHERS.values()),
-    *(
-        name
-        for launcher in MPI_LAUNCHERS.values()
-        for name in (*launcher.local_rank, *launcher.local_world_size)
-    ),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS", *NUMBERS_OF_NODES),
-}
-_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_")
-_TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that a message shows
+# What a message shows of torch's own.
+_TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
@@ -74,11 +40,7 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
         ... )
         {'HOME': '/root'}
     """
-    return {name: value for name, value in environ.items() if not _is_of_launch(name)}
-
-
-def _is_of_launch(name: str) -> bool:
-    return name in _NAMES or name.startswith(_PREFIXES)
+    return {name: value for name, value in environ.items() if not tells_rank(name)}
 
 
 def mark_rank_process() -> None:
@@ -107,7 +69,7 @@ def refuse_child_of_rank(info: LaunchInfo) -> None:
         return
     pid = process.partition(":")[0]
     is_torchs = info.launcher in {"torchrun", "environment"}
-    names = [name for name in os.environ if (name in _TORCHS if is_torchs else _is_of_launch(name))]
+    names = [name for name in os.environ if (name in _TORCHS if is_torchs else tells_rank(name))]
     found = " ".join(f"{name}={os.environ[name]}" for name in sorted(names))
     raise LaunchError(
         f"this process (pid {os.getpid()}) was started by rank {info.rank} (pid {pid}) and has "

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -26,37 +25,15 @@ from typing import Any
 
 from ddpkit.base import MPI_LAUNCHERS, in_slurm_step, size
 from ddpkit.errors import LaunchError
+from ddpkit.launch.launcher_variables import PARITY, SHOWN, TORCH
 from ddpkit.launch.platforms import numbers_nodes, refuse_numbers_of_nodes
 
 NO_LAUNCHER = "none"
-NPROC = "DDPKIT_NPROC"  # how many ranks --nproc has torchrun start, in their environment
-PARITY = "DDPKIT_PARITY"  # the folder of the parity check that this process is a rank of
 LOOPBACK = "127.0.0.1"
 
 # Ports computed from a run's id: below the ephemeral ports of the system, above most services.
 FIRST_DERIVED_PORT = 20000
 DERIVED_PORTS = 12000
-
-# Variables that an error shows: these, and any that begin so.
-_TORCH_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-_MPI_VARIABLES = [
-    (launcher.rank, launcher.world_size, *launcher.local_rank, *launcher.local_world_size)
-    for launcher in MPI_LAUNCHERS.values()
-]
-_OTHER_VARIABLES = (
-    NPROC,
-    "GROUP_RANK",
-    "TORCHELASTIC_R",
-    *itertools.chain.from_iterable(_MPI_VARIABLES),
-)
-_SLURM_VARIABLES = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS")
 
 # Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
 _STARTS_RANKS_INSIDE = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "CROSS_SIZE")
@@ -207,13 +184,9 @@ def describe_environment(environ: Mapping[str, str]) -> str:
         >>> print(describe_environment({"RANK": "0"}).splitlines()[0])
           RANK='0'
     """
-    others = sorted(
-        name for name in environ if name.startswith(_OTHER_VARIABLES + _SLURM_VARIABLES)
-    )
-    missing = [f"  {name} is not set" for name in _TORCH_VARIABLES if name not in environ]
-    found = [
-        f"  {name}={environ[name]!r}" for name in (*_TORCH_VARIABLES, *others) if name in environ
-    ]
+    others = sorted(name for name in environ if name.startswith(SHOWN))
+    missing = [f"  {name} is not set" for name in TORCH if name not in environ]
+    found = [f"  {name}={environ[name]!r}" for name in (*TORCH, *others) if name in environ]
     return "\n".join(found + missing)
 
 
@@ -468,10 +441,9 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
 
 #: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To
 #: support one that is unlike MPI's, write a function and put it after torch's own. Then add its
-#: rank to :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, its
-#: variables to ``_OTHER_VARIABLES``, which errors show, and those that tell a process its rank to
-#: ``_NAMES`` or ``_PREFIXES`` of ``launch/child_processes.py``, which a program that a rank starts
-#: must not inherit.
+#: rank to :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its
+#: variables to ``launch/launcher_variables.py``: what errors show, and what a program that a rank
+#: starts must not inherit.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
     *(functools.partial(_from_mpi, name) for name in MPI_LAUNCHERS),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch.launchers import NPROC, describe_environment, find_launch
+from ddpkit.launch.launcher_variables import NPROC
+from ddpkit.launch.launchers import describe_environment, find_launch
 from ddpkit.launch.platforms import refuse_lonely_node
 from ddpkit.logger import get_logger
 

@@ -148,7 +148,7 @@ class OptionTypes:
     eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test",
         choices=_PRECISIONS, fixed=MADE)
     max_grad_norm: float | None = option(5.0, GRADIENTS,
-        "clip gradients to this norm; 0 or less: never", form="X")
+        "clip gradients to this 2-norm; 0 or less: never", form="X")
     optimizer_step_limit: int | None = option(None, GRADIENTS, "stop after N optimizer steps",
         form="N", minimum=1, fixed=READING)
     scheduler_every: str = option("step", GRADIENTS, "when the schedule of scheduler_class steps",

@@ -9,7 +9,7 @@ import pytest
 from ddpkit.distributed import environment_without_launch
 from ddpkit.errors import LaunchError
 from ddpkit.launch import find_launch, mark_rank_process, refuse_child_of_rank
-from ddpkit.launch.child_processes import RANK_PROCESS
+from ddpkit.launch.launcher_variables import RANK_PROCESS
 
 from .test_launchers import SRUN, TORCHRUN
 

@@ -315,7 +315,7 @@ def test_an_unreadable_yaml(tmp_path):
         (["--distributed_timeout_minutes=0"], "timeout_minutes expects a number > 0, got '0'"),
         (["--max_grad_norm=nan"], "--max_grad_norm expects a number, got 'nan'"),
         (["--max_grad_norm=x"],
-        "--max_grad_norm: clip gradients to this norm; 0 or less: never (default: 5.0)"),
+        "--max_grad_norm: clip gradients to this 2-norm; 0 or less: never (default: 5.0)"),
         (["--debug_batches=1.5"], "--debug_batches expects a whole number, got '1.5'"),
         (["--precision"], "--precision needs a value, --precision=fp32|fp16|bf16"),
         (["--precision", "--debug"], "--precision needs a value"),

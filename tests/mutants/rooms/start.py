@@ -309,7 +309,7 @@ LAUNCH = in_room(
         Fault(
             "a process that a rank starts inherits its place",
             "without_launch",
-            "not _is_of_launch(name)",
+            "not tells_rank(name)",
             "True",
             "tests/launch/test_child_processes.py",
         ),

@@ -12,8 +12,6 @@ every rank, always with the same path, and decides itself which rank writes what
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -23,71 +21,14 @@ from ddpkit.base import (
     DEFAULT_TRANSFER_HOOKS,
     HOOKS_OF_ROLE,
     LoadHook,
-    MethodHook,
     SaveHook,
     TransferHook,
-    temporarily,
 )
 from ddpkit.checkpointing.hooks import torch_recovery, torch_save
+from ddpkit.compat import speechbrain_hook
 from ddpkit.types import Stateful
 
 HookT = TypeVar("HookT", bound=Callable[..., object])
-
-# What SpeechBrain's decorators leave behind is read where it is loaded already; nothing of it is
-# imported.
-_SB_DISTRIBUTED = "speechbrain.utils.distributed"
-_SB_CHECKPOINTS = "speechbrain.utils.checkpoints"
-
-
-class _SpeechBrainSaver(MethodHook):
-    """Calls a saver of SpeechBrain on the main process alone, as its own Checkpointer does.
-
-    Its ``main_process_only`` broadcasts to all ranks, and would wait forever for ranks that do not
-    call. So it is skipped as the outermost decorator, and has no effect as an inner one.
-    """
-
-    def __call__(self, obj: Any, *arguments: Any) -> object:
-        if not self.save_on_main_only:
-            return super().__call__(obj, *arguments)
-        method = getattr(obj, self.name)
-        function = getattr(method, "__func__", None)
-        while getattr(function, "__globals__", {}).get("__name__") == _SB_DISTRIBUTED:
-            inner = getattr(function, "__wrapped__", None)
-            if inner is None:
-                break
-            function = inner
-            method = inner.__get__(obj)
-        with _alone_in_speechbrain():
-            return method(*arguments)
-
-
-def _alone_in_speechbrain() -> contextlib.AbstractContextManager[None]:
-    """Have SpeechBrain's collectives do nothing, as inside of its own main-only code."""
-    module = sys.modules.get(_SB_DISTRIBUTED)
-    depth = getattr(module, "MAIN_PROC_ONLY", None)
-    return (
-        contextlib.nullcontext() if depth is None else temporarily(module, MAIN_PROC_ONLY=depth + 1)
-    )
-
-
-def _speechbrain_hook(cls: type, role: str) -> MethodHook | None:
-    """Return the hook for a method of this very class that SpeechBrain's decorators have marked, or
-    None.
-    """
-    mark = f"_speechbrain_{role}"
-    names = [
-        name
-        for name, value in vars(cls).items()
-        if callable(value) and getattr(value, mark, None) is True
-    ]
-    if not names:
-        return None
-    name = names[-1]  # SpeechBrain would use the last one
-    if role != "saver":
-        return MethodHook(name)
-    registered = getattr(sys.modules.get(_SB_CHECKPOINTS), "DEFAULT_SAVE_HOOKS", {}).get(cls)
-    # unwrapped: for every rank
-    return _SpeechBrainSaver(name, save_on_main_only=registered is not vars(cls)[name])
 
 
 def find_save_hook(obj: Any) -> SaveHook | None:
@@ -167,7 +108,7 @@ def get_default_hook(obj: Any, default_hooks: Mapping[type, HookT]) -> HookT | N
     """
     role = next((role for role, known in HOOKS_OF_ROLE.items() if known is default_hooks), None)
     for cls in type(obj).__mro__:
-        hook = default_hooks.get(cls) or (role and _speechbrain_hook(cls, role))
+        hook = default_hooks.get(cls) or (role and speechbrain_hook(cls, role))
         if hook:
             return cast("HookT", hook)
     return None

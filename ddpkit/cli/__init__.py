@@ -1,8 +1,9 @@
 """The command line of the package itself: ``python -m ddpkit``.
 
 A recipe has its own command line (see :func:`ddpkit.run_opts.parse_arguments`). This one is for
-what concerns no single recipe. Each command is a module of this package with ``run(words)``, which
-is imported when the command is used: the help of ``python -m ddpkit`` loads nothing heavy.
+what concerns no single recipe. Each command is a module with ``run(words)``, of this package or
+named in :data:`ELSEWHERE`. It is imported when the command is used: the help of ``python -m
+ddpkit`` loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ COMMANDS = {
     "scale": "measure a recipe on one process and on several: how fast, and what holds it back",
     "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
+
+#: Commands whose module is not in this package.
+ELSEWHERE = {"port": "ddpkit.porting.command"}
 
 INTERRUPTED = 130  # what a shell reports for a program that was ended by SIGINT
 
@@ -76,9 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        return _guarded(
-            lambda: int(importlib.import_module(f"{__name__}.{words[0]}").run(words[1:]))
-        )
+        module = ELSEWHERE.get(words[0], f"{__name__}.{words[0]}")
+        return _guarded(lambda: int(importlib.import_module(module).run(words[1:])))
     purposes = "\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())
     description = "ddpkit: a data-parallel training loop for PyTorch."
     parser = command_parser(PROGRAM, description, _EPILOG.format(commands=purposes))

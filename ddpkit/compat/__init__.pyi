@@ -24,6 +24,9 @@ from ddpkit.compat.recorded_events import (
     ProfileEvent as ProfileEvent,
     profile_events as profile_events,
 )
+from ddpkit.compat.speechbrain_marks import (
+    speechbrain_hook as speechbrain_hook,
+)
 from ddpkit.compat.streams import (
     is_split_by_node as is_split_by_node,
     loses_items as loses_items,

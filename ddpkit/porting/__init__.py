@@ -1,5 +1,7 @@
-"""Moving recipes from SpeechBrain: where its names are in ddpkit, and what changes in a recipe's
-files.
+"""What is there for recipes of SpeechBrain: where its names are in ddpkit, who answers them in a
+recipe that runs as it is, and what changes in the files of a recipe that moves.
+
+Nothing else in ddpkit imports this package, but for the switch :mod:`ddpkit.speechbrain`.
 """
 
 from __future__ import annotations

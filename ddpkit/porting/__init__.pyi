@@ -1,3 +1,10 @@
+from ddpkit.porting.answers import (
+    ANSWERED as ANSWERED,
+    VARIABLE as VARIABLE,
+    environment as environment,
+    install as install,
+    is_switched_off as is_switched_off,
+)
 from ddpkit.porting.differences import (
     DIFFERENCES as DIFFERENCES,
 )

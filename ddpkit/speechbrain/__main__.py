@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ddpkit.speechbrain.answers import environment
+from ddpkit.porting import environment
 
 USAGE = """\
 usage: python -m ddpkit.speechbrain train.py hparams.yaml [options of the recipe]

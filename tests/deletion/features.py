@@ -40,7 +40,7 @@ class Feature:
     @property
     def module(self) -> str:
         """The file as imports name it."""
-        return self.path.removesuffix(".py").replace("/", ".")
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     def owns_file(self, path: str) -> bool:
         """Say whether all tests of a file are its own.
@@ -61,7 +61,7 @@ class Feature:
 
 _SEVERAL = ("tests/strategies/test_strategies.py",)  # it imports each of them at its top
 
-#: The strategies, and what is told of a part beside the names of its classes.
+#: The strategies and what else can go; a part only where its classes do not say all of it.
 TABLE = (
     Feature(
         "ddpkit/strategies/data_parallel.py",
@@ -94,6 +94,11 @@ TABLE = (
         "ddpkit/strategies/zero1.py",
         r"(?i)zero1",
         tests=("tests/ranks/test_zero1.py",),
+    ),
+    Feature(  # what is there for recipes of SpeechBrain
+        "ddpkit/porting/__init__.py",
+        r"(?i)\bport\b|porting|speechbrain",
+        tests=("tests/porting", "tests/speechbrain", "ddpkit/porting", "ddpkit/speechbrain"),
     ),
 )
 

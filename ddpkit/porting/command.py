@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say
-from ddpkit.porting import PortedRecipe, port_recipe, write_recipe
+from ddpkit.porting.recipes import PortedRecipe, port_recipe, write_recipe
 
 __all__ = ["run"]
 

@@ -22,9 +22,9 @@ from typing import Any
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
 from ddpkit.errors import ConfigError
-from ddpkit.porting import PACKAGE, TABLE
+from ddpkit.porting.names import PACKAGE, TABLE
 
-__all__ = ["ANSWERED", "VARIABLE", "install", "is_switched_off"]
+__all__ = ["ANSWERED", "VARIABLE", "environment", "install", "is_switched_off"]
 
 #: The variable that tells processes started from here. ``0`` switches all of it off.
 VARIABLE = "DDPKIT_SPEECHBRAIN"
@@ -123,7 +123,7 @@ def environment() -> dict[str, str]:
         >>> sorted(environment())
         ['DDPKIT_SPEECHBRAIN', 'PYTHONPATH']
     """
-    folder = str(Path(__file__).parent)
+    folder = str(Path(__file__).parents[1] / PACKAGE)  # ddpkit.speechbrain: it has a sitecustomize
     rest = os.environ.get("PYTHONPATH", "")
     paths = [folder, *(path for path in rest.split(os.pathsep) if path and path != folder)]
     return {VARIABLE: os.environ.get(VARIABLE) or "1", "PYTHONPATH": os.pathsep.join(paths)}

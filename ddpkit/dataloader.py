@@ -18,14 +18,18 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, as_it_is, load_keyed
-from ddpkit.base import get_rank, get_world_size
+from ddpkit.base import get_rank, get_world_size, kind_of
 from ddpkit.data import (
     DealtBatchSampler,
+    JointSets,
     LoopedLoader,
+    MixedSets,
+    NamedSets,
     PlannedBatchSampler,
     SaveableDataLoader,
     Sharding,
@@ -61,7 +65,9 @@ if TYPE_CHECKING:
     from ddpkit.data import FirstItems
 
 __all__ = [
+    "JointSets",
     "LoopedLoader",
+    "MixedSets",
     "SaveableDataLoader",
     "Sharding",
     "deal_batches",
@@ -135,11 +141,9 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     if is_batches(dataset) and not options:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
-    makes_batches = (options.get("batch_size", 1), options.get("batch_sampler")) != (None, None)
-    if makes_batches and hasattr(dataset, "set_output_keys") and hasattr(dataset, "pipeline"):
-        from ddpkit.batch import PaddedBatch
-
-        options.setdefault("collate_fn", PaddedBatch)
+    if isinstance(dataset, NamedSets):
+        _leave_order_to(dataset, options)
+    _choose_collate(dataset, options)
     batch_sampler = options.pop("batch_sampler", None)
     sampler = options.pop("sampler", None)
     share = plan_in(batch_sampler, sampler)  # made by `distributed_loader_specifics`
@@ -260,6 +264,32 @@ def _with_all_samples(loader_kwargs: Mapping[str, Any], sharding: Sharding) -> d
         logger.warning_once(NOTHING_DROPPED)
         options["drop_last"] = False
     return options
+
+
+def _leave_order_to(dataset: NamedSets, options: dict[str, Any]) -> None:
+    """Take the order out of the arguments of a loader of several sets, which have their own."""
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            raise ConfigError(
+                f"{name}={kind_of(options[name])} cannot order {type(dataset).__name__}, whose "
+                "indices are positions of the epoch in an order of its own. Leave it out; weights, "
+                "and what ends an epoch, are arguments of the sets."
+            )
+    options.pop("shuffle", None)
+
+
+def _choose_collate(dataset: Any, options: dict[str, Any]) -> None:
+    """Add what makes a batch of samples, where a dataset has its own and nothing else is given."""
+    if (options.get("batch_size", 1), options.get("batch_sampler")) == (None, None):
+        return  # the dataset gives whole batches
+    if isinstance(dataset, NamedSets):
+        # a ready-made loader has torch's where nothing was given
+        if options.get("collate_fn") in {None, default_collate}:
+            options["collate_fn"] = dataset.collate
+    elif hasattr(dataset, "set_output_keys") and hasattr(dataset, "pipeline"):
+        from ddpkit.batch import PaddedBatch
+
+        options.setdefault("collate_fn", PaddedBatch)
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:

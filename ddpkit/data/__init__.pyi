@@ -1,5 +1,6 @@
 from ddpkit.data.batch_size_guess import guess_batch_size as guess_batch_size
 from ddpkit.data.dealt_batches import DealtBatchSampler as DealtBatchSampler
+from ddpkit.data.joint_sets import JointSets as JointSets
 from ddpkit.data.loader_arguments import require_loader_arguments as require_loader_arguments
 from ddpkit.data.loader_epoch import (
     set_epoch as set_epoch,
@@ -22,6 +23,8 @@ from ddpkit.data.loader_positions import (
 from ddpkit.data.looped_loader import (
     LoopedLoader as LoopedLoader,
 )
+from ddpkit.data.mixed_sets import MixedSets as MixedSets
+from ddpkit.data.named_sets import NamedSets as NamedSets
 from ddpkit.data.plan import (
     CHUNK as CHUNK,
     Order as Order,

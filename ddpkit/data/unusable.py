@@ -106,8 +106,11 @@ def _kinds(first: DataLoader[Any] | Dataset[Any]) -> str:
 def _one_of_several(first: DataLoader[Any] | Dataset[Any]) -> str:
     if isinstance(first, DataLoader):
         return (
-            "give one loader. To draw from several in turn, give an IterableDataset that yields "
-            "their batches, with train_loader_kwargs={'batch_size': None}; for several tests call "
-            "evaluate once for each."
+            "give one loader. To train on several datasets at once, give "
+            "ddpkit.dataloader.MixedSets or JointSets of them; for several tests call evaluate "
+            "once for each."
         )
-    return "give one dataset, such as torch.utils.data.ConcatDataset of them."
+    return (
+        "give one dataset, such as ddpkit.dataloader.MixedSets({'a': ..., 'b': ...}), whose "
+        "samples are of one or the other, or JointSets, whose batches have samples of all."
+    )

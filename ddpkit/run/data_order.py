@@ -6,7 +6,13 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.compat import shuffle_digest
-from ddpkit.data import PlannedBatchSampler, RankBatchSampler, StreamShard, nested_samplers
+from ddpkit.data import (
+    NamedSets,
+    PlannedBatchSampler,
+    RankBatchSampler,
+    StreamShard,
+    nested_samplers,
+)
 from ddpkit.dataloader import LoopedLoader, plan_of
 
 if TYPE_CHECKING:
@@ -38,10 +44,12 @@ def order_of(loader: Any) -> dict[str, str | int]:
     dataset = getattr(loader, "dataset", None)
     if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
         order = "shuffled" if plan.shuffle else "as it stands"
+        sets = {"sets": dataset.describe()} if isinstance(dataset, NamedSets) else {}
         return {
             "order": order,
             "drop_last": bool(plan.drop_last),
             "samples": plan.source,
+            **sets,
         }
     if isinstance(plan, RankBatchSampler):
         samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}

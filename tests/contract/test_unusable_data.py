@@ -50,14 +50,14 @@ GIVEN = {
     "loaders by name": (
         lambda: {"one": loader(), "other": loader()},
         (
-            "the data is a dict of loaders with the keys 'one', 'other': give one loader.* "
-            "IterableDataset"
+            "the data is a dict of loaders with the keys 'one', 'other': give one loader.*"
+            "MixedSets or JointSets"
         ),
     ),
     "loaders": (lambda: [loader(), loader()], "the data is a list of 2 loaders: give one loader"),
     "datasets": (
         lambda: (TensorDataset(torch.ones(2)),),
-        "the data is a tuple of 1 datasets: .*ConcatDataset",
+        "the data is a tuple of 1 datasets: give one dataset, such as .*MixedSets.*JointSets",
     ),
     "a set": (lambda: {1.0, 2.0}, "the data is a set, which has no order: give a list"),
     "a generator": (

@@ -8,6 +8,7 @@ PLAN = "tests/data/test_plan.py tests/data/test_plan_order.py"
 STREAMS = "tests/data/test_streams.py"
 LOADER = "tests/unit/test_dataloader.py"
 SAMPLER = "tests/unit/test_sampler.py"
+SETS = "tests/data/test_several_sets.py"
 
 DATA = in_room(
     "data",
@@ -175,6 +176,34 @@ DATA = in_room(
             "f'{len(selected)} of digest {digest}'",
             "f'{len(selected)}'",
             "tests/data/test_selection.py tests/ranks/test_splits.py",
+        ),
+        Fault(
+            "a short set comes again in the order of its first pass",
+            "SetPasses.sample",
+            "Order(self.size, self.seed, turn)",
+            "Order(self.size, self.seed, 0)",
+            SETS,
+        ),
+        Fault(
+            "mixed sets begin anew in each epoch",
+            "MixedSets.find",
+            "(self.epoch - 1) * self.counts[self.names[number]]",
+            "0",
+            SETS,
+        ),
+        Fault(
+            "a block of positions has numbers of an earlier one",
+            "SetOrder._in_block",
+            "start + count",
+            "start",
+            SETS,
+        ),
+        Fault(
+            "the batches of joint sets are collated as lists of items",
+            "_choose_collate",
+            "options.get('collate_fn') in {None, default_collate}",
+            "options.get('collate_fn') is None",
+            SETS,
         ),
     ],
 )

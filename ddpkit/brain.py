@@ -661,16 +661,14 @@ class Brain(_Typed):
             max_key: the checkpoint with the highest value of this key.
             min_key: the checkpoint with the lowest.
         """
+        self.__run.initial_weights.begin_evaluation()
         if is_on_meta(self.modules):
             self.__prepare_modules()
         found = self.__run.policy.recover_for_evaluation(max_key, min_key)
         if found is not None and self.run_opts.evaluate_ema:
             require_average(found)
-        if found is None and self.optimizers_dict is None and self.opt_class is not None:
-            logger.warning(
-                "No checkpoint to evaluate, and nothing was trained: the weights are the initial "
-                "ones."
-            )
+        if found is None:
+            self.__run.warn_of_first_weights()
 
     def make_dataloader(
         self,
@@ -962,7 +960,7 @@ class Brain(_Typed):
             run.policy.session(),
             failure_notice(),
         ):
-            start = run.policy.choose_start()
+            start = run.choose_start()
             run.counters.begin(epoch_counter)
             run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
             run.stop.remove_note()
@@ -970,6 +968,7 @@ class Brain(_Typed):
             sizes = run.plan_steps(train, valid, epoch_counter)
             self.steps_per_epoch = run.length.steps_per_epoch
             self.total_steps = run.length.total_steps
+            run.initial_weights.begin(start)
             with POSITION.at("on_fit_start"), run.policy.starting(start):
                 self.on_fit_start()
             run.policy.load_deferred()
@@ -989,7 +988,7 @@ class Brain(_Typed):
                 given_batch_size(train_set, train_kwargs),
                 valid,
                 (self.training_ctx, self.evaluation_ctx),
-                parts.rows(self),
+                {"init_from": run.initial_weights.row, **parts.rows(self)},
             )
             run.record.begin(sizes, run.length)
             self.__bar_enabled(progressbar)  # refuses what is no switch, before the first epoch
@@ -1045,7 +1044,7 @@ class Brain(_Typed):
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
-            run.preflight.report_evaluation(loader, contexts)
+            run.preflight.report_evaluation(loader, contexts, run.initial_weights.row)
             return run.stages.evaluate(
                 self,
                 loader,
@@ -1209,6 +1208,7 @@ class Brain(_Typed):
         if not self.__run.is_wrapped:
             self._compile()
             self._wrap_distributed()
+            self.__run.initial_weights.load_if_due()
             self.__run.is_wrapped = True
             self.run_opts.reach(WRAPPED)
 

@@ -15,6 +15,7 @@ from ddpkit.base.attributes import (
     temporarily as temporarily,
 )
 from ddpkit.base.earlier_files import (
+    EARLIER as EARLIER,
     earlier_folder as earlier_folder,
     move_to_earlier as move_to_earlier,
 )

@@ -42,6 +42,9 @@ from ddpkit.checkpointing.hooks import (
 from ddpkit.checkpointing.main_work import (
     checkpoint_work_on_main as checkpoint_work_on_main,
 )
+from ddpkit.checkpointing.module_state import (
+    copies_what_it_loads as copies_what_it_loads,
+)
 from ddpkit.checkpointing.reading import (
     DamageLog as DamageLog,
     read_checkpoint as read_checkpoint,
@@ -63,6 +66,7 @@ from ddpkit.checkpointing.selection import (
     ranked as ranked,
 )
 from ddpkit.checkpointing.state_names import (
+    loose_key as loose_key,
     map_old_state_dict_weights as map_old_state_dict_weights,
     plain_key as plain_key,
 )
@@ -73,4 +77,17 @@ from ddpkit.checkpointing.storage import (
     VerifyMode as VerifyMode,
     read_text as read_text,
     verify as verify,
+)
+from ddpkit.checkpointing.weight_files import (
+    read_weights as read_weights,
+)
+from ddpkit.checkpointing.weight_source import (
+    WeightSource as WeightSource,
+    find_weights as find_weights,
+)
+from ddpkit.checkpointing.weights_by_name import (
+    Misfits as Misfits,
+    load_by_name as load_by_name,
+    nothing_fits as nothing_fits,
+    shape_text as shape_text,
 )

@@ -9,7 +9,7 @@ object is found, says :mod:`ddpkit.checkpointing.hook_lookup`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from ddpkit.base import (
     DEFAULT_TRANSFER_HOOKS,
     gather_whole,
     is_sharded,
-    kind_of,
     map_values,
     sharded_like,
     unwrap,
@@ -33,9 +32,17 @@ from ddpkit.base import (
 )
 from ddpkit.checkpointing.file_loading import safe_load
 from ddpkit.checkpointing.misfits import misfit, way_out
-from ddpkit.checkpointing.state_names import loose_key, plain_key, rename_keys, unwrapped_state
+from ddpkit.checkpointing.module_state import (
+    ON_META,
+    copies_what_it_loads,
+    has_any,
+    is_on_meta,
+    state_for_module,
+)
+from ddpkit.checkpointing.state_names import unwrapped_state
 from ddpkit.checkpointing.storage import write_file
 from ddpkit.checkpointing.threaded_loading import load_to_keep
+from ddpkit.checkpointing.weights_by_name import load_by_name
 from ddpkit.distributed import get_rank, main_process_only, require_all_ranks
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -119,23 +126,13 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
     keep = not get_rank()
     for name, obj in objects.items():
         state = saved_state(obj)
-        if _has(state, is_sharded):
+        if has_any(state, is_sharded):
             require_all_ranks("whole_state_dict")
             found[name] = map_values(
                 state,
                 lambda value: gather_whole(value, keep=keep) if is_sharded(value) else value,
             )
     return found
-
-
-def _has(state: Any, test: Callable[[Any], bool]) -> bool:
-    values: list[Any] = []
-    map_values(state, values.append)
-    return any(map(test, values))
-
-
-def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def whole_state_dict(obj: Any) -> Any:
@@ -187,9 +184,9 @@ def write_state(state: Any, path: Path) -> str:
         >>> safe_load(path)
         {'step': 3}
     """
-    if _has(state, _is_on_meta):
+    if has_any(state, is_on_meta):
         raise CheckpointError(ON_META.format("save"))
-    if _has(state, is_sharded):
+    if has_any(state, is_sharded):
         raise CheckpointError(
             "each rank has a part of its tensors (DTensor), and only the main process saves. Save "
             "it with the Brain's checkpointer, on every rank; or save what "
@@ -233,12 +230,12 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
     state = (
         load_to_keep(path)
         if isinstance(obj, Optimizer)
-        else safe_load(path, mmap=_copies_what_it_loads(obj))
+        else safe_load(path, mmap=copies_what_it_loads(obj))
     )
     try:
         if isinstance(obj, nn.Module):
             inner = unwrap(obj)
-            inner.load_state_dict(_for_module(inner, state))
+            inner.load_state_dict(state_for_module(inner, state))
         elif isinstance(obj, Optimizer):
             obj.load_state_dict(_for_optimizer(obj, state))
         else:
@@ -268,77 +265,26 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         >>> torch_save(nn.Linear(2, 1), path)
         >>> torch_parameter_transfer(nn.Linear(2, 1), path)
     """
-    state = safe_load(path, mmap=_copies_what_it_loads(obj))
+    state = safe_load(path, mmap=copies_what_it_loads(obj))
     inner = unwrap(obj)
     try:
-        keys = inner.load_state_dict(_for_module(inner, state), strict=False)
+        misfits = load_by_name(inner, state)
+        if misfits.reshaped:
+            raise CheckpointError("\n".join(misfits.lines()))
     except Exception as error:
         raise misfit(obj, path, error) from error
     name = type(inner).__name__
-    if keys.missing_keys and len(keys.missing_keys) == len(inner.state_dict()):
+    if misfits.missing and len(misfits.missing) == len(inner.state_dict()):
         raise CheckpointError(
-            f"{path} has none of the parameters of this {name}, such as {keys.missing_keys[0]!r}; "
-            f"it has {', '.join(keys.unexpected_keys[:4]) or 'nothing'}. Save the state_dict of "
+            f"{path} has none of the parameters of this {name}, such as "
+            f"{next(iter(misfits.missing))!r}; it has "
+            f"{', '.join(list(misfits.unexpected)[:4]) or 'nothing'}. Save the state_dict of "
             f"{with_article(name)} alone."
         )
-    for key in keys.missing_keys:
+    for key in misfits.missing:
         logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
-    for key in keys.unexpected_keys:
+    for key in misfits.unexpected:
         logger.warning("%s has %s, which the %s does not have: not used.", path, key, name)
-
-
-def _copies_what_it_loads(obj: Any) -> bool:
-    """Say whether ``load_state_dict`` copies every tensor that it is given, as torch's own modules
-    do.
-    """
-    return isinstance(obj, nn.Module) and not any(
-        vars(module).get("_load_state_dict_pre_hooks", True)
-        or any(not _is_torchs(getattr(module, name)) for name in _LOADING_METHODS)
-        # they keep the scales that are given
-        or any(buffer.is_quantized for buffer in module.buffers(recurse=False))
-        for module in unwrap(obj).modules()
-    )
-
-
-def _is_torchs(method: Callable[..., object]) -> bool:
-    return (getattr(method, "__module__", None) or "").startswith("torch.nn.")
-
-
-_LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-ON_META = (
-    "it is on the meta device, without values. The Brain gives it values when it is made, with "
-    "--strategy=fsdp when fit begins: {} it after that, in on_fit_start after "
-    "super().on_fit_start()."
-)
-
-
-def _for_module(inner: nn.Module, state: Any) -> Any:
-    """Give the entries of a file's state the names that ``inner`` has for them; divide them where
-    it is divided.
-    """
-    own = inner.state_dict()
-    if _has(own, _is_on_meta):
-        raise ValueError(ON_META.format("load"))  # torch would load nothing
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"it holds {kind_of(state)} where a module's state was expected")
-    plain: dict[str, str] = {}
-    loose: dict[str, list[str]] = {}
-    for name in [*own, *getattr(own, "_metadata", ())]:
-        plain[plain_key(inner, name)] = name
-        loose.setdefault(loose_key(name), []).append(name)
-
-    def own_name(name: str) -> str:
-        alike = loose.get(loose_key(name), [])
-        return plain.get(name, alike[0] if len(alike) == 1 and alike[0] not in state else name)
-
-    renamed = rename_keys(state, own_name)
-    # torch notes there whether a caller once asked
-    for known in (getattr(state, "_metadata", None) or {}).values():
-        # for new parameters, which no optimizer would have
-        known.pop("assign_to_params_buffers", None)
-    for name, value in renamed.items():
-        renamed[name] = sharded_like(value, own.get(name))
-    return renamed
 
 
 def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:

@@ -20,13 +20,10 @@ START_ANEW = (
     "folder."
 )
 FROM_WEIGHTS = (
-    " Make it as it was when this was saved. Or begin anew from the weights alone: load them "
-    "before fit by ddpkit.parameter_transfer.Pretrainer, and give --resume=never, or another "
-    "experiment folder."
+    " Make it as it was when this was saved. Or begin anew from the weights alone: give "
+    "--init_from=CKPT, and --resume=never or another experiment folder."
 )
-OTHER_LAYERS = (
-    " Pretrainer loads what both have by name; a layer of another shape needs another name."
-)
+OTHER_LAYERS = " --init_skip=NAMES leaves out the layers that do not fit."
 GROUPS = "The checkpoint has parameter groups of {} tensors, and the script makes groups of {}."
 LATER_GROUPS = (
     " A group that the run has added later has to be there at its start: add it in init_optimizers."

@@ -168,6 +168,12 @@ class OptionTypes:
         form="N", fixed=READING)
     resume: str = option("auto", CHECKPOINTS,
         "checkpoint to go on from: the newest, none, this one", form="auto|never|PATH")
+    init_from: str | None = option(None, CHECKPOINTS,
+        "a new run's first weights: a checkpoint, or a file", form="PATH", is_attribute=False,
+        fixed=IN_FIT)
+    init_skip: list[str] | None = option(None, CHECKPOINTS,
+        "init_from: what is left out if it does not fit; all", form="A B", is_attribute=False,
+        needs="init_from", fixed=IN_FIT)
     ckpt_async: bool = option(True, CHECKPOINTS,
         "write checkpoints in the background, if memory allows", fixed=IN_FIT)
     ckpt_verify: str = option("full", CHECKPOINTS, "what is read of a checkpoint before it is used",

@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ddpkit.base import temporarily
 from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, safe_load
 from ddpkit.checkpoints import Checkpointer
@@ -277,6 +279,14 @@ class CheckpointPolicy:
             f"the recoverable name {name!r} is reserved for {what}; rename your "
             f"{type(other).__name__}."
         )
+
+    def recoverable_modules(self) -> dict[str, nn.Module]:
+        """Return the modules that the checkpointer saves, by the names of their files."""
+        return {
+            name: recoverable
+            for name, recoverable in self._recoverables().items()
+            if isinstance(recoverable, nn.Module)
+        }
 
     def _recoverables(self) -> Mapping[str, Any]:
         return _recoverables(self.checkpointer)

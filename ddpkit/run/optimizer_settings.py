@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 OTHER_OPTIMIZER = (
     "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other "
     "settings and cannot go on with its state. Go on with {2}. Or begin anew from the weights "
-    "alone: load them before fit by ddpkit.parameter_transfer.Pretrainer, and give "
-    "--resume=never, or another experiment folder."
+    "alone: give --init_from={0}, and --resume=never or another experiment folder."
 )
 
 

@@ -21,6 +21,7 @@ from ddpkit.run.checkpoint_policy import CheckpointPolicy
 from ddpkit.run.early_end import EarlyEnd
 from ddpkit.run.epoch_numbers import last_epoch
 from ddpkit.run.fit_counters import FitCounters
+from ddpkit.run.initial_weights import InitialWeights
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.run_record import RunRecord
 from ddpkit.run.stage_runner import StageRunner
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.ema import WeightAverage
+    from ddpkit.run.choose_start import Start
     from ddpkit.training import BatchSizes, RunContext, TrainStep
 
 
@@ -70,6 +72,7 @@ class Run:
         context: as given.
         train_step: as given.
         policy: when to save, what to recover.
+        initial_weights: what ``init_from`` gives a new run.
         stop: why and when to stop; failure notice and limits of time.
         preflight: compares the ranks, shows the start-up block.
         record: writes the begin and the end of each call of ``fit`` into the run's log.
@@ -98,6 +101,7 @@ class Run:
         self.context = context
         self.train_step = train_step
         self.policy = CheckpointPolicy(context, train_step, checkpointer)
+        self.initial_weights = InitialWeights(context, self.policy)
         self.stop = StopControl(context, self.policy)
         self.preflight = Preflight(context, train_step, self.policy)
         self.record = RunRecord(context, self.policy, self.preflight)
@@ -250,6 +254,26 @@ class Run:
                 f"{call} was called inside fit: it would recover a checkpoint over the weights "
                 "that are being trained, or end the pass that is running. Call it after fit, or "
                 "give fit a valid_set."
+            )
+
+    def choose_start(self) -> Start | None:
+        """Choose, once for all ranks, the checkpoint that this call of ``fit`` starts from.
+
+        Returns:
+            The start; None without a checkpointer.
+        """
+        self.initial_weights.find_before_move()
+        return self.policy.choose_start()
+
+    def warn_of_first_weights(self) -> None:
+        """Warn that what is evaluated is neither trained, nor of a checkpoint or of
+        ``init_from``.
+        """
+        trains = self.context.opt_class is not None and self.train_step.optimizers is None
+        if trains and not self.initial_weights.row:
+            logger.warning(
+                "No checkpoint to evaluate, and nothing was trained: the weights are the initial "
+                "ones."
             )
 
     def tell_of_options(self, attributes: Mapping[str, Any]) -> None:

@@ -343,12 +343,18 @@ class Preflight:
         }
         self._show("Training", first, {"start": start}, contexts)
 
-    def report_evaluation(self, loader: Any, contexts: tuple[Any, Any]) -> None:
+    def report_evaluation(
+        self,
+        loader: Any,
+        contexts: tuple[Any, Any],
+        initial: str = "",
+    ) -> None:
         """Show what is about to be evaluated, as far as it has not been shown.
 
         Args:
             loader: of this rank.
             contexts: as for :meth:`report_training`.
+            initial: where the first weights have come from; empty: the modules' own.
         """
         state = self.policy.run_state
         found = state.recovered
@@ -361,7 +367,7 @@ class Preflight:
             weights = (
                 "as training has left them"
                 if trained
-                else ("the initial ones: no checkpoint was loaded")
+                else (initial or "the initial ones: no checkpoint was loaded")
             )
         self._show(
             "Evaluation",

@@ -86,6 +86,8 @@ VALUES = {
     "ckpt_interval_minutes": (1e-9, {}),
     "ckpt_interval_steps": (1, {}),
     "resume": ("never", {}),
+    "init_from": ("other.pt", {}),
+    "init_skip": (["head.*"], {"init_from": "other.pt"}),
     "ckpt_async": (False, {}),
     "ckpt_verify": ("size", {}),
     "ckpt_load": ("broadcast", {}),
@@ -129,10 +131,13 @@ UNSEEN = {
     *("data_parallel_count", "jit", "jit_module_keys", "memory_snapshot_on_oom", "measure_steps"),
     "count_flops",
 }
-#: These end the process, take long, or start others: they are seen in tests of their own.
+#: These end the process, take long, start others or need files: they are seen in tests of
+#: their own.
 APART = {
     "check_parity",
     "time_limit",
+    "init_from",
+    "init_skip",
     *(name for name in VALUES if name.startswith(("compile", "profile"))),
 }
 AT_ANY_TIME = [name for name, row in RUN_OPTIONS.items() if row.fixed != MADE and name not in APART]

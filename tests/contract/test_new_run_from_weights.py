@@ -16,6 +16,14 @@ from ddpkit.types import Stage
 from tests.recipes import SavesAfterTraining, make, points
 
 
+class Looking(SavesAfterTraining):
+    """Remembers what it begins with."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.seen = self.modules.net.body.weight.detach().clone()
+
+
 class Net(nn.Module):
     """A body and a head, by any name."""
 
@@ -44,7 +52,7 @@ def refused(folder, *arguments, **options):
         start(folder, *arguments, **options)
     words = str(caught.value)
     assert "begin anew from the weights alone" in words
-    assert "ddpkit.parameter_transfer.Pretrainer" in words
+    assert "--init_from=" in words
     assert "--resume=never" in words
     return words
 
@@ -58,7 +66,25 @@ def test_another_head_is_refused_and_begins_from_the_weights(tmp_path):
     start(tmp_path, old)
     words = refused(tmp_path, Net(outputs=2))
     assert "size mismatch for head.weight" in words
-    assert "a layer of another shape needs another name" in words
+    assert "--init_skip=NAMES leaves out the layers that do not fit" in words
+    weight = old.body.weight.detach().clone()
+    (checkpoint,) = tmp_path.glob("CKPT*")
+    new = Net(outputs=2)
+    brain = start(
+        tmp_path,
+        new,
+        cls=Looking,
+        resume="never",
+        init_from=checkpoint,
+        init_skip="head.*",
+    )
+    assert torch.equal(brain.seen, weight)
+    assert brain.optimizer_step == 2
+
+
+def test_a_layer_with_another_name_begins_from_the_weights_by_hand(tmp_path):
+    old = Net()
+    start(tmp_path, old)
     (file,) = tmp_path.glob("CKPT*/net.ckpt")
     new = Net(outputs=2, head="new_head")
     Pretrainer(loadables={"net": new}, paths={"net": file}).load_collected()

@@ -54,6 +54,8 @@ def test_the_table_is_whole():
         "reference_batch_size",
         "check_parity",
         "resume",
+        "init_from",
+        "init_skip",
         "ckpt_async",
         "ckpt_verify",
         "ckpt_load",

@@ -273,7 +273,7 @@ FAULTS = in_room(
         Fault(
             "a transfer of weights that fits nothing is taken",
             "torch_parameter_transfer",
-            "keys.missing_keys and len(keys.missing_keys) == len(inner.state_dict())",
+            "misfits.missing and len(misfits.missing) == len(inner.state_dict())",
             "False",
             f"{HOOKS} tests/unit/test_parameter_transfer.py",
         ),

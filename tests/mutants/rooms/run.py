@@ -12,6 +12,7 @@ STATE = (
 )
 RESUME = "tests/contract/test_brain_resume.py tests/contract/test_exact_resume.py"
 SAVES = "tests/run/test_checkpoint_policy.py tests/run/test_save_and_stop_registering.py"
+INIT_FROM = "tests/contract/test_init_from.py"
 STOP = "tests/run/test_stop_control.py"
 MICRO = (
     "tests/ranks/test_auto_micro_batch.py::test_the_noise_of_an_attempt_that_failed_is_drawn_again "
@@ -239,6 +240,34 @@ FAULTS = in_room(
             "float(group['lr'])",
             "tests/run/test_learning_rates.py tests/contract/test_lr_scaling.py "
             "tests/contract/test_bar.py",
+        ),
+        Fault(
+            "a run that goes on begins with the weights of init_from again",
+            "InitialWeights.begin",
+            "start is not None and isinstance(start.resume, Checkpoint)",
+            "False",
+            INIT_FROM,
+        ),
+        Fault(
+            "weights of init_from that do not fit are left out unasked",
+            "InitialWeights._judge",
+            "self._misfits.without(self._may_be_left_out)",
+            "Misfits()",
+            INIT_FROM,
+        ),
+        Fault(
+            "ranks may read other files under the path of init_from",
+            "_require_same_files",
+            "get_world_size() > 1",
+            "False",
+            "tests/run/test_initial_weights.py",
+        ),
+        Fault(
+            "a weight that shares its tensor with one that is loaded counts as missing",
+            "load_by_name",
+            "name not in reshaped and id(own.get(name)) not in loaded",
+            "name not in reshaped",
+            INIT_FROM,
         ),
         Fault(
             "operations of a step are counted in all of its repetitions",

@@ -1,0 +1,168 @@
+"""A module takes from a state what both have by name; what does not fit is told, all at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ddpkit.base import unwrap
+from ddpkit.checkpointing.module_state import state_for_module
+from ddpkit.checkpointing.state_names import plain_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import nn
+
+MISSING = "missing"
+UNEXPECTED = "unexpected"
+OTHER_SHAPE = "other shape"
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """What of a state and a module does not fit, with shapes in words.
+
+    Attributes:
+        missing: entries of the module that the state does not have, with their shapes.
+        unexpected: entries of the state that the module does not have, with their shapes.
+        reshaped: entries of two shapes: in the state, and in the module.
+
+    Ranks: local.
+
+    Example:
+        >>> Misfits({"bias": "(3)"}).lines()
+        ['missing      bias (3)']
+    """
+
+    missing: dict[str, str] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    reshaped: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Count the entries."""
+        return len(self.missing) + len(self.unexpected) + len(self.reshaped)
+
+    def names(self) -> list[str]:
+        """Return the names of the entries."""
+        return [*self.missing, *self.unexpected, *self.reshaped]
+
+    def lines(self, limit: int | None = None) -> list[str]:
+        """Return a line for each entry, or for so many of each kind.
+
+        Args:
+            limit: lines of each kind; None: all.
+        """
+        kinds = (
+            (MISSING, [f"{name} {shape}" for name, shape in self.missing.items()]),
+            (UNEXPECTED, [f"{name} {shape}" for name, shape in self.unexpected.items()]),
+            (
+                OTHER_SHAPE,
+                [
+                    f"{name} {there} in the file, {here} in the module"
+                    for name, (there, here) in self.reshaped.items()
+                ],
+            ),
+        )
+        return [line for kind, rows in kinds for line in _shortened(kind, rows, limit)]
+
+    def renamed(self, rename: Callable[[str], str]) -> Misfits:
+        """Return them with other names."""
+        return Misfits(
+            {rename(name): shape for name, shape in self.missing.items()},
+            {rename(name): shape for name, shape in self.unexpected.items()},
+            {rename(name): shapes for name, shapes in self.reshaped.items()},
+        )
+
+    def without(self, is_left_out: Callable[[str], bool]) -> Misfits:
+        """Return those whose names do not pass a test."""
+        return Misfits(
+            {name: shape for name, shape in self.missing.items() if not is_left_out(name)},
+            {name: shape for name, shape in self.unexpected.items() if not is_left_out(name)},
+            {name: shapes for name, shapes in self.reshaped.items() if not is_left_out(name)},
+        )
+
+    def __or__(self, other: Misfits) -> Misfits:
+        """Return those of both."""
+        return Misfits(
+            self.missing | other.missing,
+            self.unexpected | other.unexpected,
+            self.reshaped | other.reshaped,
+        )
+
+
+def _shortened(kind: str, rows: list[str], limit: int | None) -> Iterator[str]:
+    shown = rows if limit is None or len(rows) <= limit + 1 else rows[:limit]
+    for row in shown:
+        yield f"{kind:<12} {row}"
+    if len(shown) < len(rows):
+        yield f"{kind:<12} ... and {len(rows) - len(shown)} more"
+
+
+def load_by_name(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
+    """Load what a state and a module both have, by name and of one shape.
+
+    An entry that shares its tensor with another one that is loaded is not missing: files of
+    safetensors have one of the two.
+
+    Args:
+        module: wrapped or not; its tensors may be divided over the ranks.
+        state: of a module.
+
+    Returns:
+        What does not fit, with the names that the module has without wrappers.
+
+    Raises:
+        CheckpointError: what was given is no state.
+        ValueError: the module is on the meta device.
+
+    Ranks: local; with the same state on every rank.
+
+    Example:
+        >>> load_by_name(torch.nn.Linear(2, 1), {"weight": torch.ones(1, 2), "old": torch.ones(3)})
+        Misfits(missing={'bias': '(1)'}, unexpected={'old': '(3)'}, reshaped={})
+    """
+    inner = unwrap(module)
+    own = inner.state_dict(keep_vars=True)
+    given = state_for_module(inner, state)
+    reshaped = {
+        name: (shape_text(given[name]), shape_text(value))
+        for name, value in own.items()
+        if name in given and not _is_alike(given[name], value)
+    }
+    for name in reshaped:
+        del given[name]
+    keys = inner.load_state_dict(given, strict=False)
+    loaded = {id(value) for name, value in own.items() if name in given}
+    missing = {
+        name: shape_text(own.get(name))
+        for name in keys.missing_keys
+        if name not in reshaped and id(own.get(name)) not in loaded
+    }
+    unexpected = {name: shape_text(given[name]) for name in keys.unexpected_keys}
+    return Misfits(missing, unexpected, reshaped).renamed(lambda name: plain_key(inner, name))
+
+
+def nothing_fits(module: nn.Module) -> Misfits:
+    """Return what is missing where there is no state for a module: all."""
+    inner = unwrap(module)
+    own = inner.state_dict()
+    return Misfits({plain_key(inner, name): shape_text(value) for name, value in own.items()})
+
+
+def _is_alike(given: Any, own: Any) -> bool:
+    """Say whether torch would copy one entry into the other."""
+    if not (isinstance(given, torch.Tensor) and isinstance(own, torch.Tensor)) or is_lazy(own):
+        return True
+    # as torch, which takes the number of what an old version has saved in a row
+    return given.shape == own.shape or (own.shape == () and given.shape == (1,))
+
+
+def shape_text(value: Any) -> str:
+    """Return the shape of a tensor in words; nothing for anything else."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return ""
+    return f"({', '.join(map(str, value.shape))})"

@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick house faults mutants delete-test model messages lint format types layers docs check bench bench-peers clean
+.PHONY: help venv demo test launch exhaustive quick house faults mutants delete-test model messages lint format types layers docs check bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,7 +43,10 @@ test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves whe
 
 launch: export DDPKIT_TEST_WHOLE_EXIT = 1
 launch: $(VENV)/.installed-dev  ## run the tests with real launchers and clusters, of which there can be one at a time
-	$(BIN)/python -m pytest -m launch $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "launch and not exhaustive" $(PYTEST_ARGS)
+
+exhaustive: $(VENV)/.installed-ecosystem  ## run what shows the same on more recipes and sizes: a quarter of an hour, before a release
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m exhaustive $(PYTEST_ARGS)
 
 # One area: a package with the tests beside it, or a module of the face with the tests of its name.
 QUICK = $(wildcard ddpkit/$(PKG) ddpkit/$(PKG).py tests/$(PKG) $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py))
@@ -90,8 +93,8 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 
 # The environment is complete before anything runs: with `make -j2 check` the launchers' tests, which mostly wait, run
 # beside the others, of which there are fewer at a time then.
-check: $(VENV)/.installed-ecosystem  ## all of it, the slower tests too: what CI runs
-	$(MAKE) lint types layers test launch docs MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
+check: $(VENV)/.installed-ecosystem  ## all of it, the slower tests too: what CI runs (`make exhaustive` has more of the same)
+	$(MAKE) lint types layers test launch docs MARKS="not launch and not exhaustive" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(config, items):
             for mark, most in QUICK_OF.items()
         ):
             item.add_marker("slow")
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")
 
 
 @functools.cache

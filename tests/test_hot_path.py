@@ -217,6 +217,7 @@ def test_calls_of_python_per_batch_on_two_ranks(ranks, accumulate, most_more):
         assert calls <= by_hand + most_more
 
 
+@pytest.mark.slow
 def test_reads_by_the_host_per_step_on_two_ranks(ranks):
     assert ranks.run(count, "reads", 1) == [[1, 1]] * 2
     assert ranks.run(count, "reads", 8) == [[1 / 8, 1 / 8]] * 2

@@ -63,6 +63,7 @@ RATCHETS = {
 }
 
 
+@pytest.mark.slow
 def test_measures_only_get_better():
     worse = {name: value for name, value in house.measures().items() if value > RATCHETS[name]}
     at_most = {name: RATCHETS[name] for name in worse}

@@ -202,6 +202,7 @@ PULLED_IN = """
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_a_module_of_the_face_pulls_in_few_others(with_torch):
     """Each in a process that has imported torch and nothing of ours."""
     pulled = with_torch["pulled in"]

@@ -24,6 +24,7 @@ from ddpkit.optim import rate_factor
 from ddpkit.precision import TorchAutocast
 from ddpkit.run_opts import RUN_OPTIONS, RunOptions
 from ddpkit.types import Stage
+from tests.cells import some_of
 from tests.recipes import QUIET, Regression, linear, make, points, sgd
 
 from .test_assigned_options import APART, AT_ANY_TIME, VALUES, halved, observed
@@ -333,7 +334,7 @@ def test_options_count_on_two_ranks_as_if_they_were_given(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [*WORLDS])
+@pytest.mark.parametrize("world", some_of(WORLDS, ["ddp", "fsdp"]))
 def test_every_option_counts_in_every_world_as_if_it_was_given(ranks, world):
     names = [name for name in AT_ANY_TIME if name not in APART]
     found = ranks.run(compare, world, names, world_size=WORLDS[world][0])

@@ -37,6 +37,7 @@ def change(path, old, new):
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.exhaustive
 def test_the_digits_hold_on_four_ranks(digits):
     run = Run(python(*COMMAND, "--check_parity", "4"), digits, warm=True).wait(180)
     assert run.code == 0, run.tail()

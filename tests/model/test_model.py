@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cells import some_of
 from tests.launching import Run, torchrun
 from tests.model import shrinking
 from tests.model.by_hand import run
@@ -175,9 +176,19 @@ WRITTEN_DOWN = {
     "the batches of a recipe": Training(world=2, samples=11, data="batches", factor=2),
     "no samples": Training(world=2, samples=0),
 }
+# Those of `make test`: each strategy once, and what alone catches a planted fault.
+QUICK = (
+    "tokens of three ranks in short windows, on two after a kill",
+    "batch norm and averaged weights, killed in a save",
+    "zero1 with two optimizers, and DDP after a kill",
+    "fsdp with a layer that thaws, killed between two epochs",
+    "virtual ranks, on another number of ranks after a kill",
+    "a stream that divides itself",
+    "no samples",
+)
 
 
-@pytest.mark.parametrize("name", WRITTEN_DOWN)
+@pytest.mark.parametrize("name", some_of(WRITTEN_DOWN, QUICK, pytest.mark.slow))
 def test_a_training_comes_to_what_a_plain_loop_says(ranks, name):
     training = WRITTEN_DOWN[name]
     assert is_allowed(training)
@@ -186,7 +197,7 @@ def test_a_training_comes_to_what_a_plain_loop_says(ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", some_of(range(PARTS), range(4)))
 def test_drawn_trainings_come_to_what_a_plain_loop_says(ranks, part):
     for number in range(part * DRAWS, (part + 1) * DRAWS):
         training = draw(SEED, number)
@@ -221,7 +232,7 @@ def launched(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", some_of(range(4), range(2)))
 @pytest.mark.parametrize("dying", ["0", "0 1 2"])
 def test_a_launched_run_goes_on_after_a_signal_that_nobody_hears(tmp_path, number, dying):
     training = launched(number)

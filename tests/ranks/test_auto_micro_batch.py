@@ -442,12 +442,19 @@ def lack(model, options):
 
 
 def lacks():
-    """Name all that can be combined on two ranks, and each case once on three."""
+    """Name all that can be combined on two ranks, and each case once on three.
+
+    In every check each case and each situation comes once.
+    """
     on_two = [(case, situation, 2) for case in NORMALISED for situation in SITUATIONS]
     on_three = [(*pair, 3) for pair in zip(NORMALISED, itertools.cycle(SITUATIONS), strict=False)]
-    fast = on_two[1:2]
-    slow = [one for one in [*on_two, *on_three] if one not in fast]
-    return [*fast, *(pytest.param(*one, marks=pytest.mark.slow) for one in slow)]
+    number = max(len(NORMALISED), len(SITUATIONS))
+    cases = itertools.islice(itertools.cycle(NORMALISED), number)
+    kept = [(*pair, 2) for pair in zip(cases, itertools.cycle(SITUATIONS), strict=False)]
+    return [
+        pytest.param(*values, marks=() if values in kept else pytest.mark.exhaustive)
+        for values in [*on_two, *on_three]
+    ]
 
 
 @pytest.mark.slow

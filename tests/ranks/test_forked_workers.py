@@ -69,6 +69,6 @@ def wait_alone():
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_does_not_hide_what_the_others_say(ranks):
-    outcomes = ranks.outcomes(wait_alone, world_size=2, timeout=30)
+    outcomes = ranks.outcomes(wait_alone, world_size=2, timeout=15)
     assert [outcome.error_type for outcome in outcomes] == ["Hang", "RuntimeError"]
     assert ranks.run(dist.get_rank) == [0, 1], "other processes take their place"

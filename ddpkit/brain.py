@@ -42,7 +42,6 @@ from ddpkit.strategies import (
     NO_CONTEXT,
     choose_strategy,
     is_on_meta,
-    modules_on_device,
     take_device,
 )
 from ddpkit.train_logger import join_loggers
@@ -235,14 +234,14 @@ class Brain(_Typed):
             recipe,
             options,
             accumulation,
-            modules_on_device(modules or {}, device, keeps_meta=strategy.divides),
+            strategy.place(modules or {}, device),
             SimpleNamespace(**hparams_of_slice(joined_hparams)),
             strategy,
             opt_class=opt_class,
             scheduler_class=scheduler_class,
             parts=heard,
         )
-        if strategy.same_bits:
+        if strategy.has_same_bits():
             context.progress.round_nothing()
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None

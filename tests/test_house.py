@@ -221,6 +221,7 @@ PROCESS_STATE = {
     "optim.lr_scaling._scalings": "of optimizers, for as long as each lives",
     "reporting.run_log.Current": "the log of the present run, for events from anywhere",
     "run_opts._READ": "what was on this process's command line",
+    "strategies.names._REGISTERED": "names that a script gives to strategies, before any run",
 }
 
 

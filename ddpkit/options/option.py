@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpkit.errors import ConfigError
 from ddpkit.options.values import to_bool, to_float, to_int, to_text, to_words
+from ddpkit.strategies import problem_with
 
 ON_COMMAND_LINE = "on the command line"
 IN_RUN_OPTS = "in run_opts"
@@ -69,7 +70,7 @@ class Option:
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]
-        self.name = name
+        self.name: str = name
         self.type, self._convert, self._noun = _KINDS[
             annotation.removesuffix(" | None").partition("[")[0]
         ]
@@ -101,6 +102,8 @@ class Option:
         except (TypeError, ValueError, OverflowError):
             noun = "on, off or auto" if self.type is bool and self.is_optional else self._noun
             raise self._error(value, where, noun) from None
+        if self.type is object and (problem := problem_with(converted)):
+            raise self._error(value, where, problem)
         if self.choices and converted not in self.choices:
             raise self._error(value, where, f"one of {', '.join(self.choices)}")
         if self.minimum is not None and converted < self.minimum:
@@ -138,4 +141,5 @@ _KINDS: dict[str, tuple[type, Any, str]] = {
     "str": (str, to_text, "text"),
     "list": (list, to_words, "a list of names"),
     "dict": (dict, lambda value: {**value}, "a mapping"),
+    "Any": (object, lambda value: value, "a name or an object"),  # of a strategy
 }

@@ -8,6 +8,8 @@ another group that does stands in ``_OTHERS`` there.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpkit.options.option import IN_FIT, MADE, PREPARED, READING, WRAPPED, Option, option
 
 RUNNING = "What is run"
@@ -75,8 +77,9 @@ class OptionTypes:
     distributed_timeout_minutes: float = option(30.0, WHERE, "longest wait for other processes",
         form="M", above=0, shown="30.5", fixed=IN_FIT)
 
-    strategy: str = option("auto", STRATEGY, "what each process holds of the model",
-        choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False, fixed=MADE)
+    strategy: Any = option("auto", STRATEGY,
+        "what each process holds of the model; your own: module:Class",
+        form="auto|ddp|fsdp|zero1|single", is_attribute=False, fixed=MADE)
     fsdp_blocks: list[str] | None = option(None, STRATEGY,
         "fsdp: classes of the blocks gathered at a time", form="A B", shown="by size",
         is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
@@ -258,5 +261,5 @@ RUN_OPTIONS: dict[str, Option] = {
 OPTION_BY_NAME = RUN_OPTIONS | {
     o.name: o for o in vars(ParserOptions).values() if isinstance(o, Option)
 }
-OPTIONS = tuple(OPTION_BY_NAME.values())
+OPTIONS: tuple[Option, ...] = tuple(OPTION_BY_NAME.values())
 PARSER_ONLY = OPTION_BY_NAME.keys() - RUN_OPTIONS.keys()

@@ -250,7 +250,7 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        self.parts.context.strategy.set_progress(progress)
+        self.parts.context.strategy.begin_pass(progress)
         eager = torch.compiler.set_stance("force_eager")
         logged = progress.logged.during(Stage.TRAIN, None)
         counted = counted_by(progress.window)

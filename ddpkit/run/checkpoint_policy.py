@@ -150,7 +150,7 @@ class CheckpointPolicy:
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.context.progress.epoch or None
         checkpointer.listener = SaveRecord(self.context.progress)
-        if not self.context.strategy.saves_alone:
+        if self.context.strategy.overrides("whole_states"):
             checkpointer.whole_states = self._whole_states
 
     def register_scaler(self) -> None:

@@ -32,7 +32,7 @@ class IntraEpochSaves:
         self.policy = policy
         self.stop = stop
         self.saves_by_steps = context.options.ckpt_interval_steps > 0
-        averages = context.strategy.averages_weights
+        averages = context.strategy.overrides("after_window")
         self.follows_windows = (
             self.saves_by_steps or train_step.freezes or train_step.waits_for_window or averages
         )

@@ -29,7 +29,7 @@ from ddpkit.run.step_plan import StepPlan
 from ddpkit.run.stop_control import StopControl
 from ddpkit.run.total_steps import note_epoch
 from ddpkit.run_opts import RunOptions
-from ddpkit.strategies import check_strategy, modules_on_device
+from ddpkit.strategies import check_strategy
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     LoaderFactory,
@@ -421,11 +421,7 @@ class Run:
                 "modules was assigned in a training batch, and the pass goes on with those that "
                 "it began with. Assign it in on_stage_start, or before fit."
             )
-        moved = modules_on_device(
-            modules,
-            context.device,
-            keeps_meta=context.strategy.divides,
-        )
+        moved = context.strategy.place(modules, context.device)
         context.modules = modules if isinstance(modules, nn.ModuleDict) else moved
         if not context.progress.is_fitting:
             self.train_step.watch_anew()

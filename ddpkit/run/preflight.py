@@ -323,7 +323,7 @@ class Preflight:
         global_batch_size = self.context.accumulation.global_batch_size
         is_asked = global_batch_size is not None or options.lr_scaling != "none"
         # on the number of processes, whatever the size
-        depends = self.context.strategy.averages_weights
+        depends = self.context.strategy.overrides("after_window")
         optimizers = self.train_step.named_optimizers()
         strategy_rows = self.context.strategy.startup_rows(self.context.modules)
         first = {

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 FORMAT = 1
+STATES_OF_DDP = ("gradients", "hooks")  # names in the file, older than a state of a strategy
 WAIT_SECONDS = 10.0  # for the other ranks, when a recipe saves inside an epoch for the first time
 SHORT_WAIT_SECONDS = 0.5  # once they have not come
 METRICS = (
@@ -300,7 +301,7 @@ class RankState:
         self._seed(progress.epoch, progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
-        rank = 0 if self.context.strategy.same_bits else None
+        rank = 0 if self.context.strategy.has_same_bits() else None
         self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step, rank)
 
     # -------------------------------------------------------------- one pass over the training data
@@ -332,10 +333,13 @@ class RankState:
             states.loaded = None
             self._from_last_call = None
             if states.is_complete:
-                self.context.strategy.load_gradient_orders(
-                    self.context.modules, own.get("gradients", {})
+                self.context.strategy.load_rank_state(
+                    self.context.modules,
+                    {
+                        **own.get("strategy", {}),
+                        **{name: own.get(name, {}) for name in STATES_OF_DDP},
+                    },
                 )
-                self.context.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
             return _begin_data(loader, own), do_nothing
         if own.get("loss") is not None and states is not None and states.is_complete:
@@ -390,7 +394,7 @@ class RankState:
         """Collect what a save that follows needs of every rank: at the end of a pass, and before a
         save in its middle.
         """
-        if self.context.strategy.same_bits:
+        if self.context.strategy.has_same_bits():
             self._seed_anew()  # after what each rank has drawn in its batches
         if self.states is not None:
             self.states.gather()
@@ -414,7 +418,7 @@ class RankState:
         call.
         """
         before, left = self._from_last_call or (None, {})
-        own = {name: left.get(name, {}) for name in ("gradients", "hooks")}
+        own = {name: left.get(name, {}) for name in (*STATES_OF_DDP, "strategy")}
         stream = _stream_of(before)
         was_looped = isinstance(before, LoopedLoader)
         if was_looped and before is loader:  # it goes on from call to call
@@ -440,10 +444,15 @@ class RankState:
             "loader_end": state_at_end(loader),
             **({"loader_begin": state_at_begin(loader)} if self.goes_back_to_begin else {}),
             **({"stream": stream_state(loader)} if isinstance(loader, LoopedLoader) else {}),
-            "gradients": self.context.strategy.gradient_orders(),
-            "hooks": self.context.strategy.hook_states(),
+            **self._strategy_state(),
             **self._unread_place(loader),
         }
+
+    def _strategy_state(self) -> dict[str, Any]:
+        """Return what the strategy keeps on this rank, in the form that the file has always had."""
+        known = self.context.strategy.rank_state()
+        states: dict[str, Any] = {name: known.pop(name, {}) for name in STATES_OF_DDP}
+        return {**states, "strategy": known} if known else states
 
     def _unread_place(self, loader: Any) -> dict[str, Any]:
         """Return where a checkpoint has put a loader that has read nothing since; empty if it

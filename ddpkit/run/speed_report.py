@@ -115,7 +115,7 @@ class SpeedReport:
             self._context.progress,
             self._models,
             every=self._measures_all,
-            exchanges=self._context.strategy.is_distributed,
+            exchanges=self._context.strategy.is_distributed(),
             device=self._context.device,
         )
 

@@ -90,6 +90,6 @@ def _explained(error: Exception, options: RunOptions, strategy: Strategy) -> Ddp
         return BatchError(MIXED.format(text.partition(",")[0]))
     if ONE_VALUE_SAYS in text:
         return DataError(ONE_VALUE.format(text.rstrip(".")))
-    if strategy.same_bits and "deterministic" in text:
+    if strategy.has_same_bits() and "deterministic" in text:
         return ConfigError(NOT_DETERMINISTIC.format(options.virtual_ranks, error))
     return None

@@ -304,7 +304,9 @@ class StageRunner:
         if options.auto_micro_batch:
             ready = self.auto_micro_batch.ready(ready)
         feed: Any = self._feed(brain, loader, left_out, ready)
-        feed = self.context.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
+        strategy = self.context.strategy
+        strategy.begin_pass(progress)
+        feed = strategy.feed(feed, progress, self.rank_state.base_seed or 0)
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
@@ -791,7 +793,8 @@ class StageRunner:
     def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.context.options.shard_evaluation)
         strategy = self.context.strategy
-        gathered = {id(parameter) for root in strategy.roots for parameter in root.parameters()}
+        divided_modules = strategy.divided_modules()
+        gathered = {id(weight) for module in divided_modules for weight in module.parameters()}
         if divided and any(
             is_sharded(parameter) and id(parameter) not in gathered
             for parameter in self.context.modules.parameters()

@@ -1,5 +1,4 @@
 from ddpkit.strategies.base import (
-    NO_CONTEXT as NO_CONTEXT,
     Strategy as Strategy,
 )
 from ddpkit.strategies.batch_norm_layers import (
@@ -19,6 +18,15 @@ from ddpkit.strategies.entries import (
 from ddpkit.strategies.meta_modules import (
     is_on_meta as is_on_meta,
 )
+from ddpkit.strategies.names import (
+    problem_with as problem_with,
+    register as register,
+    registered_names as registered_names,
+    unregister as unregister,
+)
 from ddpkit.strategies.option_refusals import (
     refuse_with as refuse_with,
+)
+from ddpkit.strategies.rare_questions import (
+    NO_CONTEXT as NO_CONTEXT,
 )

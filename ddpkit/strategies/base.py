@@ -1,33 +1,23 @@
-"""What a strategy is asked. By itself it is the strategy of one process on one device.
-
-To add a strategy, write a subclass in a file of this package. Every method has a default that fits
-one process. A strategy that averages gradients overrides :attr:`~Strategy.name`,
-:attr:`~Strategy.is_distributed`, :meth:`~Strategy.wrap`, :meth:`~Strategy.no_sync`,
-:meth:`~Strategy.backward_pass`, :meth:`~Strategy.without_backward`,
-:meth:`~Strategy.finish_gradients` and :meth:`~Strategy.startup_rows`; it is simplest to derive it
-from ``DDP``. A strategy that divides weights or optimizers also overrides
-:attr:`~Strategy.saves_alone` and :meth:`~Strategy.whole_states`. The other places are named in
-``strategies/choice.py``.
-"""
+"""What a strategy is asked: the interface of the library's own strategies, and of yours."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
-
-from ddpkit.comm import start_sum
-from ddpkit.device import widest_float
+from ddpkit.strategies.names import OF_DDP
+from ddpkit.strategies.option_refusals import refuse_with
+from ddpkit.strategies.rare_questions import NO_CONTEXT, RareQuestions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.step_times import StepTimer
+    import torch
+    from torch import nn
 
-NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation, Progress
 
 
 class WholeState(NamedTuple):
@@ -40,95 +30,202 @@ class WholeState(NamedTuple):
         return self.state
 
 
-class Strategy:
-    """One process, one device: nothing to wrap. Base class of the other strategies.
+class Strategy(RareQuestions):
+    """How several processes train one model: what is wrapped, what is averaged, and when.
+
+    Subclass it, override what differs, and choose it: ``--strategy=my_package.averaging:Mine``, a
+    name given to :func:`~ddpkit.strategies.names.register`, or an object, as
+    ``run_opts={"strategy": Mine()}`` or in the YAML. Each method has an answer that fits processes
+    of which none knows of the others.
+
+    In the order of a run::
+
+        Brain(...):    check, bind
+        fit:           check, wrap, prepare_optimizers, startup_rows,
+                       (a checkpoint is recovered), and for every epoch:
+                         begin_pass, load_rank_state, for every batch:
+                           no_sync (but in the last batch of a step), backward_pass
+                         for every optimizer step:
+                           finish_gradients, clipping and the step, after_window
+                         end_pass
+        a save:        rank_state
+
+    :class:`~ddpkit.strategies.rare_questions.RareQuestions` has what only strategies are asked that
+    divide data, weights or states of optimizers.
+
+    A strategy object is for one Brain. In one process that no launcher has started,
+    :class:`~ddpkit.strategies.single.SingleDevice` takes its place.
 
     Attributes:
-        is_distributed: whether gradients are averaged over processes by torch.
-        virtual_ranks: over how many the data is divided; None: over the ranks.
-        shards: how many parts of every batch each rank works on.
-        same_bits: whether no bit may depend on the number of processes: losses and logged values
-            are then added up without rounding, and outside of batches all ranks draw the same
-            random numbers.
-        saves_alone: whether the main process has all that a checkpoint needs; not where each rank
-            has a part of the weights, or of what the optimizers know.
-        divides: whether :meth:`wrap` leaves each rank a part of the weights: no rank has to hold
-            all of them before.
-        roots: the entries that are divided so far.
-        unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
-            under :meth:`no_sync` before :meth:`finish_gradients`.
-        averages_weights: whether :meth:`after_window` must be called.
-        steps_locally: whether the next optimizer step is made with this rank's own gradients.
-        weights_differ: whether the ranks' weights differ until the next average: a checkpoint must
-            wait.
-        timer: measures steps; or None.
+        name: in messages and in the run's log; by default that of the class.
+        label: value of the option ``strategy`` in messages.
+        options: of the run; known from :meth:`bind` on, as the next three.
+        device: of this rank, such as ``"cuda:1"``.
+        accumulation: how many batches make a step.
+        has_own_fit_batch: whether the recipe has its own ``fit_batch``.
+        steps_locally: whether the next optimizer step is made with this rank's own gradients. Their
+            norm is then another on each rank.
+        weights_differ: whether the ranks' weights differ until the next average. A checkpoint
+            waits; one that cannot wait is refused.
 
-    Ranks: local.
+    Ranks: each method says it.
+
+    State: :meth:`rank_state`, if a class overrides it.
 
     Example:
-        >>> Strategy().name
-        'one device'
+        >>> class Alone(Strategy):
+        ...     def startup_rows(self, modules):
+        ...         return {"strategy": "each process for itself"}
+        >>> Alone().name
+        'Alone'
     """
 
-    name = "one device"
-    is_distributed = False
-    virtual_ranks: int | None = None
-    shards = 1
-    same_bits = False
-    saves_alone = True
-    divides = False
-    roots: Sequence[Any] = ()
-    unrepeatable = ""
-    averages_weights = steps_locally = weights_differ = False
-    timer: StepTimer | None = None
+    name: str = "Strategy"
+    label: str = ""
+    options: RunOptions
+    device: str
+    accumulation: Accumulation
+    has_own_fit_batch: bool = False
+    steps_locally = False
+    weights_differ = False
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    def overrides(self, method: str) -> bool:
+        """Say whether a method is another than the one that every strategy has.
+
+        Args:
+            method: its name.
+
+        Ranks: local.
+
+        Example:
+            >>> Strategy().overrides("after_window")
+            False
+        """
+        return getattr(type(self), method) is not getattr(Strategy, method)
+
+    # ------------------------------------------------------------------ before the run
+
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse options that do not go with the strategy: called when the Brain is made, and when
+        ``fit`` begins.
+
+        Options of DDP are refused here. Call this one, too, in your own.
+
+        Args:
+            options: of the run.
+            has_own_fit_batch: whether the recipe has its own ``fit_batch``.
+
+        Raises:
+            ConfigError: says what was given, why it cannot work and what to do
+                (:func:`~ddpkit.strategies.option_refusals.refuse_with` writes the sentence).
+
+        Ranks: all, with the same options; must not communicate.
+        """
+        refuse_with(f"strategy={self.label or self!r}", options, OF_DDP)
+
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take what a strategy needs to know of the run: called once, when the Brain is made.
+
+        Args:
+            options: of the run, with the device of this rank.
+            accumulation: how many batches make a step.
+            has_own_fit_batch: whether the recipe has its own ``fit_batch``.
+
+        Ranks: all; may communicate, the process group is there.
+
+        State: the attributes that this class lists.
+        """
+        self.options = options
+        self.device = str(options.device)
+        self.accumulation = accumulation
+        self.has_own_fit_batch = has_own_fit_batch
 
     def wrap(self, modules: nn.ModuleDict) -> None:
-        """Wrap every trainable entry that is not wrapped yet, in place."""
+        """Wrap the trainable entries, in place, and give every rank the same weights: called when
+        ``fit`` begins, before the optimizers are made.
 
-    def begin_epoch(self, modules: nn.ModuleDict) -> None:
-        """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
+        Args:
+            modules: of the recipe, on the device. An entry may be replaced by a module around it;
+                checkpoints hold what is inside. Entries of an earlier call are wrapped already.
+
+        Ranks: all; may communicate.
+        """
 
     def prepare_optimizers(
         self,
         modules: nn.ModuleDict,
         optimizers: Mapping[str, torch.optim.Optimizer],
     ) -> None:
-        """Prepare optimizers before a checkpoint is loaded into them; refuse those that the
-        strategy cannot step.
-        """
-
-    def feed(
-        self,
-        feed: Any,
-        progress: Any,
-        seed: int,
-    ) -> Any:
-        """Wrap the batches of a training pass, so that the strategy sees each of them."""
-        self.set_progress(progress)
-        return feed
-
-    def set_progress(self, progress: Any) -> None:
-        """Note what tells at which batch the training is, where its batches do not come by
-        :meth:`feed`.
-        """
-
-    def evaluated(
-        self,
-        batches: Iterable[Any],
-        seed: int,
-        *place: int,
-    ) -> Iterable[Any]:
-        """Return the batches of a divided evaluation.
+        """Prepare optimizers, or refuse what the strategy cannot step: called when they are made,
+        before a checkpoint is loaded into them.
 
         Args:
-            batches: of this rank.
-            seed: of the run.
-            place: numbers that name the evaluation.
+            modules: of the recipe.
+            optimizers: by name.
+
+        Ranks: all; may communicate.
         """
-        return batches
+
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows of the block that a run shows when it starts: what each process holds, and
+        what is not computed as in one process.
+
+        Args:
+            modules: of the recipe.
+
+        Returns:
+            A row ``strategy``, and more by name; an empty one is not shown.
+
+        Ranks: all; the main process shows them. Must not communicate.
+        """
+        return {"strategy": self.name}
+
+    # ------------------------------------------------------------------ a pass over the data
+
+    def begin_pass(self, progress: Progress) -> None:
+        """Called before the first batch of each training pass, also of one that is resumed in its
+        middle.
+
+        Args:
+            progress: tells where the training is, then and later: ``progress.optimizer_step``,
+                ``progress.epoch``, ``progress.step``. Nothing of it may be changed.
+
+        Ranks: all; may communicate.
+        """
+
+    def end_pass(self, modules: nn.ModuleDict) -> None:
+        """Make equal on all ranks, at the end of a training pass, what the strategy has let differ:
+        what follows evaluates and saves.
+
+        Args:
+            modules: of the recipe.
+
+        Ranks: all; may communicate.
+        """
+
+    # ------------------------------------------------------------------ a step
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients are accumulated without being averaged over ranks."""
+        """Return a context around forward and backward pass in which gradients are added up on each
+        rank, without being averaged: for all batches of a step but the last, and where a recipe
+        calls ``self.no_sync()``.
+
+        Ranks: all; must not communicate.
+        """
         return NO_CONTEXT
 
     def backward_pass(
@@ -138,129 +235,57 @@ class Strategy:
         closes: bool,
         counts: bool,
     ) -> AbstractContextManager[None]:
-        """Return a context for one backward pass of a window."""
-        return NO_CONTEXT
+        """Return a context around one backward pass.
 
-    def without_backward(
-        self,
-        modules: nn.ModuleDict,
-        *,
-        closes: bool,
-        counts: bool = True,
-        retain_graph: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Return a context in the place of a backward pass, for a loss that depends on no
-        parameter.
+        Args:
+            modules: of the recipe.
+            closes: whether the batch is the last one of its optimizer step.
+            counts: whether this rank's gradients count; if not, they must become zero.
+
+        Ranks: all, but only a rank whose loss depends on a parameter; in the last batch of a step
+            it may communicate if :meth:`without_backward` does so, too.
         """
         return NO_CONTEXT
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
-        """Make sure that the gradients present are averages over the ranks.
+        """Called before clipping and before each optimizer step: from here on, gradients are what
+        is stepped with.
 
         Args:
             optimizers: that step now.
+
+        Ranks: all; may communicate.
         """
 
     def after_window(self, modules: nn.ModuleDict) -> None:
-        """Average over the ranks, after an optimizer step, what the strategy has let differ, if it
-        is time.
+        """Called after each optimizer step, also one that was skipped, if a class overrides it.
+
+        Args:
+            modules: of the recipe.
+
+        Ranks: all; may communicate.
         """
 
-    def recording_use(self, *, counts: bool) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch that does not count on all ranks: what only others use
-        has no gradient.
-        """
-        return NO_CONTEXT
+    # ------------------------------------------------------------------ in a checkpoint
 
-    def end_pass(self, modules: nn.ModuleDict) -> None:
-        """Make equal on all ranks, at the end of a training pass, what the strategy has let
-        differ.
-        """
+    def rank_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the strategy on this rank: tensors, numbers, strings,
+        and lists and dicts of such.
 
-    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows for the start-up block: ``strategy``, and what is not computed as in one
-        process.
-        """
-        return {"strategy": "single: one process"}
-
-    def diverged_entries(self, modules: nn.Module) -> list[str]:
-        """Return the trained entries whose weights differ between ranks."""
-        return []
-
-    def gradient_orders(self) -> dict[str, list[int]]:
-        """Return the order in which each entry's gradients became ready, where that bears on their
-        sums.
+        Ranks: all, each its own; must not communicate.
         """
         return {}
 
-    def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Restore the order of gradient sums of the run that wrote a checkpoint."""
-
-    def hook_states(self) -> dict[str, dict[str, Any]]:
-        """Return the state that gradient averaging keeps on this rank between steps, by entry."""
-        return {}
-
-    def load_hook_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on with what :meth:`hook_states` returned on this rank."""
-
-    def forget_errors(self) -> None:
-        """Drop what the averaging of gradients has kept, after gradients that are not finite."""
-
-    def evaluating(self, length: int | None) -> AbstractContextManager[None]:
-        """Return a context for an evaluation. Collective.
+    def load_rank_state(self, modules: nn.ModuleDict, state: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint holds of the strategy on this rank. It has nothing, and this
+        is not called, where the number of processes is another.
 
         Args:
-            length: number of batches of this rank, if each rank evaluates the same data; None: they
-                may differ.
+            modules: of the recipe, wrapped; their weights are loaded.
+            state: as :meth:`rank_state` has returned it; empty if the strategy was another one.
+
+        Ranks: all, each with its own state; must not communicate.
         """
-        return NO_CONTEXT
-
-    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make the states of objects whole before rank 0 saves them: collective, on every rank in
-        the same order.
-
-        Called only where :attr:`saves_alone` is False.
-
-        Args:
-            objects: what a checkpoint stores as ``torch.save`` does, by name.
-
-        Returns:
-            By name what to save on rank 0 in the place of some of them: has ``state_dict``, which
-            needs no other rank.
-        """
-        return {}
-
-    def start_average(
-        self,
-        count: torch.Tensor | float,
-        device: str,
-    ) -> Callable[[], torch.Tensor | float]:
-        """Start averaging a number over the ranks, before the backward pass, without waiting for it
-        or for the device.
-
-        Args:
-            count: a number, or a tensor of one element.
-            device: of this rank.
-
-        Returns:
-            What waits for the others and gives the average, shape ``()``; in one process a number
-            stays a number.
-        """
-        if not self.is_distributed:
-            own = (
-                count.detach().to(widest_float(device))
-                if isinstance(count, torch.Tensor)
-                else count
-            )
-            return lambda: own
-        total = wide_number(count, device)
-        wait = start_sum(total)
-
-        def average() -> torch.Tensor:
-            wait()
-            return total / torch.distributed.get_world_size()
-
-        return average
 
 
 @contextlib.contextmanager
@@ -271,6 +296,7 @@ def removing_hooks(handles: list[Any]) -> Iterator[None]:
         handles: what registering them has returned.
 
     Example:
+        >>> import torch
         >>> weight = torch.ones(1, requires_grad=True)
         >>> with removing_hooks([weight.register_hook(torch.zeros_like)]):
         ...     weight.sum().backward()
@@ -282,17 +308,3 @@ def removing_hooks(handles: list[Any]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
-    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device,
-    without waiting for the device.
-
-    Example:
-        >>> wide_number(torch.tensor([3]), "cpu")
-        tensor(3., dtype=torch.float64)
-    """
-    wide = widest_float(device)
-    if isinstance(count, torch.Tensor):
-        return count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
-    return torch.full((), count, dtype=wide, device=device)

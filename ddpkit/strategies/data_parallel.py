@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ddpkit import distributed
 from ddpkit.base import own_first
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.attribute_forwarding import AttributeForwarding
 from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.batch_norm_layers import batch_norms
 from ddpkit.strategies.entries import trained_parameters
+from ddpkit.strategies.option_refusals import refuse_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation
 
 
 class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
@@ -73,7 +78,7 @@ class DataParallel(Strategy):
 
     Args:
         device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as
-            ``nn.DataParallel`` wants it.
+            ``nn.DataParallel`` wants it. None: as the options say, in :meth:`bind`.
 
     Raises:
         ConfigError: this machine has no GPU.
@@ -87,7 +92,11 @@ class DataParallel(Strategy):
     name = "nn.DataParallel"
     unrepeatable = "whose GPUs have parts of one batch"
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        if device is not None:
+            self._take(device)
+
+    def _take(self, device: str) -> None:
         if not device.startswith("cuda"):
             raise ConfigError(
                 f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it "
@@ -95,6 +104,38 @@ class DataParallel(Strategy):
                 "hparams.yaml --device=cpu"
             )
         self.device = device
+
+    def runs_alone(self) -> bool:
+        """Say that there is work in one process."""
+        return True
+
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse a group of processes.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if distributed.is_distributed_initialized():
+            refuse_with(
+                "a group of processes",
+                options,
+                {"data_parallel_backend": "it is for one process"},
+            )
+
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take the device.
+
+        Raises:
+            ConfigError: it is no GPU.
+        """
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        self._take(self.device)
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own

@@ -23,7 +23,7 @@ from ddpkit.device import widest_float
 from ddpkit.errors import BatchError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, removing_hooks
+from ddpkit.strategies.base import Strategy, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, batch_norms, has_moving_buffers
 from ddpkit.strategies.batch_outputs import has_batch_statistics
 from ddpkit.strategies.comm_hooks import hook_of
@@ -36,6 +36,8 @@ from ddpkit.strategies.entries import (
 )
 from ddpkit.strategies.gradient_average import average_gradients
 from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
+from ddpkit.strategies.option_refusals import ROUNDED, is_given, refuse_with
+from ddpkit.strategies.rare_questions import NO_CONTEXT
 from ddpkit.strategies.switched_attribute import SwitchedAttribute
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.strategies.zero_gradients import COMPLETED, ZeroGradients
@@ -54,6 +56,22 @@ logger = get_logger(__name__)
 
 # relative difference of the sums of absolute weights, in float64: below it is rounding
 APART = 1e-9
+
+
+NOT_WITH: dict[str, dict[str, str]] = {  # an option of DDP -> others -> why not
+    "ddp_comm_hook=fp16": ROUNDED,
+    "ddp_comm_hook=bf16": ROUNDED,
+    "ddp_comm_hook=powersgd": {
+        **ROUNDED,
+        "find_unused_parameters": "it compresses every gradient in every step",
+        "static_graph": "DDP rebuilds its buckets too late",
+        "precision=fp16": "what is left over of a step would have its scale",
+        "skip_nonfinite_grads": "what is not finite would stay in what is left over",
+    },
+    "static_graph": {
+        "find_unused_parameters": ("in a static graph every step uses the same parameters")
+    },
+}
 
 
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
@@ -94,20 +112,16 @@ class DDP(Strategy):
     """
 
     name = "DistributedDataParallel"
-    is_distributed = True
+    label = "ddp"
     holds = "ddp: each process holds the whole model"
 
     def __init__(
         self,
-        options: RunOptions,
+        options: RunOptions | None = None,
         accumulation: Accumulation | None = None,
         *,
         has_own_fit_batch: bool = False,
     ) -> None:
-        self.device = str(options.device)
-        self.options = options
-        self.accumulation = accumulation or Accumulation(options)
-        self.has_own_fit_batch = has_own_fit_batch
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
@@ -120,6 +134,22 @@ class DDP(Strategy):
         self._steps = 0  # optimizer steps for which gradients were finished
         self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
         self._zeros = ZeroGradients(self._clock)
+        if options is not None:
+            self.bind(
+                options,
+                accumulation or Accumulation(options),
+                has_own_fit_batch=has_own_fit_batch,
+            )
+
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse what does not go with an option of DDP.
+
+        Raises:
+            ConfigError: naming the options.
+        """
+        for chosen, reasons in NOT_WITH.items():
+            if is_given(options, chosen):
+                refuse_with(chosen, options, reasons)
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
@@ -138,7 +168,7 @@ class DDP(Strategy):
             refuse_wrapped(
                 name,
                 module,
-                f"strategy={'zero1' if self.options.strategy == 'zero1' else 'ddp'!r}",
+                f"strategy={self.label!r}",
             )
             self._trained[name] = trained
             if trained:
@@ -164,7 +194,7 @@ class DDP(Strategy):
         ]
         self._clock.outputs = self._zeros.outputs if self._zeros.outputs.follow(modules) else None
 
-    def set_progress(self, progress: Any) -> None:
+    def begin_pass(self, progress: Any) -> None:
         """Note what tells at which batch the training is, before its first one."""
         self._zeros.outputs.begin_pass(progress, self._clock)
 
@@ -539,34 +569,30 @@ class DDP(Strategy):
             name for name, sizes in found.items() if max(sizes) - min(sizes) > APART * max(sizes)
         ]
 
-    def gradient_orders(self) -> dict[str, list[int]]:
-        """Return the order in which each entry's gradients became ready, where DDP follows it."""
+    def rank_state(self) -> dict[str, Any]:
+        """Return the order in which each entry's gradients became ready, where DDP follows it, and
+        what communication hooks keep from step to step.
+        """
         return {
-            name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete
+            "gradients": {
+                name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete
+            },
+            "hooks": {entry: hook.state_dict() for entry, hook in self._compressing().items()},
         }
 
-    def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Restore the order of gradient sums of the run that wrote a checkpoint.
+    def load_rank_state(self, modules: nn.ModuleDict, state: Mapping[str, Any]) -> None:
+        """Restore the order of gradient sums of the run that wrote a checkpoint, then what its
+        hooks have kept.
 
         Args:
             modules: wrapped, and not trained yet.
-            orders: what :meth:`gradient_orders` returned there.
+            state: what :meth:`rank_state` returned there.
         """
-        for name, order in orders.items():
+        for name, order in state.get("gradients", {}).items():
             noted = self._orders.get(name)
             if noted is not None and not noted.order and show_order(modules[name], order):
                 noted.order[:] = order
-
-    def hook_states(self) -> dict[str, dict[str, Any]]:
-        """Return by entry what this rank's communication hooks keep from step to step."""
-        return {entry: hook.state_dict() for entry, hook in self._compressing().items()}
-
-    def load_hook_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on with what the hooks of this rank have kept, after :meth:`load_gradient_orders`.
-
-        Args:
-            states: what :meth:`hook_states` returned.
-        """
+        states = state.get("hooks", {})
         found = self._compressing()
         for entry in found.keys() & states.keys():
             found[entry].load_state_dict(states[entry], self.device)

@@ -27,11 +27,20 @@ from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, removing_hooks
+from ddpkit.strategies.base import Strategy, WholeState, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, has_moving_buffers
-from ddpkit.strategies.entries import broadcast_from_main, refuse_shared_parameters, refuse_wrapped
+from ddpkit.strategies.entries import (
+    broadcast_from_main,
+    modules_on_device,
+    refuse_shared_parameters,
+    refuse_wrapped,
+)
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
+from ddpkit.strategies.names import OF_DDP
+from ddpkit.strategies.option_refusals import ROUNDED, refuse_with
+from ddpkit.strategies.rare_questions import NO_CONTEXT
 from ddpkit.syncbn import convert_sync_batchnorm
+from ddpkit.training import Accumulation
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -41,6 +50,13 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+NOT_WITH = {
+    **OF_DDP,
+    "sync_batchnorm=False": "use --strategy=ddp",
+    "find_unused_parameters": "all ranks gather a block together, so each must use it",
+    "skip_nonfinite_grads": "each rank sees a part of a gradient only",
+    "precision=fp16": "the range of fp16 needs a scale (use bf16)",
+}
 FIRST_STEPS = 3  # the ranks compare the blocks that they have used after each of these
 OTHER_BLOCKS = (
     "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same "
@@ -95,18 +111,16 @@ class FSDP(Strategy):
     """
 
     name = "fully_shard (FSDP2)"
-    is_distributed = True
-    saves_alone = False
-    divides = True
+    label = "fsdp"
     unrepeatable = (
         "which sends weights and gradients inside of the passes, where a process that has run out "
         "of memory leaves the others waiting: find a --micro_batch_size that fits by hand, with "
         "--activation_checkpointing or --fsdp_cpu_offload for a larger one"
     )
 
-    def __init__(self, options: RunOptions) -> None:
-        self.device = str(options.device)
-        self.options = options
+    def __init__(self, options: RunOptions | None = None) -> None:
+        if options is not None:
+            self.bind(options, Accumulation(options), has_own_fit_batch=False)
         self.roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._called = set[int]()  # blocks, by their places in that list
@@ -116,7 +130,33 @@ class FSDP(Strategy):
         # what autograd computes gradients of: whole parameters
         self._gathered: dict[int, nn.Parameter] = {}
 
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse what cannot work where each rank has a part of the weights.
+
+        Raises:
+            ConfigError: naming the options.
+        """
+        if has_own_fit_batch:
+            refuse_with(
+                "a fit_batch of the recipe",
+                options,
+                {"fsdp_whole_gradients": "it may step whenever it likes"},
+            )
+        refuse_with("strategy=fsdp", options, NOT_WITH)
+        if options.fsdp_param_dtype == "bf16":
+            refuse_with("strategy=fsdp fsdp_param_dtype=bf16", options, ROUNDED)
+
     # ------------------------------------------------------------------ dividing
+
+    def place(self, modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+        """Move modules to the device. What is on the meta device stays there until it is divided:
+        no rank has to hold all of it before.
+        """
+        return modules_on_device(modules, device, keeps_meta=True)
+
+    def divided_modules(self) -> list[Any]:
+        """Return the entries that are divided so far."""
+        return self.roots
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Give every rank the values of rank 0, convert BatchNorm, and divide every entry that has

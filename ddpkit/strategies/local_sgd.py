@@ -23,6 +23,7 @@ from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.equal_groups import require_equal_groups
+from ddpkit.strategies.option_refusals import refuse_with
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,22 @@ if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Accumulation
 
+CHOSEN = "ddp_comm_hook=post_local_sgd"
+NOT_WITH = {
+    "strategy=fsdp": "each process needs the whole state of the optimizers",
+    "strategy=zero1": "each process needs the whole state of the optimizers",
+    "virtual_ranks": "the answer depends on the number of processes",
+    "data_parallel_backend": "it is for several processes",
+    "check_parity": "the answer depends on the number of processes",
+    "precision=fp16": "each process would have a scale of its own",
+    "ema_decay": "the averages would differ between processes",
+    "skip_nonfinite_grads": "each process would drop different gradients",
+    "find_unused_parameters": "each process would use different parameters",
+    "static_graph": "DDP would go on averaging gradients",
+    "local_sgd_period=None": (
+        "it needs the optimizer steps between two averages, such as --local_sgd_period=8"
+    ),
+}
 BUCKET_ELEMENTS = 1 << 25  # of one collective, and of the memory that it takes
 CANNOT_AVERAGE = (
     "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} over the ranks: {} {} Use one "
@@ -72,10 +89,35 @@ class LocalSGD(DDP):
     """
 
     name = "DistributedDataParallel, weights averaged (post-local SGD)"
-    averages_weights = True
 
-    def __init__(self, options: RunOptions, accumulation: Accumulation | None = None) -> None:
-        super().__init__(options, accumulation)
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse what cannot work where each process steps by itself.
+
+        Raises:
+            ConfigError: naming the options.
+        """
+        if has_own_fit_batch:
+            refuse_with(
+                "a fit_batch of the recipe",
+                options,
+                {
+                    CHOSEN: (
+                        "it may step past optimizers_step(), which counts the steps to the next "
+                        "average"
+                    )
+                },
+            )
+        refuse_with(CHOSEN, options, NOT_WITH)
+
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take the options, and with them when to begin and how often to average."""
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
         self.start = options["local_sgd_start"] or 0
         self.period = options["local_sgd_period"]
         self._optimizers: Mapping[str, Any] = {}
@@ -106,18 +148,13 @@ class LocalSGD(DDP):
 
     # ------------------------------------------------------------------ steps
 
-    def feed(
-        self,
-        feed: Any,
-        progress: Any,
-        seed: int,
-    ) -> Any:
+    def begin_pass(self, progress: Any) -> None:
         """Note, as a pass begins, how many steps there have been. The ranks are the same."""
         self._progress = progress
         self.weights_differ = False
         self._close_orders()
         self._choose_phase()
-        return super().feed(feed, progress, seed)
+        super().begin_pass(progress)
 
     def _choose_phase(self) -> None:
         """Switch DDP's averaging of the next step's gradients on or off."""

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from ddpkit.run_opts import RunOptions
 
+ROUNDED = {"check_parity": "it would compare gradients that were rounded"}
+
 
 def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) -> None:
     """Refuse the first option that is given and does not go with what was chosen.

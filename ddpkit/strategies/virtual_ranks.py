@@ -22,9 +22,12 @@ from ddpkit.device import use_deterministic_kernels, widest_float
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, wide_number
+from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.batch_norm_layers import batch_norms
 from ddpkit.strategies.entries import broadcast_from_main, refuse_wrapped
+from ddpkit.strategies.names import OF_DDP
+from ddpkit.strategies.option_refusals import refuse_with
+from ddpkit.strategies.rare_questions import NO_CONTEXT, wide_number
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, PassedThrough, StreamFeed
 
@@ -32,10 +35,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.training import Feed, Progress, Window
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation, Feed, Progress, Window
 
     # number of shards, count of the loss, moves of buffers, gradients
     Part = list[torch.Tensor | None]
+
+NOT_WITH = {
+    "data_parallel_backend": "it divides each batch over GPUs",
+    "check_parity": "it compares with a batch that is not divided",
+    "precision=fp16": "the range of fp16 needs a scale (use bf16)",
+    "sync_batchnorm": "each virtual rank has batch statistics of its own",
+    **OF_DDP,
+}
 
 # what random numbers are for
 _NOISE = 0x5AAD
@@ -58,7 +70,7 @@ class VirtualRanks(Strategy):
     value, once per optimizer step.
 
     Args:
-        device: of this rank.
+        device: of this rank; None: this and the next as the options say, in :meth:`bind`.
         number: ``V``, a multiple of the number of ranks.
         is_strict: whether a step that is not made through the Brain is an error, as where a recipe
             has its own ``fit_batch``.
@@ -76,16 +88,61 @@ class VirtualRanks(Strategy):
     """
 
     name = "virtual ranks"
-    same_bits = True
     unrepeatable = "whose batches are dealt out to the virtual ranks before a step"
 
     def __init__(
         self,
-        device: str,
-        number: int,
+        device: str | None = None,
+        number: int = 0,
         *,
         is_strict: bool = False,
     ) -> None:
+        if device is not None:
+            self._divide(device, number, is_strict=is_strict)
+
+    def runs_alone(self) -> bool:
+        """Say that there is work in one process."""
+        return True
+
+    def is_distributed(self) -> bool:
+        """Say that the ranks exchange nothing but sums at the end of a step."""
+        return False
+
+    def has_same_bits(self) -> bool:
+        """Say that no bit depends on the number of processes."""
+        return True
+
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse another number of processes than a divisor, and what cannot be divided so.
+
+        Raises:
+            ConfigError: naming the options.
+        """
+        number: int = options["virtual_ranks"]
+        world_size = get_world_size()
+        if number % world_size:
+            able = " or ".join(
+                str(divisor) for divisor in range(1, number + 1) if not number % divisor
+            )
+            raise ConfigError(
+                f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be "
+                f"a multiple of their number. Start {able} processes, or give another "
+                "--virtual_ranks, which is another training."
+            )
+        refuse_with("virtual_ranks", options, NOT_WITH)
+
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take the device and the number."""
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        self._divide(self.device, options["virtual_ranks"], is_strict=has_own_fit_batch)
+
+    def _divide(self, device: str, number: int, *, is_strict: bool) -> None:
         self.device = device
         self.shards = number // get_world_size()
         self.virtual_ranks: int = number

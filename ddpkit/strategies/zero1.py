@@ -296,17 +296,18 @@ class Zero1(DDP):
     """
 
     name = "DistributedDataParallel, optimizer state divided (ZeRO-1)"
+    label = "zero1"
     holds = "zero1: each process holds the whole model, and a part of the optimizers' state"
-    saves_alone = False
 
-    def __init__(
+    def bind(
         self,
         options: RunOptions,
-        accumulation: Accumulation | None = None,
+        accumulation: Accumulation,
         *,
-        has_own_fit_batch: bool = False,
+        has_own_fit_batch: bool,
     ) -> None:
-        super().__init__(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        """Take the options, before any optimizer is divided."""
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 

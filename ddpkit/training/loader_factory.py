@@ -150,7 +150,8 @@ class LoaderFactory:
         """
         size = self.context.accumulation.micro_batch_size
         strategy = self.context.strategy
-        if strategy.same_bits and (stage is Stage.TRAIN or self.context.options.shard_evaluation):
+        is_divided = stage is Stage.TRAIN or self.context.options.shard_evaluation
+        if is_divided and strategy.has_same_bits():
             raise ConfigError(
                 "nominal epochs (looped_nominal_epoch, LoopedLoader) do not work with "
                 f"{strategy.name}: they count batches of a process. Leave one of them out."

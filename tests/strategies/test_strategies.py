@@ -20,13 +20,13 @@ from ddpkit.base import unwrap
 from ddpkit.checkpoints import torch_parameter_transfer, torch_recovery, torch_save
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run_opts import RunOptions
-from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.batch_norm_layers import has_moving_buffers
 from ddpkit.strategies.choice import choose_strategy, make_strategy
 from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
 from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.entries import modules_on_device, refuse_shared_parameters
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
+from ddpkit.strategies.single import SingleDevice
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.syncbn import SyncBatchNorm
@@ -75,7 +75,7 @@ def test_make_strategy(group):
 
 
 def test_one_process_without_a_group():
-    assert type(make_strategy("cpu")) is Strategy
+    assert type(make_strategy("cpu")) is SingleDevice
     assert (
         type(choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True)))
         is DataParallel
@@ -105,7 +105,7 @@ def refused(**options):
 
 @pytest.mark.parametrize("name", ["auto", "ddp", "single"])
 def test_one_process_needs_no_strategy(name):
-    assert type(choose_strategy(RunOptions(device="cpu", strategy=name))) is Strategy
+    assert type(choose_strategy(RunOptions(device="cpu", strategy=name))) is SingleDevice
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1"])
@@ -130,7 +130,7 @@ def test_one_process_is_no_strategy_where_a_launcher_has_started_several(ranks):
 
 def test_post_local_sgd_is_for_several_processes():
     options = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2}
-    assert type(choose_strategy(RunOptions(device="cpu", **options))) is Strategy
+    assert type(choose_strategy(RunOptions(device="cpu", **options))) is SingleDevice
     words = (
         "ddp_comm_hook=post_local_sgd does not work with data_parallel_backend=True: it is for "
         "several processes"
@@ -141,7 +141,7 @@ def test_post_local_sgd_is_for_several_processes():
 def test_one_device_does_nothing():
     modules = nn.ModuleDict({"net": Net()})
     net = modules.net
-    strategy = Strategy()
+    strategy = SingleDevice()
     strategy.wrap(modules)
     assert modules.net is net
     with strategy.no_sync():

@@ -68,7 +68,7 @@ FAULTS = in_room(
         ),
         Fault(
             "the count of a window with sums is not averaged but added up",
-            "Strategy.start_average",
+            "RareQuestions.start_average",
             "total / torch.distributed.get_world_size()",
             "total",
             "tests/ranks/test_arithmetic.py",
@@ -133,15 +133,15 @@ FAULTS = in_room(
         ),
         Fault(
             "options that exclude each other are taken",
-            "_refuse_pairs",
+            "check_strategy",
             "refuse_with(chosen, options, reasons)",
             "pass",
             f"{UNIT} tests/unit/test_run_opts.py",
         ),
         Fault(
             "--strategy=single is taken where a launcher has started several",
-            "_refuse_number",
-            "options.strategy == 'single' and world_size > 1",
+            "SingleDevice.check",
+            "world_size > 1",
             "False",
             f"{UNIT} tests/ranks/test_usage_errors.py",
         ),

@@ -1,0 +1,90 @@
+"""A strategy made of what the option ``strategy`` says. Its module is loaded here, and no other."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import ConfigError
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.names import registered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def new_strategy(value: Any) -> Strategy:
+    """Return the strategy that a value of the option ``strategy`` stands for; it knows no run yet.
+
+    Args:
+        value: a name, ``"module:Class"``, or a class: an object of it is made. An object is
+            returned as it is.
+
+    Raises:
+        ConfigError: it cannot be loaded or made, or is no strategy.
+
+    Ranks: local; alike on all ranks.
+
+    State: loads the module of the strategy.
+
+    Example:
+        >>> new_strategy("single").name
+        'one device'
+        >>> new_strategy("no_such_package.averaging:AverageEvery")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: strategy='no_such_package.averaging:AverageEvery': the module
+        'no_such_package.averaging' cannot be imported: ...
+    """
+    given = f"strategy={value!r}"
+    if isinstance(value, str):
+        known = registered().get(value)
+        where = value if known is None else known.where
+        kind: Any = _loaded(where, given) if isinstance(where, str) else where
+    elif isinstance(value, (type, functools.partial)):
+        kind = value
+    elif isinstance(value, Strategy):
+        return value
+    else:
+        kind = value
+    _require_strategy(getattr(kind, "func", kind), given)
+    return _made(kind, given)
+
+
+def _loaded(where: str, given: str) -> Any:
+    module_name, _, name = where.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{given}: the module {module_name!r} cannot be imported: {error}. Correct the name, "
+            "or install its package; a module beside the script is found, too."
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{given}: {module_name!r} has no {part!r}.{meant} Correct the name.")
+        found = getattr(found, part)
+    return found
+
+
+def _require_strategy(kind: Any, given: str) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Strategy)):
+        raise ConfigError(
+            f"{given}: {kind!r} is no strategy. Give a subclass of ddpkit.strategies.Strategy."
+        )
+
+
+def _made(kind: Callable[[], Strategy], given: str) -> Strategy:
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{given}: it cannot be made without arguments: {error}. Give each argument a default, "
+            "or make an object of it: strategy: !new:module.Class in the YAML, or "
+            "run_opts={'strategy': Class(...)}."
+        ) from error
+    return kind()

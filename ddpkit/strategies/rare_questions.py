@@ -1,0 +1,200 @@
+"""What only some strategies answer in a way of their own: of divided data and weights, of batches
+that count on some ranks only, of numbers that are averaged beside the gradients.
+
+A strategy from outside needs none of it. Each answer here fits a strategy in which every process
+holds the whole model, and its own part of the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit import distributed
+from ddpkit.comm import start_sum
+from ddpkit.device import widest_float
+from ddpkit.strategies.entries import modules_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from ddpkit.step_times import StepTimer
+
+NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class RareQuestions:
+    """What a strategy is asked besides :class:`~ddpkit.strategies.base.Strategy`'s own methods.
+
+    Attributes:
+        virtual_ranks: over how many the data is divided; None: over the ranks.
+        shards: how many parts of every batch each rank works on.
+        unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
+            under ``no_sync`` before ``finish_gradients``.
+        timer: measures steps; or None.
+
+    Ranks: local.
+    """
+
+    virtual_ranks: int | None = None
+    shards = 1
+    unrepeatable = ""
+    timer: StepTimer | None = None
+
+    # ------------------------------------------------------------------ what kind it is
+
+    def runs_alone(self) -> bool:
+        """Say whether there is work in a process without a group; if not, such a process trains on
+        one device.
+        """
+        return False
+
+    def is_distributed(self) -> bool:
+        """Say whether the ranks exchange something in a step."""
+        return distributed.is_distributed_initialized()
+
+    def has_same_bits(self) -> bool:
+        """Say whether no bit may depend on the number of processes.
+
+        Losses and logged values are then added up without rounding, and outside of batches all
+        ranks draw the same random numbers.
+        """
+        return False
+
+    # ------------------------------------------------------------------ modules
+
+    def place(self, modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+        """Move a recipe's modules to the device. Weights on the meta device get their values.
+
+        Args:
+            modules: by name.
+            device: of this rank.
+        """
+        return modules_on_device(modules, device)
+
+    def divided_modules(self) -> Sequence[nn.Module]:
+        """Return the entries of which each rank holds a part of the weights."""
+        return ()
+
+    def begin_epoch(self, modules: nn.ModuleDict) -> None:
+        """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
+
+    def diverged_entries(self, modules: nn.Module) -> list[str]:
+        """Return the trained entries whose weights differ between ranks."""
+        return []
+
+    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Make the states of objects whole before rank 0 saves them: collective, on every rank in
+        the same order.
+
+        Called where a strategy overrides it: where the main process alone has not all that a
+        checkpoint needs.
+
+        Args:
+            objects: what a checkpoint stores as ``torch.save`` does, by name.
+
+        Returns:
+            By name what to save on rank 0 in the place of some of them: has ``state_dict``, which
+            needs no other rank.
+        """
+        return {}
+
+    # ------------------------------------------------------------------ batches
+
+    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+        """Wrap the batches of a training pass, so that the strategy sees each of them."""
+        return feed
+
+    def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
+        """Return the batches of a divided evaluation.
+
+        Args:
+            batches: of this rank.
+            seed: of the run.
+            place: numbers that name the evaluation.
+        """
+        return batches
+
+    def evaluating(self, length: int | None) -> AbstractContextManager[None]:
+        """Return a context for an evaluation. Collective.
+
+        Args:
+            length: number of batches of this rank, if each rank evaluates the same data; None: they
+                may differ.
+        """
+        return NO_CONTEXT
+
+    def recording_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch that does not count on all ranks: what only others use
+        has no gradient.
+        """
+        return NO_CONTEXT
+
+    # ------------------------------------------------------------------ gradients
+
+    def without_backward(
+        self,
+        modules: nn.ModuleDict,
+        *,
+        closes: bool,
+        counts: bool = True,
+        retain_graph: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Return a context in the place of a backward pass, for a loss that depends on no
+        parameter.
+        """
+        return NO_CONTEXT
+
+    def forget_errors(self) -> None:
+        """Drop what the averaging of gradients has kept, after gradients that are not finite."""
+
+    def start_average(
+        self,
+        count: torch.Tensor | float,
+        device: str,
+    ) -> Callable[[], torch.Tensor | float]:
+        """Start averaging a number over the ranks, before the backward pass, without waiting for it
+        or for the device.
+
+        Args:
+            count: a number, or a tensor of one element.
+            device: of this rank.
+
+        Returns:
+            What waits for the others and gives the average, shape ``()``; in one process a number
+            stays a number.
+        """
+        if not self.is_distributed():
+            own = (
+                count.detach().to(widest_float(device))
+                if isinstance(count, torch.Tensor)
+                else count
+            )
+            return lambda: own
+        total = wide_number(count, device)
+        wait = start_sum(total)
+
+        def average() -> torch.Tensor:
+            wait()
+            return total / torch.distributed.get_world_size()
+
+        return average
+
+
+def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
+    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device,
+    without waiting for the device.
+
+    Example:
+        >>> wide_number(torch.tensor([3]), "cpu")
+        tensor(3., dtype=torch.float64)
+    """
+    wide = widest_float(device)
+    if isinstance(count, torch.Tensor):
+        return count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
+    return torch.full((), count, dtype=wide, device=device)

@@ -1,0 +1,49 @@
+"""One process on one device: nothing to wrap, nothing to average."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddpkit import distributed
+from ddpkit.errors import ConfigError
+from ddpkit.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddpkit.run_opts import RunOptions
+
+
+class SingleDevice(Strategy):
+    """One process, one device.
+
+    Ranks: local.
+
+    Example:
+        >>> SingleDevice().name
+        'one device'
+    """
+
+    name = "one device"
+
+    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+        """Refuse several processes, each of which would train a model of its own.
+
+        Raises:
+            ConfigError: a launcher has started several.
+        """
+        world_size = distributed.get_world_size()
+        if world_size > 1:
+            raise ConfigError(
+                f"strategy='single' is for one process, and a launcher has started {world_size}, "
+                "each of which would train a model of its own. Start one: python train.py "
+                "hparams.yaml --strategy=single; or leave --strategy out."
+            )
+
+    def runs_alone(self) -> bool:
+        """Say that there is work in one process."""
+        return True
+
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return one row."""
+        return {"strategy": "single: one process"}

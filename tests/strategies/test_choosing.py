@@ -1,0 +1,188 @@
+"""Which strategy an option chooses: by a name, by a path, by an object; and what is no strategy."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from ddpkit import strategies
+from ddpkit.command_line import help_text
+from ddpkit.errors import ConfigError
+from ddpkit.hparams import load_hparams
+from ddpkit.run_opts import RunOptions, parse_arguments
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.choice import check_strategy, choose_strategy
+from ddpkit.strategies.loading import new_strategy
+from ddpkit.strategies.names import registered
+from ddpkit.strategies.single import SingleDevice
+from tests.recipes import Regression, linear, make, sgd
+
+
+class Own(Strategy):
+    """Works in one process, too."""
+
+    def __init__(self, every=8):
+        self.every = every
+
+    def runs_alone(self):
+        return True
+
+
+class Lacking(Strategy):
+    def __init__(self, every):
+        self.every = every
+
+
+PATH = f"{__name__}:Own"
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_each_strategy_of_the_library_is_made_of_its_name(name):
+    made = new_strategy(name)
+    assert isinstance(made, Strategy)
+    assert type(made).__module__ == registered()[name].where.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "fdsp",
+            r"one of auto, data_parallel, ddp, fsdp, .* or module:Class \(did you mean 'fsdp'",
+        ),
+        ("DDP", "one of auto, "),
+        ("my_package.averaging.Every", r"\(did you mean 'my_package.averaging:Every'\?\)"),
+        (3, "a name, or an object of a subclass of ddpkit.strategies.Strategy, got 3"),
+        (None, "expects a name, or an object"),
+    ],
+)
+def test_what_can_be_no_strategy_is_refused_when_it_is_given(given, words):
+    with pytest.raises(ConfigError, match=words):
+        RunOptions(strategy=given)
+
+
+def test_the_command_line_names_the_strategies_and_the_near_miss(tmp_path):
+    file = tmp_path / "hparams.yaml"
+    file.write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"^--strategy expects one of .*mean 'zero1'"):
+        parse_arguments([str(file), "--strategy=zero"])
+    assert parse_arguments([str(file), f"--strategy={PATH}"])[1].strategy == PATH
+    assert "--strategy auto|ddp|fsdp|zero1|single" in help_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("no_such.averaging:Every", "'no_such.averaging' cannot be imported: No module named"),
+        (f"{__name__}:Owm", "has no 'Owm'. Did you mean 'Own'?"),
+        ("collections:OrderedDict", "is no strategy. Give a subclass of ddpkit.strategies"),
+        (Lacking, "cannot be made without arguments: missing a required argument: 'every'"),
+    ],
+)
+def test_what_is_no_strategy_is_told_before_the_run(given, words):
+    options = RunOptions(device="cpu", strategy=given)
+    with pytest.raises(ConfigError) as caught:
+        choose_strategy(options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        (PATH, 8),
+        (Own, 8),
+        (functools.partial(Own, every=3), 3),
+        (Own(5), 5),
+    ],
+    ids=["path", "class", "class with arguments", "object"],
+)
+def test_a_strategy_from_outside_is_chosen(given, every):
+    options = RunOptions(device="cpu", strategy=given)
+    chosen = choose_strategy(options)
+    assert (type(chosen), chosen.every, chosen.name) == (Own, every, "Own")
+    assert (chosen.options, chosen.device, chosen.has_own_fit_batch) == (options, "cpu", False)
+
+
+def test_the_yaml_gives_an_object_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "hparams.yaml"
+    file.write_text(f"every: 2\nstrategy: !new:{__name__}.Own\n  every: !ref <every>\n")
+    _, run_opts, overrides = parse_arguments([str(file), "--every=4", "--device=cpu"])
+    brain = Regression({"net": linear()}, sgd(), load_hparams(str(file), overrides), run_opts)
+    assert repr(brain.run_opts.strategy) == PATH  # the same on each rank, and in the run's log
+    assert brain.run_opts.strategy.every == 4
+    run_opts = parse_arguments([str(file), "--strategy=single", "--device=cpu"])[1]
+    assert run_opts.resolved(load_hparams(str(file))).strategy == "single"
+
+
+def test_an_object_is_the_strategy_of_one_brain():
+    own = Own()
+    make(strategy=own)
+    with pytest.raises(ConfigError, match="is the strategy of another Brain already"):
+        make(strategy=own)
+
+
+@pytest.fixture
+def named():
+    strategies.register("every", PATH)
+    yield "every"
+    strategies.unregister("every")
+
+
+def test_a_strategy_is_given_a_name(named):
+    assert type(choose_strategy(RunOptions(device="cpu", strategy=named))) is Own
+    assert "every" in strategies.registered_names()
+    strategies.register("every", PATH)  # a module may be imported twice
+    with pytest.raises(ConfigError, match="the name stands for .* already"):
+        strategies.register("every", Own)
+    with pytest.raises(ConfigError, match=r"one of auto, .* every, .*\(did you mean 'every'\?\)"):
+        RunOptions(strategy="evry")
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "words"),
+    [
+        ("zero1", PATH, "a strategy of ddpkit has this name"),
+        ("auto", PATH, "is not 'auto'"),
+        ("two words", PATH, "has letters, digits and underscores"),
+        ("mine", "my_package.Every", "write the module, a colon and the class"),
+        ("mine", int, "this is no subclass of ddpkit.strategies.Strategy"),
+    ],
+)
+def test_what_cannot_be_registered(name, where, words):
+    with pytest.raises(ConfigError, match=words):
+        strategies.register(name, where)
+    assert "mine" not in strategies.registered_names()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("virtual_ranks", "--virtual_ranks"),
+        ("data_parallel", "--data_parallel_backend"),
+        ("local_sgd", "--ddp_comm_hook=post_local_sgd"),
+    ],
+)
+def test_a_strategy_with_an_option_of_its_own_needs_it(name, option):
+    with pytest.raises(ConfigError, match=f"strategy={name!r} needs {option}, which chooses it"):
+        check_strategy(RunOptions(device="cpu", strategy=name))
+
+
+def test_the_name_of_a_strategy_goes_with_its_option():
+    options = RunOptions(device="cpu", strategy="virtual_ranks", virtual_ranks=4)
+    assert choose_strategy(options).shards == 4
+
+
+@pytest.mark.parametrize("given", [{"virtual_ranks": 4}, {"data_parallel_backend": True}])
+def test_a_strategy_from_outside_does_not_go_with_one_that_an_option_chooses(given):
+    (name,) = given
+    words = f"{name} does not work with strategy={PATH}: choose one of them"
+    with pytest.raises(ConfigError, match=words):
+        check_strategy(RunOptions(device="cpu", strategy=PATH, **given))
+
+
+def test_a_strategy_that_does_nothing_alone_is_one_device_in_one_process():
+    kind = type("Alone", (Own,), {"runs_alone": Strategy.runs_alone})
+    assert type(choose_strategy(RunOptions(device="cpu", strategy=kind))) is SingleDevice
+    with pytest.raises(ConfigError, match="does not work with static_graph=True: it is DDP's"):
+        choose_strategy(RunOptions(device="cpu", strategy=kind, static_graph=True))

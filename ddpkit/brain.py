@@ -965,6 +965,9 @@ class Brain(_Typed):
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
             sizes = run.plan_steps(train, valid, epoch_counter)
+            run.validations.begin_fit(
+                self, self._fit_valid, valid, enable=self.__bar_enabled(progressbar)
+            )
             self.steps_per_epoch = run.length.steps_per_epoch
             self.total_steps = run.length.total_steps
             run.initial_weights.begin(start)
@@ -990,12 +993,11 @@ class Brain(_Typed):
                 {"init_from": run.initial_weights.row, **parts.rows(self)},
             )
             run.record.begin(sizes, run.length)
-            self.__bar_enabled(progressbar)  # refuses what is no switch, before the first epoch
             reason = run_epochs(
                 run.context,
                 run.early_end,
                 epoch_counter,
-                lambda epoch: self.__train_and_validate(train, valid, epoch, progressbar),
+                lambda epoch: self.__train_and_validate(train, epoch, progressbar),
                 validates=valid is not None,
             )
             result = run.fit_result(reason)
@@ -1225,12 +1227,11 @@ class Brain(_Typed):
     def __train_and_validate(
         self,
         train: Any,
-        valid: Any,
         epoch: int,
         progressbar: bool | None,
     ) -> None:
         self._fit_train(train, epoch, self.__bar_enabled(progressbar))
-        self._fit_valid(valid, epoch, self.__bar_enabled(progressbar))
+        self.__run.validations.after_epoch(epoch)
 
     def _fit_train(
         self,

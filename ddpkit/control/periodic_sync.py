@@ -123,6 +123,14 @@ class PeriodicSync:
         self._known_steps_apart = self._steps_apart
         self._steps_apart = 1
 
+    def leave_out(self, seconds: float) -> None:
+        """Count no step for something else that has taken so long since the last sync.
+
+        Args:
+            seconds: that it has taken.
+        """
+        self._last_time += seconds
+
     def __call__(
         self,
         step: int,

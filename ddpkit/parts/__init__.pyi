@@ -1,3 +1,4 @@
 from ddpkit.parts.early_stopping import EarlyStopping as EarlyStopping
 from ddpkit.parts.events import PartEvents as PartEvents, parts_of as parts_of
 from ddpkit.parts.part import Part as Part
+from ddpkit.parts.validation_schedule import ValidationSchedule as ValidationSchedule

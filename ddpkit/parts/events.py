@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ddpkit.base import note_part
 from ddpkit.errors import ConfigError
@@ -22,6 +26,7 @@ EVENTS = (
     "wrap_batches",
     "on_gradients",
     "after_step",
+    "is_validation_due",
     "on_sync",
     "on_stage_end",
     "on_fit_end",
@@ -40,6 +45,10 @@ SAME_NAME = (
 HALF_SAVED = (
     "parts: {} has one of state_dict and load_state_dict. A run that goes on needs both: one "
     "returns what a checkpoint holds, the other takes it over."
+)
+NO_ANSWER = (
+    "{}.is_validation_due returned {!r}. Return True or False, how many batches to validate on, or "
+    "None where the part has no say."
 )
 NEEDS = "parts: {} needs {} before it in the list, and the list is {}."
 
@@ -80,6 +89,10 @@ class PartEvents:
         """Say whether any part hears an event."""
         return bool(self._hearing[event])
 
+    def listeners(self, event: str) -> str:
+        """Return the names of the parts that hear an event, in words."""
+        return ", ".join(part.name for part in self._hearing[event])
+
     def saved(self) -> Mapping[str, Part]:
         """Return the parts whose state is saved, by name."""
         return {part.name: part for part in self._hearing["state_dict"]}
@@ -116,6 +129,28 @@ class PartEvents:
                     raise
 
         return call_all
+
+    def validation_size(self, brain: Any, moment: str) -> float | None:
+        """Return how many batches of each set ``fit`` validates on now.
+
+        Args:
+            brain: of the recipe.
+            moment: ``"start"``, ``"step"`` or ``"epoch"``.
+
+        Returns:
+            The largest that a part asks for, infinity for all; 0: no validation; None: no part has
+            a say.
+
+        Raises:
+            ConfigError: the answer of a part is none.
+        """
+        found = None
+        for part in self._hearing["is_validation_due"]:
+            with _naming(part, "is_validation_due"):
+                size = _size(part, part.is_validation_due(brain, moment))
+            if size is not None:
+                found = size if found is None else max(found, size)
+        return found
 
     def wrapped(self, brain: Any, batches: Iterable[Any], stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage as the parts pass them on, the first part innermost.
@@ -191,6 +226,17 @@ def _is_part_class(value: Any) -> bool:
 
 def _overrides(part: Part, event: str) -> bool:
     return getattr(type(part), event) is not getattr(Part, event) or event in vars(part)
+
+
+def _size(part: Part, answer: Any) -> float | None:
+    """Return the batches that an answer of ``is_validation_due`` asks for."""
+    if answer is None:
+        return None
+    if isinstance(answer, (bool, np.bool_)):
+        return math.inf if answer else 0.0
+    if isinstance(answer, Integral) and int(answer) >= 0:
+        return float(int(answer))
+    raise ConfigError(NO_ANSWER.format(part.name, answer))
 
 
 def _check(parts: tuple[Any, ...]) -> None:

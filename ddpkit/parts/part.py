@@ -23,10 +23,11 @@ class Part:
 
         fit:       check, (the checkpoint is recovered), on_fit_start, and for every epoch:
                      on_stage_start(TRAIN), wrap_batches(TRAIN), for every optimizer step:
-                       on_gradients, the step, after_step
+                       on_gradients, the step, after_step, is_validation_due
                      about once a second: on_sync
                      on_stage_end(TRAIN)
-                     on_stage_start(VALID), wrap_batches(VALID), on_stage_end(VALID)
+                     is_validation_due; where it is:
+                       on_stage_start(VALID), wrap_batches(VALID), on_stage_end(VALID)
                    on_fit_end
         evaluate:  check, on_stage_start(TEST), wrap_batches(TEST), on_stage_end(TEST)
         predict:   check, wrap_batches(TEST)
@@ -157,6 +158,33 @@ class Part:
 
         Ranks: all; may communicate.
         """
+
+    def is_validation_due(self, brain: Any, moment: str) -> int | None:
+        """Say whether ``fit`` validates now: asked between two optimizer steps, and when the
+        training of an epoch is over.
+
+        Without a part that has a say, ``fit`` validates at the end of each epoch. Where several
+        have one, the largest validation is made.
+
+        A validation between two steps leaves the training as it was: its position, modes of
+        modules, random streams, logged values and metrics. ``on_stage_start`` and ``on_stage_end``
+        come with ``Stage.VALID`` as ever. At the last step of an epoch the validation waits for the
+        end of the epoch. Where the ranks' weights differ, as with ``ddp_comm_hook=post_local_sgd``,
+        this is asked after their next average.
+
+        Args:
+            brain: of the recipe; ``brain.progress.validated_at`` is the optimizer step of the last
+                validation, -1 before the first.
+            moment: ``"start"`` before the first step of a run, ``"step"`` after an optimizer step,
+                ``"epoch"`` after the training of an epoch.
+
+        Returns:
+            True: validate. A number: on so many batches of each set and process. False: do not.
+            None: no say.
+
+        Ranks: all, at the same step; the answers must be the same. Must not communicate.
+        """
+        return None
 
     def on_sync(self, brain: Any) -> None:
         """Called about once a second in training, between two optimizer steps; before the save, if

@@ -28,7 +28,7 @@ from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
 from ddpkit.reporting.bar_layout import BarFacts, fitting_format, left_in_words, wait_in_words
-from ddpkit.reporting.run_log import Current, no_step, run_event
+from ddpkit.reporting.run_log import Current, run_event
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LoggedValues:
         values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``,
             ``"test"``) and name. Values of batches are equal on all ranks; values of
             ``on_stage_end`` are this rank's.
-        train_logger: receives values logged per step; or None.
+        train_logger: receives values logged per step, if it has ``log_step``.
 
     Ranks: as its methods say.
 
@@ -129,19 +129,13 @@ class LoggedValues:
         self._fresh: list[tuple[int, Callable[..., None], Any, Any]] = []
 
     @contextlib.contextmanager
-    def during(
-        self,
-        stage: Stage | None,
-        epoch: int | None,
-        optimizer_step: Callable[[], int | None] = no_step,
-    ) -> Iterator[None]:
+    def during(self, stage: Stage | None, epoch: int | None) -> Iterator[None]:
         """Return a context for a stage with its hooks.
 
         Args:
             stage: its values are reset; TRAIN also resets the validation's. None: a prediction,
                 which logs nothing.
             epoch: or None.
-            optimizer_step: returns the optimizer steps of the weights; loggers write at them.
 
         Ranks: local.
         """
@@ -152,13 +146,12 @@ class LoggedValues:
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
-        outer = Current.logged, Current.optimizer_step
+        outer = Current.logged
         Current.logged = self.reported
-        Current.optimizer_step = optimizer_step
         try:
             yield
         finally:
-            Current.logged, Current.optimizer_step = outer
+            Current.logged = outer
             self._stage, self._epoch, self._is_over = before
 
     def reported(self) -> Mapping[str, Mapping[str, float]]:
@@ -338,7 +331,7 @@ class LoggedValues:
                 optimizer_step=optimizer_step,
                 values=values,
             )
-            if self.train_logger is not None:
+            if hasattr(self.train_logger, "log_step"):
                 self.train_logger.log_step(values, optimizer_step)
 
     def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Any]]:
@@ -517,19 +510,42 @@ class ProgressBar:
         self._of_run = of_run
         self.partial = False
         self._started = self._last_line = time.monotonic()
+        self._colour = colour
         self._bar: tqdm[Any] | None = None
         if enable and sys.stderr is not None and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total,
-                initial=initial,
-                desc=label,
-                colour=colour,
-                dynamic_ncols=True,
-                file=sys.stderr,
-                delay=math.inf,  # until it is known what fits
-            )
-            self._bar.delay = 0.0
+            self._bar = self._open()
             self._draw(initial, BarFacts())
+
+    def _open(self) -> tqdm[Any]:
+        bar = tqdm(
+            total=self.total,
+            initial=self.initial,
+            desc=self.label,
+            colour=self._colour,
+            dynamic_ncols=True,
+            file=sys.stderr,
+            delay=math.inf,  # until it is known what fits
+        )
+        bar.delay = 0.0
+        return bar
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context in which another bar is shown; its time does not count for this one."""
+        began = time.monotonic()
+        bar = self._bar
+        if bar is not None:
+            bar.leave = False
+            bar.close()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._started += seconds
+            if bar is not None:
+                self._bar = self._open()
+                self._bar.start_t = bar.start_t + seconds
+                self._draw(int(bar.n), BarFacts())
 
     def __enter__(self) -> Self:
         return self

@@ -52,11 +52,11 @@ class IntraEpochSaves:
         so.
         """
         self._put_off = report if self.context.strategy.weights_differ else None
-        if report.stop and not self._would_be_incomplete():
+        if report.stop and not self.would_be_incomplete():
             self.stop.stop_training(
                 report.stop, is_saved=self.last_step == self.context.progress.step
             )
-        if report.save_wanted and not self._would_be_incomplete():
+        if report.save_wanted and not self.would_be_incomplete():
             self.stop.signals.save_wanted = False
             self.policy.save_inside_epoch()
             self._start_anew()
@@ -78,14 +78,14 @@ class IntraEpochSaves:
 
     def on_average(self) -> None:
         """Do what was put off until the ranks' weights are averaged, if they are."""
-        if self._put_off is not None and not self._would_be_incomplete():
+        if self._put_off is not None and not self.would_be_incomplete():
             self.on_sync(self._put_off)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
-        if not self._would_be_incomplete() and self.policy.save_if_due(seconds, steps):
+        if not self.would_be_incomplete() and self.policy.save_if_due(seconds, steps):
             self._start_anew()
 
-    def _would_be_incomplete(self) -> bool:
+    def would_be_incomplete(self) -> bool:
         """Return whether a checkpoint would be incomplete: unused gradients, or weights that differ
         between ranks.
         """

@@ -28,6 +28,7 @@ from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run.step_plan import StepPlan
 from ddpkit.run.stop_control import StopControl
 from ddpkit.run.total_steps import note_epoch
+from ddpkit.run.validations import Validations
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import check_strategy
 from ddpkit.train_logger import join_loggers
@@ -78,6 +79,7 @@ class Run:
         record: writes the begin and the end of each call of ``fit`` into the run's log.
         stages: runs a stage.
         loaders: makes loaders.
+        validations: when this call of ``fit`` validates.
         early_end: whether this call of ``fit`` is to end after the present epoch.
         counters: which epoch counter the calls of ``fit`` count with.
         epochs: of this call of ``fit``; None where that is not known.
@@ -105,9 +107,10 @@ class Run:
         self.stop = StopControl(context, self.policy)
         self.preflight = Preflight(context, train_step, self.policy)
         self.record = RunRecord(context, self.policy, self.preflight)
-        self.stages = StageRunner(context, train_step, self.policy, self.stop)
-        self.loaders = LoaderFactory(context)
         self.early_end = EarlyEnd()
+        self.validations = Validations(context, self.early_end)
+        self.stages = StageRunner(context, train_step, self.policy, self.stop, self.validations)
+        self.loaders = LoaderFactory(context)
         self.counters = FitCounters()
         self.epochs: int | None = 1
         self.length = RunLength()
@@ -133,6 +136,7 @@ class Run:
             yield
         finally:
             step.on_gradients = step.after_window = None
+            self.validations.end_fit()
 
     def ask_to_end(self, reason: str) -> None:
         """End the training after the present epoch.

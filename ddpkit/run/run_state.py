@@ -91,6 +91,8 @@ class RunState:
     * ``epoch_began_at``: the same as the epoch began.
     * ``nonfinite``, ``clipped``: steps of the epoch that were skipped, windows that were
       clipped.
+    * ``validated_at``: the optimizer step of the last validation; only where parts say when to
+      validate.
     * ``sum_divisor``: what loss sums are divided by before fp16 scaling; only where it is
       agreed on.
     * ``loss_sum``, ``loss_count``, ``samples``: of the epoch's training over all ranks. The first
@@ -204,6 +206,7 @@ class RunState:
             "epoch_began_at": progress.began_at,
             "nonfinite": progress.nonfinite,
             "clipped": progress.clipped,
+            **self._last_validation(),
             **({} if divisor is None else {"sum_divisor": divisor}),
             "loss_sum": str(loss_sum) if isinstance(loss_sum, Fraction) else loss_sum,
             "loss_count": str(loss_count) if isinstance(loss_count, Fraction) else loss_count,
@@ -232,6 +235,11 @@ class RunState:
         from ddpkit.base import dump_plain_yaml  # loads yaml: not for a Brain alone
 
         path.write_text(dump_plain_yaml(state), encoding="utf-8")
+
+    def _last_validation(self) -> dict[str, int]:
+        """Return when the last validation was, where parts say when there is one."""
+        is_asked = self.context.parts.hears("is_validation_due")
+        return {"validated_at": self.context.progress.validated_at} if is_asked else {}
 
     def _loss_sums_by_itself(self) -> Sequence[Any]:
         """Return the sums for a save that a recipe makes, perhaps on the main process alone."""
@@ -341,6 +349,7 @@ class RunState:
             return
         for name, changes in other_settings.items():
             logger.warning(OTHER_SETTINGS, name, ", ".join(changes))
+        self.context.progress.recover_validation(state.get("validated_at", -1))
         self.rank_state.adopt_seed(state.get("seed"))
         self._warn_of_changes(state)
         self._saved_flags = state.get("trained")

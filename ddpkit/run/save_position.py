@@ -78,6 +78,9 @@ class SavePosition:
             yield passed_on.end_of_epoch
         elif not self.run_state.calls.number or phase in _OWN_LOOP:
             yield end_of_epoch
+        elif self.context.progress.is_between_steps:
+            with self.context.progress.at_last_update():
+                yield False
         elif phase is EpochPhase.IN_PASS:
             if end_of_epoch:
                 logger.warning_once(LEAVES_OUT)

@@ -4,6 +4,7 @@ log.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ from ddpkit.train_logger import run_event
 from ddpkit.training import FeedThrough
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ddpkit.control import PeriodicSync, SyncReport
     from ddpkit.training import RunContext, TrainStep
@@ -184,6 +185,21 @@ class SpeedReport:
         if self.timer is not None and self._measures_all and self.last is None:
             self._report_rest(self.timer)
         timer.stop()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context between two steps whose time counts for none of them.
+
+        Ranks: local.
+        """
+        timer = self.timer or self._marking
+        if timer is not None:
+            timer.stop()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - began
 
     def stop(self) -> None:
         """Measure nothing any more, whatever has ended the call of ``fit``; nothing is exchanged.

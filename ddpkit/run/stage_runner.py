@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_r
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
-from ddpkit.metrics import begin_stage, metrics_of
+from ddpkit.metrics import begin_stage, counted_by, metrics_of
 from ddpkit.options import READING
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
@@ -25,6 +26,7 @@ from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.evaluation_stops import StopsOfEvaluation, added_over_store
 from ddpkit.run.garbage_collection import collecting_by_steps
 from ddpkit.run.intra_epoch_saves import IntraEpochSaves
+from ddpkit.run.kept_metrics import kept_metrics
 from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
@@ -33,7 +35,9 @@ from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
 from ddpkit.run.step_flops import StepFlops
-from ddpkit.train_logger import as_train_logger, run_event
+from ddpkit.run.step_validations import StepValidations
+from ddpkit.seed import restore_rng_state, rng_state
+from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
     PassedThrough,
@@ -65,6 +69,7 @@ if TYPE_CHECKING:
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.stage_hooks import StageHooks
     from ddpkit.run.stop_control import StopControl
+    from ddpkit.run.validations import Validations
     from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
@@ -98,6 +103,7 @@ class StageRunner:
         policy: saves in the middle of an epoch; its rank state puts the data where a checkpoint
             left it.
         stop: knows what has asked to stop; tightens its limits after the first steps.
+        validations: when to validate.
 
     Attributes:
         profiler: of this call of ``fit``, or None.
@@ -117,6 +123,7 @@ class StageRunner:
         train_step: TrainStep,
         policy: CheckpointPolicy,
         stop: StopControl,
+        validations: Validations,
     ) -> None:
         self.context = context
         self.train_step = train_step
@@ -128,6 +135,7 @@ class StageRunner:
         self.profiler: Any = None
         self.prepare_new_optimizers: Callable[[], object] = do_nothing  # until a run sets it
         self.time_left = TimeLeft()
+        self.validations = validations
         self._has_graphs = False
         self.speed = SpeedReport(context, train_step)
         self.flops = StepFlops(context, train_step, self.speed.note_flops)
@@ -268,6 +276,7 @@ class StageRunner:
                     else one_pass()
                 )
             progress.note_train_loss(found)
+            self.validations.plan_after_epoch()
             brain.zero_grad(set_to_none=True)  # frees memory for the validation
             # Before the hook: a checkpoint that it saves has the schedule after this epoch.
             if train_step.schedule is not None and progress.is_whole:
@@ -303,10 +312,10 @@ class StageRunner:
         require_same_draw(loader)
         if options.auto_micro_batch:
             ready = self.auto_micro_batch.ready(ready)
-        feed: Any = self._feed(brain, loader, left_out, ready)
+        source = self._feed(brain, loader, left_out, ready)
         strategy = self.context.strategy
         strategy.begin_pass(progress)
-        feed = strategy.feed(feed, progress, self.rank_state.base_seed or 0)
+        feed: Any = strategy.feed(source, progress, self.rank_state.base_seed or 0)
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
         progress.begin_pass()
@@ -342,7 +351,7 @@ class StageRunner:
                 saves.on_sync(report)
 
             limit = self._step_limit(ready)
-            on_window = saves.on_window if saves.follows_windows else None
+            inside = self._step_validations(brain, saves, source, bar)
             with self.train_step.warning_without_steps(), self.flops.during_pass():
                 is_limited = train_epoch(
                     brain,
@@ -350,14 +359,11 @@ class StageRunner:
                     self._sync,
                     on_sync,
                     limit,
-                    on_window=on_window,
+                    on_window=_after_windows(saves, inside),
                     tell=saves.tell,
                 )
             self.speed.pause()
-            is_read = feed.length is not None and progress.step >= feed.length
-            progress.end_batches(is_whole=is_read or not is_limited)
-            if not progress.is_whole:
-                logger.info(CUT, options.optimizer_step_limit, epoch, progress.step)
+            self._end_batches(feed, is_limited=is_limited, inside=inside)
             self._after_last_batch(brain, saves)
             trained = epoch, progress.optimizer_step
             return self._finish(
@@ -367,6 +373,60 @@ class StageRunner:
                 bar,
                 samples_before,
             )
+
+    def _end_batches(
+        self,
+        feed: Any,
+        *,
+        is_limited: bool,
+        inside: StepValidations | None,
+    ) -> None:
+        """Note, and say, whether the pass has read all of its data."""
+        progress = self.context.progress
+        is_read = feed.length is not None and progress.step >= feed.length
+        has_ended = inside is not None and inside.has_ended
+        progress.end_batches(is_whole=is_read or not (is_limited or has_ended))
+        if not progress.is_whole and not has_ended:
+            limit = self.context.options.optimizer_step_limit
+            logger.info(CUT, limit, progress.epoch, progress.step)
+
+    def _step_validations(
+        self,
+        brain: StageHooks,
+        saves: IntraEpochSaves,
+        feed: Feed | StreamFeed,
+        bar: ProgressBar,
+    ) -> StepValidations | None:
+        """Return what validates between the steps of a pass; None where no part asks for that."""
+        if not self.validations.follows_steps:
+            return None
+        keeping = functools.partial(self._keeping_training, brain, bar)
+        inside = StepValidations(self.validations, saves, feed, keeping)
+        feed.ready = inside.after(feed.ready)
+        return inside
+
+    @contextlib.contextmanager
+    def _keeping_training(self, brain: StageHooks, bar: ProgressBar) -> Iterator[None]:
+        """Return a context for a validation between two steps, after which the training is as it
+        was.
+        """
+        progress = self.context.progress
+        progress.resolve_at_sync()
+        began = time.monotonic()
+        random = rng_state()
+        self.flops.end_batch()
+        with (
+            self.speed.suspended(),
+            bar.suspended(),
+            kept_modes(self.context.modules),
+            kept_metrics(brain, self.context.hparams),
+            self.policy.between_steps(),
+            progress.between_steps(),
+            counted_by(progress.window),
+        ):
+            yield
+        restore_rng_state(random)
+        self._sync.leave_out(time.monotonic() - began)
 
     def _after_last_batch(self, brain: StageHooks, saves: IntraEpochSaves) -> None:
         """Step on what a cut window has left; make equal on all ranks what a pass lets differ."""
@@ -473,12 +533,12 @@ class StageRunner:
         trained = epoch, self.context.progress.optimizer_step
         if epoch is None:
             trained = self.policy.run_state.epoch_and_steps_of_weights()
-        with self._logging(stage, *trained), self._modes_of_fit(stage):
+        with self._logging(stage, trained[0]), self._modes_of_fit(stage):
             progress = self.context.progress
             schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             kept = (progress.step, progress.meter) if is_inside else None
-            if stage is Stage.VALID:
+            if stage is Stage.VALID and not progress.is_between_steps:
                 self.time_left.begin_validation()
             with stage_mode(lambda: self.context.modules, training=False):
                 brain.on_stage_start(stage, epoch)
@@ -500,7 +560,7 @@ class StageRunner:
                 )
             if stage is Stage.VALID:
                 progress.end_validation(loss)
-                if schedule is not None and progress.is_whole:
+                if schedule is not None and (progress.is_whole or progress.is_between_steps):
                     schedule.after_stage(stage, loss, progress.optimizer_step)
             with torch.no_grad(), self.context.progress.unsaved(), self._explaining(brain):
                 self.context.parts.tell("on_stage_end", brain, stage, loss, epoch)
@@ -527,10 +587,11 @@ class StageRunner:
         strategy = self.context.strategy
         is_shared = self.context.options.shard_evaluation
         shards = strategy.shards if is_shared else 1
+        most = self.validations.most_batches if stage is Stage.VALID else math.inf
         with self._bar(
             stage,
             epoch,
-            self._limited(length_of(loader), shards),
+            self._limited(length_of(loader), shards, most),
             enable=enable_bar,
         ) as bar:
             plan = plan_of(loader)
@@ -540,7 +601,7 @@ class StageRunner:
             stop_sync.sync.start(progress.step)
             batches: Iterable[Any] = first_of(
                 self._batches(brain, loader, stage),
-                self._limited(None, shards),
+                self._limited(None, shards, most),
             )
             if is_shared:
                 seed = self.rank_state.base_seed or 0
@@ -663,32 +724,15 @@ class StageRunner:
     # ------------------------------------------------------------------ around every stage
 
     @contextlib.contextmanager
-    def _logging(
-        self,
-        stage: Stage,
-        epoch: int | None,
-        evaluated: int | None = None,
-    ) -> Iterator[None]:
-        """Return a context for a stage with its hooks, in which a recipe may log values.
-
-        Args:
-            stage: TRAIN, VALID or TEST.
-            epoch: or None.
-            evaluated: the optimizer steps of the weights in an evaluation.
-        """
-        progress = self.context.progress
-
-        def step() -> int:
-            return progress.optimizer_step if evaluated is None else evaluated
-
-        with progress.logged.during(stage, epoch, step):
+    def _logging(self, stage: Stage, epoch: int | None) -> Iterator[None]:
+        """Return a context for a stage with its hooks, in which a recipe may log values."""
+        with self.context.progress.logged.during(stage, epoch):
             self.context.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
 
     def note_logger(self, brain: StageHooks) -> None:
         """Note the train logger of the recipe, which gets what is logged per step."""
-        found = getattr(brain.hparams, "train_logger", None)
-        self.context.progress.logged.train_logger = as_train_logger(found)
+        self.context.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
 
     def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
         """Return a context after which the modules are in their modes again, where a hook of
@@ -737,14 +781,21 @@ class StageRunner:
             )
         return PassedThrough(batches, cuda_graph_steps) if self._has_graphs else batches
 
-    def _limited(self, length: int | None, shards: int = 1) -> int | None:
+    def _limited(
+        self,
+        length: int | None,
+        shards: int = 1,
+        most: float = math.inf,
+    ) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None:
         all.
         """
-        if not self.context.options.debug:
+        if self.context.options.debug:
+            most = min(most, self.context.options.debug_batches)
+        if math.isinf(most):
             return length
-        most = self.context.options.debug_batches * shards
-        return most if length is None else min(length, most)
+        used = int(most) * shards
+        return used if length is None else min(length, used)
 
     def _bar(
         self,
@@ -783,6 +834,8 @@ class StageRunner:
         rate = (
             rate_of_bar(self.train_step.named_optimizers().values()) if stage is Stage.TRAIN else ""
         )
+        if self.context.progress.is_between_steps:  # it counts for the training around it
+            return RunFacts()
         left = self.time_left.estimate(step / length if length else None)
         return RunFacts(
             rate,
@@ -912,3 +965,13 @@ class StageRunner:
                 progress.optimizer_step - progress.began_at,
                 self.context.options.max_grad_norm,
             )
+
+
+def _after_windows(
+    saves: IntraEpochSaves,
+    inside: StepValidations | None,
+) -> Callable[[], object] | None:
+    """Return what a pass calls after each optimizer step; None: nothing."""
+    if inside is not None:
+        return inside.on_window
+    return saves.on_window if saves.follows_windows else None

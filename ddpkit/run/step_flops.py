@@ -107,6 +107,10 @@ class StepFlops:
                     break
         yield from batches
 
+    def end_batch(self) -> None:
+        """Count nothing more of the present batch: another stage begins."""
+        self._running.close()
+
     @contextlib.contextmanager
     def during_pass(self) -> Iterator[None]:
         """Return a context for a pass: nothing is counted after it, whatever ends it."""

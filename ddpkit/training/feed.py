@@ -32,7 +32,8 @@ class Feed:
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
         left_out: how many of those the loader yields again, to be left out.
-        ready: called once, after the batches left out have been read and before the next one is.
+        ready: called once, after the batches left out have been read and before the next one is;
+            where it returns something that is true, none is.
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all
             ranks together does.
 
@@ -66,9 +67,8 @@ class Feed:
             start_loading(self.loader),
             max(length - self.start, 0) + self.left_out,
         )
-        for _ in range(self.left_out):
-            next(source, None)
-        self.ready()
+        if not self._begins(source):
+            return
         counts = self.counts
         by_samples = self.weighting == "samples"
         # what a batch of this number weighs on all ranks together
@@ -99,6 +99,20 @@ class Feed:
                 f"the training loader ended after {done} of {length} batches: its length must be "
                 "the number of batches that it yields, on every process."
             )
+
+    def _begins(self, source: Iterator[Any]) -> bool:
+        """Read the batches that are left out; return whether others follow."""
+        for _ in range(self.left_out):
+            next(source, None)
+        return not self.ready()
+
+    def is_at_end(self, step: int) -> bool:
+        """Say whether no batch follows.
+
+        Args:
+            step: batches of the epoch so far.
+        """
+        return step >= self.length
 
     def _weight_without_counts(self, _: int) -> float:
         """Every batch weighs the same: one on each rank."""

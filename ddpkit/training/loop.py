@@ -47,7 +47,7 @@ def train_epoch(
     on_sync: Callable[[SyncReport], None],
     stop_at: float,
     *,
-    on_window: Callable[[], None] | None = None,
+    on_window: Callable[[], object] | None = None,
     tell: Callable[[], Requests] = Requests,
 ) -> bool:
     """Train on every batch of a feed.
@@ -58,11 +58,13 @@ def train_epoch(
         sync: when the ranks sync.
         on_sync: called with the result of a sync, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
-        on_window: called after every optimizer step, if given; at the same step on every rank.
+        on_window: called after every optimizer step, if given; at the same step on every rank. The
+            pass ends where it returns something that is true.
         tell: returns what this rank sends at a sync beside its losses.
 
     Returns:
-        Whether ``stop_at`` has ended the pass; there may be no further batch all the same.
+        Whether ``stop_at`` or ``on_window`` has ended the pass; there may be no further batch all
+        the same.
 
     Ranks: collective.
     """
@@ -89,8 +91,8 @@ def train_epoch(
             progress.window_end = progress.step
             # A copy has no batches of the next window.
             progress.train_meter = meter if is_single else meter.copy()
-            if on_window is not None:
-                on_window()
+            if on_window is not None and on_window():
+                return True
             if progress.step >= sync.due:
                 on_sync(
                     sync(

@@ -38,6 +38,8 @@ class Progress(optim.StepCounters):
             ``optimizer_step_limit`` ended it.
         validates: whether this call of ``fit`` has data for a validation.
         is_validated: whether the validation of this epoch is over, but for ``on_stage_end``.
+        validated_at: the optimizer step of the last validation; -1 before the first.
+        is_between_steps: whether a validation runs between two steps of a training stage.
         window_end: batches of the current or last training stage up to the end of the last window,
             stepped or skipped; in an epoch that goes on from a checkpoint and has not begun again,
             those of the checkpoint.
@@ -80,6 +82,8 @@ class Progress(optim.StepCounters):
     is_whole: bool = False
     validates: bool = False
     is_validated: bool = False
+    validated_at: int = -1
+    is_between_steps: bool = False
     window_end: int = 0
     avg_train_loss: float = 0.0
     is_fitting: bool = False
@@ -197,6 +201,10 @@ class Progress(optim.StepCounters):
         """Go on counting updates where a checkpoint says."""
         self.resolve_pending()
         self.optimizer_step = optimizer_step
+
+    def recover_validation(self, validated_at: int) -> None:
+        """Note the optimizer step of the last validation, as a checkpoint says it."""
+        self.validated_at = validated_at
 
     def go_to(self, epoch: int, step: int) -> None:
         """Go on at a batch of an epoch, for a check that trains nothing."""
@@ -352,11 +360,29 @@ class Progress(optim.StepCounters):
         self.step = 0
         self.meter = self.new_meter()
 
+    def plan_validation(self, *, is_due: bool) -> None:
+        """Note whether the epoch, whose training is over, ends with a validation."""
+        self.validates = is_due
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Return a context for a validation between two steps of the training stage, after which
+        the position and the losses are those of the training again.
+        """
+        return temporarily(
+            self,
+            is_between_steps=True,
+            step=0,
+            window=Window(),
+            meter=self.new_meter(),
+            stage_batches=None,
+        )
+
     def end_validation(self, loss: float) -> None:
-        """Note that the validation of the epoch has read its last batch."""
+        """Note that a validation has read its last batch."""
         self.step = 0
         self.valid_loss = loss
-        self.is_validated = True
+        self.is_validated = not self.is_between_steps
+        self.validated_at = self.optimizer_step
 
     def end_evaluation(self, kept: tuple[int, Any] | None) -> None:
         """Note that an evaluation is over.

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpkit.base import do_nothing
@@ -58,7 +58,7 @@ class StreamFeed:
         start: micro-batches of this epoch done before.
         left_out: how many of those the loader yields again; they are skipped.
         ready: called once, after the batches left out have been read, and as many ahead as this
-            feed always reads.
+            feed always reads; where it returns something that is true, none is yielded.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the
             sums.
         size_of: counts the samples of a batch; None for another rank's batch, which does not count
@@ -95,6 +95,7 @@ class StreamFeed:
     left_out: int = 0
     ready: Callable[[], object] = do_nothing
     repeated: int = 0
+    _ahead: deque[_StreamBatch] = field(default_factory=deque, init=False, repr=False)
 
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it.
@@ -103,11 +104,12 @@ class StreamFeed:
             DataError: the stream has no first batch for every rank. On all ranks.
         """
         read = self._read(one_by_one(start_loading(self.loader)))
-        ahead = deque([next(read)])
+        ahead = self._ahead = deque([next(read)])
         self._require_batches(ahead[0])
         while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
             ahead.append(next(read))
-        self.ready()
+        if self.ready():
+            return
         position = self.start % self.factor
         seen_weight = 0.0  # of the window's batches so far, on all ranks
         assumed_weight = 0.0  # of the whole window, as its first batch lets one guess
@@ -147,6 +149,14 @@ class StreamFeed:
                 else _nothing()
             ):
                 yield current.batch
+
+    def is_at_end(self, step: int) -> bool:
+        """Say whether no batch follows; wait for the other ranks, which tell it at the next batch
+        in any case.
+
+        Ranks: collective, after the same batch.
+        """
+        return not self._ahead[0].sums().ranks
 
     def _read(self, batches: Iterator[Any]) -> Iterator[_StreamBatch]:
         """Read the batches, the last one again and again after the end; start telling the other

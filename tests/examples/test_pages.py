@@ -21,6 +21,7 @@ PAGES = (
     "docs/how-to/evaluation.md",
     "docs/how-to/log-values.md",
     "docs/how-to/schedules.md",
+    "docs/how-to/validation.md",
     "docs/how-to/watch-a-run.md",
 )
 

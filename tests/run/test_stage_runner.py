@@ -19,7 +19,9 @@ from ddpkit.control import SignalListener
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, resume_at, set_epoch, shard
 from ddpkit.parts import PartEvents
 from ddpkit.run import intra_epoch_saves, stage_runner
+from ddpkit.run.early_end import EarlyEnd
 from ddpkit.run.stage_runner import StageRunner
+from ddpkit.run.validations import Validations
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import Strategy
 from ddpkit.train_logger import set_run_log
@@ -125,7 +127,7 @@ class Host:
 
 
 def runner_of(host):
-    runner = StageRunner(*[host] * 4)
+    runner = StageRunner(*[host] * 4, Validations(host, EarlyEnd()))
     runner.profiler = host.profiler
     return runner
 

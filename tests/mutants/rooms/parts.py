@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault, in_room
 
 EVENTS = "tests/parts/test_events.py"
+VALIDATION = "tests/parts/test_validation_schedule.py"
 
 FAULTS = [
     *in_room(
@@ -65,14 +66,47 @@ FAULTS = [
             Fault(
                 "each rank ends by its own word",
                 "EarlyEnd.is_due",
-                "if not asked:\n    return False",
+                "if not self._is_asked():\n    return False",
                 "if not self.reason:\n    return False",
+            ),
+            Fault(
+                "a validation between two steps draws from the training's random streams",
+                "StageRunner._keeping_training",
+                "restore_rng_state(random)",
+                "pass",
+                VALIDATION,
+            ),
+            Fault(
+                "a validation between two steps leaves its own counts in the training's metrics",
+                "kept_metrics",
+                "vars(metric).update(_copied(contents))",
+                "pass",
+                VALIDATION,
+            ),
+            Fault(
+                "the last step of an epoch has a validation of its own",
+                "StepValidations._is_at_end",
+                "return self._feed.is_at_end(progress.step)",
+                "return False",
+                VALIDATION,
             ),
             Fault(
                 "each step is told to the event of gradients",
                 "Run.hearing",
                 'parts.bound("after_step", brain)',
                 'parts.bound("on_gradients", brain)',
+            ),
+        ],
+    ),
+    *in_room(
+        "training",
+        VALIDATION,
+        [
+            Fault(
+                "a validation that is saved is made again",
+                "Progress.end_validation",
+                "self.validated_at = self.optimizer_step",
+                "self.validated_at = -1",
             ),
         ],
     ),

@@ -192,7 +192,7 @@ FAULTS = in_room(
         ),
         Fault(
             "a window is saved in its middle",
-            "IntraEpochSaves._would_be_incomplete",
+            "IntraEpochSaves.would_be_incomplete",
             "progress.window.num_deferred(progress.step) > 0 "
             "or self.context.strategy.weights_differ",
             "self.context.strategy.weights_differ",

@@ -115,7 +115,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installed."
 
 $(VENV)/.installed-ecosystem: $(VENV)/.installed-dev
-	@echo "Installing ddpkit[ecosystem] into $(VENV): other libraries' data, for the slower tests. It takes a minute and 400 MB."
+	@echo "Installing ddpkit[ecosystem] into $(VENV): other libraries' data and trackers, for the slower tests. It takes minutes and more than 1 GB."
 	@$(PIP) -e ".[ecosystem]"
 	@touch $@
 	@echo "Installed."

@@ -89,15 +89,21 @@ class RunLog:
             self._last_stats = repr(stats)
 
 
+def no_step() -> int | None:
+    """Return None: no stage runs, so there is no optimizer step to write at."""
+    return None
+
+
 class Current:
-    """The log of the present run, and what its Brain has logged in the current stage: by stage and
-    name.
+    """The log of the present run, what its Brain has logged in the current stage, by stage and
+    name, and the optimizer steps of the weights; None outside of a stage.
 
     Ranks: local.
     """
 
     log: RunLog | None = None
     logged: Callable[[], Mapping[str, Stats]] = dict
+    optimizer_step: Callable[[], int | None] = no_step
 
 
 def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:

@@ -28,7 +28,7 @@ from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
 from ddpkit.reporting.bar_layout import BarFacts, fitting_format, left_in_words, wait_in_words
-from ddpkit.reporting.run_log import Current, run_event
+from ddpkit.reporting.run_log import Current, no_step, run_event
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LoggedValues:
         values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``,
             ``"test"``) and name. Values of batches are equal on all ranks; values of
             ``on_stage_end`` are this rank's.
-        train_logger: receives values logged per step, if it has ``log_step``.
+        train_logger: receives values logged per step; or None.
 
     Ranks: as its methods say.
 
@@ -129,13 +129,19 @@ class LoggedValues:
         self._fresh: list[tuple[int, Callable[..., None], Any, Any]] = []
 
     @contextlib.contextmanager
-    def during(self, stage: Stage | None, epoch: int | None) -> Iterator[None]:
+    def during(
+        self,
+        stage: Stage | None,
+        epoch: int | None,
+        optimizer_step: Callable[[], int | None] = no_step,
+    ) -> Iterator[None]:
         """Return a context for a stage with its hooks.
 
         Args:
             stage: its values are reset; TRAIN also resets the validation's. None: a prediction,
                 which logs nothing.
             epoch: or None.
+            optimizer_step: returns the optimizer steps of the weights; loggers write at them.
 
         Ranks: local.
         """
@@ -146,12 +152,13 @@ class LoggedValues:
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
-        outer = Current.logged
+        outer = Current.logged, Current.optimizer_step
         Current.logged = self.reported
+        Current.optimizer_step = optimizer_step
         try:
             yield
         finally:
-            Current.logged = outer
+            Current.logged, Current.optimizer_step = outer
             self._stage, self._epoch, self._is_over = before
 
     def reported(self) -> Mapping[str, Mapping[str, float]]:
@@ -331,7 +338,7 @@ class LoggedValues:
                 optimizer_step=optimizer_step,
                 values=values,
             )
-            if hasattr(self.train_logger, "log_step"):
+            if self.train_logger is not None:
                 self.train_logger.log_step(values, optimizer_step)
 
     def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Any]]:

@@ -28,8 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ddpkit.base import temporarily
-from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, safe_load
+from ddpkit.base import DEFAULT_SAVE_HOOKS, temporarily
+from ddpkit.checkpointing import (
+    all_ranks_come,
+    checkpoint_work_on_main,
+    ckpt_recency,
+    get_default_hook,
+    safe_load,
+)
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import EXIT_DELAY
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
@@ -45,6 +51,7 @@ from ddpkit.run.save_position import SavePosition
 from ddpkit.run.save_record import SaveRecord
 from ddpkit.run.unsaved_objects import modules_not_saved, optimizers_not_saved
 from ddpkit.strategies import batch_norms
+from ddpkit.train_logger import loggers_of
 from ddpkit.training import EpochPhase
 
 if TYPE_CHECKING:
@@ -77,8 +84,9 @@ class CheckpointPolicy:
     """Saves and resumes a run with a checkpointer; without one it does nothing.
 
     The checkpointer saves the run's state as ``brain``, the state of each rank as ``ranks``, and
-    where there are such ``optimizer``, ``scaler``, ``ema``, ``scheduler``, ``part-<name>``, and
-    ``dataloader-TRAIN``: loaders that the Brain makes are under ``dataloader-`` and the stage.
+    where there are such ``optimizer``, ``scaler``, ``ema``, ``scheduler``, ``part-<name>``,
+    ``logger-<class>``, and ``dataloader-TRAIN``: loaders that the Brain makes are under
+    ``dataloader-`` and the stage.
     ``docs/reference/checkpoint-files.md`` says what is in each file.
 
     Args:
@@ -147,11 +155,26 @@ class CheckpointPolicy:
         for name, part in self.context.parts.saved().items():
             self._require_free(f"part-{name}", f"the part {name}", part)
             checkpointer.add_recoverable(f"part-{name}", part, optional_load=True)
+        self._register_loggers(checkpointer)
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.context.progress.epoch or None
         checkpointer.listener = SaveRecord(self.context.progress)
         if self.context.strategy.overrides("whole_states"):
             checkpointer.whole_states = self._whole_states
+
+    def _register_loggers(self, checkpointer: Checkpointer) -> None:
+        """Have loggers saved that have a state, such as the run of a tracker, unless the recipe
+        does it.
+        """
+        for train_logger in loggers_of(self.context.hparams):
+            known = checkpointer.recoverables.items()
+            name = f"logger-{type(train_logger).__name__}"
+            own = [given for given, recoverable in known if recoverable is train_logger]
+            if own or get_default_hook(train_logger, DEFAULT_SAVE_HOOKS) is None:
+                continue
+            taken = [given for given, _ in known if given.startswith(name)]
+            free = f"{name}-{len(taken) + 1}" if taken else name
+            checkpointer.add_recoverable(free, train_logger, optional_load=True)
 
     def register_scaler(self) -> None:
         """Register the scaler of fp16 gradients with the checkpointer, in the place of an earlier

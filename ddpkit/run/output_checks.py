@@ -15,6 +15,7 @@ from torch import nn
 from ddpkit.base import require_writable
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
+from ddpkit.train_logger import ProgressSampleLogger, loggers_of
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
@@ -36,7 +37,7 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
     """Refuse loggers and a profile whose files cannot be written.
 
     Args:
-        hparams: of the Brain; values with a method ``require_writable`` are asked.
+        hparams: of the Brain; its loggers are asked.
         options: of the run.
         folder: where the profiler writes.
 
@@ -45,10 +46,11 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
 
     Ranks: main only.
     """
-    for value in list(vars(hparams).values()):
-        check = getattr(value, "require_writable", None)
-        if callable(check) and not isinstance(value, type):
-            check()
+    for train_logger in loggers_of(hparams):
+        train_logger.require_writable()
+    for value in vars(hparams).values():
+        if isinstance(value, ProgressSampleLogger):
+            value.require_writable()
     if options.profile_training or options["memory_snapshot_on_oom"]:
         require_writable(f"the folder of the profile {folder!r}", folder)
 

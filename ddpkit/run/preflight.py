@@ -72,6 +72,7 @@ from ddpkit.run.start_rows import (
     row_lines,
 )
 from ddpkit.run.unsaved_objects import parts_of
+from ddpkit.train_logger import loggers_of
 from ddpkit.training import compare_samples, length_of, selected_facts
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class Preflight:
 
     def check_what_is_saved(self, hparams: Any, folder: str) -> None:
         """Name what no checkpoint will hold; look whether outputs can be written, and whether
-        checkpoints have room.
+        checkpoints have room; open the loggers.
 
         Args:
             hparams: of the Brain, with its loggers.
@@ -248,6 +249,8 @@ class Preflight:
             try:
                 require_outputs(hparams, self.context.options, folder)
                 self._require_room()
+                for train_logger in loggers_of(hparams):
+                    train_logger.begin_fit(self.context.progress.optimizer_step)
             except ConfigError as error:
                 return error
             return None

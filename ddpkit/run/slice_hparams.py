@@ -41,5 +41,9 @@ def hparams_of_slice(hparams: dict[str, Any]) -> dict[str, Any]:
     plan = find_slice()
     if plan is None:
         return hparams
-    silent = {"train_logger": SilentLogger()} if "train_logger" in hparams else {}
+    silent = {
+        name: SilentLogger()
+        for name, value in hparams.items()
+        if name == "train_logger" or isinstance(value, TrainLogger)
+    }
     return {**hparams, **silent, "output_folder": str(plan.output_folder)}

@@ -37,7 +37,7 @@ from ddpkit.run.stage_errors import explaining
 from ddpkit.run.step_flops import StepFlops
 from ddpkit.run.step_validations import StepValidations
 from ddpkit.seed import restore_rng_state, rng_state
-from ddpkit.train_logger import run_event
+from ddpkit.train_logger import as_train_logger, run_event
 from ddpkit.training import (
     Feed,
     PassedThrough,
@@ -533,7 +533,7 @@ class StageRunner:
         trained = epoch, self.context.progress.optimizer_step
         if epoch is None:
             trained = self.policy.run_state.epoch_and_steps_of_weights()
-        with self._logging(stage, trained[0]), self._modes_of_fit(stage):
+        with self._logging(stage, *trained), self._modes_of_fit(stage):
             progress = self.context.progress
             schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
@@ -724,15 +724,32 @@ class StageRunner:
     # ------------------------------------------------------------------ around every stage
 
     @contextlib.contextmanager
-    def _logging(self, stage: Stage, epoch: int | None) -> Iterator[None]:
-        """Return a context for a stage with its hooks, in which a recipe may log values."""
-        with self.context.progress.logged.during(stage, epoch):
+    def _logging(
+        self,
+        stage: Stage,
+        epoch: int | None,
+        evaluated: int | None = None,
+    ) -> Iterator[None]:
+        """Return a context for a stage with its hooks, in which a recipe may log values.
+
+        Args:
+            stage: TRAIN, VALID or TEST.
+            epoch: or None.
+            evaluated: the optimizer steps of the weights in an evaluation.
+        """
+        progress = self.context.progress
+
+        def step() -> int:
+            return progress.optimizer_step if evaluated is None else evaluated
+
+        with progress.logged.during(stage, epoch, step):
             self.context.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
 
     def note_logger(self, brain: StageHooks) -> None:
         """Note the train logger of the recipe, which gets what is logged per step."""
-        self.context.progress.logged.train_logger = getattr(brain.hparams, "train_logger", None)
+        found = getattr(brain.hparams, "train_logger", None)
+        self.context.progress.logged.train_logger = as_train_logger(found)
 
     def _modes_of_fit(self, stage: Stage) -> AbstractContextManager[None]:
         """Return a context after which the modules are in their modes again, where a hook of

@@ -36,7 +36,7 @@ from ddpkit.logger import get_logger
 from ddpkit.run.process_age import seconds_since_start
 from ddpkit.run.stop_note import MARKER, remove_marker, write_marker
 from ddpkit.run_opts import parse_duration
-from ddpkit.train_logger import run_event
+from ddpkit.train_logger import loggers_of, run_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,8 +169,8 @@ class StopControl:
         its logs.
         """
         if self._policy.begins_anew:
-            train_logger = getattr(self._context.hparams, "train_logger", None)
-            run_on_main(getattr(train_logger, "begin_anew", lambda: None))
+            for train_logger in loggers_of(self._context.hparams):
+                run_on_main(train_logger.begin_anew)
         folder = self._folder()
         if folder is not None:
             run_on_main(remove_marker, args=(folder,))

@@ -1,5 +1,5 @@
-"""Train loggers: a line per epoch, TensorBoard, W&B; and several as one. The run's log,
-``metrics.jsonl``.
+"""Train loggers: text, tables, JSON lines, TensorBoard, W&B, MLflow, Trackio; and several as one.
+The run's log, ``metrics.jsonl``.
 
 All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats``
 may be called by all ranks or under ``if if_main_process():``.
@@ -10,10 +10,14 @@ from __future__ import annotations
 from ddpkit import _names_of_stub
 
 __all__ = [
+    "CSVTrainLogger",
     "FileTrainLogger",
+    "JSONLTrainLogger",
+    "MLflowLogger",
     "ProgressSampleLogger",
     "RunLog",
     "TensorboardLogger",
+    "TrackioLogger",
     "TrainLogger",
     "TrainLoggers",
     "WandBLogger",

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.reporting import Current, Stats
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class TrainLogger:
@@ -17,11 +19,13 @@ class TrainLogger:
     What a recipe logs with ``self.log`` is added to the statistics by the loggers of ddpkit,
     and for all that stand in a :class:`TrainLoggers`.
 
-    A logger that writes files may have more, and is asked for it where it does:
+    A logger that writes files sets the attributes, and overrides :meth:`require_writable`. One
+    that has something to save in checkpoints has their hooks, and the Brain saves it.
 
-    * ``require_writable()`` raises a ``ConfigError`` before training if they cannot be written;
-    * ``save_file`` or ``save_dir``, the path it writes to, is named at the start of a run;
-    * ``run_log_beside``, a path, is where ``metrics.jsonl`` goes if the run has none elsewhere.
+    Attributes:
+        save_file: the file it writes to; named at the start of a run.
+        save_dir: the folder it writes to; likewise.
+        run_log_beside: where ``metrics.jsonl`` goes if the run has none elsewhere.
 
     Ranks: see :meth:`log_stats`.
 
@@ -34,6 +38,10 @@ class TrainLogger:
         >>> Console().log_stats({"epoch": 1}, {"loss": 0.5})
         {'epoch': 1} {'loss': 0.5}
     """
+
+    save_file: str | os.PathLike[str] | None = None
+    save_dir: str | os.PathLike[str] | None = None
+    run_log_beside: Path | None = None
 
     def log_stats(
         self,
@@ -83,6 +91,29 @@ class TrainLogger:
         verbose: bool | None,
     ) -> None:
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
+
+    def require_writable(self) -> None:
+        """Refuse what cannot be written, before the first epoch. Here: do nothing.
+
+        Raises:
+            ConfigError: a file or folder cannot be written, or a tracker does not answer.
+
+        Ranks: the main process alone.
+        """
+
+    def begin_fit(self, optimizer_step: int) -> None:
+        """Get ready for a call of ``fit``: the checkpoint is recovered, and training goes on. Here:
+        do nothing.
+
+        Args:
+            optimizer_step: where it goes on; 0: it begins. What an earlier start has written of
+                later steps is going to be written again.
+
+        Raises:
+            ConfigError: as :meth:`require_writable`.
+
+        Ranks: the main process alone.
+        """
 
     def begin_anew(self) -> None:
         """Move what an earlier run has written out of the way of a run that starts from scratch.

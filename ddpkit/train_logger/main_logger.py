@@ -10,7 +10,6 @@ from ddpkit.train_logger.interface import TrainLogger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 
 class MainTrainLogger(TrainLogger):
@@ -21,8 +20,6 @@ class MainTrainLogger(TrainLogger):
 
     Ranks: all, or the main process alone.
     """
-
-    run_log_beside: Path | None = None  # where no run log is set
 
     @main_process_only(hand_over=False)
     def _report(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.base import kind_of
 from ddpkit.errors import ConfigError
 from ddpkit.reporting import Current, Stats
+from ddpkit.train_logger.foreign import as_train_logger
 from ddpkit.train_logger.interface import TrainLogger
 
 if TYPE_CHECKING:
@@ -45,28 +46,52 @@ class TrainLoggers(TrainLogger):
     """
 
     def __init__(self, *loggers: Any) -> None:
+        members: list[TrainLogger] = []
         for logger in loggers:
-            if isinstance(logger, type) or not callable(getattr(logger, "log_stats", None)):
+            member = as_train_logger(logger)
+            if member is None:
                 raise ConfigError(
                     f"train_logger: {logger!r} is not a train logger: it has no log_stats, or is a "
                     "class."
                 )
+            members.append(member)
         self.loggers = loggers
+        self._members = members
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loggers)
 
+    def members(self) -> list[TrainLogger]:
+        """Return the loggers, those of other classes as ddpkit calls them.
+
+        Ranks: local.
+        """
+        return list(self._members)
+
     def require_writable(self) -> None:
-        """Refuse files that cannot be written, of every logger that has this method.
+        """Refuse files that cannot be written, of every logger.
 
         Raises:
             ConfigError: a file or folder cannot be written.
 
         Ranks: the main process alone.
         """
-        for logger in self.loggers:
-            if callable(getattr(logger, "require_writable", None)):
-                logger.require_writable()
+        for logger in self._members:
+            logger.require_writable()
+
+    def begin_fit(self, optimizer_step: int) -> None:
+        """Get every logger ready for a call of ``fit``.
+
+        Args:
+            optimizer_step: as in :meth:`TrainLogger.begin_fit`.
+
+        Raises:
+            ConfigError: as the loggers.
+
+        Ranks: the main process alone.
+        """
+        for logger in self._members:
+            logger.begin_fit(optimizer_step)
 
     def _report(
         self,
@@ -83,19 +108,18 @@ class TrainLoggers(TrainLogger):
             )
 
     def begin_anew(self) -> None:
-        """Call this method of every logger that has it.
+        """Have every logger move what an earlier run has written away.
 
         Raises:
             ConfigError: as the loggers.
 
         Ranks: the main process alone.
         """
-        for logger in self.loggers:
-            if hasattr(logger, "begin_anew"):
-                logger.begin_anew()
+        for logger in self._members:
+            logger.begin_anew()
 
     def log_step(self, values: Mapping[str, float], step: int) -> None:
-        """Report to every logger that has this method.
+        """Report to every logger.
 
         Args:
             values: as in :meth:`TrainLogger.log_step`.
@@ -103,9 +127,8 @@ class TrainLoggers(TrainLogger):
 
         Ranks: the main process alone.
         """
-        for logger in self.loggers:
-            if hasattr(logger, "log_step"):
-                logger.log_step(values, step)
+        for logger in self._members:
+            logger.log_step(values, step)
 
 
 def log_places(train_logger: Any) -> list[str]:
@@ -122,12 +145,42 @@ def log_places(train_logger: Any) -> list[str]:
         ['results/metrics.jsonl', 'results/train_log.txt']
     """
     if isinstance(train_logger, TrainLoggers):
-        return list(dict.fromkeys(place for member in train_logger for place in log_places(member)))
-    beside = getattr(train_logger, "run_log_beside", None)
-    run_log = beside if Current.log is None else Current.log.path
-    own = [getattr(train_logger, name, None) for name in ("save_file", "save_dir")]
-    paths = [path for path in (run_log, *own) if isinstance(path, (str, os.PathLike))]
+        return list(
+            dict.fromkeys(place for one in train_logger.members() for place in log_places(one))
+        )
+    known = as_train_logger(train_logger) or TrainLogger()
+    run_log = known.run_log_beside if Current.log is None else Current.log.path
+    paths = [
+        path
+        for path in (run_log, known.save_file, known.save_dir)
+        if isinstance(path, (str, os.PathLike))
+    ]
     return [os.fspath(path) for path in paths]
+
+
+def loggers_of(hparams: Any) -> list[TrainLogger]:
+    """Return each train logger of a recipe once; of several as one, each of them.
+
+    Args:
+        hparams: a namespace, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> board = TrainLogger()
+        >>> loggers_of(SimpleNamespace(board=board, train_logger=TrainLoggers(board))) == [board]
+        True
+    """
+    values = {} if hparams is None else dict(vars(hparams))
+    values["train_logger"] = as_train_logger(values.get("train_logger"))
+    found: list[TrainLogger] = []
+    for value in values.values():
+        if isinstance(value, TrainLoggers):
+            found += value.members()
+        elif isinstance(value, TrainLogger):
+            found.append(value)
+    return list({id(logger): logger for logger in found}.values())
 
 
 def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:

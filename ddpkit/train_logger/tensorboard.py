@@ -22,6 +22,7 @@ from ddpkit.distributed import if_main_process, main_process_only
 from ddpkit.errors import MissingExtraError
 from ddpkit.reporting import Stats, move_logs_away, plain
 from ddpkit.train_logger.main_logger import MainTrainLogger
+from ddpkit.train_logger.step_axis import StepAxis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,22 +34,26 @@ if TYPE_CHECKING:
 class TensorboardLogger(MainTrainLogger):
     """Writes statistics for TensorBoard. Needs ``pip install tensorboard``.
 
-    Every value is written under ``<name>/<stage>``, every element of a list as a step of its own.
+    Every value is written under ``<name>/<stage>``. The x axis shows optimizer steps, and in a
+    script without a Brain how often a value has been written. Every element of a list is a step of
+    its own, counted from 1.
+
+    A run that goes on from a checkpoint writes later steps again, and has TensorBoard hide the
+    first ones; not where lists have been written, which count otherwise.
 
     Args:
         save_dir: folder of the event files; it is made at the first write.
 
     Attributes:
-        global_step: how often each value has been written; it is what TensorBoard shows on the x
-            axis.
+        global_step: how often each value has been written.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.
 
     Ranks: all, or the main process alone; only it writes.
 
-    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended.
-    Give the logger to the checkpointer for that.
+    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended. The
+    Brain gives the logger to the checkpointer, unless the recipe does.
 
     Example:
         >>> import tempfile
@@ -60,6 +65,8 @@ class TensorboardLogger(MainTrainLogger):
         {'loss': 2}
     """
 
+    save_dir: str
+
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise MissingExtraError(
@@ -68,6 +75,9 @@ class TensorboardLogger(MainTrainLogger):
             )
         self.save_dir = os.fspath(save_dir)
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
+        self._axis = StepAxis()
+        self._purge_step: int | None = None
+        self._has_lists = False
 
     def begin_anew(self) -> None:
         """Move event files to ``earlier-<time>`` in their folder, where TensorBoard shows them as
@@ -92,7 +102,7 @@ class TensorboardLogger(MainTrainLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         with writing(f"save_dir={self.save_dir!r}"):
-            return SummaryWriter(self.save_dir)
+            return SummaryWriter(self.save_dir, purge_step=self._purge_step)
 
     def require_writable(self) -> None:
         """Refuse a folder that cannot be written, before the first epoch.
@@ -104,24 +114,50 @@ class TensorboardLogger(MainTrainLogger):
         """
         require_writable(f"save_dir={self.save_dir!r}", self.save_dir)
 
+    def begin_fit(self, optimizer_step: int) -> None:
+        """Have TensorBoard hide what an earlier start has written of later steps.
+
+        Args:
+            optimizer_step: where the run goes on; 0: nothing is hidden.
+
+        Ranks: the main process alone.
+        """
+        if optimizer_step and not self._has_lists and "writer" not in self.__dict__:
+            self._purge_step = optimizer_step + 1
+
     def _log(
         self,
         meta: Stats,
         stages: Mapping[str, Stats],
         verbose: bool | None,
     ) -> None:
+        step = self._axis.step_of({})
         self.global_step["meta"] += 1
         for name, value in meta.items():
-            self._write(name, plain(value), self.global_step["meta"])
+            self._write(name, plain(value), self._at(step, self.global_step["meta"]))
         for stage, stats in stages.items():
-            steps = self.global_step[stage]
             for name, values in stats.items():
-                found = plain(values)
-                for value in found if isinstance(found, list) else [found]:
-                    steps[name] = steps.get(name, 0) + 1
-                    self._write(f"{name}/{stage}", value, steps[name])
+                self._write_values(stage, name, plain(values), step)
         if self.writer is not None:
             self.writer.flush()
+
+    def _write_values(
+        self,
+        stage: str,
+        name: str,
+        found: Any,
+        step: int | None,
+    ) -> None:
+        counts = self.global_step[stage]
+        self._has_lists = self._has_lists or isinstance(found, list)
+        for value in found if isinstance(found, list) else [found]:
+            counts[name] = counts.get(name, 0) + 1
+            at = counts[name] if isinstance(found, list) else self._at(step, counts[name])
+            self._write(f"{name}/{stage}", value, at)
+
+    @staticmethod
+    def _at(step: int | None, count: int) -> int:
+        return count if step is None else step
 
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Write values under ``<name>/train_step``; arguments as in :meth:`TrainLogger.log_step`.
@@ -151,7 +187,7 @@ class TensorboardLogger(MainTrainLogger):
             "audio",
             name,
             value,
-            self.global_step["meta"],
+            self._at(self._axis.step_of({}), self.global_step["meta"]),
             sample_rate=sample_rate,
         )
 
@@ -166,7 +202,7 @@ class TensorboardLogger(MainTrainLogger):
 
         Ranks: all, or the main process alone; only it writes.
         """
-        step = self.global_step["meta"]
+        step = self._at(self._axis.step_of({}), self.global_step["meta"])
         if isinstance(value, torch.Tensor):
             self._add(
                 "image",
@@ -210,7 +246,8 @@ class TensorboardLogger(MainTrainLogger):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(json.dumps(self.global_step), encoding="utf-8")
+        state = {**self.global_step, "has_lists": self._has_lists}
+        Path(path).write_text(json.dumps(state), encoding="utf-8")
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
@@ -219,3 +256,5 @@ class TensorboardLogger(MainTrainLogger):
             "meta": int(saved["meta"]),
             **{s: dict(saved[s]) for s in ("train", "valid", "test")},
         }
+        # an earlier version did not say it, and counted all values as it counted lists
+        self._has_lists = bool(saved.get("has_lists", True))

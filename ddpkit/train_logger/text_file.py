@@ -44,6 +44,8 @@ class FileTrainLogger(MainTrainLogger):
         'epoch: 1, lr: 1.00e-01 - train loss: 2.31'
     """
 
+    save_file: str
+
     def __init__(self, save_file: str | os.PathLike[str], precision: int = 2) -> None:
         self.save_file = os.fspath(save_file)
         self.precision = precision

@@ -6,33 +6,44 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
 from ddpkit.reporting import Stats, plain_numbers
-from ddpkit.train_logger.main_logger import MainTrainLogger
+from ddpkit.train_logger.tracker import TrackerLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-class WandBLogger(MainTrainLogger):
-    """Writes statistics through a run object, such as a run of Weights & Biases.
+logger = get_logger(__name__)
 
-    The step is ``stats_meta["epoch"]`` where there is one.
+
+class WandBLogger(TrackerLogger):
+    """Writes statistics to a run of Weights & Biases, or to a run object like it.
+
+    The step is the optimizer step in a stage, and else ``stats_meta["epoch"]`` where there is one.
+    W&B takes no step before its last. So a test of an earlier checkpoint stands at the last
+    step, and steps that are done again after a restart are left out.
 
     Args:
-        initializer: called on the main process only, with all the other arguments; returns an
-            object with ``log(stats, step=...)``. In YAML: ``initializer: !name:wandb.init``.
+        initializer: returns an object with ``log(stats, step=...)``; called at once, on the main
+            process only, with all the other arguments. None: ``wandb.init``, called when ``fit``
+            begins; a run that is started again goes on in the same run of W&B.
         args: for the initializer.
-        kwargs: for the initializer.
+        kwargs: for the initializer or ``wandb.init``, such as ``project``.
 
     Attributes:
-        run: what the initializer returned; None on the other ranks.
+        run: what the initializer or ``wandb.init`` returned; None on the other ranks.
+        run_id: of W&B's run; None before it is opened, and with an initializer.
 
     Raises:
         ConfigError: the initializer failed; its own exception is the cause. Raised on the main
             process.
         MainProcessError: the same, on the other ranks.
+        MissingExtraError: there is no initializer, and W&B is not installed.
 
     Ranks: all, or the main process alone; only it writes.
+
+    State: saves ``run_id``.
 
     Example:
         >>> class Run:
@@ -42,13 +53,22 @@ class WandBLogger(MainTrainLogger):
         1 {'train': {'loss': 0.5}, 'epoch': 1}
     """
 
+    tracker = "W&B"
+    package = "wandb"
+
     def __init__(
         self,
-        initializer: Callable[..., Any],
+        initializer: Callable[..., Any] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        super().__init__()
         self.run: Any = None
+        self._last = 0
+        self._kwargs = kwargs
+        if initializer is None:
+            self.require_package()
+            return
 
         def start() -> None:
             if not if_main_process():  # without a process group every rank comes here
@@ -62,12 +82,33 @@ class WandBLogger(MainTrainLogger):
                 ) from error
 
         run_on_main(start)
+        self._is_open = True
 
-    def _log(
-        self,
-        meta: Stats,
-        stages: Mapping[str, Stats],
-        verbose: bool | None,
-    ) -> None:
-        stats = plain_numbers({**stages, **meta})
-        self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
+    def open_run(self) -> str:
+        """Begin a run, or go on in the run of the checkpoint."""
+        import wandb
+
+        resumed = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
+        self.run = wandb.init(**{**resumed, **self._kwargs})
+        self._last = int(self.run.step)
+        return str(self.run.id)
+
+    def values_of(self, meta: Stats, stages: Mapping[str, Stats]) -> dict[str, Any]:
+        """Return values by stage, with pictures and tables as they are."""
+        values: dict[str, Any] = plain_numbers({**stages, **meta})
+        return values
+
+    def write(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Hand values over to W&B's own process."""
+        if step is None:
+            self.run.log(dict(values))
+            return
+        if step < self._last and "test" not in values:
+            logger.warning_once(
+                "W&B has this run up to step %d and takes no earlier step. Values up to it are not "
+                "written again; metrics.jsonl, in the experiment's folder, has them.",
+                self._last,
+            )
+            return
+        self._last = max(self._last, step)
+        self.run.log(dict(values), step=self._last)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML  # a part of HyperPyYAML, which parses the overrides with it later
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
@@ -196,7 +196,7 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
                 f"{platform.python_version()})\n"
             )
             if not rank_if_known():  # once is enough
-                sys.stdout.write(versions if word == "--version" else help_text())
+                sys.stdout.write(versions if word == "--version" else _help_with(words))
             raise SystemExit(0)
         if word == "--":
             loose.extend(rest)
@@ -206,6 +206,17 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
         else:
             loose.append(word)
     return arguments, loose
+
+
+def _help_with(words: Sequence[str]) -> str:
+    """Return what ``--help`` prints, with the parts of the YAML among the words."""
+    files = [word for word in words if word.endswith(_YAML_SUFFIXES) and Path(word).is_file()]
+    if len(files) != 1:
+        return help_text()
+    from ddpkit.parts import help_of_yaml  # loads the modules of the parts
+
+    told = help_of_yaml(files[0])
+    return f"{help_text()}{told}\n" if told else help_text()
 
 
 def _argument(word: str, rest: deque[str]) -> _Argument:
@@ -320,6 +331,13 @@ def _check_overrides(
             if value is not None:
                 require_same_kind(key, value, nodes[key], param_file)
             continue
+        outer = nodes.get(key.partition(".")[0])
+        if isinstance(outer, SequenceNode):
+            raise ConfigError(
+                f"--{key} is no key of {param_file!r}, and an item of a list cannot be changed on "
+                "the command line. Let its value refer to a key of the file: "
+                f"{key.rpartition('.')[2]}: !ref <key>, and give --key."
+            )
         nested = nested_override(key, value, nodes)
         if nested is not None:
             raise ConfigError(

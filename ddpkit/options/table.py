@@ -78,7 +78,7 @@ class OptionTypes:
         form="M", above=0, shown="30.5", fixed=IN_FIT)
 
     strategy: Any = option("auto", STRATEGY,
-        "what each process holds of the model; your own: module:Class",
+        "what each process holds; your own: module:Class",
         form="auto|ddp|fsdp|zero1|single", is_attribute=False, fixed=MADE)
     fsdp_blocks: list[str] | None = option(None, STRATEGY,
         "fsdp: classes of the blocks gathered at a time", form="A B", shown="by size",

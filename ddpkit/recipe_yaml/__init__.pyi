@@ -3,12 +3,22 @@ from ddpkit.recipe_yaml.construction import (
 )
 from ddpkit.recipe_yaml.document import (
     Document as Document,
+    key_of as key_of,
     pairs as pairs,
     read_document as read_document,
     with_overrides as with_overrides,
 )
 from ddpkit.recipe_yaml.named_modules import (
     named_module_files as named_module_files,
+)
+from ddpkit.recipe_yaml.named_objects import (
+    UnusableNameError as UnusableNameError,
+    find_object as find_object,
+)
+from ddpkit.recipe_yaml.references import (
+    look_up as look_up,
+    target as target,
+    whole_reference as whole_reference,
 )
 from ddpkit.recipe_yaml.scratch_output import (
     with_scratch_output as with_scratch_output,

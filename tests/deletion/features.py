@@ -12,8 +12,8 @@ from .texts import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = "ddpkit/parts"
-#: Files of the room that are no feature: the interface, and who hears what.
-INTERFACE = ("__init__.py", "events.py", "part.py")
+#: Files of the room that are no feature: the interface, who hears what, what `--help` says.
+INTERFACE = ("__init__.py", "events.py", "part.py", "yaml_help.py")
 
 
 @dataclass(frozen=True)

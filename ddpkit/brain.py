@@ -990,7 +990,7 @@ class Brain(_Typed):
                 given_batch_size(train_set, train_kwargs),
                 valid,
                 (self.training_ctx, self.evaluation_ctx),
-                {"init_from": run.initial_weights.row, **parts.rows(self)},
+                {**run.start_rows(), **parts.rows(self)},
             )
             run.record.begin(sizes, run.length)
             reason = run_epochs(

@@ -191,6 +191,8 @@ class Checkpointer:
             some. Every rank must save then.
         listener: None, or a :class:`~ddpkit.checkpointing.save_report.SaveListener`, which the main
             process tells of every save and deletion. The Brain sets it, for the run's log.
+        passes_over: called with the name and the object of each recoverable: whether a load leaves
+            it as it is. The Brain sets it, for ``resume_with_new``.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends,
             and all ranks must load together; the main process alone reads by itself, after half a
             minute.
@@ -241,6 +243,7 @@ class Checkpointer:
         self.tell_epoch: Callable[[], int | None] = lambda: None
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self.listener: SaveListener | None = None
+        self.passes_over: Callable[[str, Any], bool] = lambda *_: False
         self._damage_log = DamageLog()
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
@@ -852,7 +855,10 @@ class Checkpointer:
         logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))
         hooks: dict[str, LoadHook] = {}
         ended = bool(checkpoint.meta.get("end-of-epoch", True))
+        kept = {name for name, obj in self.recoverables.items() if self.passes_over(name, obj)}
         for name, obj in self.recoverables.items():
+            if name in kept:
+                continue
             if name in checkpoint.paramfiles:
                 hooks[name] = self._hooks_of(name, obj)[1]
             elif not self.allow_partial_load and not (
@@ -864,7 +870,7 @@ class Checkpointer:
                     optional=self.optional_recoverables.get(name, False),
                 )
         load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
-        left = checkpoint.paramfiles.keys() - hooks.keys()
+        left = checkpoint.paramfiles.keys() - hooks.keys() - kept
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)
         self.last_loaded = checkpoint.path

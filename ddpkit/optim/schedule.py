@@ -36,6 +36,8 @@ class Schedule:
 
     Attributes:
         stepped_at: the optimizer step after which the last epoch's step was made.
+        keeps_own: whether it stays as the script has made it when a state is loaded; it then goes
+            on by :meth:`go_on_as_made`.
 
     Ranks: local; alike on every rank.
 
@@ -55,7 +57,9 @@ class Schedule:
         self.every = every
         self.total_steps = total_steps
         self.stepped_at = 0
+        self.keeps_own = False
         self._make = make
+        self._passed_over: Mapping[str, Any] = {}
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -136,6 +140,9 @@ class Schedule:
         A function may have put the number of steps where no state has it. So it is called once
         more, with the number that it was called with when the checkpoint's run began.
         """
+        if self.keeps_own:
+            self._passed_over = state
+            return
         total = state["total_steps"]
         every = state.get("every", self.every)
         has_length = self._make is not None
@@ -150,6 +157,35 @@ class Schedule:
         self.every = every
         self.total_steps = total
         self.stepped_at = state["stepped_at"]
+
+    def go_on_as_made(self, made: int, optimizer_step: int) -> int:
+        """Make the steps that the run has behind it, from the begin, as if it had always had this
+        schedule.
+
+        One that follows the loss begins anew: losses of the past are not known.
+
+        Args:
+            made: steps of the schedule, if a state that was passed over does not say it.
+            optimizer_step: of the run.
+
+        Returns:
+            How many steps.
+
+        Raises:
+            ConfigError: the schedule ends before.
+        """
+        state, self._passed_over = self._passed_over, {}
+        saved = state.get("scheduler")
+        if state.get("every") == self.every and isinstance(saved, dict):
+            made = saved.get("last_epoch", made)
+        self.stepped_at = state.get("stepped_at", optimizer_step)
+        if self.follows_loss:
+            return 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NO_STEP_BEFORE)
+            for _ in range(made):
+                self._step()
+        return made
 
     def _tell_length(
         self,
@@ -191,12 +227,12 @@ class Schedule:
 
 KEEPS_LENGTH = (
     "The schedule %s was made for %s, and this run has %s. It goes on as it was made. For a "
-    "schedule of another length begin a new run from the checkpoint's weights: load them before "
-    "fit, and give --resume=never."
+    "schedule of another length give --resume_with_new=schedule."
 )
 KEEPS_SETTINGS = (
     "The schedule %s has other settings than those with which the checkpoint's run began (%s), "
-    "without effect: it goes on with the checkpoint's."
+    "without effect: it goes on with the checkpoint's. --resume_with_new=schedule takes the "
+    "script's."
 )
 
 

@@ -104,13 +104,20 @@ class Option:
             raise self._error(value, where, noun) from None
         if self.type is object and (problem := problem_with(converted)):
             raise self._error(value, where, problem)
-        if self.choices and converted not in self.choices:
-            raise self._error(value, where, f"one of {', '.join(self.choices)}")
+        self._require_choice(converted, value, where)
         if self.minimum is not None and converted < self.minimum:
             raise self._error(value, where, f"a number >= {self.minimum}")
         if self.above is not None and converted <= self.above:
             raise self._error(value, where, f"a number > {self.above:g}")
         return converted
+
+    def _require_choice(self, converted: Any, value: Any, where: str) -> None:
+        if not self.choices:
+            return
+        is_list = self.type is list
+        if not set(converted if is_list else (converted,)) <= set(self.choices):
+            kind = "some" if is_list else "one"
+            raise self._error(value, where, f"{kind} of {', '.join(self.choices)}")
 
     @property
     def shown_default(self) -> str:

@@ -171,6 +171,9 @@ class OptionTypes:
         form="N", fixed=READING)
     resume: str = option("auto", CHECKPOINTS,
         "checkpoint to go on from: the newest, none, this one", form="auto|never|PATH")
+    resume_with_new: list[str] | None = option(None, CHECKPOINTS,
+        "of the script: lr, weight_decay, schedule, optimizer", form="A B",
+        choices=("lr", "weight_decay", "schedule", "optimizer"), is_attribute=False, fixed=IN_FIT)
     init_from: str | None = option(None, CHECKPOINTS,
         "a new run's first weights: a checkpoint, or a file", form="PATH", is_attribute=False,
         fixed=IN_FIT)

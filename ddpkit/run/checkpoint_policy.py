@@ -45,6 +45,7 @@ from ddpkit.logger import get_logger
 from ddpkit.options import OPTION_BY_NAME
 from ddpkit.run.brain_file import INTRA_EPOCH_KEY
 from ddpkit.run.choose_start import NEVER, NEWEST, choose_start
+from ddpkit.run.new_settings import OPTIMIZER, SCHEDULE
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.run_state import RunState
 from ddpkit.run.save_position import SavePosition
@@ -159,6 +160,7 @@ class CheckpointPolicy:
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.context.progress.epoch or None
         checkpointer.listener = SaveRecord(self.context.progress)
+        checkpointer.passes_over = self.run_state.new_settings.passes_over
         if self.context.strategy.overrides("whole_states"):
             checkpointer.whole_states = self._whole_states
 
@@ -281,7 +283,9 @@ class CheckpointPolicy:
             ConfigError: the recipe has given its name to something else.
         """
         self._require_free("scheduler", "the schedule of scheduler_class", before)
-        self.add("scheduler", schedule)
+        if self.checkpointer is not None:
+            is_new = bool({SCHEDULE, OPTIMIZER} & set(self.run_state.new_settings.asked))
+            self.checkpointer.add_recoverable("scheduler", schedule, optional_load=is_new)
 
     def _require_free(
         self,
@@ -480,7 +484,8 @@ class CheckpointPolicy:
             return
         checkpointer.resume = start.resume
         try:
-            yield
+            with temporarily(self.run_state.new_settings, is_starting=True):
+                yield
         finally:
             checkpointer.resume = NEWEST
             # from now on a checkpoint may be another of that name
@@ -544,8 +549,15 @@ class CheckpointPolicy:
 
     def load_deferred(self) -> None:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier
-        one.
+        one; then put in place what the script is to set and not the checkpoint.
+
+        Raises:
+            ConfigError: the schedule of the script ends before the step of the run.
         """
+        self._load_later()
+        self.run_state.apply_new_settings()
+
+    def _load_later(self) -> None:
         state = self.run_state
         later = self.run_state.calls.later
         checkpointer = self.checkpointer
@@ -557,7 +569,10 @@ class CheckpointPolicy:
         ):
             return
         found, known = checkpoint_work_on_main(self._find_later, checkpointer, later[0])
-        with temporarily(state, start=replace(state.start, resume=found, state=known)):
+        with (
+            temporarily(state, start=replace(state.start, resume=found, state=known)),
+            temporarily(state.new_settings, is_starting=True),
+        ):
             checkpointer.load_checkpoint(found)
 
     def _find_later(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 OTHER_OPTIMIZER = (
     "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other "
-    "settings and cannot go on with its state. Go on with {2}. Or begin anew from the weights "
+    "settings and cannot go on with its state. Go on with {2}. --resume_with_new=optimizer goes "
+    "on with {3}, without that state. Or begin anew from the weights "
     "alone: give --init_from={0}, and --resume=never or another experiment folder."
 )
 

@@ -269,6 +269,13 @@ class Run:
         self.initial_weights.find_before_move()
         return self.policy.choose_start()
 
+    def start_rows(self) -> dict[str, str]:
+        """Return rows on weights and settings that are not the checkpoint's."""
+        return {
+            "init_from": self.initial_weights.row,
+            "new": self.policy.run_state.new_settings.row,
+        }
+
     def warn_of_first_weights(self) -> None:
         """Warn that what is evaluated is neither trained, nor of a checkpoint or of
         ``init_from``.

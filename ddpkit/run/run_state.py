@@ -29,6 +29,7 @@ from ddpkit.run.brain_file import (
     read_brain_file,
 )
 from ddpkit.run.fit_calls import FitCalls
+from ddpkit.run.new_settings import NewSettings
 from ddpkit.run.optimizer_settings import changed_settings, optimizer_settings
 from ddpkit.run.option_changes import TELLING, changed_options
 from ddpkit.run.step_plan import StepPlan
@@ -55,9 +56,9 @@ LACKS = (
 )
 OTHER_SETTINGS = (
     "The optimizer %r has other settings than those with which the checkpoint's run began (%s), "
-    "without effect: it goes on with the checkpoint's. To change one, set it in param_groups "
-    "after on_fit_start, or give --resume=never. A schedule of the script may set rates all the "
-    "same."
+    "without effect: it goes on with the checkpoint's. --resume_with_new=lr or weight_decay takes "
+    "these from the script, --resume_with_new=optimizer all, without the state. A schedule of the "
+    "script may set rates all the same."
 )
 
 
@@ -106,6 +107,7 @@ class RunState:
     * ``lacks``: the batch whose loss is not in ``loss_sum``, or None.
     * ``seed``: of the run.
     * ``settings``: with which the training of each optimizer has begun, by its name.
+    * ``resume_with_new``: the option of the process that saved; only if it was given.
     * ``trained``: parameters that were frozen or set free since the training began, by name.
     * ``launch``: id of torchrun's launch, or None.
     * ``options``: those that bear on the numbers.
@@ -134,6 +136,7 @@ class RunState:
             batches.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
         is_recovered_here: whether that checkpoint was made in this call of ``fit``.
+        new_settings: what the script gives in place of the checkpoint's.
         expected_epoch: the epoch after a resume from the recovered checkpoint.
         loss_sums: sums over all ranks of losses, weights and samples, for the next save; None: use
             this rank's.
@@ -151,6 +154,7 @@ class RunState:
         self.context = context
         self.train_step = train_step
         self.rank_state = rank_state
+        self.new_settings = NewSettings(context, train_step)
         self.calls = FitCalls()
         self.start: Start | None = None
         self.states: States = {}
@@ -220,6 +224,7 @@ class RunState:
             "lacks": self.lacks,
             "seed": self.rank_state.base_seed,
             "settings": self._settings,
+            **({"resume_with_new": asked} if (asked := self.new_settings.asked) else {}),
             "trained": {
                 name: parameter.requires_grad
                 for name, parameter, begun in self._flags
@@ -338,6 +343,7 @@ class RunState:
             )
         self.context.progress.recover_updates(state.get("optimizer_step", state["step"]))
         self._fitted_epoch = state.get("epoch")
+        self.new_settings.look_at(state)
         other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")
         self.is_recovered_here = self.calls.accept(folder, state)
@@ -443,6 +449,19 @@ class RunState:
             saved: the optimizers that checkpoints hold, by name.
         """
         self._settings = self._script_settings = optimizer_settings(saved)
+        begins_at = self.start is not None and isinstance(self.start.resume, Checkpoint)
+        known = self.start.state if self.start is not None and begins_at else None
+        self.new_settings.begin(self._settings, known)
+
+    def apply_new_settings(self) -> None:
+        """Put settings of the script in the place of those of the checkpoint that was recovered,
+        where that was asked for.
+
+        Raises:
+            ConfigError: the schedule of the script ends before the step of the run.
+        """
+        if self.calls.later is None:
+            self.new_settings.apply(max((self.expected_epoch or 1) - 1, 0))
 
     def _take_settings(
         self,
@@ -460,7 +479,10 @@ class RunState:
         if given is None:
             given = optimizer_settings(self.train_step.named_optimizers())
         before = state.get("settings") or {}  # of an earlier version nothing is known
-        self._settings = {name: before.get(name, settings) for name, settings in given.items()}
+        self._settings = {
+            name: self.new_settings.merged(name, before.get(name, settings), settings)
+            for name, settings in given.items()
+        }
         changes = {
             name: changed_settings(
                 path,

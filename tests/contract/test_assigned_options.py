@@ -86,6 +86,7 @@ VALUES = {
     "ckpt_interval_minutes": (1e-9, {}),
     "ckpt_interval_steps": (1, {}),
     "resume": ("never", {}),
+    "resume_with_new": (["weight_decay"], {}),
     "init_from": ("other.pt", {}),
     "init_skip": (["head.*"], {"init_from": "other.pt"}),
     "ckpt_async": (False, {}),
@@ -138,6 +139,7 @@ APART = {
     "time_limit",
     "init_from",
     "init_skip",
+    "resume_with_new",
     *(name for name in VALUES if name.startswith(("compile", "profile"))),
 }
 AT_ANY_TIME = [name for name, row in RUN_OPTIONS.items() if row.fixed != MADE and name not in APART]

@@ -63,7 +63,8 @@ def test_another_class_of_optimizer_is_refused_before_training(tmp_path, before,
     assert (
         f"'opt_class' was of the class {before.__name__}, and is now of the class {now.__name__}"
     ) in words
-    assert f"Go on with {before.__name__}. Or begin anew from the weights alone" in words
+    assert f"Go on with {before.__name__}. --resume_with_new=optimizer goes on with" in words
+    assert "Or begin anew from the weights alone" in words
     assert "--init_from=" in words
     assert "--resume=never" in words
     start(tmp_path, of(before), 2)

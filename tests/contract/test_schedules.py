@@ -506,7 +506,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
         "was made."
     )
     assert sum(one.startswith(words) for one in caplog.messages) == 2
-    assert "begin a new run from the checkpoint's weights" in caplog.text
+    assert "For a schedule of another length give --resume_with_new=schedule" in caplog.text
 
 
 @pytest.mark.corner

@@ -54,6 +54,7 @@ def test_the_table_is_whole():
         "reference_batch_size",
         "check_parity",
         "resume",
+        "resume_with_new",
         "init_from",
         "init_skip",
         "ckpt_async",

@@ -12,6 +12,7 @@ STATE = (
 )
 RESUME = "tests/contract/test_brain_resume.py tests/contract/test_exact_resume.py"
 SAVES = "tests/run/test_checkpoint_policy.py tests/run/test_save_and_stop_registering.py"
+WITH_NEW = "tests/contract/test_resume_with_new.py"
 INIT_FROM = "tests/contract/test_init_from.py"
 STOP = "tests/run/test_stop_control.py"
 MICRO = (
@@ -240,6 +241,27 @@ FAULTS = in_room(
             "float(group['lr'])",
             "tests/run/test_learning_rates.py tests/contract/test_lr_scaling.py "
             "tests/contract/test_bar.py",
+        ),
+        Fault(
+            "an optimizer that has begun anew does so at every start",
+            "NewSettings._is_new",
+            "what in self.asked and what not in (self._state.get('resume_with_new') or ())",
+            "what in self.asked",
+            WITH_NEW,
+        ),
+        Fault(
+            "a new rate of the script is set again over what the recipe has made of it",
+            "NewSettings.merged",
+            "not knows or old.get(key) != new[key]",
+            "True",
+            WITH_NEW,
+        ),
+        Fault(
+            "a schedule of the script begins at its first step in a run that goes on",
+            "Schedule.go_on_as_made",
+            "range(made)",
+            "range(0)",
+            WITH_NEW,
         ),
         Fault(
             "a run that goes on begins with the weights of init_from again",

@@ -237,9 +237,9 @@ OPTIONS = in_room(
         ),
         Fault(
             "a choice that there is not is taken",
-            "Option.coerce",
-            "self.choices and converted not in self.choices",
-            "False",
+            "Option._require_choice",
+            "set(converted if is_list else (converted,)) <= set(self.choices)",
+            "True",
         ),
         Fault(
             "90m are 90 seconds",

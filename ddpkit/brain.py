@@ -954,8 +954,8 @@ class Brain(_Typed):
         with (
             held,
             run.stop.guarded("fit"),
-            run.stages.session(folder),
             run.hearing(self),
+            run.stages.session(folder),
             run.policy.session(),
             failure_notice(),
         ):

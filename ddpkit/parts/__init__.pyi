@@ -1,5 +1,6 @@
 from ddpkit.parts.early_stopping import EarlyStopping as EarlyStopping
 from ddpkit.parts.events import PartEvents as PartEvents, parts_of as parts_of
+from ddpkit.parts.own import own_parts as own_parts
 from ddpkit.parts.part import Part as Part
 from ddpkit.parts.validation_schedule import ValidationSchedule as ValidationSchedule
 from ddpkit.parts.yaml_help import help_of_yaml as help_of_yaml

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 EVENTS = (
     "check",
+    "around_fit",
     "start_rows",
     "on_fit_start",
     "on_stage_start",
     "wrap_batches",
     "on_gradients",
+    "on_step_counted",
     "after_step",
     "is_validation_due",
     "on_sync",
@@ -49,6 +51,10 @@ HALF_SAVED = (
 NO_ANSWER = (
     "{}.is_validation_due returned {!r}. Return True or False, how many batches to validate on, or "
     "None where the part has no say."
+)
+NO_CONTEXT = (
+    "{} returned {!r}, which is no context. Return what `with` takes, such as the result of a "
+    "function with @contextlib.contextmanager."
 )
 NEEDS = "parts: {} needs {} before it in the list, and the list is {}."
 
@@ -81,9 +87,26 @@ class PartEvents:
     def __init__(self, parts: Sequence[Part] = ()) -> None:
         self.parts = tuple(parts)
         _check(self.parts)
+        self._listen(self.parts)
+
+    def _listen(self, parts: Sequence[Part]) -> None:
         self._hearing = {
-            event: [part for part in self.parts if _overrides(part, event)] for event in EVENTS
+            event: [part for part in parts if _overrides(part, event)] for event in EVENTS
         }
+
+    @contextlib.contextmanager
+    def with_own(self, own: Sequence[Part]) -> Iterator[None]:
+        """Return a context in which parts of the library hear each event after those that were
+        given.
+
+        Args:
+            own: in their order.
+        """
+        self._listen((*self.parts, *own))
+        try:
+            yield
+        finally:
+            self._listen(self.parts)
 
     def hears(self, event: str) -> bool:
         """Say whether any part hears an event."""
@@ -107,6 +130,27 @@ class PartEvents:
         for part in self._hearing[event]:
             with _naming(part, event):
                 getattr(part, event)(*values)
+
+    @contextlib.contextmanager
+    def around_fit(self, brain: Any) -> Iterator[None]:
+        """Return a context that is inside of those of all parts, the first part's outermost.
+
+        Args:
+            brain: of the recipe.
+
+        Raises:
+            ConfigError: a part has returned no context.
+        """
+        with contextlib.ExitStack() as entered:
+            for part in self._hearing["around_fit"]:
+                name = f"{part.name}.around_fit"
+                with _naming(part, "around_fit"):
+                    context = part.around_fit(brain)
+                    if not isinstance(context, contextlib.AbstractContextManager):
+                        raise ConfigError(NO_CONTEXT.format(name, context))
+                    context.__enter__()
+                entered.push(_leaving(context, name))
+            yield
 
     def bound(self, event: str, brain: Any) -> Callable[[], None] | None:
         """Return a call of an event that comes in each step; None if no part hears it.
@@ -265,3 +309,19 @@ def _naming(part: Part, event: str) -> Iterator[None]:
     except BaseException as error:
         note_part(error, f"{part.name}.{event}")
         raise
+
+
+def _leaving(context: contextlib.AbstractContextManager[Any], name: str) -> Callable[..., Any]:
+    """Return what leaves a context of a part. What it raises itself then has the part's name. What
+    goes through it goes on, also where the context would end it: the run has failed.
+    """
+
+    def leave(kind: Any, passing: BaseException | None, trace: Any) -> None:
+        try:
+            context.__exit__(kind, passing, trace)
+        except BaseException as error:
+            if error is not passing:
+                note_part(error, name)
+            raise
+
+    return leave

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from ddpkit.types import FitResult, Stage
 
@@ -21,14 +23,16 @@ class Part:
 
     In the order of a run::
 
-        fit:       check, (the checkpoint is recovered), on_fit_start, and for every epoch:
+        fit:       check, around_fit, (the checkpoint is recovered), on_fit_start,
+                   and for every epoch:
                      on_stage_start(TRAIN), wrap_batches(TRAIN), for every optimizer step:
-                       on_gradients, the step, after_step, is_validation_due
+                       on_gradients, the step, after_step, on_step_counted,
+                       is_validation_due
                      about once a second: on_sync
                      on_stage_end(TRAIN)
                      is_validation_due; where it is:
                        on_stage_start(VALID), wrap_batches(VALID), on_stage_end(VALID)
-                   on_fit_end
+                   on_fit_end, (the context of around_fit is left)
         evaluate:  check, on_stage_start(TEST), wrap_batches(TEST), on_stage_end(TEST)
         predict:   check, wrap_batches(TEST)
 
@@ -83,6 +87,18 @@ class Part:
 
         Ranks: all; must not communicate.
         """
+
+    def around_fit(self, brain: Any) -> AbstractContextManager[Any]:
+        """Return a context in which a call of ``fit`` runs. It is entered before a checkpoint is
+        recovered, and left whatever ends the call. An exception goes through it, and cannot be
+        ended by it.
+
+        Args:
+            brain: of the recipe; its optimizers are not made yet.
+
+        Ranks: all; to enter and to leave it must not communicate, since a rank may leave alone.
+        """
+        return contextlib.nullcontext()
 
     def start_rows(self, brain: Any) -> Mapping[str, str]:
         """Return rows for the block that a run shows when it starts: a word or two, and a sentence.
@@ -157,6 +173,18 @@ class Part:
             brain: of the recipe; ``brain.optimizer_step`` counts this step.
 
         Ranks: all; may communicate.
+        """
+
+    def on_step_counted(self, brain: Any) -> None:
+        """Called when an optimizer step is counted: it is known that it was made, and not skipped.
+
+        On a GPU that may be a batch later, as the host does not wait for the step. Where the step
+        has to be over and the next one not begun, use :meth:`after_step`.
+
+        Args:
+            brain: of the recipe; ``brain.optimizer_step`` counts this step.
+
+        Ranks: all, for the same steps; must not communicate, and changes nothing that is trained.
         """
 
     def is_validation_due(self, brain: Any, moment: str) -> int | None:

@@ -16,6 +16,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling, make_schedule
 from ddpkit.options import PREPARED, RUN_OPTIONS
+from ddpkit.parts import own_parts
 from ddpkit.reporting import TimeLeft
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
 from ddpkit.run.early_end import EarlyEnd
@@ -122,7 +123,8 @@ class Run:
 
     @contextlib.contextmanager
     def hearing(self, brain: Any) -> Iterator[None]:
-        """Return a context for a call of ``fit``, in whose steps the parts of the recipe are heard.
+        """Return a context for a call of ``fit``, in whose steps the parts hear their events: those
+        of the recipe, then those that options ask for.
 
         Args:
             brain: of the recipe.
@@ -130,13 +132,15 @@ class Run:
         parts = self.context.parts
         step = self.train_step
         self.early_end.begin()
-        step.on_gradients = parts.bound("on_gradients", brain)
-        step.after_window = parts.bound("after_step", brain)
-        try:
-            yield
-        finally:
-            step.on_gradients = step.after_window = None
-            self.validations.end_fit()
+        with parts.with_own(own_parts(self.context.options)), parts.around_fit(brain):
+            step.on_gradients = parts.bound("on_gradients", brain)
+            step.step_counted = parts.bound("on_step_counted", brain)
+            step.after_window = parts.bound("after_step", brain)
+            try:
+                yield
+            finally:
+                step.on_gradients = step.step_counted = step.after_window = None
+                self.validations.end_fit()
 
     def ask_to_end(self, reason: str) -> None:
         """End the training after the present epoch.

@@ -20,11 +20,9 @@ from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, counted_by, metrics_of
 from ddpkit.options import READING
-from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.evaluation_stops import StopsOfEvaluation, added_over_store
-from ddpkit.run.garbage_collection import collecting_by_steps
 from ddpkit.run.intra_epoch_saves import IntraEpochSaves
 from ddpkit.run.kept_metrics import kept_metrics
 from ddpkit.run.learning_rates import rate_of_bar
@@ -54,7 +52,6 @@ from ddpkit.training import (
     is_divided,
     length_of,
     on_cpu,
-    profiled,
     require_same_draw,
     size_of,
     train_epoch,
@@ -148,38 +145,19 @@ class StageRunner:
     @contextlib.contextmanager
     def session(self, output_folder: str) -> Iterator[None]:
         """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position;
-        run the profiler.
-
-        With the option ``gc_interval`` Python collects no garbage by itself in that time.
+        run the profiler, if there is one.
 
         Args:
-            output_folder: for the profiler's records.
+            output_folder: for a record of the memory.
         """
-        options = self.context.options
         self.context.progress.begin_fit()
         self._read_options()
         self.speed.prepare()
         self.context.progress.restart()
         self.train_step.forget_window()
         try:
-            if options.profile_training:
-                self.profiler = prepare_profiler(
-                    options.profile_warmup,
-                    options.profile_steps,
-                    output_folder,
-                )
-            with (
-                self.memory.recording(output_folder),
-                self.profiler or contextlib.nullcontext(),
-                collecting_by_steps(options.gc_interval),
-            ):
+            with self.memory.recording(output_folder), self.profiler or contextlib.nullcontext():
                 yield
-            if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
-                words = (
-                    "profile_training: nothing was recorded: training ended within "
-                    "--profile_warmup=%d batches."
-                )
-                logger.warning(words, options.profile_warmup)
         finally:  # a recipe's own profiler is for this call, too
             self.context.progress.end_fit()
             self.profiler = None
@@ -187,7 +165,6 @@ class StageRunner:
 
     def _read_options(self) -> None:
         """Read, when a call begins, the options that its steps are not to ask for."""
-        self.train_step.gc_interval = self.context.options.gc_interval
         self._has_graphs = has_cuda_graphs(self.context.options)
         if self._has_graphs:
             self.context.progress.copy_losses()
@@ -476,7 +453,7 @@ class StageRunner:
             ranges = self.speed.mark_ranges(once=options.profile_training)
             batches = PassedThrough(
                 batches,
-                functools.partial(profiled, self.profiler, ranges, left_out),
+                functools.partial(ranges.follow, self.profiler, left_out),
             )
         known: dict[str, Any] = {
             "factor": self.context.accumulation.factor,

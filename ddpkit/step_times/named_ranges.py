@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerAction, record_function
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: What the names begin with, so that they are found in a trace.
 RANGE = "ddpkit: "
@@ -82,6 +85,26 @@ class NamedRanges:
         profiler.step()
         self.start(profiler)
         self.is_over = self._once and before and not self._is_on
+
+    def follow(
+        self,
+        profiler: Any,
+        left_out: int,
+        batches: Iterator[Any],
+    ) -> Iterator[Any]:
+        """Tell a profiler after each batch that a step is over, except batches that a resume only
+        skips.
+
+        Args:
+            profiler: as for :meth:`step`.
+            left_out: batches that are skipped.
+            batches: of this rank.
+        """
+        self.start(profiler)
+        for number, batch in enumerate(batches):
+            yield batch
+            if number >= left_out:
+                self.step(profiler)
 
     def _open(self) -> None:
         self._range = record_function(RANGE + self._phase)

@@ -48,7 +48,6 @@ from ddpkit.training.passed_through import (
     PassedThrough as PassedThrough,
     cuda_graph_steps as cuda_graph_steps,
     first_of as first_of,
-    profiled as profiled,
 )
 from ddpkit.training.progress import (
     Progress as Progress,

@@ -14,7 +14,6 @@ from ddpkit.training.feed import Feed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ddpkit.step_times import NamedRanges
     from ddpkit.training.stream_feed import StreamFeed
     from ddpkit.training.window import Window
 
@@ -88,30 +87,6 @@ def first_of(loader: Iterable[Any], number: int | None) -> PassedThrough:
     Ranks: local.
     """
     return PassedThrough(loader, lambda batches: itertools.islice(batches, number))
-
-
-def profiled(
-    profiler: Any,
-    ranges: NamedRanges,
-    left_out: int,
-    batches: Iterator[Any],
-) -> Iterator[Any]:
-    """Tell the profiler after each batch that a step is over, except batches that a resume only
-    skips.
-
-    Args:
-        profiler: has ``step``.
-        ranges: marks the phases in the profiler's trace.
-        left_out: batches that are skipped.
-        batches: of this rank.
-
-    Ranks: local.
-    """
-    ranges.start(profiler)
-    for number, batch in enumerate(batches):
-        yield batch
-        if number >= left_out:
-            ranges.step(profiler)
 
 
 def cuda_graph_steps(batches: Iterator[Any]) -> Iterator[Any]:

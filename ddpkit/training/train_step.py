@@ -7,7 +7,6 @@ The formula that it follows stands at the top of :mod:`ddpkit.training.loop`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import weakref
 from dataclasses import dataclass
@@ -106,12 +105,11 @@ class TrainStep:
         optimizer: the single one, where a recipe has no names; or None.
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
-        gc_interval: optimizer steps from one collection of garbage to the next; 0: Python decides.
-            Of this ``fit``.
         first_gradients: watches the training until its first step with gradients; None after it.
         agree: called before the ranks send each other anything of an optimizer step; or None.
         timer: measures steps; or None.
         on_gradients: called before each step with its final gradients; or None.
+        step_counted: called for each step when it is counted, perhaps a batch later; or None.
         after_window: called after each window in which optimizers have stepped; or None.
 
     Ranks: collective.
@@ -134,9 +132,9 @@ class TrainStep:
         self.agree: Callable[[], None] | None = None
         self.timer: StepTimer | None = None
         self.on_gradients: Callable[[], None] | None = None
+        self.step_counted: Callable[[], None] | None = None
         self.after_window: Callable[[], None] | None = None
         self._dropping_casts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.gc_interval = context.options.gc_interval
         self._is_on_gpu = context.device.partition(":")[0] in optim.GPUS
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._prepared: _Prepared | None = None
@@ -730,8 +728,8 @@ class TrainStep:
             self._waiting += stepped
         elif is_first:
             self._update_after_window(stepped)
-        if is_first and self.gc_interval and progress.optimizer_step % self.gc_interval == 0:
-            gc.collect()
+        if is_first and self.step_counted is not None:
+            self.step_counted()
 
     @property
     def waits_for_window(self) -> bool:

@@ -13,7 +13,7 @@ from .texts import text_of
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = "ddpkit/parts"
 #: Files of the room that are no feature: the interface, who hears what, what `--help` says.
-INTERFACE = ("__init__.py", "events.py", "part.py", "yaml_help.py")
+INTERFACE = ("__init__.py", "events.py", "own.py", "part.py", "yaml_help.py")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,20 @@ class Feature:
 
 _SEVERAL = ("tests/strategies/test_strategies.py",)  # it imports each of them at its top
 
+_AROUND = ("tests/parts/test_around_fit.py",)  # it tries all parts that options ask for
+
 #: The strategies and what else can go; a part only where its classes do not say all of it.
 TABLE = (
+    Feature(
+        "ddpkit/parts/garbage_collection.py",
+        r"gc_interval|GarbageCollection",
+        tests=(*_AROUND, "tests/contract/test_garbage.py"),
+    ),
+    Feature(
+        "ddpkit/parts/profiling.py",
+        r"profile_training|Profiling",
+        tests=_AROUND,
+    ),
     Feature(
         "ddpkit/strategies/data_parallel.py",
         r"(?i)data_?parallel",

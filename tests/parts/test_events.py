@@ -4,6 +4,8 @@ failure of it is told by its name.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,12 @@ class Listener(Part):
     def check(self, brain):
         self.note("check")
 
+    @contextlib.contextmanager
+    def around_fit(self, brain):
+        self.note("around_fit enters")
+        yield
+        self.note("around_fit leaves")
+
     def on_fit_start(self, brain):
         self.note("on_fit_start", brain.optimizer is not None)
 
@@ -56,6 +64,9 @@ class Listener(Part):
 
     def on_gradients(self, brain):
         self.note("on_gradients", brain.optimizer_step)
+
+    def on_step_counted(self, brain):
+        self.note("on_step_counted", brain.optimizer_step)
 
     def after_step(self, brain):
         self.note("after_step", brain.optimizer_step)
@@ -102,14 +113,17 @@ def test_events_come_in_the_order_of_the_docs():
     told = heard_in_a_run()
     assert [line for line in told if not line.startswith("b ")] == [
         "a check",
+        "a around_fit enters",
         "a on_fit_start True",
         "recipe on_stage_start TRAIN",
         "a on_stage_start TRAIN 1 True",
         "a wrap_batches TRAIN",
         "a on_gradients 0",
         "a after_step 1",
+        "a on_step_counted 1",
         "a on_gradients 1",
         "a after_step 2",
+        "a on_step_counted 2",
         "a on_stage_end TRAIN 1",
         "recipe on_stage_end TRAIN",
         "recipe on_stage_start VALID",
@@ -118,6 +132,7 @@ def test_events_come_in_the_order_of_the_docs():
         "a on_stage_end VALID 1",
         "recipe on_stage_end VALID",
         "a on_fit_end epochs",
+        "a around_fit leaves",
         "a check",
         "recipe on_stage_start TEST",
         "a on_stage_start TEST None False",
@@ -125,8 +140,9 @@ def test_events_come_in_the_order_of_the_docs():
         "a on_stage_end TEST None",
         "recipe on_stage_end TEST",
     ]
-    # what a hears, b hears right after it; generators of batches are begun from the outermost one
-    of_parts = [line for line in told if not line.startswith(("recipe", "a wrap", "b wrap"))]
+    # what a hears, b hears right after it; generators of batches and contexts are outside of others
+    nested = "recipe", "a wrap", "b wrap", "a around", "b around"
+    of_parts = [line for line in told if not line.startswith(nested)]
     assert [line[2:] for line in of_parts[::2]] == [line[2:] for line in of_parts[1::2]]
     assert {line[0] for line in of_parts[::2]} == {"a"}
 

@@ -38,6 +38,27 @@ FAULTS = [
                 "pass",
             ),
             Fault(
+                "the garbage collector runs after one step too many",
+                "GarbageCollection.on_step_counted",
+                "brain.optimizer_step % self.interval == 0",
+                "brain.optimizer_step % self.interval == 1",
+                "tests/contract/test_garbage.py",
+            ),
+            Fault(
+                "a context of a part ends the failure of a run",
+                "_leaving.leave",
+                "context.__exit__(kind, passing, trace)",
+                "return context.__exit__(kind, passing, trace)",
+                "tests/parts/test_around_fit.py",
+            ),
+            Fault(
+                "parts of options hear before those that were given",
+                "PartEvents.with_own",
+                "(*self.parts, *own)",
+                "(*own, *self.parts)",
+                "tests/parts/test_around_fit.py",
+            ),
+            Fault(
                 "patience is a validation too long",
                 "EarlyStopping._is_exhausted",
                 "self.waited >= self.patience",

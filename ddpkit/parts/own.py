@@ -1,0 +1,63 @@
+"""The library's own parts: which option asks for which, and the order in which they hear."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ddpkit.options import RUN_OPTIONS
+from ddpkit.parts.part import Part
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ddpkit.run_opts import RunOptions
+
+#: An option, and the part that it asks for where it is not its default: module and class.
+#:
+#: The parts hear each event in this order, after those that were given to the Brain. Their contexts
+#: around ``fit`` are inside of those. A part is loaded if it is asked for.
+ORDER = (
+    ("profile_training", "ddpkit.parts.profiling", "Profiling"),
+    # last: what the others leave behind after a step is garbage, too
+    ("gc_interval", "ddpkit.parts.garbage_collection", "GarbageCollection"),
+)
+
+
+class OwnPart(Part):
+    """A part of the library that an option asks for. It has no state, and no row of its own.
+
+    Ranks: all; every rank has the same options.
+    """
+
+    @classmethod
+    def of_options(cls, options: RunOptions) -> Self:
+        """Make it for a call of ``fit``.
+
+        Args:
+            options: of the run, as they are when the call begins.
+        """
+        raise NotImplementedError
+
+
+def own_parts(options: RunOptions) -> list[Part]:
+    """Return the parts that the options of a run ask for, in their order.
+
+    Args:
+        options: of the run.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> own_parts(RunOptions())
+        []
+        >>> [part.name for part in own_parts(RunOptions(gc_interval=100))]
+        ['GarbageCollection']
+    """
+    found: list[Part] = []
+    for option, module, name in ORDER:
+        if options[option] != RUN_OPTIONS[option].default:
+            kind: type[OwnPart] = getattr(importlib.import_module(module), name)
+            found.append(kind.of_options(options))
+    return found

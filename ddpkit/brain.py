@@ -516,9 +516,7 @@ class Brain(_Typed):
             how many it is over (a number, or a tensor of shape ``()``; 0 where a batch has none).
             All that an optimizer step counts then weighs the same.
 
-            A batch that has nothing to learn from, as without ground truth, gives
-            ``torch.zeros((), requires_grad=True)``, or ``(torch.zeros(()), 0)``: it counts as a
-            batch that uses no parameter.
+            None skips a batch, as one without samples; in training it goes with such pairs only.
         """
         name = type(self).__name__
         raise NotImplementedError(
@@ -578,6 +576,8 @@ class Brain(_Typed):
             with self.training_ctx:
                 outputs = self.compute_forward(batch, Stage.TRAIN)
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
+            if loss is None or train_step.skipped_batches.is_open:
+                loss = train_step.settle_loss(loss)
             train_step.backward(loss)
         result, loss = train_step.record_loss(loss)
         if should_step:
@@ -599,6 +599,8 @@ class Brain(_Typed):
         with self.evaluation_ctx:
             outputs = self.compute_forward(batch, stage)
             loss = self.compute_objectives(outputs, batch, stage)
+        if loss is None:
+            return self.__run.train_step.skipped_batches.skip()
         name = type(self).__name__
         return sum_and_count(loss, name) if loss.__class__ is tuple else one_number(loss, name)
 

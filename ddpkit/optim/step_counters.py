@@ -30,6 +30,8 @@ class StepCounters:
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
         clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``;
             equal on all ranks.
+        empty_steps: steps of the current epoch that were left out because no batch of any rank had
+            a loss.
         pending: the step that is not counted yet; None: all are counted.
         pending_error: what was raised as it was counted, until :meth:`resolve_at_sync` raises it.
 
@@ -48,6 +50,7 @@ class StepCounters:
     optimizer_step: int = 0
     nonfinite: int = 0
     clipped: int = 0
+    empty_steps: int = 0
     pending: PendingStep | None = field(default=None, init=False, repr=False)
     pending_error: DdpkitError | None = field(default=None, init=False, repr=False)
 

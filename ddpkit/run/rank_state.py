@@ -344,6 +344,8 @@ class RankState:
             return _begin_data(loader, own), do_nothing
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
+        skipped = own.get("skipped", 0)
+        progress.meter.skipped = sum(skipped) if isinstance(skipped, list) else skipped
         logged = own.get("logged")
         if logged is not None:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
@@ -434,10 +436,12 @@ class RankState:
         """Return this rank's own part of a checkpoint."""
         loader = self.context.progress.loader
         step = self.context.progress.step
+        losses = self._losses_so_far()
         return {
             "seed": self.base_seed,
             "random": rng_state(),
-            "loss": self._losses_so_far().state_dict(),
+            "loss": losses.state_dict(),
+            **({"skipped": losses.skipped} if losses.skipped else {}),
             "logged": self.context.progress.logged.state_dict(step),
             "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
             "loader": state_at(loader, step),
@@ -541,7 +545,7 @@ def _counted(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     """Return what all ranks have counted, if there is anything: for the main process, which stands
     for the others.
     """
-    names = ("logged", "metrics")
+    names = ("logged", "metrics", "skipped")
     found = {
         name: [state[name] for state in ranks if state is not None and state.get(name)]
         for name in names

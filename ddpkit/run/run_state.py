@@ -211,6 +211,7 @@ class RunState:
             "nonfinite": progress.nonfinite,
             "clipped": progress.clipped,
             **self._last_validation(),
+            **({"empty_steps": progress.empty_steps} if progress.empty_steps else {}),
             **({} if divisor is None else {"sum_divisor": divisor}),
             "loss_sum": str(loss_sum) if isinstance(loss_sum, Fraction) else loss_sum,
             "loss_count": str(loss_count) if isinstance(loss_count, Fraction) else loss_count,
@@ -388,6 +389,7 @@ class RunState:
             began_at=state.get("epoch_began_at", progress.optimizer_step),
             nonfinite=state.get("nonfinite", 0),
             clipped=state.get("clipped", 0),
+            empty_steps=state.get("empty_steps", 0),
             avg_train_loss=state["avg_train_loss"],
         )
         count = Fraction(state.get("loss_count", step))

@@ -903,17 +903,20 @@ class StageRunner:
             stage_batches.close(progress.step, meter.samples)
             # not divided: every rank has evaluated all samples
             times_counted = 1 if stage_batches.divided else get_world_size()
-        own = [*meter.totals(), meter.samples]
-        loss_sum, count, bad, samples = progress.logged.sync(own, at_end=True)
+        own = [*meter.totals(), meter.samples, meter.skipped]
+        loss_sum, count, bad, samples, skipped = progress.logged.sync(own, at_end=True)
         mean = float(loss_sum / count) if count else float("nan")
         if stage is Stage.TRAIN:
             progress.note_trained((loss_sum, count, int(samples)))
         bad = int(bad) // times_counted
         samples = int(samples) // times_counted
+        skipped = int(skipped) // times_counted
         bar.partial = False
         bar.show(progress.step, mean, samples - before)
         if stage is not Stage.TRAIN and not samples and not count:
             logger.warning("%s: there was nothing to evaluate: the mean loss is NaN.", stage.name)
+        if skipped:
+            self._tell_skipped_batches(stage, skipped, is_all=not count and not bad)
         if bad:
             words = "%s: %d batches had a loss that is not finite; they are left out of the mean."
             logger.warning(words, stage.name, int(bad))
@@ -923,6 +926,8 @@ class StageRunner:
             facts["clipped_share"] = progress.clipped_share
             facts["skipped"] = progress.nonfinite
             self._write_steps(progress.step)
+            facts |= {"empty_steps": progress.empty_steps} if progress.empty_steps else {}
+        facts |= {"skipped_batches": skipped} if skipped else {}
         values = progress.logged.values.get(stage.name.lower())
         facts |= {"logged": dict(values)} if values else {}
         run_event(
@@ -933,6 +938,22 @@ class StageRunner:
             seconds=round(seconds, 3),
         )
         return mean
+
+    def _tell_skipped_batches(self, stage: Stage, skipped: int, *, is_all: bool) -> None:
+        """Say for how many batches of a stage the recipe has returned no loss."""
+        if is_all:
+            words = (
+                "%s: compute_objectives returned None for all %d batches: the mean loss is NaN. "
+                "Look for a missing return; None skips a batch."
+            )
+            logger.warning(words, stage.name, skipped)
+            return
+        words = "%s: %d batches were skipped, as compute_objectives returned None for them."
+        logger.info(words, stage.name, skipped)
+        empty = self.context.progress.empty_steps
+        if stage is Stage.TRAIN and empty:
+            words = "TRAIN: %d optimizer steps were left out: none of their batches had a loss."
+            logger.info(words, empty)
 
     def _write_steps(self, step: int) -> None:
         """Write what was logged per step, and which steps were skipped, since the last time."""

@@ -29,6 +29,7 @@ from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import Strategy, WholeState, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, has_moving_buffers
+from ddpkit.strategies.batch_outputs import go_backwards_from, with_graph
 from ddpkit.strategies.entries import (
     broadcast_from_main,
     modules_on_device,
@@ -76,7 +77,13 @@ CANNOT = (
 WITHOUT_GRAPH = (
     "strategy='fsdp': the loss of a batch depends on no parameter, and in a backward pass all "
     "ranks gather weights and add gradients up together. Return a zero that depends on what the "
-    "modules have computed, 0.0 * outputs.sum(), or use --strategy=zero1 or ddp."
+    "modules have computed, 0.0 * outputs.sum(). Or return None, if the other batches return "
+    "(loss_sum, count). Or use --strategy=zero1 or ddp."
+)
+NOT_CALLED = (
+    "strategy='fsdp': the loss of a batch depends on no parameter, and the batch has called no "
+    "entry of modules with gradients. In a backward pass all ranks gather weights and add "
+    "gradients up together. Call the modules in every batch, or use --strategy=zero1 or ddp."
 )
 
 
@@ -127,6 +134,8 @@ class FSDP(Strategy):
         # a number that follows from the order of the calls; optimizer steps looked at
         self._order = self._compared = 0
         self._is_noting = True
+        self._outputs: list[torch.Tensor] = []  # of entries, since the last backward pass
+        self._progress: Any = None
         # what autograd computes gradients of: whole parameters
         self._gathered: dict[int, nn.Parameter] = {}
 
@@ -221,6 +230,7 @@ class FSDP(Strategy):
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)
         self.roots.append(module)
+        module.register_forward_hook(torch.compiler.disable(self._note_output))  # type: ignore[no-untyped-call]
         # Torch makes the whole parameters with the first gathering, and keeps the objects: hooks on
         # gradients must be on them, as autograd knows no others.
         for block in parts:
@@ -356,6 +366,10 @@ class FSDP(Strategy):
 
     # ------------------------------------------------------------------ gradients
 
+    def begin_pass(self, progress: Any) -> None:
+        """Note what tells whether the losses of a window are counted."""
+        self._progress = progress
+
     @contextlib.contextmanager
     def _gradients_stay(self) -> Iterator[None]:
         for root in self.roots:
@@ -382,6 +396,7 @@ class FSDP(Strategy):
         """Return a context for one backward pass of a window; where it does not count, all
         gradients become zero.
         """
+        self._outputs = []
         # the pass itself cannot be left out: the other ranks gather and reduce in theirs
         trained: list[Any] = (
             []
@@ -402,12 +417,33 @@ class FSDP(Strategy):
         counts: bool = True,
         retain_graph: bool = False,
     ) -> AbstractContextManager[None]:
-        """Refuse a loss that depends on no parameter.
+        """Return a context in the place of a backward pass: the other ranks gather weights in
+        theirs, and add gradients up. So this one goes backwards from what its modules have
+        returned, with gradients of zero.
 
         Raises:
-            BatchError: always.
+            BatchError: the batch has called no module with gradients; or its loss is a mean: where
+                no rank has a loss, nothing would keep an optimizer from moving by weight decay.
         """
-        raise BatchError(WITHOUT_GRAPH)
+        if not self._outputs:
+            raise BatchError(NOT_CALLED)
+        if retain_graph:
+            raise BatchError(WITHOUT_GRAPH)
+        return self._backward_of_zeros(modules, closes=closes)
+
+    @contextlib.contextmanager
+    def _backward_of_zeros(self, modules: nn.Module, *, closes: bool) -> Iterator[None]:
+        starts = self._outputs
+        yield  # the loss is counted
+        if self._progress is None or self._progress.window.counted is None:
+            raise BatchError(WITHOUT_GRAPH)
+        with self.backward_pass(modules, closes=closes, counts=False):
+            go_backwards_from(starts)
+
+    def _note_output(self, module: nn.Module, _: Any, output: Any) -> None:
+        """Keep what an entry has returned until the next backward pass."""
+        if module.training and torch.is_grad_enabled():
+            self._outputs += with_graph(output)
 
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Divide what a forward pass without a backward pass has left whole: an optimizer steps on

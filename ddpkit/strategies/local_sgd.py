@@ -23,10 +23,11 @@ from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.equal_groups import require_equal_groups
+from ddpkit.strategies.no_gradients import has_gradients, trained_of
 from ddpkit.strategies.option_refusals import refuse_with
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -123,6 +124,7 @@ class LocalSGD(DDP):
         self._optimizers: Mapping[str, Any] = {}
         self._progress: Any = None
         self._is_compared = False
+        self._is_of_sums = False  # whether losses of the window are sums with counts
 
     def prepare_optimizers(
         self,
@@ -168,8 +170,31 @@ class LocalSGD(DDP):
             self.weights_differ = True
             if self._zeros.versions:
                 self._zeros.drop_own()
+            if self._is_of_sums:
+                self._add_zeros()
+            self._is_of_sums = False
         else:
             super().finish_gradients(optimizers)
+
+    def start_average(
+        self,
+        count: torch.Tensor | float,
+        device: str,
+    ) -> Callable[[], torch.Tensor | float]:
+        """Start averaging a count, and note that the losses have one."""
+        self._is_of_sums = True
+        return super().start_average(count, device)
+
+    def _add_zeros(self) -> None:
+        """Give a module without any gradient gradients of zero: its batches had no loss.
+
+        Ranks that have one make a step, and so does this one: else the states of their optimizers
+        would not be alike. Where no rank has one the step is left out, by the count.
+        """
+        for module in self.wrapped:
+            if not has_gradients(module):
+                for parameter in trained_of(module):
+                    parameter.grad = torch.zeros_like(parameter)
 
     def after_window(self, modules: nn.ModuleDict) -> None:
         """Average if it is time, by the optimizer steps of the run: then a resume does not move

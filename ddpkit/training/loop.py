@@ -6,7 +6,8 @@ the optimizer steps on ``sum(w * grad) / sum(w)``. DDP averages over the ranks, 
 back-propagates ``loss * w * world_size / total``; the total is known from the plan, before the
 first backward pass of the window. If ``compute_objectives`` returns a sum and a count, the
 gradients of the sums are accumulated, the counts are added up over the ranks once per window, and
-the division is part of the optimizer step.
+the division is part of the optimizer step. None in the place of such a pair counts as a sum and a
+count of 0 (:mod:`ddpkit.training.skipped_batches`).
 
 The step is in :class:`~ddpkit.training.train_step.TrainStep`, the place of a batch in its window in
 :class:`~ddpkit.training.window.Window`, and how far the run is in

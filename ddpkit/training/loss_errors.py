@@ -45,6 +45,11 @@ FREED = (
     "penalty): use --strategy=zero1 or ddp. A second backward pass over one forward pass: add the "
     "losses up, or call the module once more."
 )
+IN_FIT_BATCH = (
+    "{}.fit_batch passed None to backward(). compute_objectives may return None to skip a batch "
+    "where the library's own fit_batch calls it. In a fit_batch of your own pass (torch.zeros(()), "
+    "0) to self.backward, and (loss_sum, count) for the other batches."
+)
 SHOWN_KEYS = 5
 
 
@@ -68,6 +73,8 @@ def explained_backward(
         Line.compute_objectives returned a float, not a tensor: return the loss itself, without
         .item().
     """
+    if loss is None:
+        return BatchError(IN_FIT_BATCH.format(name), hook="fit_batch")
     text = str(error)
     if READY_TWICE_SAYS in text:
         said = text.partition(".")[0]

@@ -29,6 +29,7 @@ class LossMeter:
 
     Attributes:
         samples: samples seen, whatever their losses count; written by the loop.
+        skipped: batches that had no loss.
 
     Ranks: local.
 
@@ -40,10 +41,11 @@ class LossMeter:
         (32.0, 16.0, 1)
     """
 
-    __slots__ = ("_copies", "_host", "_means", "_partial", "_sums", "samples")
+    __slots__ = ("_copies", "_host", "_means", "_partial", "_sums", "samples", "skipped")
 
     def __init__(self, *, copies: bool = False) -> None:
         self.samples = 0
+        self.skipped = 0
         self._copies = copies
         self._means: list[_Entry] = []
         self._sums: list[_Entry] = []
@@ -139,6 +141,7 @@ class LossMeter:
         """
         copied = LossMeter(copies=self._copies)
         copied.samples = self.samples
+        copied.skipped = self.skipped
         copied._host = self._host
         copied._partial = self._partial
         copied._means = list(self._means)
@@ -256,6 +259,7 @@ class ExactMeter(LossMeter):
         self._flush()
         copied._exact = self._exact
         copied.samples = self.samples
+        copied.skipped = self.skipped
         return copied
 
     def state_dict(self) -> dict[str, Any]:

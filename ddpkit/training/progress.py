@@ -219,6 +219,7 @@ class Progress(optim.StepCounters):
         nonfinite: int,
         clipped: int,
         avg_train_loss: float,
+        empty_steps: int = 0,
     ) -> None:
         """Go on inside of an epoch, where a checkpoint says.
 
@@ -228,11 +229,13 @@ class Progress(optim.StepCounters):
             nonfinite: steps of the epoch that were skipped.
             clipped: updates of the epoch whose gradients were clipped.
             avg_train_loss: mean loss so far.
+            empty_steps: steps of the epoch without a batch that had a loss.
         """
         self.step = step
         self.began_at = began_at
         self.nonfinite = nonfinite
         self.clipped = clipped
+        self.empty_steps = empty_steps
         self.avg_train_loss = avg_train_loss
 
     def recover_inside(
@@ -260,6 +263,7 @@ class Progress(optim.StepCounters):
         self.step, self.meter = 0, self.new_meter()
         self.avg_train_loss = 0.0
         self.nonfinite = 0
+        self.empty_steps = 0
 
     # ------------------------------------------------------------------ the training of an epoch
 
@@ -295,6 +299,7 @@ class Progress(optim.StepCounters):
         """
         if not self.step:
             self.nonfinite = 0  # a step in a hook before the pass does not belong to the epoch
+            self.empty_steps = 0
         self.phase = _IN_PASS
         self.window_end = self.step
         self.train_meter = self.meter.copy()
@@ -429,6 +434,14 @@ class Progress(optim.StepCounters):
     def note_skips_written(self, in_epoch: int) -> None:
         """Note how many skipped steps of this epoch the run's log knows."""
         self.skips_written = in_epoch
+
+    def count_skipped_batch(self) -> None:
+        """Count a batch of the current stage for which the recipe has returned no loss."""
+        self.meter.skipped += 1
+
+    def count_empty_step(self) -> None:
+        """Count an optimizer step that was left out because no batch of any rank had a loss."""
+        self.empty_steps += 1
 
     def take_counts_of_all_ranks(self, *, clipped: int, nonfinite: int) -> None:
         """Take over the largest counts of the epoch on any rank, where ranks step alone."""

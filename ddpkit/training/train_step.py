@@ -25,6 +25,7 @@ from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.training.losses import backward, sum_and_count
 from ddpkit.training.recipe import StepHooks
+from ddpkit.training.skipped_batches import SkippedBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +107,7 @@ class TrainStep:
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
         first_gradients: watches the training until its first step with gradients; None after it.
+        skipped_batches: knows what stands for the loss of a batch that the recipe skips.
         agree: called before the ranks send each other anything of an optimizer step; or None.
         timer: measures steps; or None.
         on_gradients: called before each step with its final gradients; or None.
@@ -129,6 +131,7 @@ class TrainStep:
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
         self.first_gradients: FirstGradients | None = FirstGradients(context.recipe.name)
+        self.skipped_batches = SkippedBatches(context)
         self.agree: Callable[[], None] | None = None
         self.timer: StepTimer | None = None
         self.on_gradients: Callable[[], None] | None = None
@@ -219,6 +222,15 @@ class TrainStep:
                 has_own_fit_batch=self.context.recipe.has_own_fit_batch,
                 timer=self.timer,
             )
+
+    def settle_loss(self, loss: Any) -> Any:
+        """Return the loss of a training batch; for one that the recipe skips, a sum and a count
+        of 0.
+
+        Args:
+            loss: as ``compute_objectives`` returned it.
+        """
+        return self.skipped_batches.settle(loss, waits=self.agree is not None)
 
     def _pass_without_backward(
         self,
@@ -627,6 +639,8 @@ class TrainStep:
         yield
         progress.resolve_pending()
         has_stepped = progress.optimizer_step > before or progress.nonfinite
+        if not progress.optimizer_step:
+            self.skipped_batches.require_some(progress.step)
         # fp16 may skip all steps of a short epoch.
         if progress.window_end > first and not (
             has_stepped or progress.epochs or self.scaler.is_enabled()
@@ -641,6 +655,8 @@ class TrainStep:
         """Return the factor for the gradients before the step, and reset the count."""
         if self.agree is not None:
             self.agree()
+            if self.skipped_batches.is_open and not self.context.recipe.has_own_fit_batch:
+                self.skipped_batches.agree()
         window = self.context.progress.window
         if window.counted is not None:
             average = window.average or self.context.strategy.start_average(
@@ -685,9 +701,12 @@ class TrainStep:
                 hook="compute_objectives",
             )
         if math.isinf(multiplier):
+            if window.skipped_in != window_number:
+                window.skipped_in = window_number
+                self.context.progress.count_empty_step()
             logger.warning_once(
-                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such "
-                "steps are left out."
+                "The count of (loss_sum, count) was 0 over all batches of an optimizer step, or "
+                "compute_objectives returned None for all of them: such steps are left out."
             )
         elif scaler is None or scaler.get_scale() < 1.0:
             # at 1 or more the scale is to blame, and has been lowered
@@ -744,6 +763,7 @@ class TrainStep:
         """
         self._waiting.clear()
         self._stepped = None
+        self.skipped_batches.begin_pass()
         if self.freezes:
             optim.zero_gradients((self.optimizers or {}).values(), set_to_none=True)
 

@@ -458,7 +458,6 @@ class Recipe:
 NO_SCALER = None
 BAD_LOSSES = [
     (3.0, r"returned a float, not a tensor: return the loss itself, without \.item\(\)"),
-    (None, "returned a NoneType, not a tensor"),
     (
         {"loss": torch.ones(())},
         ("returned a dict with the keys 'loss': return one loss, such as the sum"),

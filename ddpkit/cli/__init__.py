@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": (
         "look at this machine, or at all of a launch: what is wrong for training, and what to do"
     ),
+    "lr-find": "try rising learning rates with a recipe: at which its loss falls fastest",
     "port": "show what changes in a SpeechBrain recipe that moves to ddpkit, or change it",
     "report": (
         "write one page about a run, or several against each other: curves, speed, goodput, "
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        module = ELSEWHERE.get(words[0], f"{__name__}.{words[0]}")
+        module = ELSEWHERE.get(words[0], f"{__name__}.{words[0].replace('-', '_')}")
         return _guarded(lambda: int(importlib.import_module(module).run(words[1:])))
     purposes = "\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())
     description = "ddpkit: a data-parallel training loop for PyTorch."

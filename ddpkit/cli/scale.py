@@ -6,12 +6,12 @@ The measuring is in :mod:`ddpkit.see.scale`. What is no option of this command g
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say, whole_number
+from ddpkit.cli.recipe_words import positive, split_words
 
 __all__ = ["run"]
 
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
 
     Ranks: one process; or every rank of a launch.
     """
-    own, recipe = split_words(words)
+    own, recipe = split_words(words, _SWITCHES, _WITH_VALUE, (_JOIN,))
     parser = _parser()
     options = parser.parse_args(own)
     if not own and not recipe:
@@ -85,52 +85,6 @@ def run(words: Sequence[str]) -> int:
 def _tell(line: str) -> None:
     say(line, stream=sys.stderr)
     sys.stderr.flush()
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part the words of this command from those of the recipe.
-
-    Args:
-        words: all of them.
-
-    Returns:
-        Options of this command with their values, and the command line of the recipe.
-
-    Example:
-        >>> split_words(["train.py", "--nproc", "1,2", "h.yaml", "--lr=0.1", "--", "--json=x"])
-        (['--nproc', '1,2'], ['train.py', 'h.yaml', '--lr=0.1', '--json=x'])
-    """
-    own: list[str] = []
-    recipe: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name = word.partition("=")[0]
-        if word == "--":
-            recipe += rest
-            break
-        if word in _SWITCHES or (name in {*_WITH_VALUE, _JOIN} and "=" in word):
-            own.append(word)
-        elif word in _WITH_VALUE:
-            own += [word, *rest[:1]]
-            rest = rest[1:]
-        elif word == _JOIN:
-            files = list(itertools.takewhile(lambda argument: not argument.startswith("--"), rest))
-            own += [word, *files]
-            rest = rest[len(files) :]
-        else:
-            recipe.append(word)
-    return own, recipe
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -172,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--seconds",
-        type=_seconds,
+        type=positive,
         default=2.0,
         metavar="S",
         help="of steps in a slice (default: 2)",

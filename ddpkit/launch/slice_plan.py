@@ -1,4 +1,5 @@
-"""A measured slice of a run: what ``python -m ddpkit scale`` asks of the processes that it starts.
+"""A measured slice of a run: what ``python -m ddpkit scale`` and ``lr-find`` ask of the processes
+that they start.
 
 The plan is in the environment of each of them. Such a process runs the recipe's own script up to
 its first call of ``fit``, measures a few steps there and ends. It writes nothing of the user's: no
@@ -53,6 +54,7 @@ class SlicePlan:
         loader_workers: numbers of workers with which the loader alone is measured before; none: it
             is not.
         loader_seconds: to measure it with each of them.
+        learning_rates: to be tried, one in each optimizer step; then nothing else is measured.
 
     Ranks: local; equal on all ranks.
 
@@ -72,6 +74,7 @@ class SlicePlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     loader_workers: list[int] = field(default_factory=list)
     loader_seconds: float = 1.5
+    learning_rates: list[float] = field(default_factory=list)
 
     def text(self) -> str:
         """Return the plan as the value of an environment variable."""

@@ -18,6 +18,7 @@ from ddpkit.run.epochs import (
     is_step_limit_reached as is_step_limit_reached,
     run_epochs as run_epochs,
 )
+from ddpkit.run.lr_sweep import rates_between as rates_between
 from ddpkit.run.misspelt_hooks import (
     warn_of_misspelt_hooks as warn_of_misspelt_hooks,
 )

@@ -191,7 +191,12 @@ class StageRunner:
         if plan is None:
             self.train(brain, loader, epoch, enable_bar=enable_bar)
             return
-        from ddpkit.run.measured_slice import measure_slice  # nothing else needs it
+        # nothing else needs these
+        if plan.learning_rates:
+            from ddpkit.run.lr_sweep import sweep_learning_rates
+
+            sweep_learning_rates(plan, self, brain, loader, epoch)
+        from ddpkit.run.measured_slice import measure_slice
 
         measure_slice(plan, self, brain, loader, epoch)
 

@@ -3,6 +3,8 @@ from ddpkit.see.doctor.command import (
     run_doctor as run_doctor,
 )
 from ddpkit.see.doctor.local_ranks import run_ranks as run_ranks
+from ddpkit.see.lr_find.command import run_lr_find as run_lr_find
+from ddpkit.see.lr_find.request import LrFindRequest as LrFindRequest
 from ddpkit.see.report.page import (
     require_extra as require_extra,
     write_page as write_page,

@@ -7,7 +7,10 @@ import importlib.util
 import pytest
 
 from ddpkit.cli import main
-from ddpkit.cli.scale import split_words
+from ddpkit.cli.recipe_words import split_words
+
+SWITCHES = ("--strong",)
+WITH_VALUE = ("--nproc", "--plot")
 
 
 @pytest.fixture
@@ -32,11 +35,12 @@ def test_what_is_no_option_of_the_command_goes_to_the_recipe_in_its_order():
     ]
     words += ["--nproc_of_mine", "3", "--", "--rounds", "9"]
     own = ["--nproc", "1,2", "--strong", "--plot=a.svg"]
-    assert split_words(words) == (own, recipe)
+    assert split_words(words, SWITCHES, WITH_VALUE) == (own, recipe)
 
 
 def test_join_takes_the_files_that_follow():
-    assert split_words(["--join", "a.json", "b.json", "--plot", "c.svg"]) == (
+    words = ["--join", "a.json", "b.json", "--plot", "c.svg"]
+    assert split_words(words, SWITCHES, WITH_VALUE, ("--join",)) == (
         ["--join", "a.json", "b.json", "--plot", "c.svg"],
         [],
     )
@@ -57,7 +61,7 @@ def test_the_help_says_what_goes_to_the_recipe(capsys):
         ([], "give the recipe, such as train.py hparams.yaml"),
         (["train.py", "--strong", "--weak"], "not allowed with argument --strong"),
         (["train.py", "--rounds", "0"], "'0' is not a whole number from 1 on"),
-        (["train.py", "--seconds=-1"], "'-1' is no number of seconds above 0"),
+        (["train.py", "--seconds=-1"], "'-1' is no number above 0"),
         (["train.py", "--nproc"], "expected one argument"),
         (
             ["train.py", "--join", "a.json"],

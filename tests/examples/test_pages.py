@@ -19,6 +19,7 @@ PAGES = (
     "README.md",
     "docs/tutorial/from-one-process-to-several.md",
     "docs/how-to/evaluation.md",
+    "docs/how-to/learning-rate-and-batch-size.md",
     "docs/how-to/log-values.md",
     "docs/how-to/schedules.md",
     "docs/how-to/validation.md",

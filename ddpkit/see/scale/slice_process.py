@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LOOPBACK, SLICE, SlicePlan, cores, without_launch
@@ -79,7 +79,7 @@ def run_slice(
     """Run the processes of a slice to its end.
 
     Args:
-        recipe: what is run.
+        recipe: as in :func:`run_plan`, and the others.
         cell: how, and in how many processes.
         plan: for them.
         tell: is told what the recipe says, if it takes long.
@@ -87,6 +87,32 @@ def run_slice(
 
     Returns:
         What the slice has measured.
+
+    Raises:
+        SliceFailedError: a process has failed, or none has come to ``fit``.
+    """
+    values = run_plan(recipe, cell, plan, tell, is_given_up)
+    return SliceResult.from_dict({**values, "size": cell.size}, plan.result)
+
+
+def run_plan(
+    recipe: MeasuredCommand,
+    cell: Cell,
+    plan: SlicePlan,
+    tell: Callable[[str], object],
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Run processes with a plan to their end.
+
+    Args:
+        recipe: what is run.
+        cell: how, and in how many processes.
+        plan: for them.
+        tell: is told what the recipe says, if it takes long.
+        is_given_up: whether nobody waits for the result any more; asked again and again.
+
+    Returns:
+        What they have written.
 
     Raises:
         SliceFailedError: a process has failed, or none has come to ``fit``.
@@ -101,8 +127,8 @@ def run_slice(
         raise SliceFailedError(_failure(cell, codes, log))
     if not Path(plan.result).exists():
         raise SliceFailedError(f"{cell.name}: {NO_FIT} {_said(_last_lines(_log_of(log, 0)))}")
-    values = json.loads(Path(plan.result).read_text(encoding="utf-8"))
-    return SliceResult.from_dict({**values, "size": cell.size}, plan.result)
+    values: dict[str, Any] = json.loads(Path(plan.result).read_text(encoding="utf-8"))
+    return values
 
 
 @contextlib.contextmanager

@@ -340,6 +340,27 @@ SEE = in_room(
             f"{SCALE}/test_cells.py {SCALE}/test_slices.py",
         ),
         Fault(
+            "lr-find: what follows the lowest loss counts as a fall",
+            "suggest",
+            "slopes[:lowest + 1].argmin()",
+            "slopes.argmin()",
+            "tests/see/lr_find",
+        ),
+        Fault(
+            "lr-find: a schedule of the recipe sets the rate that is tried",
+            "sweep_learning_rates.on_gradients",
+            "sweep.set_rate()",
+            "None",
+            "tests/run/test_lr_sweep.py",
+        ),
+        Fault(
+            "lr-find: the loss is that of the main process",
+            "LrSweep._after_window",
+            "sum_over_ranks(own, 'learning rates')",
+            "own",
+            "tests/run/test_lr_sweep.py",
+        ),
+        Fault(
             "doctor: memory is judged without the limit of the container",
             "_free",
             "limit is not None and limit.value < free",

@@ -1,0 +1,1 @@
+"""What ``python -m ddpkit lr-find`` is made of."""

@@ -249,11 +249,13 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         found_out = {name for name in _FOUND_OUT if name not in self.overridden_args}
         left_out = _OF_THIS_START | found_out
         values = {**self._values, **(in_use or {})}
-        return {
+        found = {
             name: values[name]
             for name in among
             if name not in left_out and values[name] != RUN_OPTIONS[name].default
         }
+        strategy = found.get("strategy", "")  # an object, where it is not the library's
+        return found if isinstance(strategy, str) else {**found, "strategy": repr(strategy)}
 
     def copy(self) -> RunOptions:
         """Return options that can be changed without changing these.

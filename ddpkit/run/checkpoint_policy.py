@@ -67,7 +67,7 @@ logger = get_logger(__name__)
 WAIT_SECONDS = 300.0  # for the other ranks, where a save needs them: one may be late
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 APART = (
-    "ddp_comm_hook=post_local_sgd: a checkpoint is saved in a hook of a training batch, where "
+    "{}: a checkpoint is saved in a hook of a training batch, where "
     "each rank has weights of its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, "
     "which wait for the next average, or save in on_stage_end."
 )
@@ -754,7 +754,7 @@ class CheckpointPolicy:
         self._has_saved = True
         self.context.progress.resolve_pending()  # the checkpoint counts it
         if self.context.strategy.weights_differ:
-            raise CheckpointError(APART)
+            raise CheckpointError(APART.format(self.context.strategy.name))
         self.train_step.end_window()  # an own fit_batch saves after its steps
         ema = self.train_step.ema
         with (

@@ -22,7 +22,6 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import exchange, get_world_size, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SlicePlan, cores, find_launch
-from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
@@ -320,7 +319,7 @@ def facts_of_run(context: RunContext, loader: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "loader_workers": own_workers(loader),
-        "exchanged_bytes": exchanged_bytes(context),
+        "exchanged_bytes": context.strategy.exchanged_bytes(context.modules),
         "samples_per_step": sizes.per_step,
         "can_fix_step": sizes.alone is not None or in_use["global_batch_size"] is not None,
         "global_batch_size": in_use["global_batch_size"],

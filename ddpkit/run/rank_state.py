@@ -333,13 +333,7 @@ class RankState:
             states.loaded = None
             self._from_last_call = None
             if states.is_complete:
-                self.context.strategy.load_rank_state(
-                    self.context.modules,
-                    {
-                        **own.get("strategy", {}),
-                        **{name: own.get(name, {}) for name in STATES_OF_DDP},
-                    },
-                )
+                self._load_strategy(own)
         if not progress.step:
             return _begin_data(loader, own), do_nothing
         if own.get("loss") is not None and states is not None and states.is_complete:
@@ -451,6 +445,13 @@ class RankState:
             **self._strategy_state(),
             **self._unread_place(loader),
         }
+
+    def _load_strategy(self, own: dict[str, Any]) -> None:
+        """Hand over to the strategy what a checkpoint has of it on this rank, if anything."""
+        state = {**own.get("strategy", {}), **{name: own.get(name) for name in STATES_OF_DDP}}
+        known = {name: value for name, value in state.items() if value or name not in STATES_OF_DDP}
+        if known:
+            self.context.strategy.load_rank_state(self.context.modules, known)
 
     def _strategy_state(self) -> dict[str, Any]:
         """Return what the strategy keeps on this rank, in the form that the file has always had."""

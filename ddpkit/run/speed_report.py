@@ -21,7 +21,6 @@ from ddpkit.distributed import (
 )
 from ddpkit.logger import get_logger
 from ddpkit.optim import rate_factor
-from ddpkit.run.exchanged_bytes import exchanged_bytes
 from ddpkit.step_times import (
     DATA,
     STEP,
@@ -158,7 +157,7 @@ class SpeedReport:
         if not self._windows:
             self._since = time.monotonic()
         self._is_near = True
-        self._bytes = exchanged_bytes(self._context)
+        self._bytes = self._context.strategy.exchanged_bytes(self._context.modules)
         self._core_waits.share()  # from now on
         self._verdicts.num_workers = getattr(loader, "num_workers", None)
         return FeedThrough(feed, functools.partial(timer.batches, feed))

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from ddpkit import _names_of_stub
 
-__all__ = ["Strategy", "refuse_with", "register", "registered_names", "unregister"]
+__all__ = [
+    "Strategy",
+    "average_over_ranks",
+    "refuse_with",
+    "register",
+    "registered_names",
+    "unregister",
+]
 
 __getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use
 

@@ -30,3 +30,6 @@ from ddpkit.strategies.option_refusals import (
 from ddpkit.strategies.rare_questions import (
     NO_CONTEXT as NO_CONTEXT,
 )
+from ddpkit.strategies.tensor_averages import (
+    average_over_ranks as average_over_ranks,
+)

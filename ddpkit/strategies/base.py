@@ -43,7 +43,7 @@ class Strategy(RareQuestions):
         Brain(...):    check, bind
         fit:           check, wrap, prepare_optimizers, startup_rows,
                        (a checkpoint is recovered), and for every epoch:
-                         begin_pass, load_rank_state, for every batch:
+                         load_rank_state (after a resume), begin_pass, for every batch:
                            no_sync (but in the last batch of a step), backward_pass
                          for every optimizer step:
                            finish_gradients, clipping and the step, after_window
@@ -277,12 +277,14 @@ class Strategy(RareQuestions):
         return {}
 
     def load_rank_state(self, modules: nn.ModuleDict, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint holds of the strategy on this rank. It has nothing, and this
-        is not called, where the number of processes is another.
+        """Take over what a checkpoint holds of the strategy on this rank.
+
+        Not called where it holds nothing: where the number of processes was another, or the
+        strategy. Of another strategy's state a class may get what it does not know.
 
         Args:
             modules: of the recipe, wrapped; their weights are loaded.
-            state: as :meth:`rank_state` has returned it; empty if the strategy was another one.
+            state: as :meth:`rank_state` has returned it.
 
         Ranks: all, each with its own state; must not communicate.
         """

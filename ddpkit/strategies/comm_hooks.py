@@ -43,6 +43,8 @@ def hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None
     return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
 
 
+_HALF = 2  # bytes of a number in fp16 and bf16
+_MATRIX = 2  # dimensions from which on PowerSGD compresses
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # by number of bucket
 _EPSILON = 1e-8  # a gradient of zero has no direction
 
@@ -163,3 +165,21 @@ def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Futu
     own.div_(2)
     # Waited for here: the thread of a collective is not to enter Python.
     return done(own.add_(exchange_tensor(own)()))
+
+
+def bytes_of_gradient(options: RunOptions, parameter: torch.Tensor) -> float:
+    """Return how many bytes of a parameter's gradient travel in a step.
+
+    Args:
+        options: of the run.
+        parameter: that is trained.
+    """
+    hook = options["ddp_comm_hook"]
+    numbers = parameter.numel()
+    if hook in {"fp16", "bf16"}:
+        return float(numbers * _HALF)
+    if hook == "powersgd" and parameter.dim() >= _MATRIX:
+        rows = parameter.shape[0]
+        thin = options["matrix_approximation_rank"] * (rows + numbers // rows)
+        return float(min(thin, numbers) * parameter.element_size())
+    return float(numbers * parameter.element_size())

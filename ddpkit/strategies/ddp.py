@@ -26,7 +26,7 @@ from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import Strategy, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, batch_norms, has_moving_buffers
 from ddpkit.strategies.batch_outputs import has_batch_statistics
-from ddpkit.strategies.comm_hooks import hook_of
+from ddpkit.strategies.comm_hooks import bytes_of_gradient, hook_of
 from ddpkit.strategies.empty_backward import call_without_batch, complete
 from ddpkit.strategies.entries import (
     broadcast_from_main,
@@ -45,7 +45,7 @@ from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.training import Accumulation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -508,6 +508,10 @@ class DDP(Strategy):
         for parameter, number in zip(parameters, sums, strict=True):
             if not number:
                 parameter.grad = None
+
+    def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return the bytes of all gradients, in the form in which they travel."""
+        return sum(bytes_of_gradient(self.options, parameter) for parameter in parameters)
 
     def recording_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that counts on some ranks only.

@@ -39,12 +39,12 @@ from ddpkit.strategies.entries import (
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import ROUNDED, refuse_with
-from ddpkit.strategies.rare_questions import NO_CONTEXT
+from ddpkit.strategies.rare_questions import NO_CONTEXT, bytes_of
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.training import Accumulation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -463,6 +463,10 @@ class FSDP(Strategy):
             self._require_same_order(exchange(self._order, site="blocks"))
         if not self.options.fsdp_reshard_after_forward:
             self._called.clear()  # a second call in a step gathers nothing
+
+    def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return the bytes of all gradients."""
+        return bytes_of(parameters)
 
     # ------------------------------------------------------------------ evaluation and checkpoints
 

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from ddpkit.base import kind_of, unwrap, waiting
 from ddpkit.comm import control_group
-from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.optim import parameters_of
 from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.equal_groups import require_equal_groups
 from ddpkit.strategies.no_gradients import has_gradients, trained_of
 from ddpkit.strategies.option_refusals import refuse_with
+from ddpkit.strategies.rare_questions import bytes_of
+from ddpkit.strategies.tensor_averages import average_equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -50,7 +51,6 @@ NOT_WITH = {
         "it needs the optimizer steps between two averages, such as --local_sgd_period=8"
     ),
 }
-BUCKET_ELEMENTS = 1 << 25  # of one collective, and of the memory that it takes
 CANNOT_AVERAGE = (
     "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} over the ranks: {} {} Use one "
     "that keeps tensors by parameter, such as torch.optim.AdamW; or leave --ddp_comm_hook out."
@@ -210,6 +210,10 @@ class LocalSGD(DDP):
             self._average(modules)
         super().end_pass(modules)
 
+    def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return the bytes of all weights, once a period."""
+        return bytes_of(parameters) / (self.period or 1)
+
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows as of DDP, and on how long gradients are averaged."""
         told = (
@@ -239,7 +243,7 @@ class LocalSGD(DDP):
         progress.take_counts_of_all_ranks(clipped=clipped, nonfinite=nonfinite)
         if largest != -smallest:
             raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
-        _average_over_ranks(itertools.chain(*parts), torch.device(self.device))
+        average_equal(itertools.chain(*parts), torch.device(self.device))
         self.weights_differ = False
         progress.require_patience("on the rank with the most", self.options["nonfinite_patience"])
 
@@ -274,45 +278,3 @@ def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Itera
                 f"keeps state[{key!r}], {kind_of(value)}, not a tensor of floating-point numbers."
             )
             raise ConfigError(CANNOT_AVERAGE.format(name, type(optimizer).__name__, reason))
-
-
-@torch.no_grad()
-def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Replace tensors by their averages over the ranks, the same bits on all; integers by rank 0's.
-
-    Half precision is added up in float32, and single numbers in float64: Adam's count of steps
-    stays a whole number. What is in host memory beside the device travels there.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        is_exact = not (tensor.is_floating_point() or tensor.is_complex())
-        wide = widest_float(tensor.device) if tensor.numel() == 1 else torch.float32
-        dtype = tensor.dtype if is_exact else torch.promote_types(tensor.dtype, wide)
-        kinds.setdefault((dtype, tensor.device), []).append(tensor)
-    for (dtype, where), alike in kinds.items():
-        group = control_group() if where.type != device.type else None
-        ends = itertools.accumulate(tensor.numel() for tensor in alike)
-        for _, pairs in itertools.groupby(
-            zip(alike, ends, strict=True),
-            lambda pair: pair[1] // BUCKET_ELEMENTS,
-        ):
-            bucket = [tensor for tensor, _ in pairs]
-            flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
-            if dtype.is_floating_point or dtype.is_complex:
-                # before the sum, which could overflow: a mask has the lowest number
-                flat /= dist.get_world_size()
-                with waiting():
-                    dist.all_reduce(flat, group=group)
-            else:
-                with waiting():
-                    dist.broadcast(
-                        flat.view(torch.uint8),
-                        src=0,
-                        group=group,
-                    )
-            for target, values in zip(
-                bucket,
-                torch.split(flat, [tensor.numel() for tensor in bucket]),
-                strict=True,
-            ):
-                target.copy_(values.view_as(target))

@@ -150,6 +150,28 @@ class RareQuestions:
         """
         return NO_CONTEXT
 
+    def exchanged_bytes(self, modules: nn.Module) -> int:
+        """Return how many bytes this rank hands over for one optimizer step, on average; 0 in one
+        process.
+
+        Args:
+            modules: of the recipe, wrapped.
+        """
+        trained = [weight for weight in modules.parameters() if weight.requires_grad]
+        return round(self.sent_bytes(trained)) if distributed.get_world_size() > 1 else 0
+
+    def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return how many bytes this rank hands over for one optimizer step, on average; 0 where
+        that is not known.
+
+        What a collective makes of them, such as a ring that sends each number twice, is not
+        counted.
+
+        Args:
+            parameters: that are trained.
+        """
+        return 0.0
+
     def forget_errors(self) -> None:
         """Drop what the averaging of gradients has kept, after gradients that are not finite."""
 
@@ -184,6 +206,16 @@ class RareQuestions:
             return total / torch.distributed.get_world_size()
 
         return average
+
+
+def bytes_of(parameters: Iterable[torch.Tensor]) -> float:
+    """Return how many bytes the numbers of tensors have.
+
+    Example:
+        >>> bytes_of([torch.ones(3), torch.ones(2, dtype=torch.float64)])
+        28.0
+    """
+    return float(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
 
 
 def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ddpkit.strategies.batch_norm_layers import batch_norms
 from ddpkit.strategies.entries import broadcast_from_main, refuse_wrapped
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import refuse_with
-from ddpkit.strategies.rare_questions import NO_CONTEXT, wide_number
+from ddpkit.strategies.rare_questions import NO_CONTEXT, bytes_of, wide_number
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, PassedThrough, StreamFeed
 
@@ -419,6 +419,10 @@ class VirtualRanks(Strategy):
         self._parts = {}
         self._is_added = True
         seed_streams(*self._place)  # alike on all ranks: an optimizer, or a hook after it, may draw
+
+    def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return the bytes of all gradients."""
+        return bytes_of(parameters)
 
     # ------------------------------------------------------------------ one shard
 

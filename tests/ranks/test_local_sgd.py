@@ -20,7 +20,7 @@ from ddpkit.errors import (
     RunStopped,
 )
 from ddpkit.run import evaluation_stops, stage_runner
-from ddpkit.strategies import local_sgd
+from ddpkit.strategies.tensor_averages import average_equal
 from tests.recipes import (
     QUIET,
     FrontAndNet,
@@ -332,7 +332,7 @@ def test_nothing_is_saved_while_the_weights_are_not_the_same(ranks, tmp_path):
 
 def averaged_count(number):
     count = torch.tensor(number)
-    local_sgd._average_over_ranks([torch.ones(2), count], torch.device("cpu"))
+    average_equal([torch.ones(2), count], torch.device("cpu"))
     return count.item()
 
 
@@ -409,7 +409,7 @@ def test_bf16_trains(ranks):
 
 def averaged_mask():
     mask = torch.full((3,), torch.finfo(torch.float32).min)
-    local_sgd._average_over_ranks([mask], torch.device("cpu"))
+    average_equal([mask], torch.device("cpu"))
     return mask.unique().tolist()
 
 

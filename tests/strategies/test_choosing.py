@@ -186,3 +186,53 @@ def test_a_strategy_that_does_nothing_alone_is_one_device_in_one_process():
     assert type(choose_strategy(RunOptions(device="cpu", strategy=kind))) is SingleDevice
     with pytest.raises(ConfigError, match="does not work with static_graph=True: it is DDP's"):
         choose_strategy(RunOptions(device="cpu", strategy=kind, static_graph=True))
+
+
+SGD = {"ddp_comm_hook": "post_local_sgd"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ddp_comm_hook": "bf16", "check_parity": 2}, "it would compare gradients that were"),
+        ({"ddp_comm_hook": "powersgd", "precision": "fp16"}, "would have its scale"),
+        ({"static_graph": True, "find_unused_parameters": True}, "uses the same parameters"),
+        ({"strategy": "fsdp", "static_graph": True}, "static_graph=True: it is DDP's"),
+        ({"strategy": "fsdp", "broadcast_buffers": False}, "broadcast_buffers=False: it is DDP's"),
+        ({"strategy": "fsdp", "sync_batchnorm": False}, "use --strategy=ddp"),
+        (
+            {"strategy": "fsdp", "fsdp_param_dtype": "bf16", "check_parity": 2},
+            "strategy=fsdp fsdp_param_dtype=bf16 does not work with check_parity=2",
+        ),
+        ({"virtual_ranks": 2, "sync_batchnorm": True}, "has batch statistics of its own"),
+        ({"virtual_ranks": 2, "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0: it is DDP's"),
+        (SGD, "ddp_comm_hook=post_local_sgd needs --local_sgd_period: it needs the optimizer"),
+        ({**SGD, "local_sgd_period": 2, "strategy": "zero1"}, "the whole state of the optimizers"),
+        ({**SGD, "local_sgd_period": 2, "virtual_ranks": 2}, "depends on the number of processes"),
+        ({"evaluate_ema": True}, "evaluate_ema needs --ema_decay"),
+        (
+            {"evaluate_ema": True, "ema_decay": 0.9, "sync_batchnorm": False},
+            "sync_batchnorm=False does not work with evaluate_ema=True",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_told_on_one_process_too(given, words):
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(RunOptions(device="cpu", **given))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({**SGD, "local_sgd_period": 2}, "past optimizers_step()"),
+        ({"strategy": "fsdp", "fsdp_whole_gradients": True}, "it may step whenever it likes"),
+    ],
+)
+def test_what_does_not_go_with_a_fit_batch_of_the_recipe(given, words):
+    options = RunOptions(device="cpu", **given)
+    check_strategy(options)
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(options, has_own_fit_batch=True)
+    assert str(caught.value).startswith("a fit_batch of the recipe does not work with ")
+    assert words in str(caught.value)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.strategies import Strategy, average_over_ranks
 from tests.launching import Run, torchrun
 from tests.recipes import Killed, Mortal, Regression, Sums, make, points, sgd, weights
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/own-strategy.md"
+EACH_STEP = {"ckpt_interval_steps": 1, "ckpt_async": False}
 NAME = "my_package.averaging:AverageEvery"
 BLOCK = re.compile(r"^```python\n# (?P<file>\S+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -85,8 +88,7 @@ def train_mortal(folder, save, dies_at):
         folder=save,
         recoverables={"counter": (counter := EpochCounter(2))},
         strategy=imported(folder)(3),
-        ckpt_interval_steps=1,
-        ckpt_async=False,
+        **EACH_STEP,
     )
     brain.dies_at = dies_at
     try:
@@ -105,6 +107,55 @@ def test_a_run_that_died_between_two_averages_is_resumed_with_the_same_bits(rank
         assert resumed[rank][1] == whole[rank][1] == 14
         assert same(resumed[rank][0], whole[rank][0])
     assert same(whole[0][0], whole[1][0])
+
+
+class Remembers(Strategy):
+    """Counts the windows of this process, and works alone."""
+
+    windows = 0
+
+    def runs_alone(self):
+        return True
+
+    def after_window(self, modules):
+        self.windows += 1
+
+    def rank_state(self):
+        return {"windows": self.windows}
+
+    def load_rank_state(self, modules, state):
+        self.windows = state.get("windows", 0)
+
+
+@pytest.mark.parametrize("dies_at", [(1, 3), (2, 1)])
+def test_what_a_strategy_keeps_is_saved_and_goes_on(tmp_path, dies_at):
+    def train(at, strategy):
+        counter = EpochCounter(2)
+        kept = {"counter": counter}
+        brain = make(Mortal, folder=tmp_path, recoverables=kept, strategy=strategy, **EACH_STEP)
+        brain.dies_at = at
+        brain.fit(counter, points(8), train_loader_kwargs={"batch_size": 2})
+
+    with pytest.raises(Killed):
+        train(dies_at, Remembers())
+    train(None, resumed := Remembers())
+    assert resumed.windows == 8
+    train(None, "single")  # a strategy that knows nothing of it goes on from the same checkpoint
+
+
+def averaged(shape):
+    numbers = torch.full(shape[get_rank()], float(get_rank()))
+    try:
+        average_over_ranks([numbers, steps := torch.tensor(3 + get_rank())], "cpu")
+    except RankMismatchError as error:
+        return str(error)
+    return [*numbers.tolist(), steps.item()]
+
+
+def test_averages_are_compared_before_they_are_made(ranks):
+    assert ranks.run(averaged, [(2,), (2,)]) == [[0.5, 0.5, 3]] * 2
+    for words in ranks.run(averaged, [(2,), (3,)]):
+        assert words.startswith("The ranks have other tensors to average (here ")
 
 
 def refused(folder, options):

@@ -32,6 +32,7 @@ WITHOUT_GRAPH = (
     "tests/ranks/test_losses_without_graph.py "
     "tests/ranks/test_losses_without_graph_of_batch_norm.py"
 )
+CHOOSING = "tests/strategies/test_choosing.py"
 MODEL = "tests/model/test_model.py"
 
 FAULTS = in_room(
@@ -133,8 +134,8 @@ FAULTS = in_room(
         ),
         Fault(
             "options that exclude each other are taken",
-            "check_strategy",
-            "refuse_with(chosen, options, reasons)",
+            "_refuse_two",
+            "refuse_with(known.chosen_by, options, {'strategy': 'choose one of them'})",
             "pass",
             f"{UNIT} tests/unit/test_run_opts.py",
         ),
@@ -151,6 +152,42 @@ FAULTS = in_room(
             "own.div_(2)",
             "own.div_(2 * (own.norm() / 0.1).clamp(min=1.0))",
             MODEL,
+        ),
+        Fault(
+            "a strategy from outside goes beside one that an option chooses",
+            "_refuse_two",
+            "options.strategy not in (AUTO, name, *known.beside)",
+            "False",
+            CHOOSING,
+        ),
+        Fault(
+            "a strategy that has no work in one process is used there",
+            "choose_strategy",
+            "strategy.runs_alone() or distributed.is_distributed_initialized()",
+            "True",
+            f"{UNIT} {CHOOSING}",
+        ),
+        Fault(
+            "one object is the strategy of two Brains",
+            "choose_strategy",
+            "vars(strategy)[_BOUND] = True",
+            "pass",
+            CHOOSING,
+        ),
+        Fault(
+            "what a strategy from outside keeps is not saved",
+            "RankState._strategy_state",
+            "{**states, 'strategy': known} if known else states",
+            "states",
+            "tests/strategies/test_own_strategy.py",
+        ),
+        Fault(
+            "averages of other tensors than the other ranks have are made",
+            "average_over_ranks",
+            "largest != -smallest",
+            "False",
+            "tests/strategies/test_own_strategy.py",
+            hangs=True,
         ),
         Fault(
             "zero1 leaves out the first parameter of a rank",

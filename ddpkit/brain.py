@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
@@ -27,8 +26,10 @@ from ddpkit.parts import PartEvents, parts_of
 from ddpkit.precision import Precision
 from ddpkit.run import (
     RUN,
+    EvaluationSets,
     NotMade,
     Run,
+    StageLoaders,
     adapt_class,
     are_parts_made,
     given_batch_size,
@@ -480,6 +481,11 @@ class Brain(_Typed):
         return self.progress.logged.of_stage()
 
     @property
+    def set_name(self) -> str | None:
+        """The name of the set that is evaluated; None where it has none, and in training."""
+        return self.progress.set_name or None
+
+    @property
     def raw_modules(self) -> nn.ModuleDict:
         """The modules without any wrapper."""
         return nn.ModuleDict({name: unwrap(module) for name, module in self.modules.items()})
@@ -537,6 +543,11 @@ class Brain(_Typed):
         epoch: int | None = None,
     ) -> None:
         """Called after a stage, on all ranks, with the mean loss over all ranks' samples."""
+
+    def on_set_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+        """Called in a validation on several sets after each set but the first, in the place of
+        :meth:`on_stage_end`, which comes after all of them for the first one.
+        """
 
     def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
         """Called before the forward pass of every training batch."""
@@ -904,10 +915,12 @@ class Brain(_Typed):
                 :class:`~ddpkit.epoch_loop.EpochCounter`.
             train_set: dataset, or ready-made loader, which is divided over the ranks like a
                 dataset.
-            valid_set: likewise, or None.
+            valid_set: likewise, or None; or several by name, ``{"clean": a, "noisy": b}``. The
+                first one decides: its values have plain names in :attr:`logged`, those of another
+                one are called ``noisy/loss`` and so on.
             progressbar: None asks the option ``noprogressbar``.
             train_loader_kwargs: for :meth:`make_dataloader`; not changed.
-            valid_loader_kwargs: likewise.
+            valid_loader_kwargs: likewise, of each set.
 
         Returns:
             The last losses, the epochs and optimizer steps, why it ended, and where the newest
@@ -1014,18 +1027,20 @@ class Brain(_Typed):
         min_key: str | None = None,
         progressbar: bool | None = None,
         test_loader_kwargs: Mapping[str, Any] | None = None,
-    ) -> float:
-        """Recover a checkpoint and evaluate it on a test set.
+    ) -> Any:
+        """Recover a checkpoint and evaluate it on a test set, or on several.
 
         Args:
-            test_set: dataset or loader.
+            test_set: dataset or loader; or several by name, as for :meth:`fit`. The hooks then come
+                for each.
             max_key: take the checkpoint with the highest value of this key.
             min_key: take the checkpoint with the lowest; without either, the newest.
             progressbar: None asks the option ``noprogressbar``.
             test_loader_kwargs: for :meth:`make_dataloader`; not changed.
 
         Returns:
-            The mean loss over the whole set, the same on every rank.
+            The mean loss over the whole set, the same on every rank. Of several sets a dict of it
+            by name.
 
         Raises:
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other
@@ -1043,18 +1058,12 @@ class Brain(_Typed):
         run.preflight.compare_ranks("evaluate", type(self))
         run.stages.note_logger(self)
         with run.stop.guarded("evaluate"):
-            loader = self.__test_loader(test_set, test_loader_kwargs)
-            run.preflight.compare_data(test=loader)
+            sets = self.__test_sets(test_set, test_loader_kwargs)
+            run.preflight.compare_data(**sets.by_stage("test"))
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
-            run.preflight.report_evaluation(loader, contexts, run.initial_weights.row)
-            return run.stages.evaluate(
-                self,
-                loader,
-                Stage.TEST,
-                None,
-                enable_bar=self.__bar_enabled(progressbar),
-            )
+            run.preflight.report_evaluation(sets, contexts, run.initial_weights.row)
+            return run.stages.test(self, sets, enable_bar=self.__bar_enabled(progressbar))
 
     def predict(
         self,
@@ -1099,7 +1108,12 @@ class Brain(_Typed):
             with usage_errors():
                 run.context.parts.tell("check", self)
             with run.loaders.dividing_evaluation():
-                loader = self.__test_loader(data, loader_kwargs)
+                loader = run.preflight.on_all_ranks(
+                    StageLoaders(run.loaders, self.make_dataloader).of,
+                    data,
+                    Stage.TEST,
+                    {"ckpt_prefix": None, **(loader_kwargs or {})},
+                )
             run.preflight.compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             bar = self.__bar_enabled(progressbar)
@@ -1177,35 +1191,21 @@ class Brain(_Typed):
         context.accumulation.choose_factor(get_world_size(), context.strategy.shards)
         if isinstance(train_set, LoopedLoader):
             run.policy.add("dataloader-TRAIN", train_set)
+        loaders = StageLoaders(run.loaders, self.make_dataloader)
         return run.preflight.on_all_ranks(
             lambda: (
-                self.__loader(train_set, Stage.TRAIN, train_kwargs),
-                self.__loader(
-                    valid_set,
-                    Stage.VALID,
-                    {"ckpt_prefix": None, **valid_kwargs},
-                ),
+                loaders.of(train_set, Stage.TRAIN, train_kwargs),
+                None
+                if valid_set is None
+                else loaders.of_evaluation("valid_set", valid_set, Stage.VALID, valid_kwargs),
             )
         )
 
-    def __test_loader(self, data: Any, loader_kwargs: Mapping[str, Any] | None) -> Any:
-        kwargs = {"ckpt_prefix": None, **(loader_kwargs or {})}
-        return self.__run.preflight.on_all_ranks(self.__loader, data, Stage.TEST, kwargs)
-
-    def __loader(
-        self,
-        data: Any,
-        stage: Stage,
-        loader_kwargs: Mapping[str, Any],
-    ) -> Any:
-        loaders = self.__run.loaders
-        with loaders.named(stage):
-            if (data is None and stage is Stage.VALID) or isinstance(
-                data,
-                (DataLoader, LoopedLoader),
-            ):
-                return None if data is None else loaders.adapt(data, stage)
-            return self.make_dataloader(data, stage=stage, **loader_kwargs)
+    def __test_sets(self, test_set: Any, loader_kwargs: Mapping[str, Any] | None) -> EvaluationSets:
+        loaders = StageLoaders(self.__run.loaders, self.make_dataloader)
+        return self.__run.preflight.on_all_ranks(
+            loaders.of_evaluation, "test_set", test_set, Stage.TEST, loader_kwargs or {}
+        )
 
     def __prepare_modules(self) -> None:
         if not self.__run.is_wrapped:

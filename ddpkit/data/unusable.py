@@ -107,10 +107,11 @@ def _one_of_several(first: DataLoader[Any] | Dataset[Any]) -> str:
     if isinstance(first, DataLoader):
         return (
             "give one loader. To train on several datasets at once, give "
-            "ddpkit.dataloader.MixedSets or JointSets of them; for several tests call evaluate "
-            "once for each."
+            "ddpkit.dataloader.MixedSets or JointSets of them; to validate or test on several, "
+            "give them by name: {'a': ..., 'b': ...}."
         )
     return (
         "give one dataset, such as ddpkit.dataloader.MixedSets({'a': ..., 'b': ...}), whose "
-        "samples are of one or the other, or JointSets, whose batches have samples of all."
+        "samples are of one or the other, or JointSets, whose batches have samples of all. To "
+        "validate or test on several, give them by name: {'a': ..., 'b': ...}."
     )

@@ -96,7 +96,8 @@ def no_step() -> int | None:
 
 class Current:
     """The log of the present run, what its Brain has logged in the current stage, by stage and
-    name, and the optimizer steps of the weights; None outside of a stage.
+    name, the optimizer steps of the weights, None outside of a stage; and the name of the set that
+    is tested, empty where it has none.
 
     Ranks: local.
     """
@@ -104,6 +105,7 @@ class Current:
     log: RunLog | None = None
     logged: Callable[[], Mapping[str, Stats]] = dict
     optimizer_step: Callable[[], int | None] = no_step
+    test_set: str = ""
 
 
 def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:

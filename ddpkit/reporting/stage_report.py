@@ -123,6 +123,8 @@ class LoggedValues:
         self._stage = ""
         self._is_over = False
         self._epoch: int | None = None
+        self._set_name = ""
+        self._of_other_sets: dict[str, float] = {}
         self._held: dict[str, dict[str, _Held]] = {}  # by stage and name, as are the next
         self._known: dict[str, dict[str, _Kind]] = {}
         self._per_step: dict[str, float] = {}
@@ -134,6 +136,7 @@ class LoggedValues:
         stage: Stage | None,
         epoch: int | None,
         optimizer_step: Callable[[], int | None] = no_step,
+        set_name: str = "",
     ) -> Iterator[None]:
         """Return a context for a stage with its hooks.
 
@@ -142,24 +145,49 @@ class LoggedValues:
                 which logs nothing.
             epoch: or None.
             optimizer_step: returns the optimizer steps of the weights; loggers write at them.
+            set_name: of the set that is evaluated; empty: it has none.
 
         Ranks: local.
         """
-        before = self._stage, self._epoch, self._is_over
+        before = self._stage, self._epoch, self._is_over, self._set_name
+        self._set_name = set_name
         self._stage = stage.name.lower() if stage else _PREDICTION
         self._epoch = epoch
         self._is_over = False
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
-        outer = Current.logged, Current.optimizer_step
+        outer = Current.logged, Current.optimizer_step, Current.test_set
+        Current.test_set = set_name if stage is Stage.TEST else ""
         Current.logged = self.reported
         Current.optimizer_step = optimizer_step
         try:
             yield
         finally:
-            Current.logged, Current.optimizer_step = outer
-            self._stage, self._epoch, self._is_over = before
+            Current.logged, Current.optimizer_step, Current.test_set = outer
+            self._stage, self._epoch, self._is_over, self._set_name = before
+
+    def set_aside(self, loss: float) -> None:
+        """Keep the values of a set that does not decide until the validation has come to the one
+        that does.
+
+        Args:
+            loss: mean of the set.
+
+        Ranks: local.
+        """
+        values = {"loss": loss, **self.values.pop(self._stage, {})}
+        self._of_other_sets |= {f"{self._set_name}/{name}": value for name, value in values.items()}
+
+    def take_other_sets(self) -> None:
+        """Add the values of the other sets, each under the name of its set, to those of this one.
+
+        Ranks: local.
+        """
+        if self._of_other_sets:
+            own = self.values.get(self._stage, {})
+            self.values[self._stage] = {**own, **self._of_other_sets, **own}
+            self._of_other_sets = {}
 
     def reported(self) -> Mapping[str, Mapping[str, float]]:
         """Return the values for the statistics of the current stage; a validation includes its
@@ -279,6 +307,7 @@ class LoggedValues:
             stage=self._stage.upper(),
             epoch=self._epoch,
             values={name: value},
+            **({"set": self._set_name} if self._set_name else {}),
         )
 
     # ------------------------------------------------------------------ adding up over the ranks

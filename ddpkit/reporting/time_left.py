@@ -87,7 +87,8 @@ class TimeLeft:
     def begin_validation(self) -> None:
         """Note that the training of the epoch is over, and its validation begins."""
         now = time.monotonic()
-        self._training = now - self._stage_began
+        if self._training is None:  # else it has several sets, and this is not the first
+            self._training = now - self._stage_began
         self._stage_began = now
 
     def estimate(self, done: float | None) -> Estimate | None:

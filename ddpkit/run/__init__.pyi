@@ -18,6 +18,9 @@ from ddpkit.run.epochs import (
     is_step_limit_reached as is_step_limit_reached,
     run_epochs as run_epochs,
 )
+from ddpkit.run.evaluation_sets import (
+    EvaluationSets as EvaluationSets,
+)
 from ddpkit.run.lr_sweep import rates_between as rates_between
 from ddpkit.run.misspelt_hooks import (
     warn_of_misspelt_hooks as warn_of_misspelt_hooks,
@@ -33,6 +36,9 @@ from ddpkit.run.slice_hparams import (
 )
 from ddpkit.run.slice_result import (
     SliceResult as SliceResult,
+)
+from ddpkit.run.stage_loaders import (
+    StageLoaders as StageLoaders,
 )
 from ddpkit.run.start_rows import (
     given_batch_size as given_batch_size,

@@ -183,7 +183,7 @@ class Run:
 
         Args:
             train: the training loader.
-            valid: that of the validation, or None.
+            valid: those of the validation, or None.
             epoch_counter: of this call of ``fit``.
 
         Raises:
@@ -193,7 +193,9 @@ class Run:
         """
         options = self.context.options
         strategy = self.context.strategy
-        self.preflight.compare_data(train=train, valid=valid)
+        self.preflight.compare_data(
+            train=train, **({"valid": None} if valid is None else valid.by_stage("valid"))
+        )
         if options.auto_micro_batch:
             self.stages.auto_micro_batch.require(train)
         length = length_of(train)

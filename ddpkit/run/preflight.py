@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
     from ddpkit.launch import LaunchInfo
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run.evaluation_sets import EvaluationSets
     from ddpkit.training import BatchSizes, RunContext, RunLength, TrainStep
 
 logger = get_logger(__name__)
@@ -293,7 +294,7 @@ class Preflight:
         sizes: BatchSizes,
         length: RunLength,
         batch_size: int | None,
-        valid_set: Any,
+        valid_set: EvaluationSets | None,
         contexts: tuple[Any, Any],
         parts: Mapping[str, str],
     ) -> None:
@@ -303,7 +304,7 @@ class Preflight:
             sizes: computed from the training loader and the options.
             length: of this call of ``fit``.
             batch_size: that the recipe has given for the training; None: none.
-            valid_set: the loader of the validation, or None.
+            valid_set: the loaders of the validation, or None.
             contexts: of the forward pass in training and in evaluation; a recipe may have others
                 than the options say.
             parts: the rows of the parts that were given to the Brain.
@@ -336,7 +337,7 @@ class Preflight:
             if is_asked or depends or self.context.progress.optimizer_step
             else sizes.advice(),
             "epochs": epochs_row(length, options.optimizer_step_limit),
-            "valid set": "" if valid_set is None else evaluation_set_row(valid_set),
+            **({} if valid_set is None else valid_set.row("valid", evaluation_set_row)),
             "optimizer": optimizers_row(optimizers, state.begun_settings) or "none",
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
@@ -348,14 +349,14 @@ class Preflight:
 
     def report_evaluation(
         self,
-        loader: Any,
+        sets: EvaluationSets,
         contexts: tuple[Any, Any],
         initial: str = "",
     ) -> None:
         """Show what is about to be evaluated, as far as it has not been shown.
 
         Args:
-            loader: of this rank.
+            sets: the loaders of this rank.
             contexts: as for :meth:`report_training`.
             initial: where the first weights have come from; empty: the modules' own.
         """
@@ -374,7 +375,7 @@ class Preflight:
             )
         self._show(
             "Evaluation",
-            {"test set": evaluation_set_row(loader)},
+            sets.row("test", evaluation_set_row),
             {"weights": weights},
             contexts,
         )

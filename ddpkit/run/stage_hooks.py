@@ -28,6 +28,14 @@ class StageHooks(LoopHooks, StepHooks, Protocol):
     ) -> None:
         """End a stage."""
 
+    def on_set_end(
+        self,
+        stage: Stage,
+        stage_loss: float,
+        epoch: int | None = None,
+    ) -> None:
+        """End a set that does not decide."""
+
     def predict_batch(self, batch: Any) -> Any:
         """Return the outputs of a batch."""
 

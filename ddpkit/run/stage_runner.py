@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from ddpkit.control import SyncReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run.evaluation_sets import EvaluationSets
     from ddpkit.run.stage_hooks import StageHooks
     from ddpkit.run.stop_control import StopControl
     from ddpkit.run.validations import Validations
@@ -517,7 +518,6 @@ class StageRunner:
             trained = self.policy.run_state.epoch_and_steps_of_weights()
         with self._logging(stage, *trained), self._modes_of_fit(stage):
             progress = self.context.progress
-            schedule = self.train_step.schedule
             is_inside = stage is Stage.TEST and progress.is_fitting  # a hook of fit evaluates
             kept = (progress.step, progress.meter) if is_inside else None
             if stage is Stage.VALID and not progress.is_between_steps:
@@ -540,15 +540,48 @@ class StageRunner:
                     trained,
                     enable_bar=enable_bar,
                 )
-            if stage is Stage.VALID:
-                progress.end_validation(loss)
-                if schedule is not None and (progress.is_whole or progress.is_between_steps):
-                    schedule.after_stage(stage, loss, progress.optimizer_step)
+            if stage is Stage.VALID and progress.set_decides:
+                self._end_validation(loss)
             with torch.no_grad(), self.context.progress.unsaved(), self._explaining(brain):
-                self.context.parts.tell("on_stage_end", brain, stage, loss, epoch)
-                brain.on_stage_end(stage, loss, epoch)
+                if progress.set_decides:
+                    self.context.parts.tell("on_stage_end", brain, stage, loss, epoch)
+                    brain.on_stage_end(stage, loss, epoch)
+                else:
+                    brain.on_set_end(stage, loss, epoch)
+                    progress.logged.set_aside(loss)
             progress.end_evaluation(kept)
             return loss
+
+    def _end_validation(self, loss: float) -> None:
+        """Note the loss of a validation, on the set that decides; step a schedule that follows
+        it.
+        """
+        progress = self.context.progress
+        schedule = self.train_step.schedule
+        progress.end_validation(loss)
+        progress.logged.take_other_sets()
+        if schedule is not None and (progress.is_whole or progress.is_between_steps):
+            schedule.after_stage(Stage.VALID, loss, progress.optimizer_step)
+
+    def test(
+        self,
+        brain: StageHooks,
+        sets: EvaluationSets,
+        *,
+        enable_bar: bool,
+    ) -> float | dict[str, float]:
+        """Evaluate one set, or several by name; return the mean loss of each.
+
+        Args:
+            brain: of the recipe.
+            sets: this rank's batches.
+            enable_bar: as for :meth:`evaluate`.
+        """
+        losses: dict[str, float] = {}
+        for name, loader in sets.loaders.items():
+            with self.context.progress.on_set(name):
+                losses[name] = self.evaluate(brain, loader, Stage.TEST, None, enable_bar=enable_bar)
+        return losses if sets.are_named else losses[sets.deciding]
 
     def _evaluate(
         self,
@@ -724,7 +757,7 @@ class StageRunner:
         def step() -> int:
             return progress.optimizer_step if evaluated is None else evaluated
 
-        with progress.logged.during(stage, epoch, step):
+        with progress.logged.during(stage, epoch, step, progress.set_name):
             self.context.progress.window.weight = 1.0  # of what is logged before the first batch
             yield
 
@@ -808,10 +841,9 @@ class StageRunner:
         options = self.context.options
         last = self.time_left.last
         of_how_many = "" if epoch is None or last is None or epoch > last else f" of {last}"
+        what = f"{stage.name.lower()} {self.context.progress.set_name}".rstrip()
         return ProgressBar(
-            stage.name.lower()
-            if epoch is None
-            else (f"epoch {epoch}{of_how_many} {stage.name.lower()}"),
+            what if epoch is None else f"epoch {epoch}{of_how_many} {what}",
             length,
             initial=initial,
             enable=enable and if_main_process(),
@@ -935,6 +967,8 @@ class StageRunner:
         facts |= {"skipped_batches": skipped} if skipped else {}
         values = progress.logged.values.get(stage.name.lower())
         facts |= {"logged": dict(values)} if values else {}
+        facts |= {"set": progress.set_name} if progress.set_name else {}
+        facts |= self._part_of_epoch()
         run_event(
             "stage",
             stage=stage.name,
@@ -959,6 +993,14 @@ class StageRunner:
         if stage is Stage.TRAIN and empty:
             words = "TRAIN: %d optimizer steps were left out: none of their batches had a loss."
             logger.info(words, empty)
+
+    def _part_of_epoch(self) -> dict[str, float]:
+        """Return the part of its epoch after which a validation between two steps was made, if it
+        is known.
+        """
+        progress = self.context.progress
+        length = length_of(progress.loader) if progress.is_between_steps else None
+        return {"epoch_part": round(progress.window_end / length, 6)} if length else {}
 
     def _write_steps(self, step: int) -> None:
         """Write what was logged per step, and which steps were skipped, since the last time."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ddpkit.run.early_end import EarlyEnd
+    from ddpkit.run.evaluation_sets import EvaluationSets
     from ddpkit.training import RunContext
 
 START = "start"
@@ -49,7 +50,7 @@ class Validations:
         self.most_batches = math.inf
         self._brain: Any = None
         self._fit_valid: Callable[[Any, int, bool], object] = do_nothing
-        self._loader: Any = None
+        self._sets: EvaluationSets | None = None
         self._enable_bar = False
         self._after_epoch: float | None = None  # decided, and not made yet
 
@@ -57,7 +58,7 @@ class Validations:
         self,
         brain: Any,
         fit_valid: Callable[[Any, int, bool], object],
-        loader: Any,
+        sets: EvaluationSets | None,
         *,
         enable: bool,
     ) -> None:
@@ -66,30 +67,30 @@ class Validations:
         Args:
             brain: of the recipe.
             fit_valid: the recipe's ``_fit_valid``.
-            loader: of the data; None: there is none.
+            sets: the loaders of the data; None: there is none.
             enable: show progress.
 
         Raises:
             ConfigError: a part says when to validate, and there is no data for it.
         """
         parts = self.context.parts
-        if loader is None and parts.hears(EVENT):
+        if sets is None and parts.hears(EVENT):
             raise ConfigError(NO_DATA.format(parts.listeners(EVENT)))
         self._brain = brain
         self._fit_valid = fit_valid
-        self._loader = loader
+        self._sets = sets
         self._enable_bar = enable
         self._after_epoch = None
 
     def end_fit(self) -> None:
         """Let the data of this call go."""
-        self._brain = self._loader = None
+        self._brain = self._sets = None
         self._fit_valid = do_nothing
 
     @property
     def follows_steps(self) -> bool:
         """Whether a part may ask for a validation between two steps."""
-        asks = self._loader is not None and self.context.parts.hears(EVENT)
+        asks = self._sets is not None and self.context.parts.hears(EVENT)
         return asks and find_slice() is None
 
     def validate(self, epoch: int, batches: float = math.inf) -> None:
@@ -99,8 +100,14 @@ class Validations:
             epoch: that is being trained, or was.
             batches: of each set and process; infinity: all.
         """
+        sets = self._sets
+        if sets is None:
+            self._fit_valid(None, epoch, self._enable_bar)
+            return
         with temporarily(self, most_batches=batches):
-            self._fit_valid(self._loader, epoch, self._enable_bar)
+            for name, loader in sets.deciding_last():
+                with self.context.progress.on_set(name, decides=name == sets.deciding):
+                    self._fit_valid(loader, epoch, self._enable_bar)
 
     # ------------------------------------------------------------------ between two steps
 
@@ -127,12 +134,12 @@ class Validations:
         """
         size = self._size_after_epoch() if self._after_epoch is None else self._after_epoch
         self._after_epoch = None
-        if size or self._loader is None:
+        if size or self._sets is None:
             self.validate(epoch, size)
 
     def _size_after_epoch(self) -> float:
         progress = self.context.progress
-        if self._loader is None:
+        if self._sets is None:
             return 0.0
         if not self.context.parts.hears(EVENT):
             return math.inf

@@ -82,6 +82,12 @@ class TrainLogger:
                     **(stats or {}),
                 }
                 reported[name] = own
+        if Current.test_set and "test" in stages:
+            before = f"{Current.test_set}/"  # there already, where a list of loggers hands it on
+            stages["test"] = {
+                f"{before}{name.removeprefix(before)}": value
+                for name, value in stages["test"].items()
+            }
         self._report(stats_meta, stages, verbose)
 
     def _report(

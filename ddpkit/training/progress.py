@@ -39,6 +39,8 @@ class Progress(optim.StepCounters):
         validates: whether this call of ``fit`` has data for a validation.
         is_validated: whether the validation of this epoch is over, but for ``on_stage_end``.
         validated_at: the optimizer step of the last validation; -1 before the first.
+        set_name: of the set that is evaluated; empty: it has none.
+        set_decides: whether the end of a validation is that of this set; of several, of the first.
         is_between_steps: whether a validation runs between two steps of a training stage.
         window_end: batches of the current or last training stage up to the end of the last window,
             stepped or skipped; in an epoch that goes on from a checkpoint and has not begun again,
@@ -83,6 +85,8 @@ class Progress(optim.StepCounters):
     validates: bool = False
     is_validated: bool = False
     validated_at: int = -1
+    set_name: str = ""
+    set_decides: bool = True
     is_between_steps: bool = False
     window_end: int = 0
     avg_train_loss: float = 0.0
@@ -364,6 +368,15 @@ class Progress(optim.StepCounters):
         """Count the batches and losses of an evaluation from now on."""
         self.step = 0
         self.meter = self.new_meter()
+
+    def on_set(self, name: str, *, decides: bool = True) -> AbstractContextManager[None]:
+        """Return a context for an evaluation on a set.
+
+        Args:
+            name: of the set; empty: it has none.
+            decides: as the attribute ``set_decides``.
+        """
+        return temporarily(self, set_name=name, set_decides=decides)
 
     def plan_validation(self, *, is_due: bool) -> None:
         """Note whether the epoch, whose training is over, ends with a validation."""

@@ -26,7 +26,7 @@ METHODS = {
     "evaluate_batch", "fit", "fit_batch", "freeze_optimizers", "gather", "init_optimizers", "log",
     "make_dataloader",
     "no_sync", "on_evaluate_start", "on_fit_batch_end", "on_fit_batch_start", "on_fit_start",
-    "on_stage_end",
+    "on_set_end", "on_stage_end",
     "on_stage_start", "optimizers_step", "predict", "predict_batch", "print_trainable_parameters",
     "stop_training", "update_average", "zero_grad",
 }  # fmt: skip
@@ -36,7 +36,7 @@ ATTRIBUTES = {
     "modules",
     "nonfinite_count", "opt_class", "optimizer", "optimizer_step", "optimizers_dict", "profiler",
     "progress", "rank",
-    "raw_modules", "run_opts", "scaler", "scheduler_class", "should_step", "step",
+    "raw_modules", "run_opts", "scaler", "set_name", "scheduler_class", "should_step", "step",
     "steps_per_epoch", "tot_prof_steps",
     "total_steps", "train_sampler", "training_ctx",
 }  # fmt: skip
@@ -133,7 +133,7 @@ def test_the_public_names_of_the_brain_are_those_of_the_contract_and_the_documen
     brain = ddpkit.Brain(run_opts={"device": "cpu"})
     names = {name for name in dir(brain) if not name.startswith("_")}
     assert names - METHODS - ATTRIBUTES - OPTIONS == set()
-    assert sum(not name.startswith("_") for name in dir(ddpkit.Brain)) <= 107
+    assert sum(not name.startswith("_") for name in dir(ddpkit.Brain)) <= 109
 
 
 def test_what_is_no_override_point_has_a_mangled_name():
@@ -150,9 +150,9 @@ def test_what_is_no_override_point_has_a_mangled_name():
 def test_a_recipe_named_brain_cannot_replace_a_step_of_fit_either():
     with pytest.raises(
         ConfigError,
-        match="a class named Brain cannot define __loader: rename the class",
+        match="a class named Brain cannot define __fit_loaders: rename the class",
     ):
-        type("Brain", (ddpkit.Brain,), {"_Brain__loader": None, "_Brain__own": None})
+        type("Brain", (ddpkit.Brain,), {"_Brain__fit_loaders": None, "_Brain__own": None})
     type("Brain", (ddpkit.Brain,), {"_Brain__own": None})
 
 

@@ -79,6 +79,11 @@ def _median_of_others(spread: Mapping[str, float], world_size: float) -> float |
     return of_few_ranks.get(int(world_size), median)
 
 
+def _stage_and_set(record: Record) -> str:
+    """Return the stage of a record in words, with the name of its set if it has one."""
+    return f"{str(record.get('stage', '')).lower()} {record.get('set', '')}".rstrip()
+
+
 class RunHistory:
     """All that a run's log tells; records are added in their order.
 
@@ -203,7 +208,7 @@ class RunHistory:
     # ---------------------------------------------------------------------------- values
 
     def _stage(self, record: Record) -> None:
-        stage = str(record.get("stage", "")).lower()
+        stage = _stage_and_set(record)
         epoch = self._epoch_of(record)
         values = {"loss": number_of(record.get("loss"))}
         self._set(
@@ -230,7 +235,7 @@ class RunHistory:
                 self._set(str(stage), epoch, numbers_in(values))
 
     def _logged(self, record: Record) -> None:
-        stage = str(record.get("stage", "")).lower()
+        stage = _stage_and_set(record)
         self._set(
             stage,
             self._epoch_of(record),
@@ -306,7 +311,8 @@ class RunHistory:
         epoch = number_of(record.get("epoch"))
         if epoch is not None and math.isfinite(epoch):
             self._epoch = max(self._epoch, epoch)
-            return epoch
+            part = number_of(record.get("epoch_part"))  # of a validation between two steps
+            return epoch if part is None else epoch - 1.0 + part
         return self._epoch
 
     def _set(

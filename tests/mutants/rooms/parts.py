@@ -6,6 +6,7 @@ from tests.mutants.fault import Fault, in_room
 
 EVENTS = "tests/parts/test_events.py"
 VALIDATION = "tests/parts/test_validation_schedule.py"
+SETS = "tests/contract/test_sets_by_name.py"
 
 FAULTS = [
     *in_room(
@@ -103,6 +104,20 @@ FAULTS = [
                 "vars(metric).update(_copied(contents))",
                 "pass",
                 VALIDATION,
+            ),
+            Fault(
+                "the set that decides comes first, before the values of the others",
+                "EvaluationSets.deciding_last",
+                "return [*others, first]",
+                "return [first, *others]",
+                SETS,
+            ),
+            Fault(
+                "each set of a validation decides",
+                "Validations.validate",
+                "name == sets.deciding",
+                "True",
+                SETS,
             ),
             Fault(
                 "the last step of an epoch has a validation of its own",

@@ -28,6 +28,7 @@ from ddpkit.run import (
     RUN,
     EvaluationSets,
     NotMade,
+    PredictionPath,
     Run,
     StageLoaders,
     adapt_class,
@@ -1072,6 +1073,7 @@ class Brain(_Typed):
         min_key: str | None = None,
         progressbar: bool | None = None,
         loader_kwargs: Mapping[str, Any] | None = None,
+        output: str | Path | None = None,
     ) -> list[Any]:
         """Recover a checkpoint, run the model over a dataset, and return the output for every
         sample.
@@ -1088,11 +1090,15 @@ class Brain(_Typed):
             min_key: take the checkpoint with the lowest; without either, the newest.
             progressbar: None asks the option ``noprogressbar``.
             loader_kwargs: for :meth:`make_dataloader`; not changed.
+            output: a file to write to batch by batch, so that no process holds all outputs: a path
+                that ends in ``.jsonl`` or ``.parquet``, in which rows stand in dataset order, each
+                with its sample's index. With a ``*`` in its name each rank has a file of its own.
+                Earlier files of the name are replaced once the new ones are complete.
 
         Returns:
             One output per sample, in dataset order, on every rank, with tensors on the CPU. With
             ``batch_size=None``, where the dataset makes whole batches, one output per item. Of a
-            stream, in the order of :meth:`gather`.
+            stream, in the order of :meth:`gather`. With ``output``, the paths of the files.
 
         Raises:
             BatchError: the output of a batch cannot be split into one output per sample.
@@ -1107,6 +1113,7 @@ class Brain(_Typed):
             run.require_no_training("predict", recovers=True)
             with usage_errors():
                 run.context.parts.tell("check", self)
+                target = None if output is None else PredictionPath(output)
             with run.loaders.dividing_evaluation():
                 loader = run.preflight.on_all_ranks(
                     StageLoaders(run.loaders, self.make_dataloader).of,
@@ -1117,7 +1124,7 @@ class Brain(_Typed):
             run.preflight.compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             bar = self.__bar_enabled(progressbar)
-            return run.stages.predict(self, loader, self.evaluation_ctx, enable_bar=bar)
+            return run.stages.predict(self, loader, self.evaluation_ctx, target, enable_bar=bar)
 
     def gather(self, results: Any) -> Any:
         """Give every rank the results of the last stage, every sample's once, in dataset order.

@@ -47,6 +47,13 @@ class RankBatchSampler(Sampler[list[Any]]):
             self._repeats = None
         set_epoch_inside(self.source, epoch)
 
+    def first_index(self) -> Any:
+        """Return the first index that the source yields for this epoch, the same on every rank."""
+        if isinstance(self.source, int):
+            return 0
+        first = self._draw()[0]
+        return next(iter(first)) if isinstance(first, (list, tuple)) and first else first
+
     def drawn_words(self) -> dict[str, str]:
         """Describe what the source has yielded for this epoch, for a comparison with the other
         ranks.

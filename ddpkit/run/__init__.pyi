@@ -28,6 +28,9 @@ from ddpkit.run.misspelt_hooks import (
 from ddpkit.run.parts import (
     Run as Run,
 )
+from ddpkit.run.prediction_path import (
+    PredictionPath as PredictionPath,
+)
 from ddpkit.run.recipe_class import (
     adapt_class as adapt_class,
 )

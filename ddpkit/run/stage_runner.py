@@ -29,6 +29,7 @@ from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
 from ddpkit.run.prediction import predicted_rows
+from ddpkit.run.prediction_files import OutputFiles, OutputsInMemory
 from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
@@ -47,7 +48,6 @@ from ddpkit.training import (
     cuda_graph_steps,
     evaluate_epoch,
     first_of,
-    gather_results,
     has_cuda_graphs,
     is_divided,
     length_of,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ddpkit.control import SyncReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.evaluation_sets import EvaluationSets
+    from ddpkit.run.prediction_path import PredictionPath
     from ddpkit.run.stage_hooks import StageHooks
     from ddpkit.run.stop_control import StopControl
     from ddpkit.run.validations import Validations
@@ -641,6 +642,7 @@ class StageRunner:
         brain: StageHooks,
         loader: Any,
         precision: Any,
+        target: PredictionPath | None,
         *,
         enable_bar: bool,
     ) -> list[Any]:
@@ -650,20 +652,23 @@ class StageRunner:
             brain: of the recipe.
             loader: this rank's batches.
             precision: a context for each batch.
+            target: where the outputs are written; None: they are kept and gathered.
             enable_bar: as for :meth:`evaluate`.
 
         Returns:
-            One output per sample of all ranks, in dataset order, on every rank.
+            One output per sample of all ranks, in dataset order, on every rank; or the files that
+            were written.
         """
         with self._modes_of_fit(Stage.TEST):
             self.context.modules.eval()
-            return self._predict(brain, loader, precision, enable_bar=enable_bar)
+            return self._predict(brain, loader, precision, target, enable_bar=enable_bar)
 
     def _predict(
         self,
         brain: StageHooks,
         loader: Any,
         precision: Any,
+        target: PredictionPath | None,
         *,
         enable_bar: bool,
     ) -> list[Any]:
@@ -676,19 +681,21 @@ class StageRunner:
         )
         begin_stage(divided=stage_batches.divided)
         POSITION.stage_begins()
-        with (
-            progress.predicting(stage_batches),
-            self._stoppable(),
-            progress.logged.during(None, None),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(progress.predicting(stage_batches))
+            stack.enter_context(self._stoppable())
+            stack.enter_context(progress.logged.during(None, None))
+            kept: OutputsInMemory | OutputFiles = OutputsInMemory(stage_batches)
+            if target is not None:
+                kept = OutputFiles(target, stage_batches)
+                stack.enter_context(kept.open())
             with (
                 self._explaining(brain),
                 self._averaged_weights(Stage.TEST),
                 self._evaluating(loader, PREDICT),
             ):
-                outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
-            gathered: list[Any] = gather_results(stage_batches, outputs)
-        return gathered
+                self._outputs(brain, loader, precision, kept, enable_bar=enable_bar)
+            return kept.finish()
 
     @torch.no_grad()
     def _outputs(
@@ -696,17 +703,17 @@ class StageRunner:
         brain: StageHooks,
         loader: Any,
         precision: Any,
+        kept: OutputsInMemory | OutputFiles,
         *,
         enable_bar: bool,
-    ) -> list[Any]:
-        """Run the model over this rank's batches; return one output per sample, on the CPU."""
+    ) -> None:
+        """Run the model over this rank's batches; keep one output per sample, on the CPU."""
         progress = self.context.progress
         counts = counts_of(loader)
         makes_batches = (
             getattr(loader, "batch_size", 0) is None
             and getattr(loader, "batch_sampler", None) is None
         )
-        outputs: list[Any] = []
         # An output may be wrong on one rank alone: the others would wait for that rank in a
         # collective.
         due = time.monotonic() + BAR_SECONDS
@@ -721,20 +728,19 @@ class StageRunner:
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
                 count = None if counts is None else counts.count(number - 1)
-                outputs += (
+                kept.add(
                     [output]
                     if makes_batches
                     else predicted_rows(output, count, type(brain).__name__)
                 )
                 if time.monotonic() >= due:
                     due = time.monotonic() + BAR_SECONDS
-                    bar.show(number, None, len(outputs))
+                    bar.show(number, None, kept.count)
                 stop_sync(number)
             stop_sync.await_others()
-            bar.show(progress.step, None, len(outputs))
+            bar.show(progress.step, None, kept.count)
         if progress.stage_batches is not None:
             progress.stage_batches.close(progress.step)
-        return outputs
 
     # ------------------------------------------------------------------ around every stage
 

@@ -74,6 +74,7 @@ from ddpkit.training.sample_counts import (
     length_of as length_of,
     size_of as size_of,
 )
+from ddpkit.training.sample_indices import SampleIndices as SampleIndices
 from ddpkit.training.step_sizes import (
     BatchSizes as BatchSizes,
     batch_sizes as batch_sizes,

@@ -22,6 +22,7 @@ from ddpkit.data import StreamShard, is_sharded, nested_samplers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
+from ddpkit.training.sample_indices import require_in_order, stream_places
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def _rows_given(seen: StageBatches, columns: list[Any]) -> _Rows:
         for column in columns
     )
     size = sum(seen.sizes) if by_batch else len(columns[0]) if columns else 0
-    places = _stream_places(seen.loader, size)
+    places = stream_places(seen.loader, 0, size)
     everything = np.ones(size, dtype=np.bool_)
     numbers = np.full(
         size,
@@ -300,7 +301,7 @@ def _rows_of_training(
 ) -> _Rows:
     """Take the samples of a training stream: at its end a rank may have repeated its last batch."""
     size = samples + repeated
-    places = _stream_places(seen.loader, size)
+    places = stream_places(seen.loader, 0, size)
     counted = np.arange(size) < samples
     numbers = np.full(
         size,
@@ -316,21 +317,6 @@ def _rows_of_training(
             rows.counted_sizes = cast("list[int]", sizes[: ends.index(samples)])
             rows.sizes = cast("list[int]", sizes)
     return rows
-
-
-def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
-    """Return where in the whole stream a rank's first items stand, if they were dealt out by
-    counting.
-    """
-    dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, StreamShard) or dataset.of_batches or dataset.divides_itself:
-        return None
-    each, more = divmod(dataset.block_size, dataset.world_size)
-    blocks, places = np.divmod(np.arange(size), each + (1 if dataset.rank < more else 0))
-    whole: NDArray[np.int64] = (
-        blocks * dataset.block_size + places * dataset.world_size + dataset.rank
-    )
-    return whole
 
 
 # ---------------------------------------------------------------------------------------- gathering
@@ -413,14 +399,7 @@ def _check_seen(seen: StageBatches) -> None:
             "numbers of batches. Collect the results batch by batch and call gather in "
             "on_stage_end, or after evaluate."
         )
-    if (
-        getattr(seen.loader, "in_order", True) is False
-        and getattr(seen.loader, "num_workers", 0) > 1
-    ):
-        raise ConfigError(
-            "gather cannot know which samples the batches held: the loader was made with "
-            "in_order=False. Leave it out."
-        )
+    require_in_order("gather", seen.loader)
     foreign = any(
         isinstance(sampler, DistributedSampler) for sampler in nested_samplers(seen.loader)
     )

@@ -251,4 +251,37 @@ SAMPLERS = in_room(
     ],
 )
 
-FAULTS = [*DATA, *SAMPLERS]
+ROW_FILES = in_room(
+    "row_files",
+    "tests/row_files/test_row_files.py",
+    [
+        Fault(
+            "rows that come in another order than that of the set stay so",
+            "SortedWriter._flush",
+            "np.argsort(chunk.indices, kind='stable')",
+            "np.arange(len(chunk.indices))",
+        ),
+        Fault(
+            "a merge goes on before all rows up to an index are known",
+            "_by_index",
+            "min((int(head.indices[-1]) for head in heads))",
+            "max((int(head.indices[-1]) for head in heads))",
+        ),
+        Fault(
+            "the items of a stream are counted anew in each batch",
+            "stream_places",
+            "np.arange(start, start + count)",
+            "np.arange(count)",
+            "tests/ranks/test_predictions_in_files.py",
+        ),
+        Fault(
+            "files of another number of processes stay beside the new ones",
+            "PredictionPath.others",
+            "int(match[1]) != world_size",
+            "int(match[1]) == world_size",
+            "tests/ranks/test_predictions_in_files.py",
+        ),
+    ],
+)
+
+FAULTS = [*DATA, *SAMPLERS, *ROW_FILES]

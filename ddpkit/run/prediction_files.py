@@ -1,0 +1,177 @@
+"""The outputs of a prediction: kept in memory, or written batch by batch by each rank.
+
+Each rank writes its rows into a file of its own, in a folder for what is not complete. When all
+ranks have written all, the main process merges these files into one, or each rank gives its own
+the final name. So a file with its final name is complete, and a prediction that was killed leaves
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base import POSITION, writing
+from ddpkit.distributed import exchange, get_rank, get_world_size, run_on_main
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.logger import get_logger
+from ddpkit.row_files import SortedWriter, merge_files, rename_synced
+from ddpkit.training import SampleIndices, gather_results
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ddpkit.run.prediction_path import PredictionPath
+    from ddpkit.training import StageBatches
+
+logger = get_logger(__name__)
+
+NOT_SHARED = (
+    "{}: rank {} has written its part to {}, which the main process does not see. Give a folder "
+    "that all machines share; or a path with *, by which each process keeps its own file."
+)
+UNEQUAL = (
+    "{}: rank {} has columns of other names or types than rank {}, so that their files cannot be "
+    "read as one. Return the same entries for every sample, of one type each."
+)
+
+
+class OutputsInMemory:
+    """Keeps the outputs of this rank's samples, and gathers those of all.
+
+    Args:
+        stage_batches: of the prediction.
+
+    Ranks: collective at the end.
+    """
+
+    def __init__(self, stage_batches: StageBatches) -> None:
+        self.stage_batches = stage_batches
+        self.outputs: list[Any] = []
+
+    @property
+    def count(self) -> int:
+        """Outputs so far."""
+        return len(self.outputs)
+
+    def add(self, rows: list[Any]) -> None:
+        """Keep the outputs of a batch."""
+        self.outputs += rows
+
+    def finish(self) -> list[Any]:
+        """Return the outputs of all ranks, in the order of the dataset."""
+        found: list[Any] = gather_results(self.stage_batches, self.outputs)
+        return found
+
+
+class OutputFiles:
+    """Writes the outputs of this rank's samples, and makes the final files with the other ranks.
+
+    Args:
+        target: where they are written.
+        stage_batches: of the prediction.
+
+    Ranks: collective, but for :meth:`add`.
+    """
+
+    def __init__(self, target: PredictionPath, stage_batches: StageBatches) -> None:
+        self.target = target
+        divided = stage_batches.divided
+        self._indices = SampleIndices(stage_batches.loader, divided=divided)
+        self._rank = get_rank() or 0
+        # of data that is not divided, each rank has all outputs
+        self._world = get_world_size() if divided else 1
+        self._writes = divided or self._rank == 0
+        self._own = target.scratch / f"rank-{self._rank:05d}"
+        self._form = target.form(has_index=self._indices.are_known)
+        self._writer = SortedWriter(self._form, self._own)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Return a context in which outputs are written; what is not complete goes at its end."""
+        run_on_main(self._clear)  # of a prediction that was killed
+        with writing(self.target.words):
+            shutil.rmtree(self._own, ignore_errors=True)  # of a disk that the main process lacks
+            self._own.mkdir(parents=True)
+        try:
+            with self._writer:
+                yield
+        finally:
+            shutil.rmtree(self._own, ignore_errors=True)
+            with contextlib.suppress(OSError):  # others still have files there
+                self.target.scratch.rmdir()
+
+    @property
+    def count(self) -> int:
+        """Outputs of this rank so far."""
+        return self._writer.count
+
+    def add(self, rows: list[Any]) -> None:
+        """Write the outputs of a batch."""
+        indices = self._indices.next(len(rows))
+        if self._writes:
+            with writing(self.target.words):
+                self._writer.add(indices, rows)
+
+    def finish(self) -> list[Any]:
+        """Make the final files, once all ranks have written all; return their paths."""
+        with POSITION.at("writing predictions"), POSITION.no_limit():
+            found = exchange((self.count, self._form.schema()), site="predict, columns")
+            self._take_schema([schema if count else "" for count, schema in found])
+            part = None
+            if self._writes:
+                with writing(self.target.words):
+                    part = self._writer.finish()
+            parts = exchange(part, site="predict, written")[: self._world]
+            paths = self._join(parts) if self.target.is_joined else self._rename(part)
+        total = sum(count for count, _ in found[: self._world])
+        logger.info("predict: %d outputs in %s.", total, self.target.path)
+        return paths
+
+    def _clear(self) -> None:
+        with writing(self.target.words):
+            shutil.rmtree(self.target.scratch, ignore_errors=True)
+            self.target.scratch.mkdir(parents=True)
+
+    def _take_schema(self, schemas: list[str]) -> None:
+        """Take over the columns of the others, where this rank has no sample."""
+        known = [rank for rank, schema in enumerate(schemas) if schema]
+        for rank in known:
+            if schemas[rank] != schemas[known[0]]:
+                raise DataError(UNEQUAL.format(self.target.words, rank, known[0]))
+        if known and not self.count:
+            self._form.adopt(schemas[known[0]])
+
+    def _join(self, parts: list[Path | None]) -> list[Any]:
+        run_on_main(self._merge, [parts])
+        return [self.target.path]
+
+    def _merge(self, parts: list[Path]) -> None:
+        """Make one file of the files of all ranks; on the main process."""
+        for rank, part in enumerate(parts):
+            if not part.exists():
+                raise ConfigError(NOT_SHARED.format(self.target.words, rank, part))
+        with writing(self.target.words):
+            merged = parts[0]
+            if len(parts) > 1:
+                merged = self.target.scratch / "joined"
+                merge_files(self._form, parts, merged)
+            rename_synced(merged, self.target.path)
+
+    def _rename(self, part: Path | None) -> list[Any]:
+        """Give this rank's file its final name, and take away those of other numbers of ranks."""
+        run_on_main(self._remove_others)
+        final = None
+        if part is not None:
+            final = self.target.of_rank(self._rank, self._world)
+            with writing(self.target.words):
+                rename_synced(part, final)
+        return exchange(final, site="predict, renamed")[: self._world]
+
+    def _remove_others(self) -> None:
+        with writing(self.target.words):
+            for path in self.target.others(self._world):
+                logger.info("%s of an earlier prediction is replaced.", path)
+                path.unlink()

@@ -16,6 +16,7 @@ from torch import nn
 from ddpkit import optim
 from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
 from ddpkit.control import failure_notice, usage_errors
+from ddpkit.data import inner_loader
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
 from ddpkit.ema import WeightAverage, require_average
@@ -703,7 +704,7 @@ class Brain(_Typed):
         """
         loader = self.__run.loaders.make(dataset, stage, loader_kwargs)
         if stage is Stage.TRAIN:
-            inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+            inner = inner_loader(loader)
             self.train_sampler = getattr(inner, "batch_sampler", None)
         if ckpt_prefix is not None and isinstance(loader, (SaveableDataLoader, LoopedLoader)):
             self.__run.policy.add(ckpt_prefix + stage.name, loader)

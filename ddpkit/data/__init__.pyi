@@ -22,6 +22,7 @@ from ddpkit.data.loader_positions import (
 )
 from ddpkit.data.looped_loader import (
     LoopedLoader as LoopedLoader,
+    inner_loader as inner_loader,
 )
 from ddpkit.data.mixed_sets import MixedSets as MixedSets
 from ddpkit.data.named_sets import NamedSets as NamedSets

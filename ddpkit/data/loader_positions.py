@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.data.looped_loader import LoopedLoader
+from ddpkit.data.looped_loader import LoopedLoader, inner_loader
 from ddpkit.data.pass_progress import batch_unit, stream_marks
 from ddpkit.data.saveable_loader import SaveableDataLoader
 
@@ -113,7 +113,7 @@ def keep_states(loader: Any) -> None:
     Example:
         >>> keep_states([1, 2])
     """
-    marks = stream_marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    marks = stream_marks(inner_loader(loader))
     if marks is not None:
         marks.want()
 
@@ -187,7 +187,7 @@ def stream_state(loader: Any) -> Any:
         >>> stream_state([1, 2]) is None
         True
     """
-    marks = stream_marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    marks = stream_marks(inner_loader(loader))
     return None if marks is None else marks.at_end()
 
 

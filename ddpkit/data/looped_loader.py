@@ -36,6 +36,21 @@ class _NominalEpochs:
         return next(self._loader)
 
 
+def inner_loader(loader: Any) -> Any:
+    """Return the loader that is cut into nominal epochs; one that is not cut is returned as it is.
+
+    Args:
+        loader: of any kind.
+
+    Ranks: local.
+
+    Example:
+        >>> inner_loader(LoopedLoader("abc", 2)), inner_loader("abc")
+        ('abc', 'abc')
+    """
+    return loader.loader if isinstance(loader, LoopedLoader) else loader
+
+
 @register_checkpoint_hooks
 class LoopedLoader:
     """Cuts an endless stream or a long loader into epochs of a fixed number of batches.

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base import gather_whole, is_sharded, kind_of, local_part, sharded_like
-from ddpkit.data import PlannedBatchSampler, RankBatchSampler
+from ddpkit.data import PlannedBatchSampler, RankBatchSampler, inner_loader
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
@@ -121,7 +121,7 @@ class Side:
                 loader = parts.loaders.adapt(train_set, Stage.TRAIN)
             else:
                 loader = brain.make_dataloader(train_set, stage=Stage.TRAIN, **loader_kwargs)
-        self.loader: Any = loader.loader if isinstance(loader, LoopedLoader) else loader
+        self.loader: Any = inner_loader(loader)
         plan: Any = plan_of(self.loader)
         is_known = isinstance(plan, RankBatchSampler)
         if not is_known:

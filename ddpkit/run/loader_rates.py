@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.augmentation import LOADER_OPTIONS
 from ddpkit.control import start_loading
-from ddpkit.data import StreamLoader, guess_batch_size
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
+from ddpkit.data import StreamLoader, guess_batch_size, inner_loader
+from ddpkit.dataloader import SaveableDataLoader
 
 PREFETCHED = 2  # torch's default, of each worker
 
@@ -39,7 +39,7 @@ def loader_rates(loader: Any, numbers: Sequence[int], seconds: float) -> dict[in
         >>> list(rates), rates[0] > 0
         ([0], True)
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     own = own_workers(loader)
     if not can_be_remade(inner):
         return _known({own: rate_of(inner, 0, seconds)})
@@ -64,7 +64,7 @@ def own_workers(loader: Any) -> int:
         >>> own_workers([1, 2])
         0
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     if isinstance(inner, StreamLoader) and inner.of_batches:
         inner = inner.whole
     return int(getattr(inner, "num_workers", 0) or 0)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.base import do_nothing, map_values
 from ddpkit.checkpointing import all_ranks_come
-from ddpkit.data import StreamShard, is_stateful
+from ddpkit.data import StreamShard, inner_loader, is_stateful
 from ddpkit.dataloader import (
     LoopedLoader,
     keep_states,
@@ -503,14 +503,14 @@ def _begin_data(loader: Any, own: dict[str, Any]) -> int:
 
 def _stream_of(loader: Any) -> Any:
     """Return the user's own stream if it keeps its position between epochs, or None."""
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     position = getattr(inner, "position", None)
     return None if position is None else position.whole
 
 
 def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:
     """Warn if the state of a stream is in persistent workers, which no checkpoint can reach."""
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     if not (
         isinstance(inner, DataLoader)
         and isinstance(inner.dataset, IterableDataset)

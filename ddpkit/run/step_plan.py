@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.data import DealtBatchSampler
-from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.data import DealtBatchSampler, inner_loader
+from ddpkit.dataloader import plan_of
 from ddpkit.errors import ConfigError
 from ddpkit.run.data_order import NOMINAL, order_of
 
@@ -59,7 +59,7 @@ class StepPlan:
             sizes: computed from its training loader and options.
             loader: the training loader.
         """
-        inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+        inner = inner_loader(loader)
         data = order_of(loader)
         if isinstance(plan_of(inner), DealtBatchSampler) or getattr(
             getattr(inner, "dataset", None),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
+from ddpkit.data import inner_loader
+from ddpkit.dataloader import SaveableDataLoader
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def move_ahead(loader: Any, device: str) -> None:
         >>> [batch.tolist() for batch in loader]
         [[0, 1], [2, 3]]
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     is_stream = isinstance(getattr(inner, "dataset", None), IterableDataset)
     if not isinstance(inner, SaveableDataLoader) or is_stream or not inner.num_workers:
         logger.warning_once(

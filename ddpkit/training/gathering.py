@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import kind_of, map_values, reads_device
-from ddpkit.data import StreamShard, is_sharded, nested_samplers
+from ddpkit.data import StreamShard, inner_loader, is_sharded, nested_samplers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
         >>> is_divided([1, 2])
         False
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     if (plan := plan_of(inner)) is not None:
         return plan.world_size > 1
     dataset = getattr(inner, "dataset", None)

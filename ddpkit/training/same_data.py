@@ -11,11 +11,12 @@ from ddpkit.data import (
     FEW_ITEMS,
     MOST_ITEMS,
     StreamLoader,
+    inner_loader,
     nested_samplers,
     require_alike,
     selection_facts,
 )
-from ddpkit.dataloader import LoopedLoader, plan_of, spread_samples
+from ddpkit.dataloader import plan_of, spread_samples
 from ddpkit.distributed import get_world_size
 from ddpkit.training.passed_through import PassedThrough
 from ddpkit.types import Stage
@@ -34,7 +35,7 @@ def require_same_draw(loader: Any) -> None:
     Ranks: collective.
     """
     plan = plan_of(loader)
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     facts = plan.drawn_words() if plan is not None and plan.world_size > 1 else {}
     if isinstance(inner, StreamLoader):
         facts = inner.drawn_words()
@@ -59,7 +60,7 @@ def selected_facts(name: str, loader: Any) -> dict[str, str]:
         >>> selected_facts("train", [1, 2])
         {}
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     plan = plan_of(inner)
     if plan is None:
         return {}
@@ -83,7 +84,7 @@ def compare_samples(name: str, loader: Any) -> None:
 
     Ranks: collective.
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     plan = plan_of(inner)
     if plan is None or plan.world_size == 1:
         return
@@ -122,7 +123,7 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
         >>> compared([1, 2], Stage.TEST)
         [1, 2]
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     if isinstance(inner, StreamLoader) and inner.is_dealt:
         return PassedThrough(loader, functools.partial(_checked, inner, stage))
     batches: Iterable[Any] = loader

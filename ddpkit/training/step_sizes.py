@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, StreamShard
-from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, StreamShard, inner_loader
+from ddpkit.dataloader import plan_of
 from ddpkit.errors import ConfigError
 
 
@@ -154,7 +154,7 @@ def batch_sizes(
     steps = None if length is None else -(-length // factor)
     on = world_size if virtual_ranks else None
     world_size = virtual_ranks or world_size
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     per_process, per_step = _sizes(inner, factor, world_size)
     planned = plan_of(inner)
     samples = None

@@ -20,6 +20,7 @@ from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
+from ddpkit.run.passes import Passes
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.training import FeedThrough, Window
 
@@ -50,7 +51,7 @@ class StepFitsError(Exception):
     """
 
 
-class AutoMicroBatch:
+class AutoMicroBatch(Passes):
     """Repeats what is left of a pass with micro-batches of half the size where a step does not fit
     into memory.
 

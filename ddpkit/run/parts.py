@@ -196,8 +196,7 @@ class Run:
         self.preflight.compare_data(
             train=train, **({"valid": None} if valid is None else valid.by_stage("valid"))
         )
-        if options.auto_micro_batch:
-            self.stages.auto_micro_batch.require(train)
+        self.stages.passes.require(train)
         length = length_of(train)
         shards = strategy.shards
         check_train_data(train, length)

@@ -322,7 +322,7 @@ class RankState:
         self._resumed_at = {}
         self._unread = None
         own: dict[str, Any] = {}
-        # False in a pass that auto_micro_batch repeats: what was recovered was used in the first.
+        # False in a pass that is made again: what was recovered was used in the first.
         is_resumed = states is not None and states.loaded is not None
         if states is not None:
             keep_states(loader)

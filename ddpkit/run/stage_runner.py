@@ -21,13 +21,14 @@ from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage, counted_by, metrics_of
 from ddpkit.options import READING
 from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
-from ddpkit.run.auto_micro_batch import AutoMicroBatch
+from ddpkit.run.choose_passes import choose_passes
 from ddpkit.run.evaluation_stops import StopsOfEvaluation, added_over_store
 from ddpkit.run.intra_epoch_saves import IntraEpochSaves
 from ddpkit.run.kept_metrics import kept_metrics
 from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
+from ddpkit.run.passes import Passes
 from ddpkit.run.prediction import predicted_rows
 from ddpkit.run.prediction_files import OutputFiles, OutputsInMemory
 from ddpkit.run.skipped_steps import SkippedSteps
@@ -110,6 +111,7 @@ class StageRunner:
             ``on_stage_start`` may have made other optimizers.
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
+        passes: makes each training pass, of this call of ``fit``.
         speed: measures steps and reports them.
         flops: counts the operations of one step, with ``--count_flops``.
 
@@ -130,7 +132,7 @@ class StageRunner:
         self.stop = stop
         self.memory = MemoryReport(context, train_step)
         self.rank_state = policy.rank_state
-        self.auto_micro_batch = AutoMicroBatch(context, train_step, policy.run_state, self.memory)
+        self.passes = Passes()  # until a call of fit begins
         self.profiler: Any = None
         self.prepare_new_optimizers: Callable[[], object] = do_nothing  # until a run sets it
         self.time_left = TimeLeft()
@@ -154,6 +156,9 @@ class StageRunner:
         """
         self.context.progress.begin_fit()
         self._read_options()
+        self.passes = choose_passes(
+            self.context, self.train_step, self.policy.run_state, self.memory
+        )
         self.speed.prepare()
         self.context.progress.restart()
         self.train_step.forget_window()
@@ -254,11 +259,7 @@ class StageRunner:
                 enable_bar=enable_bar,
             )
             with self._explaining(brain), self.context.options.held(READING):
-                found = (
-                    self.auto_micro_batch.run(one_pass, loader)
-                    if self.context.options.auto_micro_batch
-                    else one_pass()
-                )
+                found = self.passes.run(one_pass, loader)
             progress.note_train_loss(found)
             self.validations.plan_after_epoch()
             brain.zero_grad(set_to_none=True)  # frees memory for the validation
@@ -294,14 +295,12 @@ class StageRunner:
         # after begin_pass: the state that it loads into a stream may name the epoch before
         set_epoch(loader, epoch)
         require_same_draw(loader)
-        if options.auto_micro_batch:
-            ready = self.auto_micro_batch.ready(ready)
+        ready = self.passes.ready(ready)
         source = self._feed(brain, loader, left_out, ready)
         strategy = self.context.strategy
         strategy.begin_pass(progress)
         feed: Any = strategy.feed(source, progress, self.rank_state.base_seed or 0)
-        if options.auto_micro_batch:
-            feed = self.auto_micro_batch.feed(feed)
+        feed = self.passes.feed(feed)
         progress.begin_pass()
         self._begin(
             Stage.TRAIN,

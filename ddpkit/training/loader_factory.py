@@ -22,7 +22,6 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.training.device_prefetch import move_ahead
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -135,6 +134,8 @@ class LoaderFactory:
         GPU.
         """
         if self.context.options.prefetch_to_device:
+            from ddpkit.training.device_prefetch import move_ahead  # which few runs need
+
             move_ahead(loader, str(self.context.options.device))
         return loader
 

@@ -107,6 +107,26 @@ TABLE = (
         r"(?i)zero1",
         tests=("tests/ranks/test_zero1.py",),
     ),
+    Feature(
+        "ddpkit/run/auto_micro_batch.py",
+        r"auto_micro_batch|AutoMicroBatch|auto-micro-batch",
+        tests=("tests/ranks/test_auto_micro_batch.py",),
+    ),
+    Feature(
+        "ddpkit/run/measured_slice.py",
+        r"(?i)slice|\bscale\b",
+        tests=("tests/see/scale",),
+    ),
+    Feature(
+        "ddpkit/parity/__init__.py",
+        r"parity",
+        tests=("tests/parity", "ddpkit/parity"),
+    ),
+    Feature(
+        "ddpkit/training/device_prefetch.py",
+        r"prefetch_to_device|moved?_ahead",
+        tests=("tests/training/test_device_prefetch.py",),
+    ),
     Feature(  # what is there for recipes of SpeechBrain
         "ddpkit/porting/__init__.py",
         r"(?i)\bport\b|porting|speechbrain",

@@ -19,7 +19,6 @@ from ddpkit.control import failure_notice, usage_errors
 from ddpkit.data import inner_loader
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
-from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.options import IN_FIT, MADE, WRAPPED
@@ -34,6 +33,7 @@ from ddpkit.run import (
     StageLoaders,
     adapt_class,
     are_parts_made,
+    average_of_run,
     given_batch_size,
     hparams_of_slice,
     is_step_limit_reached,
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
+    from ddpkit.ema import WeightAverage
     from ddpkit.options import OptionTypes as _Typed
     from ddpkit.parts import Part
 else:
@@ -250,14 +251,10 @@ class Brain(_Typed):
         self.total_steps: int | None = None
         self.train_sampler: Any = None
         self.tot_prof_steps = _steps_of_profile(options)
-        ema = None
-        if options.ema_decay is not None:
-            ema = WeightAverage(context.modules, options.ema_decay)
-            ema.follow_modules_of(context)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(context.modules, options)
-            step = TrainStep(context, precision.scaler, ema)
+            step = TrainStep(context, precision.scaler, average_of_run(context))
             self.__run = Run(context, step, checkpointer)
         self.training_ctx = precision.training_ctx
         self.evaluation_ctx = precision.evaluation_ctx
@@ -395,7 +392,7 @@ class Brain(_Typed):
 
     @property
     def ema(self) -> WeightAverage | None:
-        """The average of the weights, or None without ``ema_decay``."""
+        """The average of the weights, or None without ``ema_decay`` or ``AveragedWeights``."""
         return self.__run.train_step.ema
 
     @ema.setter
@@ -680,6 +677,8 @@ class Brain(_Typed):
             self.__prepare_modules()
         found = self.__run.policy.recover_for_evaluation(max_key, min_key)
         if found is not None and self.run_opts.evaluate_ema:
+            from ddpkit.ema import require_average  # which few runs need
+
             require_average(found)
         if found is None:
             self.__run.warn_of_first_weights()

@@ -77,6 +77,8 @@ class WeightAverage:
     Attributes:
         decay: as given.
         updates: how many updates are in the average.
+        origin: what has asked for it, in words.
+        is_evaluated: whether stages are evaluated with it whatever ``evaluate_ema`` says.
 
     Raises:
         ConfigError: ``decay`` is outside of ``[0, 1)``.
@@ -107,6 +109,8 @@ class WeightAverage:
             )
         self.decay = decay
         self.updates = 0
+        self.origin = f"ema_decay={decay}"
+        self.is_evaluated = False
         self._owner: _HasModules = _Modules(modules)
         self._looked_at: nn.ModuleDict | None = None  # whose weights are listed below
         self._lerp: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
@@ -118,6 +122,11 @@ class WeightAverage:
         self._is_applied = False
         # the weights themselves, while the averages are in their place
         self._own: list[torch.Tensor] = []
+
+    @property
+    def row(self) -> str:
+        """What the block at the start of a run says of it."""
+        return f"decay {self.decay}"
 
     @property
     def modules(self) -> nn.ModuleDict:
@@ -167,8 +176,8 @@ class WeightAverage:
             self._lerp(self._followed, wide, self.updates)
         if not self.updates:
             logger.info(
-                "The average of the weights (ema_decay=%s) starts with the weights of now.",
-                self.decay,
+                "The average of the weights (%s) starts with the weights of now.",
+                self.origin,
             )
         self.updates += 1
 

@@ -1,3 +1,4 @@
+from ddpkit.parts.averaged_weights import AveragedWeights as AveragedWeights
 from ddpkit.parts.early_stopping import EarlyStopping as EarlyStopping
 from ddpkit.parts.events import PartEvents as PartEvents, parts_of as parts_of
 from ddpkit.parts.own import own_parts as own_parts

@@ -120,6 +120,11 @@ class PartEvents:
         """Return the parts whose state is saved, by name."""
         return {part.name: part for part in self._hearing["state_dict"]}
 
+    def weight_average(self) -> Any:
+        """Return the average of the weights that the first part with one keeps; or None."""
+        kept = (part.weight_average for part in self.parts)
+        return next((average for average in kept if average is not None), None)
+
     def tell(self, event: str, *values: Any) -> None:
         """Call an event of all parts that hear it.
 

@@ -50,6 +50,8 @@ class Part:
         name: of the part in messages and checkpoints, by default that of the class. Two parts of
             one class need two names.
         needs: classes of parts of which one must have been given before this one.
+        weight_average: an average of the weights that the part keeps, which the run updates, saves
+            and evaluates: a :class:`~ddpkit.ema.WeightAverage`; or None.
 
     Ranks: all; every rank makes the same parts.
 
@@ -67,6 +69,7 @@ class Part:
 
     name: str = ""
     needs: ClassVar[tuple[type[Part], ...]] = ()
+    weight_average: Any = None
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)

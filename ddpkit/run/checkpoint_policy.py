@@ -200,7 +200,7 @@ class CheckpointPolicy:
         ema = self.train_step.ema
         before = self._saved_average
         if self.checkpointer is not None and ema is not None:
-            self._require_free("ema", "the average of the weights (ema_decay)", before)
+            self._require_free("ema", f"the average of the weights ({ema.origin})", before)
             self.checkpointer.add_recoverable("ema", ema, optional_load=True)
             self._saved_average = ema
 
@@ -627,7 +627,9 @@ class CheckpointPolicy:
                 "later%s.",
                 recovered,
                 ", ".join(map(repr, lost)),
-                "; 'ema' is kept with ema_decay" if "ema" in lost else "",
+                "; 'ema' is kept with ema_decay, or the part AveragedWeights"
+                if "ema" in lost
+                else "",
             )
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:

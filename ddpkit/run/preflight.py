@@ -391,7 +391,8 @@ class Preflight:
             return
         step = self.train_step
         options = self.context.options
-        use = "" if options.evaluate_ema else "not "
+        is_evaluated = options.evaluate_ema or (step.ema is not None and step.ema.is_evaluated)
+        use = "" if is_evaluated else "not "
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
@@ -405,7 +406,7 @@ class Preflight:
             ),
             "average": ""
             if step.ema is None
-            else (f"of the weights, decay {step.ema.decay}, {use}used in evaluation"),
+            else (f"of the weights, {step.ema.row}, {use}used in evaluation"),
             "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
             "logs": logs_row(self.context.progress.logged.train_logger),
             **last,

@@ -892,7 +892,7 @@ class StageRunner:
         ema = self.train_step.ema
         return (
             ema.evaluated(stage)
-            if self.context.options.evaluate_ema and ema is not None
+            if ema is not None and (ema.is_evaluated or self.context.options.evaluate_ema)
             else contextlib.nullcontext()
         )
 

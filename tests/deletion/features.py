@@ -71,6 +71,11 @@ TABLE = (
         tests=(*_AROUND, "tests/contract/test_garbage.py"),
     ),
     Feature(
+        "ddpkit/parts/batch_statistics.py",
+        r"renew_batch_statistics|\bbatch_statistics\b",
+        tests=("tests/parts/test_averaged_weights.py",),
+    ),
+    Feature(
         "ddpkit/parts/profiling.py",
         r"profile_training|Profiling",
         tests=_AROUND,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault, in_room
 
 EVENTS = "tests/parts/test_events.py"
+AVERAGES = "tests/parts/test_averaged_weights.py"
 VALIDATION = "tests/parts/test_validation_schedule.py"
 SETS = "tests/contract/test_sets_by_name.py"
 
@@ -155,6 +156,36 @@ FAULTS = [
                 "TrainStep._step_with_gradients_heard",
                 "self.final_gradients(brain)",
                 "contextlib.nullcontext()",
+            ),
+        ],
+    ),
+    *in_room(
+        "parts",
+        AVERAGES,
+        [
+            Fault(
+                "weights of the steps before a late start are averaged",
+                "ScheduledAverage.update",
+                "self.has_begun()",
+                "True",
+            ),
+            Fault(
+                "renewed statistics stay in the modules and not in the average",
+                "ScheduledAverage.take_statistics",
+                "average.copy_(statistic.now())",
+                "statistic.now()",
+            ),
+            Fault(
+                "to renew statistics moves the random numbers of the training",
+                "_random_streams_kept",
+                "restore_rng_state(state)",
+                "pass",
+            ),
+            Fault(
+                "renewed statistics are moving averages",
+                "_only_statistics_move",
+                "layer.momentum = None",
+                "pass",
             ),
         ],
     ),

@@ -62,6 +62,7 @@ from ddpkit.checkpointing import (
     SaveRequest,
     Selection,
     SnapshotMemory,
+    TrainedOnly,
     VerifyMode,
     average_checkpoints,
     average_state_dicts,
@@ -158,6 +159,9 @@ class Checkpointer:
         custom_load_hooks: what loads a recoverable instead of its class's hook, by name.
         custom_save_hooks: what saves it instead, by name.
         allow_partial_load: load what a checkpoint has and skip recoverables that it does not have.
+        trained_only: names of modules of which a checkpoint holds what is trained, or once was, and
+            the buffers. The frozen rest, the base, stands in it by fingerprint: whoever loads the
+            checkpoint has to have loaded the same base before.
 
     Attributes:
         checkpoints_dir: as given, an absolute ``Path``: the working directory may change. May be
@@ -168,6 +172,7 @@ class Checkpointer:
         custom_load_hooks: as given.
         custom_save_hooks: as given.
         allow_partial_load: as given.
+        trained_only: as given, a set.
         verify_mode: ``"full"`` (every byte is read before a checkpoint is used), ``"size"`` or
             ``"off"``.
         asynchronous: a save copies the states and returns; a thread writes them and applies the
@@ -224,8 +229,10 @@ class Checkpointer:
         custom_load_hooks: Mapping[str, LoadHook] | None = None,
         custom_save_hooks: Mapping[str, SaveHook] | None = None,
         allow_partial_load: bool = False,
+        trained_only: Iterable[str] = (),
     ) -> None:
         self.checkpoints_dir = checkpoints_dir
+        self.trained_only = set(_names(trained_only))
         self.recoverables: dict[str, Any] = {}
         self.optional_recoverables: dict[str, bool] = {}
         self.custom_load_hooks = dict(custom_load_hooks or {})
@@ -244,6 +251,7 @@ class Checkpointer:
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self.listener: SaveListener | None = None
         self.passes_over: Callable[[str, Any], bool] = lambda *_: False
+        self._trained: dict[str, TrainedOnly] = {}
         self._damage_log = DamageLog()
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
@@ -716,7 +724,65 @@ class Checkpointer:
         for name, obj in self.recoverables.items():
             check_file_name(name, "the name of a recoverable,")
             hooks[name] = self._hooks_of(name, obj)[0]
+        for name in self.trained_only:
+            obj = self.recoverables.get(name)
+            if not isinstance(obj, torch.nn.Module) or hooks[name] is not torch_save:
+                raise ConfigError(
+                    f"trained_only={sorted(self.trained_only)}: {name!r} is "
+                    f"{'no recoverable' if obj is None else kind_of(obj)}. Name recoverables that "
+                    "are modules and are saved by their state_dict."
+                )
         return hooks
+
+    def frozen_apart(self) -> list[torch.Tensor]:
+        """Return the frozen parameters of the modules of ``trained_only``, as they are now.
+
+        Ranks: local.
+        """
+        return [
+            parameter
+            for trained in self._parts_trained().values()
+            for parameter in trained.module.parameters()
+            if not parameter.requires_grad
+        ]
+
+    def bases_of_save(self) -> dict[int, str]:
+        """Return the fingerprints of the base weights that the last save, or the present one, has
+        left out, by the ids of their parameters.
+
+        Ranks: local.
+        """
+        return {key: text for one in self._trained.values() for key, text in one.by_id.items()}
+
+    def _parts_trained(self) -> dict[str, TrainedOnly]:
+        """Return what is saved of the modules of ``trained_only``, by name."""
+        known = self._trained
+        self._trained = {}
+        for name in sorted(self.trained_only):
+            module = self.recoverables.get(name)
+            if isinstance(module, torch.nn.Module):
+                is_known = name in known and known[name].module is module
+                self._trained[name] = known[name] if is_known else TrainedOnly(module)
+        return dict(self._trained)
+
+    def find_bases(self, *, begins: bool = False) -> list[TrainedOnly]:
+        """Find out which parameters of the modules of ``trained_only`` are of their base.
+
+        Args:
+            begins: note only what is frozen, as a training begins.
+
+        Returns:
+            For each module what is saved of it.
+
+        Ranks: all, where parameters are divided over the ranks; else any.
+        """
+        found = list(self._parts_trained().values())
+        for trained in found:
+            if begins:
+                trained.begin()
+            else:
+                trained.refresh()
+        return found
 
     def _hooks_of(self, name: str, obj: Any) -> tuple[SaveHook, LoadHook]:
         save = self.custom_save_hooks.get(name) or find_save_hook(obj)
@@ -753,8 +819,12 @@ class Checkpointer:
             end_of_epoch = end_of_epoch if known is None else known
             if name is not None:
                 check_file_name(name, "the name of a checkpoint,")
-            objects, hooks, epoch = self.recoverables, self.require_hooks(), self.tell_epoch()
-            if self.whole_states is not None:
+            hooks, epoch = self.require_hooks(), self.tell_epoch()
+            trained = self._parts_trained()
+            objects = {**self.recoverables, **trained}
+            if self.whole_states is None:
+                self.find_bases()
+            else:
                 stored = {name: obj for name, obj in objects.items() if hooks[name] is torch_save}
                 objects = {**objects, **self.whole_states(stored)}
             save = SaveRequest(
@@ -851,6 +921,11 @@ class Checkpointer:
                 f"{checkpoint.path} is damaged: {reason}. Load another checkpoint."
             )
 
+    def _load_hook(self, name: str, obj: Any) -> LoadHook:
+        hook = self._hooks_of(name, obj)[1]
+        is_divided = name in self.trained_only and hook is torch_recovery
+        return self._parts_trained()[name].load if is_divided else hook
+
     def _load(self, checkpoint: Checkpoint) -> None:
         logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))
         hooks: dict[str, LoadHook] = {}
@@ -860,7 +935,7 @@ class Checkpointer:
             if name in kept:
                 continue
             if name in checkpoint.paramfiles:
-                hooks[name] = self._hooks_of(name, obj)[1]
+                hooks[name] = self._load_hook(name, obj)
             elif not self.allow_partial_load and not (
                 ended and getattr(obj, "is_of_inside_an_epoch", False)
             ):
@@ -875,6 +950,15 @@ class Checkpointer:
             left &= set(self.not_taken)
         self.last_loaded = checkpoint.path
         self.not_taken = tuple(sorted(left))
+
+
+def _names(given: Any) -> list[str]:
+    """Read a list of names; one name alone is not a list of letters."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(
+            f"trained_only={given!r} is no list of names. Give trained_only=[{given!r}]."
+        )
+    return list(given)
 
 
 def _accept_missing(

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpkit.base import local_part, sharded_like
-from ddpkit.checkpointing import is_code, plain_key
+from ddpkit.checkpointing import BASE, base_of, is_code, plain_key
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
@@ -122,6 +122,8 @@ class WeightAverage:
         self._is_applied = False
         # the weights themselves, while the averages are in their place
         self._own: list[torch.Tensor] = []
+        # fingerprints of weights that a save leaves out, by their ids: base weights from elsewhere
+        self.tell_bases: Callable[[], Mapping[int, str]] = dict
 
     @property
     def row(self) -> str:
@@ -291,7 +293,18 @@ class WeightAverage:
             for weight in self._weights():
                 if weight.names[0] in self._averages:
                     state.update(dict.fromkeys(weight.names, self._averages[weight.names[0]]))
-        return state
+        return self._without_bases(state)
+
+    def _without_bases(self, state: dict[str, Any]) -> dict[str, Any]:
+        bases = self.tell_bases()
+        left_out = {
+            plain_key(self.modules, name): bases[id(parameter)]
+            for name, parameter in self.modules.named_parameters(remove_duplicate=False)
+            if id(parameter) in bases
+        }
+        if not left_out:
+            return state
+        return {name: state[name] for name in state if name not in left_out} | {BASE: left_out}
 
     def load_state_dict(self, state: Any) -> None:
         """Take over a state; the values are compared with the modules' when they are needed next.
@@ -307,11 +320,12 @@ class WeightAverage:
                 f"not an average of weights: {COUNT!r}, the number of updates, is missing."
             )
         weights = {weight.names[0]: weight.now() for weight in self._weights()}
-        strange = state.keys() - {COUNT} - weights.keys() - self._module_state().keys()
+        elsewhere = base_of(state)
+        strange = state.keys() - {COUNT, BASE} - weights.keys() - self._module_state().keys()
         strange |= {
             name
             for name, now in weights.items()
-            if getattr(state.get(name), "shape", None) != now.shape
+            if getattr(state.get(name), "shape", None) != now.shape and name not in elsewhere
         }
         if strange:
             listed = ", ".join(sorted(map(str, strange))[:5])
@@ -320,7 +334,9 @@ class WeightAverage:
             )
         self.updates = int(state[COUNT])
         self._averages = {
-            name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()
+            name: sharded_like(state[name], now).detach().clone()
+            for name, now in weights.items()
+            if name in state
         }
         self._looked_at = None
 

@@ -10,6 +10,10 @@ from ddpkit.checkpointing.averaging import (
     average_state_dicts as average_state_dicts,
     is_code as is_code,
 )
+from ddpkit.checkpointing.base_weights import (
+    BASE as BASE,
+    base_of as base_of,
+)
 from ddpkit.checkpointing.broadcast import (
     LoadMode as LoadMode,
     load_recoverables as load_recoverables,
@@ -21,6 +25,9 @@ from ddpkit.checkpointing.checkpoint import (
     ckpt_recency as ckpt_recency,
 )
 from ddpkit.checkpointing.file_loading import safe_load as safe_load
+from ddpkit.checkpointing.fingerprinting import (
+    fingerprints as fingerprints,
+)
 from ddpkit.checkpointing.folder import (
     CheckpointFolder as CheckpointFolder,
     run_savers as run_savers,
@@ -77,6 +84,9 @@ from ddpkit.checkpointing.storage import (
     VerifyMode as VerifyMode,
     read_text as read_text,
     verify as verify,
+)
+from ddpkit.checkpointing.trained_only import (
+    TrainedOnly as TrainedOnly,
 )
 from ddpkit.checkpointing.weight_files import (
     read_weights as read_weights,

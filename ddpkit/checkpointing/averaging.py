@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from ddpkit.base import kind_of
+from ddpkit.checkpointing.base_weights import BASE, base_of
 from ddpkit.checkpointing.checkpoint import Checkpoint
 from ddpkit.checkpointing.file_loading import safe_load
 from ddpkit.errors import CheckpointError, ConfigError
+
+MOST_NAMES = 4
 
 
 def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -22,11 +25,12 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
 
     Returns:
         A state whose floating-point and complex tensors are the means, in their own dtype (summed
-        in at least float32). All else (counters, masks) is taken from the first state.
+        in at least float32). All else (counters, masks) is taken from the first state. Of states
+        without their base (``trained_only``) it is what they hold.
 
     Raises:
-        ConfigError: no state is given, names or shapes differ, or a floating-point tensor has 8
-            bits or less.
+        ConfigError: no state is given, names, shapes or bases differ, or a floating-point tensor
+            has 8 bits or less.
 
     Ranks: local.
 
@@ -54,6 +58,7 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             }
             shapes = own
             continue
+        _require_same_base(base_of(first), base_of(state))
         different = sorted({str(name) for name, _ in own.items() ^ shapes.items()})
         if different:
             raise ConfigError(
@@ -63,10 +68,20 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             total.add_(state[name].detach().to(total.device, total.dtype))
     if not count:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
-    averages = dict(first)
+    averages = {name: value for name, value in first.items() if name != BASE}
     for name, total in sums.items():
         averages[name] = (total / count).to(first[name].dtype)
     return averages
+
+
+def _require_same_base(first: Mapping[str, str], other: Mapping[str, str]) -> None:
+    different = sorted({name for name, _ in first.items() ^ other.items()})
+    if different:
+        shown = ", ".join(different[:MOST_NAMES])
+        raise ConfigError(
+            f"the states hold what was trained on two bases, which differ in {len(different)} "
+            f"weight(s): {shown}. Their mean would fit none."
+        )
 
 
 def _shape_to_average(name: str, value: Any) -> torch.Size | None:

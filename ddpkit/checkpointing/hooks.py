@@ -30,8 +30,9 @@ from ddpkit.base import (
     unwrap,
     with_article,
 )
+from ddpkit.checkpointing.base_weights import base_of
 from ddpkit.checkpointing.file_loading import safe_load
-from ddpkit.checkpointing.misfits import misfit, way_out
+from ddpkit.checkpointing.misfits import MOST_MISFITS, misfit, way_out
 from ddpkit.checkpointing.module_state import (
     ON_META,
     copies_what_it_loads,
@@ -44,13 +45,20 @@ from ddpkit.checkpointing.storage import write_file
 from ddpkit.checkpointing.threaded_loading import load_to_keep
 from ddpkit.checkpointing.weights_by_name import load_by_name
 from ddpkit.distributed import get_rank, main_process_only, require_all_ranks
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 logger = get_logger(__name__)
+
+
+OTHER_BASE = (
+    "{} holds what was trained of this {}, and its base weights by fingerprint. This module does "
+    "not fit:\n{}\nLoad the base with which this was trained: before fit, or with --init_from at "
+    "every start."
+)
 
 
 @main_process_only(hand_over=False)
@@ -234,14 +242,27 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
     )
     try:
         if isinstance(obj, nn.Module):
-            inner = unwrap(obj)
-            inner.load_state_dict(state_for_module(inner, state))
+            _load_module(unwrap(obj), state, path)
         elif isinstance(obj, Optimizer):
             obj.load_state_dict(_for_optimizer(obj, state))
         else:
             obj.load_state_dict(state)
+    except CheckpointUsageError:
+        raise
     except Exception as error:
         raise misfit(obj, path, error, way_out(obj, state)) from error
+
+
+def _load_module(inner: nn.Module, state: Any, path: Path) -> None:
+    """Load a state that must match exactly, but for a base that stands elsewhere."""
+    if not base_of(state):
+        inner.load_state_dict(state_for_module(inner, state))
+        return
+    misfits = load_by_name(inner, state)
+    if misfits:
+        name = type(inner).__name__
+        lines = "\n".join(f"  {line}" for line in misfits.lines(MOST_MISFITS))
+        raise CheckpointUsageError(OTHER_BASE.format(path, name, lines))
 
 
 def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
@@ -269,8 +290,8 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
     inner = unwrap(obj)
     try:
         misfits = load_by_name(inner, state)
-        if misfits.reshaped:
-            raise CheckpointError("\n".join(misfits.lines()))
+        if misfits.reshaped or misfits.based:
+            raise CheckpointError("\n".join(misfits.lines(MOST_MISFITS)))
     except Exception as error:
         raise misfit(obj, path, error) from error
     name = type(inner).__name__

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ddpkit.base import unwrap
+from ddpkit.checkpointing.base_weights import base_of, other_base, without_base
 from ddpkit.checkpointing.module_state import state_for_module
 from ddpkit.checkpointing.state_names import plain_key
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MISSING = "missing"
 UNEXPECTED = "unexpected"
 OTHER_SHAPE = "other shape"
+OTHER_BASE = "other base"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Misfits:
         missing: entries of the module that the state does not have, with their shapes.
         unexpected: entries of the state that the module does not have, with their shapes.
         reshaped: entries of two shapes: in the state, and in the module.
+        based: base weights that the module has with other values, and what is so.
 
     Ranks: local.
 
@@ -41,14 +44,15 @@ class Misfits:
     missing: dict[str, str] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
     reshaped: dict[str, tuple[str, str]] = field(default_factory=dict)
+    based: dict[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Count the entries."""
-        return len(self.missing) + len(self.unexpected) + len(self.reshaped)
+        return len(self.names())
 
     def names(self) -> list[str]:
         """Return the names of the entries."""
-        return [*self.missing, *self.unexpected, *self.reshaped]
+        return [*self.missing, *self.unexpected, *self.reshaped, *self.based]
 
     def lines(self, limit: int | None = None) -> list[str]:
         """Return a line for each entry, or for so many of each kind.
@@ -66,6 +70,7 @@ class Misfits:
                     for name, (there, here) in self.reshaped.items()
                 ],
             ),
+            (OTHER_BASE, [f"{name}: {words}" for name, words in self.based.items()]),
         )
         return [line for kind, rows in kinds for line in _shortened(kind, rows, limit)]
 
@@ -75,6 +80,7 @@ class Misfits:
             {rename(name): shape for name, shape in self.missing.items()},
             {rename(name): shape for name, shape in self.unexpected.items()},
             {rename(name): shapes for name, shapes in self.reshaped.items()},
+            {rename(name): words for name, words in self.based.items()},
         )
 
     def without(self, is_left_out: Callable[[str], bool]) -> Misfits:
@@ -83,6 +89,7 @@ class Misfits:
             {name: shape for name, shape in self.missing.items() if not is_left_out(name)},
             {name: shape for name, shape in self.unexpected.items() if not is_left_out(name)},
             {name: shapes for name, shapes in self.reshaped.items() if not is_left_out(name)},
+            {name: words for name, words in self.based.items() if not is_left_out(name)},
         )
 
     def __or__(self, other: Misfits) -> Misfits:
@@ -91,6 +98,7 @@ class Misfits:
             self.missing | other.missing,
             self.unexpected | other.unexpected,
             self.reshaped | other.reshaped,
+            self.based | other.based,
         )
 
 
@@ -106,7 +114,8 @@ def load_by_name(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
     """Load what a state and a module both have, by name and of one shape.
 
     An entry that shares its tensor with another one that is loaded is not missing: files of
-    safetensors have one of the two.
+    safetensors have one of the two. Nor is a base weight that the state names and does not hold;
+    the module's is compared with it.
 
     Args:
         module: wrapped or not; its tensors may be divided over the ranks.
@@ -123,11 +132,12 @@ def load_by_name(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
 
     Example:
         >>> load_by_name(torch.nn.Linear(2, 1), {"weight": torch.ones(1, 2), "old": torch.ones(3)})
-        Misfits(missing={'bias': '(1)'}, unexpected={'old': '(3)'}, reshaped={})
+        Misfits(missing={'bias': '(1)'}, unexpected={'old': '(3)'}, reshaped={}, based={})
     """
     inner = unwrap(module)
     own = inner.state_dict(keep_vars=True)
-    given = state_for_module(inner, state)
+    base = base_of(state)
+    given = state_for_module(inner, without_base(state) if base else state)
     reshaped = {
         name: (shape_text(given[name]), shape_text(value))
         for name, value in own.items()
@@ -140,10 +150,13 @@ def load_by_name(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
     missing = {
         name: shape_text(own.get(name))
         for name in keys.missing_keys
-        if name not in reshaped and id(own.get(name)) not in loaded
+        if name not in reshaped
+        and id(own.get(name)) not in loaded
+        and plain_key(inner, name) not in base
     }
     unexpected = {name: shape_text(given[name]) for name in keys.unexpected_keys}
-    return Misfits(missing, unexpected, reshaped).renamed(lambda name: plain_key(inner, name))
+    found = Misfits(missing, unexpected, reshaped).renamed(lambda name: plain_key(inner, name))
+    return found | Misfits(based=other_base(inner, base) if base else {})
 
 
 def nothing_fits(module: nn.Module) -> Misfits:

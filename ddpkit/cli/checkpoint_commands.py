@@ -24,6 +24,7 @@ import torch
 
 from ddpkit.base import load_plain_yaml, replacing
 from ddpkit.checkpointing import (
+    BASE,
     DIRECTORY_PREFIX,
     MANIFEST_NAME,
     META_NAME,
@@ -32,10 +33,13 @@ from ddpkit.checkpointing import (
     Selection,
     VerifyMode,
     average_checkpoints,
+    base_of,
     ckpt_recency,
+    fingerprints,
     ranked,
     read_checkpoint,
     read_text,
+    read_weights,
     safe_load,
     verify,
 )
@@ -361,6 +365,9 @@ def _summary(value: Any) -> list[str]:
     lines = [f"{numbers:,} number(s) in {kinds.total()} tensor(s): {dtypes}"] if kinds else []
     inner = value.items() if isinstance(value, Mapping) else [(type(value).__name__, value)]
     rest = [(name, value) for name, value in inner if next(tensors_in(value), None) is None]
+    if base := base_of(value):
+        lines.append(f"without its base: {len(base)} tensor(s) from elsewhere, by fingerprint")
+        rest = [(name, value) for name, value in rest if name != BASE]
     return lines + [f"{printable(name)}: {value_text(value, 400)}" for name, value in rest]
 
 
@@ -415,7 +422,18 @@ def command_average(options: argparse.Namespace) -> int:
         Selection(max_key=options.max_key, min_key=options.min_key),
         options.num,
     )
-    state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
+    bases: list[Mapping[str, str]] = []
+
+    def load(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+        state = _load_module(path, map_location)
+        bases.append(base_of(state))
+        return state
+
+    state = average_checkpoints(chosen, options.recoverable, parameter_loader=load)
+    if options.base is not None:
+        state |= weights_of_base(options.base, bases[0])
+    elif bases[0]:
+        say(f"without its base, {len(bases[0])} tensor(s) from elsewhere: --base FILE adds them")
     _write(state, path, options.format)
     say(f"from {', '.join(printable(checkpoint.path.name) for checkpoint in chosen)}")
     say(f"wrote {printable(path)}: {len(state)} tensor(s), {size_text(path.stat().st_size)}")
@@ -444,12 +462,37 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
     return chosen
 
 
-def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, torch.Tensor]:
+def weights_of_base(path: Path, base: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Read the base of a checkpoint that does not hold it.
+
+    Args:
+        path: a file of weights with the names of the module.
+        base: fingerprints by name.
+
+    Raises:
+        CheckpointError: the checkpoint has no base elsewhere, or the file has another one.
+    """
+    if not base:
+        raise CheckpointError(f"--base {printable(path)}: the checkpoint holds all of its weights.")
+    given = read_weights(path)
+    found = {name: given[name] for name in base if isinstance(given.get(name), torch.Tensor)}
+    present = fingerprints(found)
+    wrong = [printable(name) for name in base if present.get(name) != base[name]]
+    if wrong:
+        shown = ", ".join(wrong[:8])
+        raise CheckpointError(
+            f"--base {printable(path)} is not the base of this checkpoint: {len(wrong)} of "
+            f"{len(base)} tensors are missing there or differ: {shown}."
+        )
+    return found
+
+
+def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Load a module's state; entries that are not tensors (an extra state) are left out and
     named.
     """
     state = safe_load(path, map_location)
-    tensors = {}
+    tensors: dict[str, Any] = {}
     if isinstance(state, Mapping):
         tensors = {
             str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)
@@ -458,6 +501,8 @@ def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, torch.Tenso
         raise CheckpointError(
             f"{printable(path)} does not hold a module's state. Give --recoverable the name of one."
         )
+    if base := base_of(state):
+        tensors[BASE] = base
     others = [printable(name) for name in state if name not in tensors]
     if others:
         text = f"left out, because they are not tensors: {', '.join(others[:8])}"

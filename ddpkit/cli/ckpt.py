@@ -197,4 +197,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         choices=("safetensors", "pt"),
         help="default: by the suffix of FILE",
     )
+    parser.add_argument(
+        "--base",
+        metavar="FILE",
+        type=Path,
+        help="the base weights, of a checkpoint that holds only what was trained",
+    )
     parser.add_argument("--force", action="store_true", help="replace a file that is there")

@@ -202,7 +202,14 @@ class CheckpointPolicy:
         if self.checkpointer is not None and ema is not None:
             self._require_free("ema", f"the average of the weights ({ema.origin})", before)
             self.checkpointer.add_recoverable("ema", ema, optional_load=True)
+            ema.tell_bases = self._bases
             self._saved_average = ema
+
+    def _bases(self) -> dict[int, str]:
+        """Return the fingerprints of base weights that the present save leaves out, by the ids of
+        their parameters.
+        """
+        return {} if self.checkpointer is None else self.checkpointer.bases_of_save()
 
     def replace_checkpointer(self, checkpointer: Any, brain: Any) -> None:
         """Save with another checkpointer from now on, all that the one before has saved of the run.
@@ -555,6 +562,8 @@ class CheckpointPolicy:
             ConfigError: the schedule of the script ends before the step of the run.
         """
         self._load_later()
+        if self.checkpointer is not None:
+            self.checkpointer.find_bases(begins=True)
         self.run_state.apply_new_settings()
 
     def _load_later(self) -> None:
@@ -730,6 +739,8 @@ class CheckpointPolicy:
                 "save_and_keep_only on every rank: not under `if if_main_process():`, not in "
                 "run_on_main."
             )
+        if self.checkpointer is not None:
+            self.checkpointer.find_bases()
         return self.context.strategy.whole_states(objects)
 
     @staticmethod

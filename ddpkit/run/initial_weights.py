@@ -82,6 +82,7 @@ class InitialWeights:
         self.policy = policy
         self.row = ""
         self._is_due = False
+        self._is_base = False
         self._found: WeightSource | Exception | None = None
         self._misfits = Misfits()
         self._count = 0  # of the entries that are loaded
@@ -108,10 +109,12 @@ class InitialWeights:
         given = self.context.options.init_from
         if given is None or self.policy.run_state.calls.number > 1:
             return
-        if start is not None and isinstance(start.resume, Checkpoint):
+        goes_on = start is not None and isinstance(start.resume, Checkpoint)
+        if goes_on and not self._are_base():
             self.row = NOT_USED.format(given)
             return
         self._is_due = True
+        self._is_base = goes_on
         if not is_on_meta(self.context.modules):
             self.load_if_due()
 
@@ -119,11 +122,18 @@ class InitialWeights:
         """Load the weights for an evaluation without a training and without a checkpoint."""
         given = self.context.options.init_from
         is_trained = self.policy.run_state.calls.number > 0
-        if given is None or is_trained or self.policy.newest() is not None:
+        if given is None or is_trained:
+            return
+        if self.policy.newest() is not None and not self._are_base():
             return
         self._is_due = not self.row
         if not is_on_meta(self.context.modules):
             self.load_if_due()
+
+    def _are_base(self) -> bool:
+        """Say whether the run's own checkpoints need them: they hold only what is trained."""
+        checkpointer = self.policy.checkpointer
+        return checkpointer is not None and bool(checkpointer.trained_only)
 
     def load_if_due(self) -> None:
         """Load the weights, if that was put off until the modules have values.
@@ -134,6 +144,8 @@ class InitialWeights:
         if not self._is_due:
             return
         self._is_due = False
+        self._misfits = Misfits()
+        self._count = 0
         options = self.context.options
         given = str(options.init_from)
         with POSITION.at("loading the weights of init_from"):
@@ -143,6 +155,8 @@ class InitialWeights:
                 _require_same_files(files)
             _on_every_rank(functools.partial(self._load, source, files, take))
         self.row = f"{self._count} tensors of {shown_path(source.path)}"
+        if self._is_base:
+            self.row += ", as the base; what is trained comes from the checkpoint"
         if self._misfits:
             self.row += f"; {len(self._misfits)} that do not fit are left out (--init_skip)"
 

@@ -106,7 +106,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def state_bytes(objects: Iterable[Any]) -> int:
+def state_bytes(objects: Iterable[Any], left_out: Iterable[torch.Tensor] = ()) -> int:
     """Estimate the bytes of the states of modules and optimizers, whole, also where each rank has a
     part of them.
 
@@ -114,6 +114,7 @@ def state_bytes(objects: Iterable[Any]) -> int:
 
     Args:
         objects: modules, optimizers, and others, which do not count.
+        left_out: tensors of modules that are not saved.
 
     Ranks: local; no tensor is gathered or copied.
 
@@ -131,7 +132,10 @@ def state_bytes(objects: Iterable[Any]) -> int:
             }
         elif isinstance(obj, torch.optim.Optimizer):
             for group in obj.param_groups:
-                moments += _moments(group) * sum(map(_bytes, group["params"]))
+                trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+                moments += _moments(group) * sum(map(_bytes, trained))
+    for tensor in left_out:
+        tensors.pop(id(tensor), None)
     return sum(tensors.values()) + moments
 
 

@@ -192,7 +192,7 @@ class Preflight:
                 "call": f"{call} at {path}",
                 **self.versions,
                 **recipe_facts(recipe, options.param_file),
-                "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
+                "checkpointer": checkpointer_fact(checkpointer),
                 "parts": ", ".join(part.name for part in self.context.parts.parts) or "none",
                 **option_facts(options),
                 **model_facts(self.context.modules),
@@ -269,7 +269,10 @@ class Preflight:
         found = state.recovered
         start = state.start
         needed = 0 if found is None else folder_bytes(found)
-        needed = needed or state_bytes(parts_of(checkpointer.recoverables))
+        needed = needed or state_bytes(
+            parts_of(checkpointer.recoverables),
+            checkpointer.frozen_apart(),
+        )
         has_checkpoints = found is not None or bool(start is not None and start.num_found)
         warns = checkpointer.on_error == "warn"
         require_room(
@@ -479,6 +482,24 @@ def place_rows(
         "devices": words + ("" if backend is None else f", backend {backend}"),
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("Python", "torch", "numpy")),
     }
+
+
+def checkpointer_fact(checkpointer: Any) -> str:
+    """Return what of a checkpointer has to be the same on all ranks, in words.
+
+    Args:
+        checkpointer: of this rank, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> checkpointer_fact(None)
+        'none'
+    """
+    if checkpointer is None:
+        return "none"
+    names = ", ".join(sorted(checkpointer.trained_only))
+    return type(checkpointer).__name__ + (f", trained_only {names}" if names else "")
 
 
 def precision_row(

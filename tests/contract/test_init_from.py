@@ -226,6 +226,10 @@ def test_an_evaluation_alone_looks_at_them_if_there_is_no_checkpoint(tmp_path, c
     assert torch.equal(weights(brain)["net.body.weight"], net.body.weight)
     assert block_rows(caplog.text)["weights"].startswith("4 tensors of ")
     assert "the weights are the initial ones" not in caplog.text
+    caplog.clear()
+    brain.run_opts["test_only"] = False
+    fit(brain)
+    assert block_rows(caplog.text)["init_from"].startswith("4 tensors of ")
 
 
 def test_a_class_that_takes_weights_over_by_itself_does_so(tmp_path):

@@ -9,6 +9,7 @@ LOCK = "tests/checkpointing/test_storage_lock.py"
 CHECKPOINTER = "tests/checkpointing/test_checkpointer.py"
 ASYNC = "tests/checkpointing/test_async_save.py tests/checkpointing/test_async_save_memory.py"
 HOOKS = "tests/checkpointing/test_hooks.py"
+TRAINED = "tests/contract/test_trained_only.py"
 RANKS = "tests/ranks/test_checkpoints.py"
 
 FAULTS = in_room(
@@ -283,6 +284,34 @@ FAULTS = in_room(
             "{**old, 'fused': new['fused']}",
             "{**old}",
             HOOKS,
+        ),
+        Fault(
+            "a parameter that was trained and is frozen again is left out",
+            "TrainedOnly.refresh",
+            "_mark(parameters[name]) != self._begun[name]",
+            "False",
+            TRAINED,
+        ),
+        Fault(
+            "a base with other values is taken for the same",
+            "other_base",
+            "present.get(name) != base[name]",
+            "name not in present",
+            TRAINED,
+        ),
+        Fault(
+            "a fingerprint of a rank's part begins at the first element of the whole",
+            "_start",
+            "int(mesh.get_local_rank() * rows * of_row)",
+            "0",
+            "tests/ranks/test_trained_only.py",
+        ),
+        Fault(
+            "a fingerprint changes the weights",
+            "_sum_of",
+            "chunk * _MIX[0]",
+            "chunk.mul_(_MIX[0])",
+            TRAINED,
         ),
         Fault(
             "a recoverable without a file is passed over in silence",

@@ -67,7 +67,7 @@ def choose_strategy(
     if vars(strategy).get(_BOUND, False):
         raise ConfigError(
             f"strategy={strategy!r}: the object is the strategy of another Brain already. Make one "
-            "for each."
+            "for each, or give the class, in the YAML by !name: instead of !new:."
         )
     vars(strategy)[_BOUND] = True
     strategy.bind(

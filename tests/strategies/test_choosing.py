@@ -188,15 +188,25 @@ def test_a_strategy_that_does_nothing_alone_is_one_device_in_one_process():
         choose_strategy(RunOptions(device="cpu", strategy=kind, static_graph=True))
 
 
-SGD = {"ddp_comm_hook": "post_local_sgd"}
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"ddp_comm_hook": "bf16", "check_parity": 2}, "it would compare gradients that were"),
         ({"ddp_comm_hook": "powersgd", "precision": "fp16"}, "would have its scale"),
         ({"static_graph": True, "find_unused_parameters": True}, "uses the same parameters"),
+    ],
+)
+def test_what_does_not_go_with_an_option_of_ddp_is_told_on_one_process_too(given, words):
+    with pytest.raises(ConfigError, match=words):
+        check_strategy(RunOptions(device="cpu", **given))
+
+
+SGD = {"ddp_comm_hook": "post_local_sgd"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
         ({"strategy": "fsdp", "static_graph": True}, "static_graph=True: it is DDP's"),
         ({"strategy": "fsdp", "broadcast_buffers": False}, "broadcast_buffers=False: it is DDP's"),
         ({"strategy": "fsdp", "sync_batchnorm": False}, "use --strategy=ddp"),

@@ -15,7 +15,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.strategies import Strategy, average_over_ranks
 from tests.launching import Run, torchrun
-from tests.recipes import Killed, Mortal, Regression, Sums, make, points, sgd, weights
+from tests.recipes import Killed, Mortal, OwnFitBatch, Regression, Sums, make, points, sgd, weights
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/own-strategy.md"
 EACH_STEP = {"ckpt_interval_steps": 1, "ckpt_async": False}
@@ -74,6 +74,17 @@ def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, tmp_path, cls):
     rarely = ranks.run(train, tmp_path, cls, 3, 13)
     assert same(rarely[0][0], rarely[1][0])
     assert not same(rarely[0][0], found[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 7])
+def test_ranks_without_a_sample_take_part_in_the_averages(ranks, tmp_path, number):
+    install(tmp_path)
+    found = ranks.run(train, tmp_path, Regression, 2, number, world_size=3)
+    for mine, steps, losses in found:
+        assert steps == found[0][1] > 0
+        assert losses == found[0][2]
+        assert same(mine, found[0][0])
 
 
 def momentum(parameters):
@@ -158,10 +169,10 @@ def test_averages_are_compared_before_they_are_made(ranks):
         assert words.startswith("The ranks have other tensors to average (here ")
 
 
-def refused(folder, options):
+def refused(folder, options, cls=Regression):
     kind = imported(folder)
     with pytest.raises(ConfigError) as caught:
-        make(strategy=kind(2), **options)
+        make(cls, strategy=kind(2), **options)
     return str(caught.value)
 
 
@@ -173,6 +184,8 @@ def test_what_it_refuses_is_refused_on_every_rank(ranks, tmp_path):
     }.items():
         for words in ranks.run(refused, tmp_path, {option: 0.9}):
             assert words.startswith(why)
+    for words in ranks.run(refused, tmp_path, {}, OwnFitBatch):
+        assert words == "AverageEvery: a fit_batch of the recipe may step unseen."
 
 
 TRAIN = """

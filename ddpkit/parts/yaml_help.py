@@ -56,7 +56,15 @@ def help_of_yaml(file: str) -> str:
     """
     try:
         document = read_document(file)
-        lines = [line for path, node in _objects(document) for line in _lines(document, path, node)]
+        lines = [
+            line
+            for path, node in _objects(document)
+            for line in _lines(
+                document,
+                path,
+                node,
+            )
+        ]
     except (ConfigError, UnusableNameError) as error:
         lines = textwrap.wrap(f"The parts of {file} cannot be listed: {error}", WIDTH)
     else:
@@ -68,13 +76,21 @@ def _objects(document: Document) -> Iterator[tuple[tuple[str, ...], Node]]:
     """Yield the places and values of parts, and of a strategy that is an object."""
     values = {key.value: value for key, value in pairs(document.root)}
     for key in ("parts", STRATEGY):
-        found = _behind(document, (key,), values.get(key))
+        found = _behind(
+            document,
+            (key,),
+            values.get(key),
+        )
         if found is None:
             continue
         path, node = found
         if isinstance(node.value, list) and not str(node.tag).startswith("!"):
             for number, item in enumerate(node.value):
-                one = _behind(document, (*path, str(number)), item)
+                one = _behind(
+                    document,
+                    (*path, str(number)),
+                    item,
+                )
                 if one is not None:
                     yield one
         else:
@@ -95,7 +111,11 @@ def _behind(
     return whole_reference(node) or path, found[1]
 
 
-def _lines(document: Document, path: tuple[str, ...], node: Node) -> list[str]:
+def _lines(
+    document: Document,
+    path: tuple[str, ...],
+    node: Node,
+) -> list[str]:
     """Return the lines on one part; none for what is no part."""
     tag = str(node.tag)
     name = tag.removeprefix(_NEW)
@@ -109,7 +129,12 @@ def _lines(document: Document, path: tuple[str, ...], node: Node) -> list[str]:
         if parameter.kind in _ANY:
             continue
         value = given.get(parameter.name)
-        option = _option(document, path, parameter.name, value)
+        option = _option(
+            document,
+            path,
+            parameter.name,
+            value,
+        )
         flag = f"{parameter.name} {option}".rstrip()
         said = f"{words.get(parameter.name, '')} {_values(document, parameter, value)}".strip()
         lines += textwrap.wrap(
@@ -128,7 +153,12 @@ def _given(node: Node) -> dict[str, Node]:
     return {key.value: value for key, value in node.value}
 
 
-def _option(document: Document, path: tuple[str, ...], name: str, value: Node | None) -> str:
+def _option(
+    document: Document,
+    path: tuple[str, ...],
+    name: str,
+    value: Node | None,
+) -> str:
     """Return the option that changes an argument; empty where the file has to be changed."""
     referred = () if value is None else whole_reference(value)
     if len(referred) == 1 and look_up(document, referred) is not None:
@@ -137,7 +167,11 @@ def _option(document: Document, path: tuple[str, ...], name: str, value: Node | 
     return f"--{path[0]}='{{{name}: ...}}'" if is_key else ""
 
 
-def _values(document: Document, parameter: inspect.Parameter, node: Node | None) -> str:
+def _values(
+    document: Document,
+    parameter: inspect.Parameter,
+    node: Node | None,
+) -> str:
     """Return the default of an argument, and what the file gives, as far as a line can show it."""
     is_needed = parameter.default is parameter.empty
     default = "needed" if is_needed else str(parameter.default)
@@ -157,11 +191,19 @@ def _described(kind: type) -> dict[str, str]:
     entries = _ENTRY.split(textwrap.dedent(found[1]))
     return {
         name.strip("*"): _first_sentence(words)
-        for name, words in zip(entries[1::2], entries[2::2], strict=True)
+        for name, words in zip(
+            entries[1::2],
+            entries[2::2],
+            strict=True,
+        )
     }
 
 
 def _first_sentence(words: str) -> str:
     whole = " ".join(words.split()).replace("``", "")
-    sentence = re.split(r"\.(?:\s+(?=[A-Z\"])|$)", whole, maxsplit=1)[0]
+    sentence = re.split(
+        r"\.(?:\s+(?=[A-Z\"])|$)",
+        whole,
+        maxsplit=1,
+    )[0]
     return sentence.partition("; ")[0]

@@ -86,8 +86,23 @@ def _parts_of(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, NOT_LOOKED_INTO):
         return []
-    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
-    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    attributes: Mapping[str, Any] = getattr(
+        value,
+        "__dict__",
+        {},
+    )
+    slots = [
+        getattr(
+            value,
+            name,
+            None,
+        )
+        for name in getattr(
+            value,
+            "__slots__",
+            (),
+        )
+    ]
     return [*attributes.values(), *slots]
 
 
@@ -113,7 +128,11 @@ class BatchOutputs:
         """Copy and save nothing: tensors with a graph cannot be copied."""
         return BatchOutputs, ()
 
-    def begin_pass(self, progress: Any, clock: Any) -> None:
+    def begin_pass(
+        self,
+        progress: Any,
+        clock: Any,
+    ) -> None:
         """Keep what modules return from now on.
 
         Args:
@@ -124,7 +143,11 @@ class BatchOutputs:
         self._clock = clock
         self.forget()
 
-    def note(self, module: nn.Module, output: Any) -> None:
+    def note(
+        self,
+        module: nn.Module,
+        output: Any,
+    ) -> None:
         """Keep what a module has returned.
 
         Args:

@@ -109,7 +109,11 @@ def check_strategy(options: RunOptions, *, has_own_fit_batch: bool = False) -> N
     _refuse_two(options, own)
     for chosen, reasons in NOT_TOGETHER.items():
         if is_given(options, chosen):
-            refuse_with(chosen, options, reasons)
+            refuse_with(
+                chosen,
+                options,
+                reasons,
+            )
 
 
 def make_strategy(device: str) -> Strategy:
@@ -186,4 +190,8 @@ def _refuse_two(options: RunOptions, own: Mapping[str, Registered]) -> None:
     """Refuse a strategy beside another that an option of its own chooses."""
     for name, known in own.items():
         if options.strategy not in (AUTO, name, *known.beside):
-            refuse_with(known.chosen_by, options, {"strategy": "choose one of them"})
+            refuse_with(
+                known.chosen_by,
+                options,
+                {"strategy": "choose one of them"},
+            )

@@ -70,7 +70,11 @@ class PowerSGD:
         0
     """
 
-    def __init__(self, rank: int, start: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        start: int,
+    ) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         self._average = powerSGD_hook.powerSGD_hook
@@ -113,7 +117,11 @@ class PowerSGD:
             }
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any], device: str) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        device: str,
+    ) -> None:
         """Go on from a state.
 
         Args:

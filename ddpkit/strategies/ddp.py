@@ -141,7 +141,12 @@ class DDP(Strategy):
                 has_own_fit_batch=has_own_fit_batch,
             )
 
-    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+    def check(
+        self,
+        options: RunOptions,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
         """Refuse what does not go with an option of DDP.
 
         Raises:
@@ -149,7 +154,11 @@ class DDP(Strategy):
         """
         for chosen, reasons in NOT_WITH.items():
             if is_given(options, chosen):
-                refuse_with(chosen, options, reasons)
+                refuse_with(
+                    chosen,
+                    options,
+                    reasons,
+                )
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
@@ -261,8 +270,16 @@ class DDP(Strategy):
         """Return a context in which gradients are accumulated without being averaged over ranks."""
         if self.options.static_graph:  # torch's own way averages in the wrong backward passes then
             held = [module.gradient_reduction for module in self.wrapped]
-            return SwitchedAttribute(held, "held", during=True)
-        return SwitchedAttribute(self.wrapped, "require_backward_grad_sync", during=False)
+            return SwitchedAttribute(
+                held,
+                "held",
+                during=True,
+            )
+        return SwitchedAttribute(
+            self.wrapped,
+            "require_backward_grad_sync",
+            during=False,
+        )
 
     def backward_pass(
         self,
@@ -296,7 +313,11 @@ class DDP(Strategy):
             ]
         )
         return (
-            self._watched_pass(watched, uncounted, closes=closes)
+            self._watched_pass(
+                watched,
+                uncounted,
+                closes=closes,
+            )
             if watched or uncounted
             else NO_CONTEXT
         )
@@ -384,7 +405,11 @@ class DDP(Strategy):
             module for module, state in reductions.items() if state.batch == batch and state.reduced
         ]
         averaged = [module for module in armed if not (defers and reductions[module].watched)]
-        backward_pass = self.backward_pass(modules, closes=closes, counts=counts)
+        backward_pass = self.backward_pass(
+            modules,
+            closes=closes,
+            counts=counts,
+        )
         self._zeros.go_backwards(starts, without, averaged, f"{self._steps}/{batch}", backward_pass)
 
     @contextlib.contextmanager
@@ -429,7 +454,11 @@ class DDP(Strategy):
         watched = [
             module.gradient_reduction for module in modules if module.gradient_reduction.watched
         ]
-        with self._watched_pass(watched, [], closes=closes):
+        with self._watched_pass(
+            watched,
+            [],
+            closes=closes,
+        ):
             for module in modules:
                 complete(module, self._steps)
         for module in modules:
@@ -505,7 +534,11 @@ class DDP(Strategy):
         sums = distributed.sum_over_ranks(
             [float(id(parameter) in used) for parameter in parameters]
         )
-        for parameter, number in zip(parameters, sums, strict=True):
+        for parameter, number in zip(
+            parameters,
+            sums,
+            strict=True,
+        ):
             if not number:
                 parameter.grad = None
 
@@ -584,7 +617,11 @@ class DDP(Strategy):
             "hooks": {entry: hook.state_dict() for entry, hook in self._compressing().items()},
         }
 
-    def load_rank_state(self, modules: nn.ModuleDict, state: Mapping[str, Any]) -> None:
+    def load_rank_state(
+        self,
+        modules: nn.ModuleDict,
+        state: Mapping[str, Any],
+    ) -> None:
         """Restore the order of gradient sums of the run that wrote a checkpoint, then what its
         hooks have kept.
 

@@ -52,7 +52,15 @@ def take_device(device: str) -> None:
     State: the current device.
     """
     kind, _, number = device.partition(":")
-    set_device = getattr(getattr(torch, kind, None), "set_device", None)
+    set_device = getattr(
+        getattr(
+            torch,
+            kind,
+            None,
+        ),
+        "set_device",
+        None,
+    )
     if number and callable(set_device):
         set_device(torch.device(device))
 
@@ -91,7 +99,11 @@ def modules_on_device(
             raise ConfigError(f"modules[{name!r}] is {kind_of(module)}, not a torch.nn.Module.")
     gathered = nn.ModuleDict(dict(modules))
     if is_on_meta(gathered) and not keeps_meta and torch.device(device).type != "meta":
-        give_values("", gathered, device)  # of all entries at once: two may share a weight
+        give_values(
+            "",
+            gathered,
+            device,
+        )  # of all entries at once: two may share a weight
     for module in modules.values():
         if not is_on_meta(module):
             module.to(device)
@@ -145,7 +157,11 @@ def blocks_of(
     return {name: part for name, part in parts.items() if type(part).__name__ in classes}
 
 
-def refuse_wrapped(name: str, module: nn.Module, option: str) -> None:
+def refuse_wrapped(
+    name: str,
+    module: nn.Module,
+    option: str,
+) -> None:
     """Refuse an entry that is wrapped, or whose parameters are divided over the ranks, already.
 
     Args:

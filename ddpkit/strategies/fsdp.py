@@ -127,7 +127,11 @@ class FSDP(Strategy):
 
     def __init__(self, options: RunOptions | None = None) -> None:
         if options is not None:
-            self.bind(options, Accumulation(options), has_own_fit_batch=False)
+            self.bind(
+                options,
+                Accumulation(options),
+                has_own_fit_batch=False,
+            )
         self.roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._called = set[int]()  # blocks, by their places in that list
@@ -139,7 +143,12 @@ class FSDP(Strategy):
         # what autograd computes gradients of: whole parameters
         self._gathered: dict[int, nn.Parameter] = {}
 
-    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+    def check(
+        self,
+        options: RunOptions,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
         """Refuse what cannot work where each rank has a part of the weights.
 
         Raises:
@@ -151,17 +160,33 @@ class FSDP(Strategy):
                 options,
                 {"fsdp_whole_gradients": "it may step whenever it likes"},
             )
-        refuse_with("strategy=fsdp", options, NOT_WITH)
+        refuse_with(
+            "strategy=fsdp",
+            options,
+            NOT_WITH,
+        )
         if options.fsdp_param_dtype == "bf16":
-            refuse_with("strategy=fsdp fsdp_param_dtype=bf16", options, ROUNDED)
+            refuse_with(
+                "strategy=fsdp fsdp_param_dtype=bf16",
+                options,
+                ROUNDED,
+            )
 
     # ------------------------------------------------------------------ dividing
 
-    def place(self, modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+    def place(
+        self,
+        modules: Mapping[str, Any],
+        device: str,
+    ) -> nn.ModuleDict:
         """Move modules to the device. What is on the meta device stays there until it is divided:
         no rank has to hold all of it before.
         """
-        return modules_on_device(modules, device, keeps_meta=True)
+        return modules_on_device(
+            modules,
+            device,
+            keeps_meta=True,
+        )
 
     def divided_modules(self) -> list[Any]:
         """Return the entries that are divided so far."""
@@ -180,7 +205,11 @@ class FSDP(Strategy):
             for name, module in modules.items()
             if all(module is not root for root in self.roots)
         ]:
-            refuse_wrapped(name, modules[name], "strategy='fsdp'")
+            refuse_wrapped(
+                name,
+                modules[name],
+                "strategy='fsdp'",
+            )
             broadcast_from_main(modules[name], self.device)
             modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
@@ -188,14 +217,26 @@ class FSDP(Strategy):
             elif is_on_meta(modules[name]):
                 self._give_values(name, modules[name])
 
-    def _give_values(self, name: str, module: nn.Module) -> None:
+    def _give_values(
+        self,
+        name: str,
+        module: nn.Module,
+    ) -> None:
         """Give tensors on the meta device the values of rank 0, by blocks: no rank holds the whole
         model.
         """
-        give_values(name, module, self.device)
+        give_values(
+            name,
+            module,
+            self.device,
+        )
         broadcast_from_main(module, self.device)
 
-    def _divide(self, name: str, module: nn.Module) -> None:
+    def _divide(
+        self,
+        name: str,
+        module: nn.Module,
+    ) -> None:
         # Not at the top: it changes the filters of warnings.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -226,7 +267,11 @@ class FSDP(Strategy):
             if kind == "cpu":  # a GPU's collectives wait in streams of their own
                 tell_waits_of_fsdp(block)
             # before torch's own hook, which gathers
-            note = functools.partial(self._note_call, len(self._blocks), path)
+            note = functools.partial(
+                self._note_call,
+                len(self._blocks),
+                path,
+            )
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._blocks.append(block)
         self.roots.append(module)
@@ -248,7 +293,11 @@ class FSDP(Strategy):
             len(parts),
         )
 
-    def _chosen_blocks(self, name: str, module: nn.Module) -> list[nn.Module]:
+    def _chosen_blocks(
+        self,
+        name: str,
+        module: nn.Module,
+    ) -> list[nn.Module]:
         """Return the parts of a module that are gathered by themselves, inner ones first."""
         names = set(self.options.fsdp_blocks or ())
         least = self.options.fsdp_min_parameters
@@ -432,15 +481,29 @@ class FSDP(Strategy):
         return self._backward_of_zeros(modules, closes=closes)
 
     @contextlib.contextmanager
-    def _backward_of_zeros(self, modules: nn.Module, *, closes: bool) -> Iterator[None]:
+    def _backward_of_zeros(
+        self,
+        modules: nn.Module,
+        *,
+        closes: bool,
+    ) -> Iterator[None]:
         starts = self._outputs
         yield  # the loss is counted
         if self._progress is None or self._progress.window.counted is None:
             raise BatchError(WITHOUT_GRAPH)
-        with self.backward_pass(modules, closes=closes, counts=False):
+        with self.backward_pass(
+            modules,
+            closes=closes,
+            counts=False,
+        ):
             go_backwards_from(starts)
 
-    def _note_output(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _note_output(
+        self,
+        module: nn.Module,
+        _: Any,
+        output: Any,
+    ) -> None:
         """Keep what an entry has returned until the next backward pass."""
         if module.training and torch.is_grad_enabled():
             self._outputs += with_graph(output)

@@ -49,7 +49,14 @@ def new_strategy(value: Any) -> Strategy:
         return value
     else:
         kind = value
-    _require_strategy(getattr(kind, "func", kind), given)
+    _require_strategy(
+        getattr(
+            kind,
+            "func",
+            kind,
+        ),
+        given,
+    )
     return _made(kind, given)
 
 
@@ -64,7 +71,11 @@ def _loaded(where: str, given: str) -> Any:
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), n=1)
+            close = difflib.get_close_matches(
+                part,
+                dir(found),
+                n=1,
+            )
             meant = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{given}: {module_name!r} has no {part!r}.{meant} Correct the name.")
         found = getattr(found, part)

@@ -91,7 +91,12 @@ class LocalSGD(DDP):
 
     name = "DistributedDataParallel, weights averaged (post-local SGD)"
 
-    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+    def check(
+        self,
+        options: RunOptions,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
         """Refuse what cannot work where each process steps by itself.
 
         Raises:
@@ -108,7 +113,11 @@ class LocalSGD(DDP):
                     )
                 },
             )
-        refuse_with(CHOSEN, options, NOT_WITH)
+        refuse_with(
+            CHOSEN,
+            options,
+            NOT_WITH,
+        )
 
     def bind(
         self,
@@ -118,7 +127,11 @@ class LocalSGD(DDP):
         has_own_fit_batch: bool,
     ) -> None:
         """Take the options, and with them when to begin and how often to average."""
-        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        super().bind(
+            options,
+            accumulation,
+            has_own_fit_batch=has_own_fit_batch,
+        )
         self.start = options["local_sgd_start"] or 0
         self.period = options["local_sgd_period"]
         self._optimizers: Mapping[str, Any] = {}
@@ -230,7 +243,11 @@ class LocalSGD(DDP):
     def _average(self, modules: nn.ModuleDict) -> None:
         if not self._is_compared:
             for name, optimizer in self._optimizers.items():
-                require_equal_groups(CANNOT_AVERAGE, name, optimizer)
+                require_equal_groups(
+                    CANNOT_AVERAGE,
+                    name,
+                    optimizer,
+                )
             self._is_compared = True
         parts = list(self._parts(modules))
         progress = self._progress
@@ -238,7 +255,11 @@ class LocalSGD(DDP):
         own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
         most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])
         with waiting():
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
+            dist.all_reduce(
+                most,
+                dist.ReduceOp.MAX,
+                group=control_group(),
+            )
         largest, smallest, clipped, nonfinite = most.tolist()
         progress.take_counts_of_all_ranks(clipped=clipped, nonfinite=nonfinite)
         if largest != -smallest:
@@ -258,13 +279,24 @@ class LocalSGD(DDP):
             ]:
                 own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
                 known.add(id(parameter))
-                yield [*own, *_state_of(name, optimizer, parameter)]
+                yield [
+                    *own,
+                    *_state_of(
+                        name,
+                        optimizer,
+                        parameter,
+                    ),
+                ]
         for module in map(unwrap, modules.values()):
             saved = module.state_dict(keep_vars=True)
             yield [buffer for key, buffer in module.named_buffers() if key in saved]
 
 
-def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def _state_of(
+    name: str,
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+) -> Iterator[torch.Tensor]:
     """Yield the tensors to average of an optimizer's state for a parameter; counts are the same on
     all ranks.
     """
@@ -272,9 +304,22 @@ def _state_of(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> Itera
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value
         elif not (
-            value is None or isinstance(value, (int, str)) or getattr(value, "numel", int)() == 1
+            value is None
+            or isinstance(value, (int, str))
+            or getattr(
+                value,
+                "numel",
+                int,
+            )()
+            == 1
         ):
             reason = (
                 f"keeps state[{key!r}], {kind_of(value)}, not a tensor of floating-point numbers."
             )
-            raise ConfigError(CANNOT_AVERAGE.format(name, type(optimizer).__name__, reason))
+            raise ConfigError(
+                CANNOT_AVERAGE.format(
+                    name,
+                    type(optimizer).__name__,
+                    reason,
+                )
+            )

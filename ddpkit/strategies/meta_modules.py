@@ -35,7 +35,11 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def give_values(name: str, module: nn.Module, device: str) -> None:
+def give_values(
+    name: str,
+    module: nn.Module,
+    device: str,
+) -> None:
     """Give what is on the meta device its first values, by the ``reset_parameters`` of each part of
     a module.
 
@@ -71,7 +75,11 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
         if empty:
             whole = f"{name}.{path}".strip(".")
             torch.default_generator.manual_seed(zlib.crc32(f"{seed} {whole}".encode()))
-            _reset(whole, part, empty)
+            _reset(
+                whole,
+                part,
+                empty,
+            )
     torch.set_rng_state(state)
     for tensor in (*module.parameters(), *module.buffers()):
         if not is_sharded(tensor):
@@ -85,9 +93,23 @@ def _reset(
 ) -> None:
     """Initialise the empty tensors of one part in place; tied tensors stay tied."""
     kind = type(part).__name__
-    reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+    reset = getattr(
+        part,
+        "reset_parameters",
+        getattr(
+            part,
+            "_reset_parameters",
+            None,
+        ),
+    )
     if reset is None:
-        raise ConfigError(NO_VALUES.format(name, kind, "has no reset_parameters()"))
+        raise ConfigError(
+            NO_VALUES.format(
+                name,
+                kind,
+                "has no reset_parameters()",
+            )
+        )
     divided = [local_part(parameter) for parameter in part.parameters() if is_sharded(parameter)]
     before = [tensor.clone() for tensor in divided]
     for tensor in empty.values():
@@ -111,7 +133,13 @@ def _reset(
         raise ConfigError(
             NO_VALUES.format(name, f"{kind}.reset_parameters()", f"leaves some: {', '.join(left)}")
         )
-    if not all(map(torch.equal, before, divided)):
+    if not all(
+        map(
+            torch.equal,
+            before,
+            divided,
+        )
+    ):
         raise ConfigError(
             NO_VALUES.format(
                 name,

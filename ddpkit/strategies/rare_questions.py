@@ -68,7 +68,11 @@ class RareQuestions:
 
     # ------------------------------------------------------------------ modules
 
-    def place(self, modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+    def place(
+        self,
+        modules: Mapping[str, Any],
+        device: str,
+    ) -> nn.ModuleDict:
         """Move a recipe's modules to the device. Weights on the meta device get their values.
 
         Args:
@@ -106,7 +110,12 @@ class RareQuestions:
 
     # ------------------------------------------------------------------ batches
 
-    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+    def feed(
+        self,
+        feed: Any,
+        progress: Any,
+        seed: int,
+    ) -> Any:
         """Wrap the batches of a training pass, so that the strategy sees each of them."""
         return feed
 
@@ -228,5 +237,19 @@ def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
     """
     wide = widest_float(device)
     if isinstance(count, torch.Tensor):
-        return count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
-    return torch.full((), count, dtype=wide, device=device)
+        return (
+            count.detach()
+            .reshape(())
+            .to(
+                device,
+                wide,
+                copy=True,
+                non_blocking=True,
+            )
+        )
+    return torch.full(
+        (),
+        count,
+        dtype=wide,
+        device=device,
+    )

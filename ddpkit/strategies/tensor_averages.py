@@ -49,7 +49,11 @@ def average_over_ranks(tensors: Iterable[torch.Tensor], device: str) -> None:
     own = zlib.crc32(repr([tuple(tensor.shape) for tensor in given]).encode())
     most = torch.tensor([own, -own])
     with waiting():
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
+        dist.all_reduce(
+            most,
+            dist.ReduceOp.MAX,
+            group=control_group(),
+        )
     largest, smallest = most.tolist()
     if largest != -smallest:
         raise RankMismatchError(UNEVEN.format(sum(map(torch.numel, given)), len(given)))
@@ -73,7 +77,11 @@ def average_equal(tensors: Iterable[torch.Tensor], device: torch.device) -> None
         group = control_group() if where.type != device.type else None
         ends = itertools.accumulate(tensor.numel() for tensor in alike)
         for _, pairs in itertools.groupby(
-            zip(alike, ends, strict=True),
+            zip(
+                alike,
+                ends,
+                strict=True,
+            ),
             lambda pair: pair[1] // BUCKET_ELEMENTS,
         ):
             bucket = [tensor for tensor, _ in pairs]

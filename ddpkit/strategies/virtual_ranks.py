@@ -98,7 +98,11 @@ class VirtualRanks(Strategy):
         is_strict: bool = False,
     ) -> None:
         if device is not None:
-            self._divide(device, number, is_strict=is_strict)
+            self._divide(
+                device,
+                number,
+                is_strict=is_strict,
+            )
 
     def runs_alone(self) -> bool:
         """Say that there is work in one process."""
@@ -112,7 +116,12 @@ class VirtualRanks(Strategy):
         """Say that no bit depends on the number of processes."""
         return True
 
-    def check(self, options: RunOptions, *, has_own_fit_batch: bool) -> None:
+    def check(
+        self,
+        options: RunOptions,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
         """Refuse another number of processes than a divisor, and what cannot be divided so.
 
         Raises:
@@ -129,7 +138,11 @@ class VirtualRanks(Strategy):
                 f"a multiple of their number. Start {able} processes, or give another "
                 "--virtual_ranks, which is another training."
             )
-        refuse_with("virtual_ranks", options, NOT_WITH)
+        refuse_with(
+            "virtual_ranks",
+            options,
+            NOT_WITH,
+        )
 
     def bind(
         self,
@@ -139,10 +152,24 @@ class VirtualRanks(Strategy):
         has_own_fit_batch: bool,
     ) -> None:
         """Take the device and the number."""
-        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
-        self._divide(self.device, options["virtual_ranks"], is_strict=has_own_fit_batch)
+        super().bind(
+            options,
+            accumulation,
+            has_own_fit_batch=has_own_fit_batch,
+        )
+        self._divide(
+            self.device,
+            options["virtual_ranks"],
+            is_strict=has_own_fit_batch,
+        )
 
-    def _divide(self, device: str, number: int, *, is_strict: bool) -> None:
+    def _divide(
+        self,
+        device: str,
+        number: int,
+        *,
+        is_strict: bool,
+    ) -> None:
         self.device = device
         self.shards = number // get_world_size()
         self.virtual_ranks: int = number
@@ -200,11 +227,20 @@ class VirtualRanks(Strategy):
             "batch norm": "each virtual rank by its own rows" if batch_norms(modules) else "",
         }
 
-    def _require_additive(self, name: str, module: nn.Module) -> None:
+    def _require_additive(
+        self,
+        name: str,
+        module: nn.Module,
+    ) -> None:
         for part in module.modules():
             if (
                 isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm))
-                or getattr(part, "sparse", False) is True
+                or getattr(
+                    part,
+                    "sparse",
+                    False,
+                )
+                is True
             ):
                 raise ConfigError(
                     f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] has a part, "
@@ -232,10 +268,19 @@ class VirtualRanks(Strategy):
         ]
         # torch 2.8 has none
         dtypes = [
-            getattr(parameter, "grad_dtype", None) or parameter.dtype
+            getattr(
+                parameter,
+                "grad_dtype",
+                None,
+            )
+            or parameter.dtype
             for parameter in self._parameters
         ]
-        pairs = zip(self._parameters, dtypes, strict=True)
+        pairs = zip(
+            self._parameters,
+            dtypes,
+            strict=True,
+        )
         self._like = [
             parameter.new_zeros((), dtype=dtype).expand(parameter.shape)
             for parameter, dtype in pairs
@@ -290,7 +335,15 @@ class VirtualRanks(Strategy):
         else:
             block = 1 if feed.whole_batches else progress.loader.dataset.block_size
             feed.full_step_weight = float(block * feed.factor // self.shards)
-        return FeedThrough(feed, functools.partial(self._shards_of, feed, progress, seed))
+        return FeedThrough(
+            feed,
+            functools.partial(
+                self._shards_of,
+                feed,
+                progress,
+                seed,
+            ),
+        )
 
     def _shards_of(
         self,
@@ -364,7 +417,16 @@ class VirtualRanks(Strategy):
         """Return what tells whether a recipe has changed gradients."""
         gradients = (parameter.grad for parameter in self._parameters)
         return [
-            None if gradient is None else (id(gradient), getattr(gradient, "_version", 0))
+            None
+            if gradient is None
+            else (
+                id(gradient),
+                getattr(
+                    gradient,
+                    "_version",
+                    0,
+                ),
+            )
             for gradient in gradients
         ]
 
@@ -406,7 +468,11 @@ class VirtualRanks(Strategy):
             strict=True,
         ):
             parameter.grad = gradient
-        for (name, before), move in zip(self._before.items(), sums, strict=False):
+        for (name, before), move in zip(
+            self._before.items(),
+            sums,
+            strict=False,
+        ):
             after = before
             if move is not None and number is not None:
                 after = (
@@ -494,7 +560,11 @@ class VirtualRanks(Strategy):
             self._parts[self._shard] = part if known is None else add_tensors(known, part)
 
     def _check_dtypes(self, gradients: list[torch.Tensor | None]) -> None:
-        for gradient, like in zip(gradients, self._like, strict=True):
+        for gradient, like in zip(
+            gradients,
+            self._like,
+            strict=True,
+        ):
             if gradient is not None and gradient.dtype != like.dtype:
                 raise ConfigError(
                     f"virtual_ranks={self.virtual_ranks}: a gradient is {gradient.dtype}, and "
@@ -509,7 +579,11 @@ class VirtualRanks(Strategy):
         found: torch.Tensor = getattr(owner, attribute)
         return found
 
-    def _move(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def _move(
+        self,
+        now: torch.Tensor,
+        before: torch.Tensor,
+    ) -> torch.Tensor:
         wide = self._widened(now)
         # inf - inf is NaN, as in a mask
         return (now.to(wide) - before.to(wide)).where(now != before, 0.0)

@@ -153,7 +153,15 @@ class DividedOptimizer:
         self._sent = []
         for (owner, dtype, device, alone), packed in together.items():
             size = sum(parameter.numel() for parameter in packed)
-            buffer = None if alone else torch.empty(size, dtype=dtype, device=device)
+            buffer = (
+                None
+                if alone
+                else torch.empty(
+                    size,
+                    dtype=dtype,
+                    device=device,
+                )
+            )
             self._sent.append((owner, buffer, packed))
 
     # ------------------------------------------------------------------ a step
@@ -171,7 +179,11 @@ class DividedOptimizer:
             self._steps_of = ids
         if not self._is_compared:
             self._require_equal_gradients()
-        for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
+        for group, own in zip(
+            self.optimizer.param_groups,
+            self._own,
+            strict=True,
+        ):
             group["params"] = own
 
     def _show_all(self) -> None:
@@ -198,7 +210,11 @@ class DividedOptimizer:
                     async_op=True,
                 )
             )
-        for work, (owner, buffer, packed) in zip(works, self._sent, strict=True):
+        for work, (owner, buffer, packed) in zip(
+            works,
+            self._sent,
+            strict=True,
+        ):
             with waiting():
                 work.wait()
             if buffer is not None and owner != self._rank:
@@ -210,7 +226,11 @@ class DividedOptimizer:
                     parameter.copy_(values.view_as(parameter))
         if not self._is_compared:
             self._is_compared = True
-            require_equal_groups(CANNOT_DIVIDE, self.name, self.optimizer)
+            require_equal_groups(
+                CANNOT_DIVIDE,
+                self.name,
+                self.optimizer,
+            )
 
     @reads_device
     def _require_equal_gradients(self) -> None:
@@ -236,7 +256,11 @@ class DividedOptimizer:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _own_part(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def _own_part(
+        self,
+        _: Optimizer,
+        state: dict[str, Any],
+    ) -> dict[str, Any]:
         """Keep only this rank's part of a loaded state, before it is copied to the device."""
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         by_number = dict(
@@ -260,7 +284,11 @@ class DividedOptimizer:
 
         Ranks: collective. The other ranks send their parts, one after the other.
         """
-        require_equal_groups(CANNOT_DIVIDE, self.name, self.optimizer)
+        require_equal_groups(
+            CANNOT_DIVIDE,
+            self.name,
+            self.optimizer,
+        )
         with temporarily(self, _is_gathering=True):
             state = self.optimizer.state_dict()
         parts = state["state"]
@@ -272,9 +300,17 @@ class DividedOptimizer:
                     parts,
                     lambda value: value.cpu() if isinstance(value, torch.Tensor) else value,
                 )
-                dist.send_object_list([own], 0, group=group)
+                dist.send_object_list(
+                    [own],
+                    0,
+                    group=group,
+                )
             elif self._rank == 0:
-                dist.recv_object_list(received := [None], source, group=group)
+                dist.recv_object_list(
+                    received := [None],
+                    source,
+                    group=group,
+                )
                 parts = received[0] | parts
         return WholeState({**state, "state": parts})
 
@@ -307,7 +343,11 @@ class Zero1(DDP):
         has_own_fit_batch: bool,
     ) -> None:
         """Take the options, before any optimizer is divided."""
-        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        super().bind(
+            options,
+            accumulation,
+            has_own_fit_batch=has_own_fit_batch,
+        )
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 
@@ -331,7 +371,13 @@ class Zero1(DDP):
                 or isinstance(optimizer, LBFGS)
                 or kind.load_state_dict is not Optimizer.load_state_dict
             ):
-                raise ConfigError(CANNOT_DIVIDE.format(name, kind.__name__, NOT_BY_PARAMETER))
+                raise ConfigError(
+                    CANNOT_DIVIDE.format(
+                        name,
+                        kind.__name__,
+                        NOT_BY_PARAMETER,
+                    )
+                )
             divided = vars(optimizer)[MARK] = vars(optimizer).get(MARK) or DividedOptimizer(
                 name,
                 optimizer,
@@ -343,7 +389,14 @@ class Zero1(DDP):
         """Return the whole states of the optimizers among some objects; on the CPU, but for rank
         0's own part.
         """
-        found = {name: getattr(obj, MARK, None) for name, obj in objects.items()}
+        found = {
+            name: getattr(
+                obj,
+                MARK,
+                None,
+            )
+            for name, obj in objects.items()
+        }
         return {
             name: optimizer.whole() for name, optimizer in found.items() if optimizer is not None
         }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
+import operator
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
@@ -35,8 +35,8 @@ def new_strategy(value: Any) -> Strategy:
         'one device'
         >>> new_strategy("no_such_package.averaging:AverageEvery")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='no_such_package.averaging:AverageEvery': the module
-        'no_such_package.averaging' cannot be imported: ...
+        ddpkit.errors.ConfigError: strategy='no_such_package.averaging:AverageEvery': there is no
+        module 'no_such_package' to import. ...
     """
     given = f"strategy={value!r}"
     if isinstance(value, str):
@@ -63,23 +63,15 @@ def new_strategy(value: Any) -> Strategy:
 def _loaded(where: str, given: str) -> Any:
     module_name, _, name = where.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{given}: the module {module_name!r} cannot be imported: {error}. Correct the name, "
-            "or install its package; a module beside the script is found, too."
-        ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(
-                part,
-                dir(found),
-                n=1,
-            )
-            meant = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{given}: {module_name!r} has no {part!r}.{meant} Correct the name.")
-        found = getattr(found, part)
-    return found
+        return operator.attrgetter(name)(importlib.import_module(module_name))
+    except Exception as error:
+        from ddpkit.recipe_yaml import UnusableNameError, find_object  # says what comes close
+
+        try:
+            find_object(f"{module_name}.{name}")
+        except UnusableNameError as problem:
+            raise ConfigError(f"{given}: {problem}") from error
+        raise
 
 
 def _require_strategy(kind: Any, given: str) -> None:

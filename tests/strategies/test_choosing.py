@@ -74,8 +74,9 @@ def test_the_command_line_names_the_strategies_and_the_near_miss(tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("no_such.averaging:Every", "'no_such.averaging' cannot be imported: No module named"),
-        (f"{__name__}:Owm", "has no 'Owm'. Did you mean 'Own'?"),
+        ("no_such.averaging:Every", "there is no module 'no_such' to import. Install it"),
+        (f"{__name__}:Owm", f"has no 'Owm'. Did you mean '{__name__}.Own'?"),
+        ("tests.strategies.test_chosing:Own", "mean 'tests.strategies.test_choosing'?"),
         ("collections:OrderedDict", "is no strategy. Give a subclass of ddpkit.strategies"),
         (Lacking, "cannot be made without arguments: missing a required argument: 'every'"),
     ],
@@ -111,6 +112,7 @@ def test_the_yaml_gives_an_object_and_the_command_line_wins(tmp_path):
     brain = Regression({"net": linear()}, sgd(), load_hparams(str(file), overrides), run_opts)
     assert repr(brain.run_opts.strategy) == PATH  # the same on each rank, and in the run's log
     assert brain.run_opts.strategy.every == 4
+    assert brain.run_opts.changed()["strategy"] == PATH
     run_opts = parse_arguments([str(file), "--strategy=single", "--device=cpu"])[1]
     assert run_opts.resolved(load_hparams(str(file))).strategy == "single"
 
@@ -246,3 +248,14 @@ def test_what_does_not_go_with_a_fit_batch_of_the_recipe(given, words):
         check_strategy(options, has_own_fit_batch=True)
     assert str(caught.value).startswith("a fit_batch of the recipe does not work with ")
     assert words in str(caught.value)
+
+
+def test_a_module_that_fails_where_it_is_imported_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "fails_to_import.py").write_text("parts = 0\nper_part = 1 / parts\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = (
+        r"strategy='fails_to_import:Own': the module 'fails_to_import' cannot be imported: "
+        r"ZeroDivisionError: division by zero \(at fails_to_import.py:2"
+    )
+    with pytest.raises(ConfigError, match=words):
+        new_strategy("fails_to_import:Own")

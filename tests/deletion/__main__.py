@@ -22,8 +22,6 @@ from tests.mutants.trial import MARKS
 from .features import ROOT, Feature, features, goes_with, made_unimportable
 from .own_tests import VARIABLE
 
-WHY = "deleted by the delete test (python -m tests.deletion)"
-
 
 def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
@@ -39,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
             copy = copy_of_files(Path(folder) / "ddpkit")
             for gone in goes_with(feature, every):
                 path = copy / gone.path
-                path.write_text(made_unimportable(path.read_text(encoding="utf-8"), WHY))
+                path.write_text(made_unimportable(path.read_text(encoding="utf-8")))
             code = _run_tests(copy, feature, options)
         if code:
             failed.append(feature.path)

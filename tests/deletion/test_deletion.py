@@ -98,12 +98,22 @@ def test_the_table_names_files_that_are_there():
     ids=["nothing before", "text and future", "text alone"],
 )
 def test_a_file_that_was_made_unimportable_raises_first_and_has_all_its_lines(source, line):
-    changed = made_unimportable(source, "gone")
+    changed = made_unimportable(source)
     lines = changed.splitlines()
-    assert lines.pop(line - 1) == "raise ImportError('gone')"
+    assert lines.pop(line - 1) == "raise ImportError(__name__)"
     assert lines == source.splitlines()
     with pytest.raises(ImportError, match="gone"):
-        exec(compile(changed, "changed", "exec"), {})
+        exec(compile(changed, "changed", "exec"), {"__name__": "gone"})
+
+
+def test_an_example_is_a_features_own_by_its_text():
+    feature = Feature("ddpkit/strategies/zero1.py", "zero1")
+
+    def example(text):
+        return SimpleNamespace(nodeid="ddpkit.x", dtest=SimpleNamespace(docstring=text))
+
+    assert feature.owns_test(example("strategy='zero1'"))
+    assert not feature.owns_test(example("strategy='ddp'"))
 
 
 FILE_OF_TESTS = """

@@ -66,6 +66,7 @@ from ddpkit.checkpointing import (
     VerifyMode,
     average_checkpoints,
     average_state_dicts,
+    behind_link,
     check_file_name,
     checkpoint_work_on_main,
     ckpt_recency,
@@ -565,14 +566,14 @@ class Checkpointer:
         """Return the checkpoint that a path names, in whatever folder.
 
         Args:
-            path: of its directory.
+            path: of its directory, or one of the links ``latest`` and ``best``.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
 
         Ranks: as :meth:`find_checkpoint`.
         """
-        return self._on_main(self._named, Path(path).absolute())
+        return self._on_main(lambda: self._named(behind_link(Path(path).absolute())))
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """List all checkpoints that can be read, in no order of merit and without verifying their

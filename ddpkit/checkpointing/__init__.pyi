@@ -46,6 +46,7 @@ from ddpkit.checkpointing.hooks import (
     whole_state_dict as whole_state_dict,
     whole_states as whole_states,
 )
+from ddpkit.checkpointing.links import behind_link as behind_link
 from ddpkit.checkpointing.main_work import (
     checkpoint_work_on_main as checkpoint_work_on_main,
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ddpkit.base import SaveHook, do_nothing, earlier_folder
-from ddpkit.checkpointing import storage
+from ddpkit.checkpointing import links, storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, SUFFIX, Checkpoint, ckpt_recency
 from ddpkit.checkpointing.hooks import saved_state, torch_save, write_state
@@ -285,6 +285,7 @@ class CheckpointFolder:
             )
         self.damage_log.reasons.pop(final, None)
         self.damage_log.note_time(checkpoint)
+        links.point(self.lock.folder, links.LATEST, final.name)
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
@@ -384,6 +385,7 @@ class CheckpointFolder:
         moved = list(checkpoints)
         with self.lock.hold():
             aside = earlier_folder(self.lock.folder, [retired.path.name for retired in moved])
+            links.drop(self.lock.folder, [checkpoint.path.name for checkpoint in moved])
             for checkpoint in moved:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
@@ -407,6 +409,8 @@ class CheckpointFolder:
             each for each in readable if each.path not in log.reasons and log.is_whole(each, "size")
         ]
         gone = deletable(counted, retention)
+        retained = _retained(counted, gone, retention)
+        self._update_links(retained)
         for checkpoint in gone:
             self.lock.require()
             log.used.add(checkpoint.path.name)
@@ -416,7 +420,16 @@ class CheckpointFolder:
                 "Deleted checkpoint in %s",
                 shown_path(checkpoint.path),
             )
-        return _retained(counted, gone, retention)
+        return retained
+
+    def _update_links(self, retained: Retained) -> None:
+        """Have the links stand for what is left, before the rest is deleted."""
+        folder = self.lock.folder
+        if retained.kept:
+            links.point(folder, links.LATEST, retained.kept[-1])
+        for name in list(retained.best.values())[:1]:  # by the first key that was given
+            links.point(folder, links.BEST, name)
+        links.drop(folder, retained.deleted)
 
 
 def _retained(

@@ -130,6 +130,13 @@ class FileOperations:
         """Give a directory another name in the same parent."""
         source.rename(target)
 
+    def link(self, name: str, path: Path) -> None:
+        """Have a link stand for a directory beside it, in the place of an earlier link."""
+        unfinished = path.with_name(f"{STAGING_PREFIX}{path.name}")
+        unfinished.unlink(missing_ok=True)  # of a run that died here
+        unfinished.symlink_to(name)
+        unfinished.replace(path)
+
     def remove_tree(self, path: Path) -> None:
         """Remove a directory with all that is in it, or a link to one."""
         if path.is_symlink() or not path.is_dir():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, ckpt_recency
+from ddpkit.checkpointing.links import behind_link
 from ddpkit.checkpointing.reading import DamageLog, read_checkpoint
 from ddpkit.checkpointing.storage import META_NAME
 from ddpkit.errors import CheckpointError, CheckpointUsageError, MissingFileError
@@ -58,7 +59,7 @@ def find_weights(given: str, verify: VerifyMode = "full") -> WeightSource:
         Traceback (most recent call last):
         ddpkit.errors.MissingFileError: init_from='/nowhere/net.pt': there is no such file or ...
     """
-    path = Path(given).expanduser().absolute()
+    path = behind_link(Path(given).expanduser().absolute())
     if path.is_file():
         return WeightSource(path)
     if not path.is_dir():

@@ -195,13 +195,14 @@ class LrSweep:
         is_late = get_rank() == 0 and time.monotonic() - self._began > self._plan.max_seconds
         own = [loss, weight, float(nonfinite), float(is_late)]
         total, weights, nonfinite_sum, late = sum_over_ranks(own, "learning rates")
-        if nonfinite_sum or not math.isfinite(total) or not weights:
+        if nonfinite_sum or not math.isfinite(total):
             self.end(NOT_FINITE)
-        self._losses.append(total / weights)
-        if self._has_diverged():
-            self.end(DIVERGED)
-        if len(self._losses) == len(self._plan.learning_rates):
-            self.end(ALL_TRIED)
+        if weights:  # else every batch was skipped, and the rate is tried in the next step
+            self._losses.append(total / weights)
+            if self._has_diverged():
+                self.end(DIVERGED)
+            if len(self._losses) == len(self._plan.learning_rates):
+                self.end(ALL_TRIED)
         if late:
             self.end(TIME_OVER)
         self.set_rate()

@@ -87,7 +87,9 @@ def checkpointer(tmp_path, model):
 
 
 def names(checkpointer):
-    return sorted(path.name for path in checkpointer.checkpoints_dir.iterdir())
+    return sorted(
+        path.name for path in checkpointer.checkpoints_dir.iterdir() if not path.is_symlink()
+    )
 
 
 # --------------------------------------------------------------------------------------- the thread

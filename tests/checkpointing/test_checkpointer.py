@@ -53,7 +53,9 @@ def values(checkpointer, key="n"):
 
 
 def names(checkpointer):
-    return sorted(path.name for path in checkpointer.checkpoints_dir.iterdir())
+    return sorted(
+        path.name for path in checkpointer.checkpoints_dir.iterdir() if not path.is_symlink()
+    )
 
 
 def flip_a_byte(path):

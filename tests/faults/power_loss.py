@@ -132,7 +132,12 @@ class Disk:
             self.moments.setdefault((_frozen(tree), self.acknowledged), tree)
 
     def _compare(self, path, node):
-        found = {entry.name: entry for entry in path.iterdir() if entry.name not in self.ignored}
+        # a link that is lost is made again by the next save
+        found = {
+            entry.name: entry
+            for entry in path.iterdir()
+            if entry.name not in self.ignored and not entry.is_symlink()
+        }
         for name in set(node.now) - set(found):
             node.change(name, None, node.now[name])
         for name, entry in sorted(found.items()):

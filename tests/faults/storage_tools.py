@@ -178,7 +178,7 @@ def steps_of(folder):
 
 
 def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
+    return sorted(path.name for path in Path(folder).iterdir() if not path.is_symlink())
 
 
 def leftovers(folder):

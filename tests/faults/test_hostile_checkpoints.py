@@ -421,6 +421,5 @@ def test_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(
     (checkpointer.checkpoints_dir / ".trash-4567").mkdir()
     (checkpointer.checkpoints_dir / ".trash-4567" / "inner").symlink_to(outside)
     checkpointer.save_checkpoint()
-    assert all(
-        path.name.startswith("CKPT+") for path in Path(checkpointer.checkpoints_dir).iterdir()
-    )
+    names = {path.name for path in Path(checkpointer.checkpoints_dir).iterdir()}
+    assert all(name.startswith("CKPT+") for name in names - {"latest"})

@@ -117,7 +117,7 @@ def crash_everywhere(folder, title, mode, stride=1, files=CrashingFiles, first=1
         prepare(template, scenario)
         for at in count(first, stride):
             trial = folder / "trial"
-            shutil.copytree(template, trial)
+            shutil.copytree(template, trial, symlinks=True)
             points = forked(crash, trial, scenario, mode, at, files)
             if points is not None:
                 return points, outcomes
@@ -162,7 +162,7 @@ class CopyingFiles(CrashingFiles):
     """Renames by copying and deleting, as across file systems: what a save must not do."""
 
     def rename(self, source, target):
-        shutil.copytree(source, target)
+        shutil.copytree(source, target, symlinks=True)
         shutil.rmtree(source)
 
 

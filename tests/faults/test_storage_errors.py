@@ -164,7 +164,7 @@ def test_an_error_at_any_operation(template, tmp_path, number, mode):
     outcomes = []
     for at in count(1):
         trial = tmp_path / "trial"
-        shutil.copytree(template, trial)
+        shutil.copytree(template, trial, symlinks=True)
         plan = Failing(at, number, stays=number == errno.ENOSPC)
         error = fail_once(trial, mode, plan)
         if len(plan.points) < at:
@@ -193,7 +193,7 @@ def test_training_goes_on_with_a_warning_where_that_is_asked_for(template, tmp_p
     warned_of = 0
     for at in count(1):
         trial = tmp_path / "trial"
-        shutil.copytree(template, trial)
+        shutil.copytree(template, trial, symlinks=True)
         plan = Failing(at, errno.ENOSPC, stays=True)
         with Warnings() as warned:
             assert fail_once(trial, mode, plan, "warn") is None
@@ -296,7 +296,7 @@ def test_an_error_while_a_fit_takes_the_folder_or_gives_it_back(
     outcomes = []
     for at in count(1):
         trial = tmp_path / "trial"
-        shutil.copytree(template, trial)
+        shutil.copytree(template, trial, symlinks=True)
         plan = Failing(at, number)
         with Warnings() as warned:
             error = take_with_an_error(trial, mode, on_error, plan)

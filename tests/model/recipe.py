@@ -332,7 +332,7 @@ def copy_folder(folder: str, copy: str) -> None:
     """Keep what a kill at this moment would leave."""
     while if_main_process():
         try:
-            shutil.copytree(folder, copy)
+            shutil.copytree(folder, copy, symlinks=True)
         except OSError:  # a thread that saves has renamed something meanwhile
             shutil.rmtree(copy)
         else:

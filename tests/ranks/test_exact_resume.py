@@ -243,7 +243,7 @@ def test_another_number_of_ranks_takes_the_same_steps(
     """
     whole = ranks.run(train, tmp_path / "whole", kind, None, False, options, world_size=before)[0]
     ranks.run(train, tmp_path / "dead", kind, dies_at, False, options, world_size=before)
-    shutil.copytree(tmp_path / "dead", tmp_path / "other")
+    shutil.copytree(tmp_path / "dead", tmp_path / "other", symlinks=True)
     found = ranks.run(train, tmp_path / "other", kind, None, False, options, world_size=after)[0]
     for name, value in whole[0].items():
         torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-12)

@@ -89,7 +89,7 @@ def test_an_unchanged_recipe_is_told_nothing_on_any_number_of_ranks(ranks, tmp_p
     ranks.run(train, tmp_path / "2", kind, (1, 5), 3, world_size=2)
     assert list((tmp_path / "2").glob("*/brain.ckpt"))
     for world_size in (1, 2, 3):
-        folder = shutil.copytree(tmp_path / "2", tmp_path / f"on {world_size}")
+        folder = shutil.copytree(tmp_path / "2", tmp_path / f"on {world_size}", symlinks=True)
         found = ranks.run(train, folder, kind, None, 3, world_size=world_size)
         assert [words for words, _ in found] == [[]] * world_size
         assert all(seen for _, seen in found)

@@ -24,6 +24,27 @@ FAULTS = in_room(
             f"{STORAGE} tests/checkpointing/test_storage_faults.py",
         ),
         Fault(
+            "the link to the newest checkpoint stays where it was",
+            "point",
+            "before == name",
+            "before is not None",
+            "tests/checkpointing/test_links.py",
+        ),
+        Fault(
+            "the link to the best checkpoint follows the last key",
+            "CheckpointFolder._update_links",
+            "list(retained.best.values())[:1]",
+            "list(retained.best.values())[-1:]",
+            "tests/checkpointing/test_links.py",
+        ),
+        Fault(
+            "what a user has named like a link is replaced",
+            "point",
+            "before is None and os.path.lexists(path)",
+            "False",
+            "tests/checkpointing/test_links.py",
+        ),
+        Fault(
             "the manifest is not synced before the checkpoint gets its name",
             "_seal",
             "FILES.sync_file(staging / MANIFEST_NAME)",

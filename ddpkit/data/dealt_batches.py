@@ -76,6 +76,10 @@ class DealtBatchSampler(RankBatchSampler):
         """Return the number of batches of a round; of several shards, with the first of them."""
         return 0 if batch % self.shards else len(self._round(batch))
 
+    def first_index(self) -> Any:
+        """Return the first index of the first batch of this epoch, the same on every rank."""
+        return next(iter(self._draw()[0]))
+
     def repeats(self, batch: int) -> list[int]:
         """Return how often each sample of this rank's batch came before in the epoch, on any
         rank.

@@ -49,10 +49,7 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     def first_index(self) -> Any:
         """Return the first index that the source yields for this epoch, the same on every rank."""
-        if isinstance(self.source, int):
-            return 0
-        first = self._draw()[0]
-        return next(iter(first)) if isinstance(first, (list, tuple)) and first else first
+        return 0 if isinstance(self.source, int) else self._draw()[0]
 
     def drawn_words(self) -> dict[str, str]:
         """Describe what the source has yielded for this epoch, for a comparison with the other

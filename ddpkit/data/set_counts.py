@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
@@ -37,7 +37,11 @@ def weights_of(given: Any, sizes: Mapping[str, int]) -> list[Fraction]:
                 "samples of an epoch that come from that set, in proportion to the others. Leave "
                 "a set out that shall give none."
             )
-    return [Fraction(given[name]) for name in sizes]
+    return [_exact(given[name]) for name in sizes]
+
+
+def _exact(weight: Any) -> Fraction:
+    return Fraction(weight) if isinstance(weight, Rational) else Fraction(float(weight))
 
 
 def require_names(argument: str, given: Any, names: Mapping[str, Any]) -> None:

@@ -49,13 +49,13 @@ class PredictionPath:
         self.path = Path(given)
         name = self.path.name
         self.is_joined = EACH not in name
-        self.scratch = self.path.with_name(f".{name.replace(EACH, 'each')}.tmp")
         if self.path.suffix not in FORMS or name.count(EACH) > 1 or EACH in str(self.path.parent):
             raise ConfigError(
                 f"{self.words} does not say how to write: it must end in .jsonl or .parquet, with "
                 f"at most one * in the name of the file, {_EXAMPLES}."
             )
-        self.form(has_index=True)
+        self.scratch = self.path.with_name(f".{name.replace(EACH, 'each')}.tmp")
+        self.form(has_index=True)  # refuses what its package is missing for
         if self.is_joined:
             require_writable_file(self.words, self.path)
         else:

@@ -6,8 +6,10 @@ import itertools
 import math
 import re
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
@@ -125,9 +127,29 @@ def test_a_billion_samples_begin_as_fast_as_ten():
     assert len({data[position] for position in (0, 10**9, 2 * 10**9 - 1, -1)}) == 3
 
 
-def test_apportioned_numbers_add_up():
-    from fractions import Fraction
+@pytest.mark.parametrize("kind", [int, float, Fraction, np.int64, np.float32, np.float64])
+def test_weights_are_numbers_of_any_kind(kind):
+    data = MixedSets(sets(a=5, b=31), {"a": kind(2), "b": kind(6)}, 12)
+    assert data.counts == {"a": 3, "b": 9}
 
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_epochs_are_counted_from_any_number(first):
+    data = MixedSets(sets(a=7), until=5, seed=5)
+    drawn = [*itertools.chain.from_iterable(epoch_of(data, first + one) for one in range(5))]
+    start = 0 if first else 5  # epoch 0 lies before the first pass
+    assert_passes(drawn[start:], list(range(1000, 1007)))
+
+
+def test_sets_of_sets_keep_their_weights():
+    inner = MixedSets(sets(a=5, b=31), {"a": 1, "b": 1}, until=20, seed=5)
+    data = JointSets({"mixed": inner, "plain": [0] * 20}, seed=4)
+    for epoch in EPOCHS:
+        found = [item["mixed"][0] for item in epoch_of(data, epoch)]
+        assert Counter(sample // 1000 for sample in found) == {1: 10, 2: 10}
+
+
+def test_apportioned_numbers_add_up():
     for total in range(1, 40):
         parts = [Fraction(1, 3), Fraction(1, 7), Fraction(11, 21)]
         found = apportion(total, parts)

@@ -157,6 +157,27 @@ def test_of_a_stream_that_divides_itself_rows_have_no_index(ranks, tmp_path):
     assert [row["square"] for row in rows(tmp_path / "whole.jsonl")] == [[k**2] for k in range(5)]
 
 
+class Sized:
+    """A dataset whose sampler yields an index together with a size."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return numbered(4)[index[0]]
+
+
+def predict_with_sizes(folder):
+    kwargs = {"sampler": [(number, 2) for number in range(4)]}
+    predict(Sized(), folder / "out.jsonl", kwargs)
+
+
+def test_where_a_sampler_yields_no_numbers_rows_have_no_index(ranks, tmp_path):
+    ranks.run(predict_with_sizes, tmp_path, world_size=2)
+    assert [row["square"] for row in rows(tmp_path / "out.jsonl")] == [0, 1, 4, 9]
+    assert all("index" not in row for row in rows(tmp_path / "out.jsonl"))
+
+
 def predict_undivided(folder):
     """A loader that the recipe makes itself, and that no rank divides."""
 
@@ -285,6 +306,8 @@ def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
     ("output", "words"),
     [
         (3, "output=3 is no path"),
+        ("", "output='' does not say how to write"),
+        (".", r"must end in .jsonl or .parquet"),
         ("out.csv", r"must end in .jsonl or .parquet"),
         ("out", r"must end in .jsonl or .parquet"),
         ("*/out.jsonl", r"at most one \* in the name of the file"),

@@ -209,4 +209,6 @@ def _by_its_classes(path: Path) -> Feature:
         if isinstance(node, ast.ClassDef)
     ]
     words = "|".join(rf"\b{name}\b" for name in (path.stem, *classes))
-    return Feature(f"{PARTS}/{path.name}", words, tests=(f"tests/parts/test_{path.name}",))
+    own = f"tests/parts/test_{path.name}"
+    exists = (path.parents[2] / own).exists()
+    return Feature(f"{PARTS}/{path.name}", words, tests=(own,) if exists else ())

@@ -404,6 +404,7 @@ class Fails(Part):
     def fail(self, brain, *_):
         if self.rank in {None, brain.rank}:
             raise ValueError("boom")
+        return contextlib.nullcontext()  # as around_fit does; of other events it is not looked at
 
 
 def failing(event, rank):
@@ -412,7 +413,18 @@ def failing(event, rank):
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("event", ["on_fit_start", "after_step", "on_stage_end"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "on_fit_start",
+        "after_step",
+        "on_stage_end",
+        *(
+            pytest.param(event, marks=pytest.mark.slow)
+            for event in ("around_fit", "on_step_counted")
+        ),
+    ],
+)
 def test_a_part_that_fails_on_one_rank_ends_all_and_is_named(ranks, event):
     first, second = ranks.run(failing, event, 1, world_size=2)
     assert second == ("ValueError", "boom")

@@ -108,6 +108,7 @@ class Validations:
             for name, loader in sets.deciding_last():
                 with self.context.progress.on_set(name, decides=name == sets.deciding):
                     self._fit_valid(loader, epoch, self._enable_bar)
+        self.context.progress.note_validation()  # also where the recipe has made it by itself
 
     # ------------------------------------------------------------------ between two steps
 

@@ -400,7 +400,11 @@ class Progress(optim.StepCounters):
         self.step = 0
         self.valid_loss = loss
         self.is_validated = not self.is_between_steps
-        self.validated_at = self.optimizer_step
+        self.note_validation()
+
+    def note_validation(self) -> None:
+        """Note at which optimizer step there was a validation."""
+        self.validated_at = self.resolved.optimizer_step
 
     def end_evaluation(self, kept: tuple[int, Any] | None) -> None:
         """Note that an evaluation is over.

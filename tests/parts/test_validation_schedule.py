@@ -5,6 +5,7 @@ ends as one that was not.
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import IterableDataset
 from ddpkit import Part, Stage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import ConfigError, RankFailedError
+from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 from ddpkit.metrics import Mean
 from ddpkit.parts import EarlyStopping, ValidationSchedule
 from tests.recipes import (
@@ -224,6 +225,57 @@ def test_the_last_step_of_a_stream_has_one_validation_after_the_epoch(ranks):
         assert found[:2] == (steps, stages)
     without = fitted(brain_of(net=linear()), data=Numbers(), valid=None)
     assert_same(expected, weights(without))
+
+
+class OwnValidation(Noisy):
+    """Validates in a way of its own."""
+
+    def _fit_valid(self, valid_set, epoch, enable):
+        self.modules.eval()
+        with torch.no_grad():
+            for batch in valid_set or ():
+                self.step += 1
+                self.evaluate_batch(batch, Stage.VALID)
+        self.step = 0
+        self.validations.append((epoch, self.optimizer_step))
+
+
+def test_a_validation_of_the_recipes_own_comes_at_the_same_steps():
+    brain = fitted(brain_of(ValidationSchedule(every_steps=4), cls=OwnValidation))
+    assert brain.validations == [(1, 4), (2, 8), (2, 12)]
+    assert_same(weights(brain), weights(fitted(brain_of(), valid=None)))
+
+
+class Terminated(Noisy):
+    """The last rank gets the signal to end in a validation at an optimizer step."""
+
+    at: int | None = None
+
+    def compute_objectives(self, predictions, batch, stage):
+        is_last = self.rank == world_size() - 1
+        if stage is Stage.VALID and is_last and self.optimizer_step == self.at:
+            signal.raise_signal(signal.SIGTERM)
+        return super().compute_objectives(predictions, batch, stage)
+
+
+def terminated(folder, at=None):
+    brain = brain_of(ValidationSchedule(every_steps=2), cls=Terminated, folder=folder)
+    brain.at = at
+    try:
+        fitted(brain)
+    except RunStopped as stopped:
+        return stopped.code
+    return brain.validations, weights(brain)
+
+
+@pytest.mark.parametrize("at", [4, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_run_that_is_stopped_in_a_validation_makes_it_again_and_goes_on(ranks, tmp_path, at):
+    expected = ranks.run(terminated, tmp_path / "whole", world_size=2)
+    assert ranks.run(terminated, tmp_path / "stopped", at, world_size=2) == [143, 143]
+    resumed = ranks.run(terminated, tmp_path / "stopped", world_size=2)
+    for (steps, own), (all_steps, whole) in zip(resumed, expected, strict=True):
+        assert steps == all_steps[at // 2 - 1 :]
+        assert_same(own, whole)
 
 
 class AskedFor(Part):

@@ -141,9 +141,9 @@ FAULTS = [
         [
             Fault(
                 "a validation that is saved is made again",
-                "Progress.end_validation",
-                "self.validated_at = self.optimizer_step",
-                "self.validated_at = -1",
+                "Progress.note_validation",
+                "self.resolved.optimizer_step",
+                "-1",
             ),
         ],
     ),

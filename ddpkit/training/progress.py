@@ -156,7 +156,7 @@ class Progress(optim.StepCounters):
 
     def end_fit(self) -> None:
         """Note that it is over, however it has ended."""
-        self.is_fitting = False
+        self.is_fitting = self.is_between_steps = False
 
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
@@ -382,18 +382,21 @@ class Progress(optim.StepCounters):
         """Note whether the epoch, whose training is over, ends with a validation."""
         self.validates = is_due
 
-    def between_steps(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
         """Return a context for a validation between two steps of the training stage, after which
         the position and the losses are those of the training again.
+
+        An exception leaves them, as it is told where it was raised; the next call of ``fit`` begins
+        anew.
         """
-        return temporarily(
-            self,
-            is_between_steps=True,
-            step=0,
-            window=Window(),
-            meter=self.new_meter(),
-            stage_batches=None,
-        )
+        of_training = self.step, self.window, self.meter, self.stage_batches
+        self.is_between_steps = True
+        self.step, self.window, self.meter = 0, Window(), self.new_meter()
+        self.stage_batches = None
+        yield
+        self.step, self.window, self.meter, self.stage_batches = of_training
+        self.is_between_steps = False
 
     def end_validation(self, loss: float) -> None:
         """Note that a validation has read its last batch."""

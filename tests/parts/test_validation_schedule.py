@@ -307,6 +307,23 @@ def test_an_answer_that_is_none_is_named(answer):
         fitted(brain_of(AskedFor({("step", 2): answer})))
 
 
+def failed_inside():
+    brain = brain_of(ValidationSchedule(every_steps=2))
+    brain.dies_in = ("batch" if brain.rank else "step", 2 + 9 * (not brain.rank))
+    try:
+        fitted(brain)
+    except RankFailedError as error:
+        return str(error)
+    return brain.progress.is_between_steps
+
+
+def test_a_failure_inside_of_a_validation_is_told_where_it_was(ranks):
+    first, second = ranks.run(failed_inside, world_size=2)
+    assert "rank 1" in first
+    assert "in VALID of epoch 1 at step 1" in first
+    assert second is False
+
+
 class AskedOnOneRank(Part):
     def is_validation_due(self, brain, moment):
         return brain.rank + 1 if (moment, brain.optimizer_step) == ("step", 2) else None

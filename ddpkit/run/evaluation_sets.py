@@ -82,7 +82,7 @@ def sets_of(
     argument: str,
     data: Any,
     loader_kwargs: Mapping[str, Any],
-    make: Callable[[Any], Any],
+    make: Callable[[Any, str], Any],
 ) -> EvaluationSets:
     """Return the loaders of what was given to ``fit`` or ``evaluate``.
 
@@ -90,7 +90,7 @@ def sets_of(
         argument: its name.
         data: a dataset or a loader; or a mapping of names to such.
         loader_kwargs: with a sampler, a mapping is a dataset whose samples have keys.
-        make: makes the loader of one of them.
+        make: makes the loader of one of them, of a name.
 
     Raises:
         ConfigError: there is no set in the mapping, or a name cannot be used.
@@ -99,13 +99,13 @@ def sets_of(
         loader_kwargs.get(name) is not None for name in ("sampler", "batch_sampler")
     )
     if has_own_indices or not _are_sets(data):
-        return EvaluationSets({NO_NAME: make(data)})
+        return EvaluationSets({NO_NAME: make(data, NO_NAME)})
     if not data:
         raise ConfigError(NO_SET.format(argument))
     for name in data:
         if not name or "/" in name:
             raise ConfigError(BAD_NAME.format(argument, name))
-    return EvaluationSets({name: make(each) for name, each in data.items()})
+    return EvaluationSets({name: make(each, name) for name, each in data.items()})
 
 
 def _are_sets(data: Any) -> bool:

@@ -30,15 +30,22 @@ class StageLoaders:
         self._factory = factory
         self._make_dataloader = make_dataloader
 
-    def of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
+    def of(
+        self,
+        data: Any,
+        stage: Stage,
+        loader_kwargs: Mapping[str, Any],
+        set_name: str = "",
+    ) -> Any:
         """Return the loader of a dataset, or of a loader that is divided over the ranks.
 
         Args:
             data: as it was given.
             stage: of the data.
             loader_kwargs: for ``make_dataloader``.
+            set_name: of the data; empty: it has none.
         """
-        with self._factory.named(stage):
+        with self._factory.named(stage, set_name):
             if isinstance(data, (DataLoader, LoopedLoader)):
                 return self._factory.adapt(data, stage)
             return self._make_dataloader(data, stage=stage, **loader_kwargs)
@@ -62,4 +69,6 @@ class StageLoaders:
             ConfigError: sets by name that cannot be used.
         """
         kwargs = {"ckpt_prefix": None, **loader_kwargs}
-        return sets_of(argument, data, kwargs, lambda each: self.of(each, stage, kwargs))
+        return sets_of(
+            argument, data, kwargs, lambda each, name: self.of(each, stage, kwargs, name)
+        )

@@ -98,13 +98,16 @@ class LoaderFactory:
         return self._moved_ahead(loader)
 
     @contextlib.contextmanager
-    def named(self, stage: Stage) -> Iterator[None]:
-        """Return a context in which a loader is made: an error of the data names the stage."""
+    def named(self, stage: Stage, set_name: str = "") -> Iterator[None]:
+        """Return a context in which a loader is made: an error of the data names the stage, and the
+        set if it has a name.
+        """
+        what = f"{stage.name} {set_name}".rstrip()
         try:
-            with POSITION.at(f"making the loader of {stage.name}"):
+            with POSITION.at(f"making the loader of {what}"):
                 yield
         except DataError as error:
-            raise DataError(f"{stage.name}: {error}") from error
+            raise DataError(f"{what}: {error}") from error
 
     def adapt(self, loader: DataLoader[Any] | LoopedLoader, stage: Stage) -> Any:
         """Divide a ready-made loader over the ranks.

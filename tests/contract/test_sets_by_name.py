@@ -247,6 +247,7 @@ def test_a_run_that_is_killed_between_two_sets_ends_as_one_that_was_not(
         ([DataLoader(CLEAN)] * 2, DataError, "VALID: .*list of 2 loaders.*give them by name"),
         ({"x": torch.ones(4), "y": torch.ones(4)}, DataError, "VALID: .*keys 'x', 'y'"),
         ({"a": CLEAN, "b": "b.csv"}, DataError, "VALID: .*keys 'a', 'b'"),
+        ({"a": CLEAN, "b": []}, DataError, "VALID b: the dataset is empty"),
     ],
 )
 def test_what_is_no_dict_of_sets_is_refused_before_the_first_batch(sets, error, words):

@@ -117,7 +117,8 @@ class TrainedOnly:
             end_of_epoch: not needed here.
 
         Raises:
-            CheckpointError: as :func:`torch_recovery`; also if the module has another base.
+            CheckpointError: as for :func:`~ddpkit.checkpointing.hooks.torch_recovery`; also if the
+                module has another base.
 
         Ranks: all, where parameters are divided; else local.
         """

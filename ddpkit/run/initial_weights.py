@@ -27,7 +27,6 @@ from ddpkit.checkpointing import (
 )
 from ddpkit.comm import on_every_rank, require_agreement
 from ddpkit.distributed import get_world_size, run_on_main
-from ddpkit.ema import COUNT
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.logger import get_logger, shown_path
 from ddpkit.run.choose_start import NEVER
@@ -352,6 +351,8 @@ def _divided(
         full = sum(loose_key(key).removeprefix(begin) in own for key in state if begin in key)
         if bare >= full:
             return {name: state}, Misfits()
+    from ddpkit.ema import COUNT  # which few runs need
+
     divided: dict[str, dict[str, Any]] = {name: {} for name in modules}
     others: dict[str, Any] = {}
     for key, value in state.items():

@@ -3,8 +3,11 @@
 Such a batch says nothing of what the others return. Where those are sums and counts, the ranks add
 up the counts of a window, and a rank without a loss takes part with 0. Where they are means nothing
 is added up: what a mean weighs is planned before anybody knows of the batch that is skipped. So the
-ranks tell each other, in the first batch of a pass, which kind of loss they have. Nothing is asked
-in later batches.
+ranks tell each other, in the first window of a pass, which kind of loss they have. Nothing is asked
+in later windows.
+
+They do so in the batch that closes the window, once the modules were called: in a call DDP may wait
+for the other ranks, and in an earlier batch of the window a rank may call none.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ SKIPPED_AND_MEANS = (
     "n and n. If no batch is to be skipped, look for a missing return."
 )
 TWO_KINDS = (
-    "{}.compute_objectives returned a mean loss for some batches of an optimizer step and "
+    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and "
     "(loss_sum, count) for others. Return the same kind for every training batch."
 )
 ALL_SKIPPED = (
@@ -46,9 +49,10 @@ class SkippedBatches:
         context: of the run.
 
     Attributes:
-        is_open: whether no rank has had a loss since the pass began.
+        is_open: whether no rank has had a loss since the pass began, as far as this one knows.
+        is_noting: whether the ranks have still to tell each other what they have had.
 
-    Ranks: collective while :attr:`is_open`, else local.
+    Ranks: local, but for :meth:`agree`.
 
     State: the number of skipped batches, in the meter of the stage.
     """
@@ -58,32 +62,30 @@ class SkippedBatches:
         self._is_of_means = False
         self._seen = set[str]()  # by this rank, or by all once they have told each other
         self.is_open = True
+        self.is_noting = False
 
     def begin_pass(self) -> None:
         """Find out anew which kind of loss there is."""
         self._is_of_means = False
         self._seen.clear()
         self.is_open = True
+        self.is_noting = False
 
-    def settle(self, loss: Any, *, waits: bool) -> Any:
+    def settle(self, loss: Any) -> Any:
         """Return the loss of a training batch, or what stands for it where the batch is skipped.
 
         Args:
             loss: as ``compute_objectives`` returned it.
-            waits: whether the ranks agree at the end of the window only, by :meth:`agree`.
 
         Raises:
-            BatchError: a batch is skipped, and others have a mean loss. On all ranks in the first
-                batch of a pass, on this one in a later batch.
+            BatchError: a batch is skipped, and others of this rank have a mean loss.
         """
         if self._is_of_means and loss is None:
             self._refuse(SKIPPED_AND_MEANS)
         if self.is_open:
             self._seen.add(_kind_of(loss))
-            if waits:
-                self._require_one_kind()
-            else:
-                self.agree()
+            self.is_noting = True
+            self._require_one_kind()
         if loss is not None:
             return loss
         return self.skip()
@@ -106,6 +108,7 @@ class SkippedBatches:
         self._require_one_kind()
         self._is_of_means = MEAN in self._seen
         self.is_open = self._seen <= {SKIPPED}
+        self.is_noting = False
 
     def require_some(self, batches: int) -> None:
         """Refuse an epoch in which every batch of every rank was skipped.

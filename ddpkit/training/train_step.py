@@ -25,7 +25,7 @@ from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.training.losses import backward, sum_and_count
 from ddpkit.training.recipe import StepHooks
-from ddpkit.training.skipped_batches import SkippedBatches
+from ddpkit.training.skipped_batches import TWO_KINDS, SkippedBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,10 +40,6 @@ logger = get_logger(__name__)
 _IN_PASS = EpochPhase.IN_PASS  # to look a member up costs a call
 
 
-MIXED = (
-    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and "
-    "(loss_sum, count) for others. Return the same kind for every training batch."
-)
 TWO_SUMS = (
     "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(). If both "
     "count the same, add up the sums; if they belong to two optimizers, step after each, with "
@@ -193,7 +189,7 @@ class TrainStep:
         if loss.__class__ is tuple:
             loss, count = sum_and_count(loss, self.context.recipe.name)
         elif window.counted is not None:
-            raise BatchError(MIXED.format(self.context.recipe.name), hook="compute_objectives")
+            raise BatchError(TWO_KINDS.format(self.context.recipe.name), hook="compute_objectives")
         else:
             window.has_means = window.is_weighed = True
             scale = window.loss_scale
@@ -204,8 +200,8 @@ class TrainStep:
         if is_leaf and self._depends_on_nothing(loss, count):
             self._pass_without_backward(count, retain_graph=retain_graph)
             return
-        if self.first_gradients is not None:
-            self.first_gradients.note(loss, self.context.progress.step)
+        if self.first_gradients is not None or self.skipped_batches.is_noting:
+            self._look_at_first_windows(loss)
         if count is not None:
             scale = self._count(count)
         with self.context.strategy.backward_pass(
@@ -230,7 +226,24 @@ class TrainStep:
         Args:
             loss: as ``compute_objectives`` returned it.
         """
-        return self.skipped_batches.settle(loss, waits=self.agree is not None)
+        return self.skipped_batches.settle(loss)
+
+    def _look_at_first_windows(self, loss: torch.Tensor) -> None:
+        """Have what the first loss depends on noted; tell the other ranks which kind it is."""
+        if self.first_gradients is not None:
+            self.first_gradients.note(loss, self.context.progress.step)
+        self._agree_on_losses()
+
+    def _agree_on_losses(self) -> None:
+        """Let the ranks tell each other which kinds of losses they have, once in a pass, before
+        they send a count.
+        """
+        must_send = self.context.progress.window.closes or (
+            self._divides_sums and self.sum_divisor is None
+        )
+        # a step that may be repeated sends nothing before the ranks agree: close_window does this
+        if self.skipped_batches.is_noting and must_send and self.agree is None:
+            self.skipped_batches.agree()
 
     def _pass_without_backward(
         self,
@@ -245,6 +258,7 @@ class TrainStep:
             counts=window.count > 0,
             retain_graph=retain_graph,
         ):
+            self._agree_on_losses()
             if count is not None:
                 self._count(count)
 
@@ -298,7 +312,7 @@ class TrainStep:
         """
         window = self.context.progress.window
         if window.has_means:
-            raise BatchError(MIXED.format(self.context.recipe.name), hook="compute_objectives")
+            raise BatchError(TWO_KINDS.format(self.context.recipe.name), hook="compute_objectives")
         if window.counted is not None and (
             window.is_overdue or window.counted_at == self.context.progress.step
         ):
@@ -323,6 +337,11 @@ class TrainStep:
             )
         return 1.0 / window.divisor if window.count else 0.0
 
+    @property
+    def _divides_sums(self) -> bool:
+        """Whether gradients travel, or are computed, in the range of fp16."""
+        return self._active_scaler is not None or self.context.options["ddp_comm_hook"] == "fp16"
+
     @reads_device
     def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
         """Return what loss sums are divided by, so that they stay in the range of fp16 where it is
@@ -331,7 +350,7 @@ class TrainStep:
         A power of two, near what the ranks' first sums of the run count. It is agreed on once, and
         saved.
         """
-        if self._active_scaler is None and self.context.options["ddp_comm_hook"] != "fp16":
+        if not self._divides_sums:
             return 1.0
         if self.sum_divisor is None:
             average = float(self.context.strategy.start_average(count, self.context.device)())
@@ -655,7 +674,7 @@ class TrainStep:
         """Return the factor for the gradients before the step, and reset the count."""
         if self.agree is not None:
             self.agree()
-            if self.skipped_batches.is_open and not self.context.recipe.has_own_fit_batch:
+            if self.skipped_batches.is_noting:
                 self.skipped_batches.agree()
         window = self.context.progress.window
         if window.counted is not None:

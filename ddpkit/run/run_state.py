@@ -205,7 +205,8 @@ class RunState:
         state = {
             STEP: progress.step // shards,
             EPOCH: progress.epoch,
-            "avg_train_loss": float(progress.avg_train_loss),
+            # of an epoch that has begun: the next one begins with none
+            "avg_train_loss": float(progress.avg_train_loss) if progress.step else 0.0,
             OPTIMIZER_STEP: progress.optimizer_step,
             "epoch_began_at": progress.began_at,
             "nonfinite": progress.nonfinite,

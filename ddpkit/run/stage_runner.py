@@ -14,7 +14,13 @@ from ddpkit.base import POSITION, do_nothing, is_sharded
 from ddpkit.control import PeriodicSync
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
-from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_ranks, sum_over_ranks
+from ddpkit.distributed import (
+    get_world_size,
+    if_main_process,
+    start_sum_over_ranks,
+    sum_exactly,
+    sum_over_ranks,
+)
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger
@@ -70,7 +76,7 @@ if TYPE_CHECKING:
     from ddpkit.run.stage_hooks import StageHooks
     from ddpkit.run.stop_control import StopControl
     from ddpkit.run.validations import Validations
-    from ddpkit.training import RunContext, TrainStep
+    from ddpkit.training import LossMeter, RunContext, TrainStep
 
 logger = get_logger(__name__)
 
@@ -396,6 +402,7 @@ class StageRunner:
         progress = self.context.progress
         progress.resolve_at_sync()
         began = time.monotonic()
+        progress.note_average_loss(_mean_over_ranks(progress.meter))  # hooks may report it
         random = rng_state()
         self.flops.end_batch()
         with (
@@ -1032,6 +1039,12 @@ class StageRunner:
                 progress.optimizer_step - progress.began_at,
                 self.context.options.max_grad_norm,
             )
+
+
+def _mean_over_ranks(meter: LossMeter) -> float:
+    """Return the mean loss of all ranks; 0.0 before the first. Collective."""
+    loss_sum, count, _ = sum_exactly(meter.totals())
+    return float(loss_sum / count) if count else 0.0
 
 
 def _after_windows(

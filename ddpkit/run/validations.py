@@ -136,7 +136,8 @@ class Validations:
         size = self._size_after_epoch() if self._after_epoch is None else self._after_epoch
         self._after_epoch = None
         if size or self._sets is None:
-            self.validate(epoch, size)
+            with self.context.progress.with_train_loss():
+                self.validate(epoch, size)
 
     def _size_after_epoch(self) -> float:
         progress = self.context.progress

@@ -530,3 +530,35 @@ def test_an_argument_that_cannot_be_used_is_refused(arguments, words):
 def test_a_schedule_without_data_to_validate_on_is_refused():
     with pytest.raises(ConfigError, match="ValidationSchedule says when to validate, and fit"):
         fitted(brain_of(ValidationSchedule(every_steps=2)), valid=None)
+
+
+# ---------------------------------------------------------------------- the loss of the training
+
+
+class Reporting(Regression):
+    """Notes the loss of the training that a validation's hook reports."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.reported = {}
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.reported[stage.name, self.optimizer_step] = self.avg_train_loss
+
+
+def losses_reported(batch_size):
+    brain = Reporting(
+        {"net": linear()}, sgd(0.0), None, QUIET, parts=[ValidationSchedule(every_steps=2)]
+    )
+    kwargs = {"batch_size": batch_size}
+    brain.fit([1, 2], DATA, VALID, None, kwargs, kwargs)
+    return brain.reported
+
+
+def test_hooks_of_a_validation_have_the_loss_of_the_training_so_far(ranks):
+    reported = losses_reported(4)
+    assert [*reported] == [("VALID", 2), ("TRAIN", 3), ("VALID", 4), ("TRAIN", 6), ("VALID", 6)]
+    assert reported["VALID", 6] == reported["TRAIN", 6]
+    assert 0.0 < reported["VALID", 2] != reported["VALID", 4] > 0.0
+    for own in ranks.run(losses_reported, 2, world_size=2):
+        assert own == pytest.approx(reported, rel=1e-6)

@@ -675,13 +675,7 @@ class Brain(_Typed):
         self.__run.initial_weights.begin_evaluation()
         if is_on_meta(self.modules):
             self.__prepare_modules()
-        found = self.__run.policy.recover_for_evaluation(max_key, min_key)
-        if found is not None and self.run_opts.evaluate_ema:
-            from ddpkit.ema import require_average  # which few runs need
-
-            require_average(found)
-        if found is None:
-            self.__run.warn_of_first_weights()
+        self.__run.recover_for_evaluation(max_key, min_key)
 
     def make_dataloader(
         self,

@@ -79,7 +79,9 @@ def _sum_of(name: str, tensor: torch.Tensor) -> int:
             device=bits.device,
         )
         # a new tensor: of 64-bit numbers the chunk is the memory of the weights
-        mixed = (chunk * _MIX[0]).add_(place.mul_(_MIX[1])).add_(_MIX[2])
+        mixed = chunk * _MIX[0]
+        mixed += place.mul_(_MIX[1])
+        mixed += _MIX[2]
         mixed ^= mixed >> 29
         mixed *= _MIX[0]
         mixed ^= mixed >> 32
@@ -103,5 +105,7 @@ def _start(tensor: torch.Tensor, bits: torch.Tensor) -> int:
         return 0
     mesh = whole.device_mesh
     rows = -(-tensor.shape[0] // mesh.size())
-    of_row = (2 if tensor.is_complex() else 1) * (tensor[0:1].numel() if tensor.shape[0] else 0)
+    of_row = tensor[0:1].numel() if tensor.shape[0] else 0
+    if tensor.is_complex():
+        of_row *= 2  # real and imaginary part
     return int(mesh.get_local_rank() * rows * of_row) if bits.numel() else 0

@@ -57,7 +57,8 @@ class SetOrder:
     def _make(self, block: int) -> None:
         before, own = self._in_block(block)
         order = Order(sum(own), mix_key(self.key, block), 0)
-        sets = np.repeat(np.arange(len(own)), own)[order.at(np.arange(sum(own)))]
+        sorted_sets = np.repeat(np.arange(len(own)), own)
+        sets = sorted_sets[order.at(np.arange(len(sorted_sets)))]
         numbers = np.zeros_like(sets)
         for number, (start, count) in enumerate(zip(before, own, strict=True)):
             numbers[sets == number] = np.arange(start, start + count)

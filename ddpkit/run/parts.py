@@ -281,7 +281,25 @@ class Run:
             "new": self.policy.run_state.new_settings.row,
         }
 
-    def warn_of_first_weights(self) -> None:
+    def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> None:
+        """Load the checkpoint to evaluate; warn where there is none.
+
+        Args:
+            max_key: the checkpoint with the highest value of this key.
+            min_key: the checkpoint with the lowest; without either, the newest.
+
+        Raises:
+            ConfigError: ``evaluate_ema``, and the checkpoint has no average.
+        """
+        found = self.policy.recover_for_evaluation(max_key, min_key)
+        if found is None:
+            self._warn_of_first_weights()
+        elif self.context.options.evaluate_ema:
+            from ddpkit.ema import require_average  # which few runs need
+
+            require_average(found)
+
+    def _warn_of_first_weights(self) -> None:
         """Warn that what is evaluated is neither trained, nor of a checkpoint or of
         ``init_from``.
         """

@@ -49,7 +49,8 @@ class PredictionPath:
         self.path = Path(given)
         name = self.path.name
         self.is_joined = EACH not in name
-        if self.path.suffix not in FORMS or name.count(EACH) > 1 or EACH in str(self.path.parent):
+        is_clear = name.count(EACH) <= 1 and EACH not in str(self.path.parent)
+        if self.path.suffix not in FORMS or not is_clear:
             raise ConfigError(
                 f"{self.words} does not say how to write: it must end in .jsonl or .parquet, with "
                 f"at most one * in the name of the file, {_EXAMPLES}."

@@ -358,7 +358,7 @@ class Progress(optim.StepCounters):
 
     def end_training(self) -> None:
         """Note that the training stage is over, with its last hook."""
-        self.avg_train_loss = 0.0  # the hooks of a validation have it by `with_train_loss`
+        self.avg_train_loss = 0.0  # a validation after it has it: `with_train_loss`
         self.step = 0
         self.meter = self.new_meter()
 
@@ -392,16 +392,16 @@ class Progress(optim.StepCounters):
         """
         of_training = self.step, self.window, self.meter, self.stage_batches
         self.is_between_steps = True
-        self.step, self.window, self.meter = 0, Window(), self.new_meter()
+        self.step = 0
+        self.window = Window()
+        self.meter = self.new_meter()
         self.stage_batches = None
         yield
         self.step, self.window, self.meter, self.stage_batches = of_training
         self.is_between_steps = False
 
     def with_train_loss(self) -> AbstractContextManager[None]:
-        """Return a context for the validation after an epoch, whose hooks may report the loss of the
-        training.
-        """
+        """Return a context for the validation after an epoch, whose hooks may report this loss."""
         loss = self.avg_train_loss if self.train_loss is None else self.train_loss
         return temporarily(self, avg_train_loss=loss)
 

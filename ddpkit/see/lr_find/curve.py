@@ -50,7 +50,8 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     values = np.asarray(losses, dtype=np.float64)
     places = np.arange(len(values))
     width = max(SMOOTHED_OVER * len(values), 0.5)
-    bells = np.exp(-0.5 * ((places[:, None] - places[None, :]) / width) ** 2)
+    distances = places[:, None] - places[None, :]
+    bells = np.exp(-0.5 * (distances / width) ** 2)
     means: list[float] = ((bells @ values) / bells.sum(1)).tolist()
     return means
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.parts.part import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ddpkit.types import Stage
 
@@ -55,6 +56,10 @@ NO_ANSWER = (
 NO_CONTEXT = (
     "{} returned {!r}, which is no context. Return what `with` takes, such as the result of a "
     "function with @contextlib.contextmanager."
+)
+NO_ROWS = (
+    "{}.start_rows returned {!r}. Return a dict of a word or two and a sentence, such as "
+    "{{'stops': 'after 3 epochs'}}; an empty one for no row."
 )
 NEEDS = "parts: {} needs {} before it in the list, and the list is {}."
 
@@ -232,7 +237,10 @@ class PartEvents:
         found = {"parts": ", ".join(part.name for part in self.parts)}
         for part in self._hearing["start_rows"]:
             with _naming(part, "start_rows"):
-                found |= {str(name): str(row) for name, row in part.start_rows(brain).items()}
+                rows = part.start_rows(brain)
+                if not isinstance(rows, Mapping):
+                    raise ConfigError(NO_ROWS.format(part.name, rows))
+                found |= {str(name): str(row) for name, row in rows.items()}
         return found
 
 

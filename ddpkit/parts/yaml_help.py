@@ -31,8 +31,9 @@ COLUMN = 41  # where the words of an argument begin, as those of an option
 STRATEGY = "strategy"  # a run option, too: on the command line it is no key of the YAML
 ADVICE = (
     "An argument without an option beside it is changed in the file. To change it on the command "
-    "line, let it refer to a key: `patience: !ref <patience>`, and --patience=5."
+    "line, let it refer to a key: `{0}: !ref <{0}>`, and --{0}=..."
 )
+UNKNOWN = "no such argument"
 _NEW = "!new:"
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ARGS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", re.MULTILINE)
@@ -68,7 +69,8 @@ def help_of_yaml(file: str) -> str:
     except (ConfigError, UnusableNameError) as error:
         lines = textwrap.wrap(f"The parts of {file} cannot be listed: {error}", WIDTH)
     else:
-        lines += ["", *textwrap.wrap(ADVICE, WIDTH)] if lines else []
+        without = [line.split()[0] for line in lines if _has_no_option(line)]
+        lines += ["", *textwrap.wrap(ADVICE.format(without[0]), WIDTH)] if without else []
     return "\n".join(lines)
 
 
@@ -143,7 +145,17 @@ def _lines(
             subsequent_indent=" " * COLUMN,
             break_long_words=False,
         )
+    known = inspect.signature(kind).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        wrong = [name for name in given if name not in known]
+        lines += [f"  {name:{COLUMN - 3}} {UNKNOWN}" for name in wrong]
     return lines
+
+
+def _has_no_option(line: str) -> bool:
+    """Say whether a line begins the words on an argument that the command line cannot change."""
+    is_argument = line.startswith("  ") and not line.startswith("   ")
+    return is_argument and not line.endswith(UNKNOWN) and "--" not in line[:COLUMN]
 
 
 def _given(node: Node) -> dict[str, Node]:

@@ -55,7 +55,7 @@ ALL = "all"
 NOT_USED = "{} is not used: the run goes on from a checkpoint of its own"
 DOES_NOT_FIT = (
     "init_from={!r} does not fit the modules of this run:\n{}\nMake the modules as they were when "
-    "this was saved. Or leave out what does not fit: --init_skip={}, or --init_skip=all."
+    "this was saved. Or leave out what does not fit: --init_skip='{}', or --init_skip=all."
 )
 NOTHING_FITS = "init_from={!r} has none of the weights of this run:\n{}\n{}."
 LEFT_OUT = "init_from: what does not fit is left out, as init_skip=%s says:\n%s"

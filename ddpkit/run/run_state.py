@@ -56,9 +56,10 @@ LACKS = (
 )
 OTHER_SETTINGS = (
     "The optimizer %r has other settings than those with which the checkpoint's run began (%s), "
-    "without effect: it goes on with the checkpoint's. --resume_with_new=lr or weight_decay takes "
-    "these from the script, --resume_with_new=optimizer all, without the state. A schedule of the "
-    "script may set rates all the same."
+    "without effect: it goes on with the checkpoint's. --resume_with_new=lr takes the script's "
+    "learning rates, --resume_with_new=weight_decay its weight decay, and "
+    "--resume_with_new=optimizer a new optimizer as the script makes it. A schedule of the script "
+    "may set rates all the same."
 )
 
 

@@ -243,7 +243,7 @@ def test_without_the_option_all_comes_from_the_checkpoint_and_the_way_out_is_nam
     run(tmp_path, 1, schedule=steps)
     brain = run(tmp_path, 2, lr=0.5, schedule=steps, weight_decay=0.5)
     assert group_of(brain)["weight_decay"] == 0
-    assert "--resume_with_new=lr or weight_decay takes these from the script" in caplog.text
+    assert "--resume_with_new=lr takes the script's" in caplog.text
 
 
 def test_a_new_run_takes_nothing_over_and_says_nothing(tmp_path, said):

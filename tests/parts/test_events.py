@@ -14,6 +14,7 @@ from ddpkit import Brain, Part
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError
+from ddpkit.parts.events import PartEvents
 from tests.recipes import (
     QUIET,
     Killed,
@@ -479,3 +480,15 @@ def test_all_ranks_stop_where_one_has_asked(ranks, rank):
 def test_nothing_is_stopped_outside_of_fit():
     with pytest.raises(ConfigError, match="outside of fit"):
         brain_with().stop_training("enough")
+
+
+class Listed(Part):
+    """Returns rows in a list."""
+
+    def start_rows(self, brain):
+        return [("listed", "in a list")]
+
+
+def test_rows_that_are_no_dict_are_refused_with_an_example():
+    with pytest.raises(ConfigError, match="Listed.start_rows returned .* Return a dict"):
+        PartEvents([Listed()]).rows(None)

@@ -75,6 +75,20 @@ def test_help_lists_the_arguments_of_the_parts_of_this_yaml(capsys, tmp_path):
     assert advice.startswith("An argument without an option beside it is changed in the file.")
 
 
+def test_a_wrong_argument_is_marked_and_there_is_no_hint_where_each_has_its_option(
+    capsys, tmp_path
+):
+    file = tmp_path / "hparams.yaml"
+    file.write_text(
+        f"every: 2\nstrategy: !new:{__name__}.Averaging\n  every: !ref <every>\n  evry: 3\n"
+    )
+    assert re.sub(r" {2,}", " ", printed(capsys, str(file)).strip()).splitlines() == [
+        f"{__name__}.Averaging, key 'strategy':",
+        " every --every steps [8; here 2]",
+        " evry no such argument",
+    ]
+
+
 @pytest.mark.parametrize(
     "text",
     ["seed: 1\n", "parts: [verb, noun]\n", "parts: !new:collections.OrderedDict\n", "parts: []\n"],

@@ -251,10 +251,11 @@ class Brain(_Typed):
         self.total_steps: int | None = None
         self.train_sampler: Any = None
         self.tot_prof_steps = _steps_of_profile(options)
+        average = average_of_run(context)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(context.modules, options)
-            step = TrainStep(context, precision.scaler, average_of_run(context))
+            step = TrainStep(context, precision.scaler, average)
             self.__run = Run(context, step, checkpointer)
         self.training_ctx = precision.training_ctx
         self.evaluation_ctx = precision.evaluation_ctx
@@ -911,8 +912,7 @@ class Brain(_Typed):
             train_set: dataset, or ready-made loader, which is divided over the ranks like a
                 dataset.
             valid_set: likewise, or None; or several by name, ``{"clean": a, "noisy": b}``. The
-                first one decides: its values have plain names in :attr:`logged`, those of another
-                one are called ``noisy/loss`` and so on.
+                first one decides; values of others are called ``noisy/loss`` and so on.
             progressbar: None asks the option ``noprogressbar``.
             train_loader_kwargs: for :meth:`make_dataloader`; not changed.
             valid_loader_kwargs: likewise, of each set.

@@ -173,7 +173,7 @@ ASSIGNED = {
 #: Options are compared one by one below; ``fit`` looks at contexts where it enters them.
 SEEN_ELSEWHERE = {"run_opts", "training_ctx", "evaluation_ctx"}
 #: Nothing can be put in their place.
-REFUSED = {"logged", "lr_scale", "progress", "raw_modules", "should_step"}
+REFUSED = {"logged", "lr_scale", "progress", "raw_modules", "set_name", "should_step"}
 #: What the Brain tells a recipe: it writes them, and reads them nowhere.
 TOLD = {
     "device_type",

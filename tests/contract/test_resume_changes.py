@@ -166,7 +166,7 @@ def test_other_data_in_the_middle_of_an_epoch_is_told(tmp_path, caplog, now, sai
         )
 
     go(dies_at=5)
-    (file,) = tmp_path.glob("*/brain.ckpt")
+    (file,) = tmp_path.glob("CKPT+*/brain.ckpt")
     assert yaml.safe_load(file.read_text())["data"] == {
         "order": "shuffled",
         "drop_last": False,

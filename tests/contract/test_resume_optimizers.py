@@ -124,7 +124,7 @@ def test_what_a_schedule_and_a_recipe_change_is_no_change_of_the_script(
 
 def test_of_a_checkpoint_of_an_earlier_version_nothing_is_told(tmp_path, caplog):
     start(tmp_path, of(ADAMW), 1)
-    (file,) = tmp_path.glob("*/brain.ckpt")
+    (file,) = tmp_path.glob("CKPT+*/brain.ckpt")
     state = yaml.safe_load(file.read_text())
     del state["settings"]
     file.write_text(yaml.safe_dump({**state, "rates": {"opt_class": [0.01]}}))

@@ -148,6 +148,7 @@ def allocations(run):
     return sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
 
 
+@pytest.mark.slow
 def test_allocations_per_step(passes):
     long = passes(2 * STEPS)
     short = passes(STEPS)

@@ -133,6 +133,7 @@ def test_imports_go_downward_only():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     """Imports in functions, for types and through packages count."""
     assert house.circles_of_files() == set()

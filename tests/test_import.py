@@ -288,5 +288,6 @@ WATCH_THE_IMPORT_OF_EVERYTHING = """
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_importing_every_module_changes_nothing(with_torch):
     assert with_torch["everything"] == {"done": [], "changed": []}

@@ -336,6 +336,7 @@ def small(samples):
     return brain.optimizer_step
 
 
+@pytest.mark.slow
 def test_dataset_smaller_than_the_world(ranks):
     """No error: the ranks without a sample take part with weight 0 (see
     tests/ranks/test_same_answer.py).

@@ -468,6 +468,7 @@ def divide_in_worker(worker):
     stream.size = stream.size // 2
 
 
+@pytest.mark.slow
 def test_a_worker_init_fn_that_would_divide_it_again_is_told(monkeypatch):
     # torch gives a worker that has failed so many seconds to end before it terminates it
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)

@@ -85,7 +85,7 @@ def runs():
     """Return each case on each number of ranks: the slow ones, and those for a release, marked."""
     found = []
     for name, world_size in itertools.product(CASES, WORLD_SIZES):
-        marks = [] if name == "plain" and world_size < 3 else [pytest.mark.slow]
+        marks = [] if name == "plain" and world_size == 1 else [pytest.mark.slow]
         if world_size == 3 and name not in ON_THREE:
             marks.append(pytest.mark.exhaustive)
         found.append(pytest.param(name, world_size, marks=marks))

@@ -595,6 +595,7 @@ def test_complex_gradients_are_compared_whole(check):
     assert check(kind="imaginary").holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "cause"),
     [

@@ -107,6 +107,7 @@ def test_a_part_of_the_library_comes_by_an_option_that_is_not_its_default():
         assert (type(part).__module__, part.name) == (module, name)
 
 
+@pytest.mark.slow
 def test_options_are_asked_at_each_call_of_fit():
     brain = make(hparams={"parts": [part := Around()]})
     brain.fit([1], DATA, **ONE)

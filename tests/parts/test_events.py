@@ -300,6 +300,7 @@ def test_a_part_goes_on_where_the_run_does(tmp_path, dies_at):
     assert_same(found[2], expected[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

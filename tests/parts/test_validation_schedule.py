@@ -268,6 +268,7 @@ def terminated(folder, at=None):
     return brain.validations, weights(brain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_in_a_validation_makes_it_again_and_goes_on(ranks, tmp_path, at):
     expected = ranks.run(terminated, tmp_path / "whole", world_size=2)
@@ -416,6 +417,7 @@ def killed_on_ranks(folder, dies_in):
     return None if found is None else (weights(brain), [row[1] for row in brain.validations])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -467,6 +469,7 @@ def test_early_stopping_counts_validations_and_ends_the_epoch_where_it_is(ranks)
     assert ranks.run(stopped_early, world_size=2) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_between_two_steps_goes_on_there_with_more_patience(tmp_path):
     assert stopped_early(tmp_path)[:2] == ("early_stop", 10)
     assert stopped_early(tmp_path)[:2] == ("early_stop", 10)

@@ -207,6 +207,7 @@ def quick(cases, number):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(IN_THE_FIRST_STEP, 1))
 def test_the_same_bits_as_with_the_size_that_fits_where_the_first_step_shows_it(ranks, case):
     given, micro = IN_THE_FIRST_STEP[case]
@@ -215,6 +216,7 @@ def test_the_same_bits_as_with_the_size_that_fits_where_the_first_step_shows_it(
         assert size == begun == (micro, GLOBAL // 2 // micro)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(LATER, 1))
 @pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, case, number):

@@ -217,6 +217,7 @@ def test_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind, d
 
 
 # The trainings of tests/model draw more pairs of numbers, without a state of the data's own.
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("before", "after", "kind", "dies_at", "options"),
@@ -258,6 +259,7 @@ def test_another_number_of_ranks_takes_the_same_steps(
     )
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
     ranks.run(train, tmp_path, "sampler", (2, 4), False, world_size=2)
     messages = ranks.run(train, tmp_path, "sampler", None, False, world_size=3)

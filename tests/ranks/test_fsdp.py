@@ -956,6 +956,7 @@ def test_a_model_on_the_meta_device_has_the_values_of_one_process(ranks, world_s
             close(one, alone)
 
 
+@pytest.mark.slow
 def test_no_rank_ever_holds_a_model_on_the_meta_device_whole(ranks):
     for held, whole in ranks.run(held_at_most):
         assert max(held) < 0.8 * whole

@@ -85,6 +85,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(found[name], value, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("make", [mixed, joint])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -310,6 +310,7 @@ def catch_in_a_nested_call():
         return caught, brain.optimizer_step
 
 
+@pytest.mark.slow
 def test_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_one(ranks):
     assert ranks.run(catch_in_a_nested_call, init=False) == [([True], 6)] * 2
 

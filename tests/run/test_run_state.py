@@ -283,6 +283,7 @@ def test_a_recoverable_of_the_recipe_is_not_replaced(tmp_path):
         Brain(Checkpointer(tmp_path, {"ranks": nn.Linear(1, 1)}))
 
 
+@pytest.mark.slow
 def test_debugging_writes_elsewhere_and_leaves_nothing(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     brain = Brain(checkpointer, debug=True)

@@ -273,6 +273,7 @@ def test_divided_weights_with_momentum_are_the_same_bits_counted_or_not(ranks, t
         assert all(map(torch.equal, own, other))
 
 
+@pytest.mark.slow
 @pytest.mark.corner
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"strategy": "zero1"}], ids=str)
 def test_on_several_ranks_the_first_counts_its_own_part(ranks, options, tmp_path):

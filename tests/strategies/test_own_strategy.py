@@ -109,6 +109,7 @@ def train_mortal(folder, save, dies_at):
     return weights(brain), brain.optimizer_step
 
 
+@pytest.mark.slow
 def test_a_run_that_died_between_two_averages_is_resumed_with_the_same_bits(ranks, tmp_path):
     install(tmp_path)
     whole = ranks.run(train_mortal, tmp_path, tmp_path / "whole", None)

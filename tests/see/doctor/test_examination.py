@@ -135,6 +135,7 @@ def leave_as_main():
     return "told"
 
 
+@pytest.mark.slow
 def test_a_main_process_that_does_not_answer_is_an_error_in_a_sentence(ranks):
     assert ranks.run(leave_as_main, init=False) == [None, "told"]
 

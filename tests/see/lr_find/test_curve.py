@@ -88,6 +88,7 @@ def test_the_table_of_a_curve_without_a_rate():
     assert report(LrCurve("train.py", [], [], "not finite", 1)).count("\n") == 3
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn_and_is_the_same_each_time(tmp_path):
     from ddpkit.see.lr_find.plot import draw
 

@@ -36,6 +36,7 @@ def a_short_run(folder):
     return run.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed(tmp_path, capsys):
     folder = killed_and_resumed(tmp_path / "1234", options={"precision": "bf16"})
     (folder / "log.txt").write_text("first line\nlast line <b>bold</b>\n")
@@ -137,6 +138,7 @@ def test_a_failure_is_told(tmp_path):
     assert "ValueError: bad batch" in words
 
 
+@pytest.mark.slow
 def test_a_log_that_is_being_written_or_holds_nothing_yet(tmp_path):
     run = Writer(tmp_path / "run")
     run.start()

@@ -7,12 +7,11 @@ option of this command goes to the recipe.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say, whole_number
-from ddpkit.cli.recipe_words import positive, split_words
+from ddpkit.cli.recipe_words import positive, split_words, tell
 
 __all__ = ["run"]
 
@@ -70,12 +69,7 @@ def run(words: Sequence[str]) -> int:
         plot=options.plot,
         json=options.json,
     )
-    return run_lr_find(request, say, _tell)
-
-
-def _tell(line: str) -> None:
-    say(line, stream=sys.stderr)
-    sys.stderr.flush()
+    return run_lr_find(request, say, tell)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Sequence
+
+from ddpkit.cli import say
 
 
 def split_words(
@@ -66,3 +69,13 @@ def positive(text: str) -> float:
     if not 0.0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
+
+
+def tell(line: str) -> None:
+    """Say at once how far a measurement is, apart from its result.
+
+    Args:
+        line: goes to stderr.
+    """
+    say(line, stream=sys.stderr)
+    sys.stderr.flush()

@@ -36,6 +36,7 @@ EACH_ITS_OWN = (
     "AveragedWeights does not work with {}, where each process has {} of its own: the averages "
     "would differ between processes. {}"
 )
+RENEWED_AT = "renewed_at"  # in a checkpoint
 OTHER_SETTINGS = (
     "AveragedWeights goes on with %s. The run was saved with %s. What was averaged before stays in "
     "the average."
@@ -205,11 +206,16 @@ class AveragedWeights(Part):
     # ------------------------------------------------------------------ in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings."""
-        return self.settings()
+        """Return the settings, and for which average statistics were renewed last."""
+        return {**self.settings(), RENEWED_AT: self._renewed_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Tell of settings that are others than in the run that was saved."""
+        """Tell of settings that are others than in the run that was saved.
+
+        Statistics are not renewed a second time for one average: the batches would be others.
+        """
+        self._renewed_at = state.get(RENEWED_AT, 0)
+        state = {name: value for name, value in state.items() if name != RENEWED_AT}
         now = self.settings()
         changed = [name for name in now | state if now.get(name) != state.get(name)]
         if changed:

@@ -221,6 +221,19 @@ def test_a_late_start_is_exact_after_a_kill(tmp_path, dies_at):
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
 
 
+def test_statistics_are_not_renewed_again_after_a_kill_where_nothing_was_averaged_since(tmp_path):
+    new = functools.partial(AveragedWeights, kind="mean", every_steps=10, renew_batch_statistics=2)
+    options = {"ckpt_interval_steps": 2}
+    whole = fit(make(new(), folder=tmp_path / "whole"), epochs=3)
+    killed = make(new(), folder=tmp_path / "killed", **options)
+    killed.dies_at = 13
+    with pytest.raises(Killed):
+        fit(killed, epochs=3)
+    resumed = fit(make(new(), folder=tmp_path / "killed", **options), epochs=3)
+    assert_same(resumed.ema.state_dict(), whole.ema.state_dict())
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+
+
 def test_other_settings_are_told(tmp_path, caplog):
     fit(make(AveragedWeights(kind="mean"), folder=tmp_path), epochs=1)
     fit(make(AveragedWeights(kind="mean", every_steps=2), folder=tmp_path))

@@ -320,18 +320,26 @@ def _require_same_files(files: Mapping[str, Path]) -> None:
 
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return a digest of each file, by its name."""
+    """Return a digest of each file, or folder of files, by its name."""
     found = {}
     for name, path in files.items():
+        digest = hashlib.sha256()
         try:
-            with path.open("rb") as file:
-                digest = hashlib.sha256()
-                while block := file.read(BLOCK_BYTES):
-                    digest.update(block)
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                _add_file(digest, file, str(file.relative_to(path)))
         except OSError as error:
             raise CheckpointError(f"init_from: {path} cannot be read: {error}.") from error
         found[f"file {name} of init_from"] = f"sha256 {digest.hexdigest()[:16]}"
     return found
+
+
+def _add_file(digest: Any, path: Path, name: str) -> None:
+    digest.update(name.encode(errors="surrogateescape"))
+    if path.is_dir():
+        return
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
 
 
 def _divided(

@@ -133,7 +133,7 @@ class OutputFiles:
     def _clear(self) -> None:
         with writing(self.target.words):
             shutil.rmtree(self.target.scratch, ignore_errors=True)
-            self.target.scratch.mkdir(parents=True)
+            self.target.scratch.mkdir(parents=True, exist_ok=True)
 
     def _take_schema(self, schemas: list[str]) -> None:
         """Take over the columns of the others, where this rank has no sample."""
@@ -162,13 +162,14 @@ class OutputFiles:
 
     def _rename(self, part: Path | None) -> list[Any]:
         """Give this rank's file its final name, and take away those of other numbers of ranks."""
-        run_on_main(self._remove_others)
         final = None
         if part is not None:
             final = self.target.of_rank(self._rank, self._world)
             with writing(self.target.words):
                 rename_synced(part, final)
-        return exchange(final, site="predict, renamed")[: self._world]
+        paths = exchange(final, site="predict, renamed")[: self._world]
+        run_on_main(self._remove_others)  # last: a kill before it loses nothing
+        return paths
 
     def _remove_others(self) -> None:
         with writing(self.target.words):

@@ -174,8 +174,8 @@ class CheckpointPolicy:
             own = [given for given, recoverable in known if recoverable is train_logger]
             if own or get_default_hook(train_logger, DEFAULT_SAVE_HOOKS) is None:
                 continue
-            taken = [given for given, _ in known if given.startswith(name)]
-            free = f"{name}-{len(taken) + 1}" if taken else name
+            names = (name, *(f"{name}-{number}" for number in range(2, len(known) + 3)))
+            free = next(one for one in names if one not in checkpointer.recoverables)
             checkpointer.add_recoverable(free, train_logger, optional_load=True)
 
     def register_scaler(self) -> None:

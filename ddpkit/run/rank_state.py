@@ -338,12 +338,12 @@ class RankState:
             return _begin_data(loader, own), do_nothing
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
-        skipped = own.get("skipped", 0)
-        progress.meter.skipped = sum(skipped) if isinstance(skipped, list) else skipped
         logged = own.get("logged")
         if logged is not None:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
         if is_resumed:
+            skipped = own.get("skipped", 0)
+            progress.meter.skipped = sum(skipped) if isinstance(skipped, list) else skipped
             self._load_metrics(own.get("metrics"))
         # Not restored here: making the loader's iterator and reading what is left out draw random
         # numbers, too.

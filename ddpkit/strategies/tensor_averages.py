@@ -36,7 +36,8 @@ def average_over_ranks(tensors: Iterable[torch.Tensor], device: str) -> None:
         device: of this rank.
 
     Raises:
-        RankMismatchError: the ranks have other shapes. On every rank, before anything is changed.
+        RankMismatchError: the ranks have other shapes, dtypes or devices. On every rank, before
+            anything is changed.
 
     Ranks: collective.
 
@@ -46,7 +47,8 @@ def average_over_ranks(tensors: Iterable[torch.Tensor], device: str) -> None:
     if not dist.is_initialized():
         return
     given = list(tensors)
-    own = zlib.crc32(repr([tuple(tensor.shape) for tensor in given]).encode())
+    kinds = [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in given]
+    own = zlib.crc32(repr(kinds).encode())
     most = torch.tensor([own, -own])
     with waiting():
         dist.all_reduce(

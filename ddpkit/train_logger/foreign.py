@@ -50,6 +50,10 @@ class ForeignLogger(TrainLogger):
         """Ask the object, if it can tell."""
         self._call("require_writable")
 
+    def begin_fit(self, optimizer_step: int) -> None:
+        """Tell the object where the run goes on, if it hears it."""
+        self._call("begin_fit", optimizer_step)
+
     def begin_anew(self) -> None:
         """Tell the object, if it hears it."""
         self._call("begin_anew")

@@ -463,8 +463,11 @@ class Progress(optim.StepCounters):
         self.skips_written = in_epoch
 
     def count_skipped_batch(self) -> None:
-        """Count a batch of the current stage for which the recipe has returned no loss."""
-        self.meter.skipped += 1
+        """Count a batch of the current stage for which the recipe has returned no loss; not a copy,
+        which a rank repeats to keep step.
+        """
+        if self.window.count:
+            self.meter.skipped += 1
 
     def count_empty_step(self) -> None:
         """Count an optimizer step that was left out because no batch of any rank had a loss."""

@@ -213,7 +213,10 @@ class Part:
             True: validate. A number: on so many batches of each set and process. False: do not.
             None: no say.
 
-        Ranks: all, at the same step; the answers must be the same. Must not communicate.
+        Ranks: all, at the same step; the answers must be the same, so decide by what is the same on
+        all, such as ``brain.optimizer_step``. A "no" is not compared, since that would cost a
+        message in each step: ranks of which one says "no" wait until ``--hang_timeout``. Must not
+        communicate.
         """
         return None
 

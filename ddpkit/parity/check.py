@@ -52,7 +52,7 @@ def check_parity(
 
     Args:
         brain: whose ``fit`` was called.
-        parts: that the Brain holds, a :class:`~ddpkit.run.parts.Run`.
+        parts: that the Brain holds, a :class:`~ddpkit.run.run.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
 

@@ -77,7 +77,7 @@ class Side:
 
     Args:
         brain: it is good for nothing else afterwards, and neither are its optimizers.
-        parts: that it holds, a :class:`~ddpkit.run.parts.Run`.
+        parts: that it holds, a :class:`~ddpkit.run.run.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
         start: with the weights and the optimizer step to begin from, as

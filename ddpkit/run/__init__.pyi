@@ -28,14 +28,14 @@ from ddpkit.run.lr_sweep import rates_between as rates_between
 from ddpkit.run.misspelt_hooks import (
     warn_of_misspelt_hooks as warn_of_misspelt_hooks,
 )
-from ddpkit.run.parts import (
-    Run as Run,
-)
 from ddpkit.run.prediction_path import (
     PredictionPath as PredictionPath,
 )
 from ddpkit.run.recipe_class import (
     adapt_class as adapt_class,
+)
+from ddpkit.run.run import (
+    Run as Run,
 )
 from ddpkit.run.slice_hparams import (
     hparams_of_slice as hparams_of_slice,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
 from ddpkit.run.early_values import GIVEN, RUN
-from ddpkit.run.parts import Run
+from ddpkit.run.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable

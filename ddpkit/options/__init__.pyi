@@ -10,12 +10,12 @@ from ddpkit.options.option import (
     Option as Option,
 )
 from ddpkit.options.table import (
-    BATCHES as BATCHES,
-    GRADIENTS as GRADIENTS,
+    NUMBERS as NUMBERS,
     OPTION_BY_NAME as OPTION_BY_NAME,
     OPTIONS as OPTIONS,
     PARSER_ONLY as PARSER_ONLY,
     RUN_OPTIONS as RUN_OPTIONS,
+    STRATEGY as STRATEGY,
     OptionTypes as OptionTypes,
 )
 from ddpkit.options.values import (

@@ -47,6 +47,9 @@ class Option:
             effect.
         fixed: the moment from which it cannot be changed, since it has been read; empty: it is read
             whenever it counts.
+        changes_numbers: whether a resumed run warns where it was changed, as the run then has other
+            numbers; None: as the others of its group, of which ``NUMBERS`` in the table has some.
+        sets_speed: whether it decides how fast a step is: it is told with measured steps.
 
     Ranks: local.
 
@@ -67,6 +70,8 @@ class Option:
     is_attribute: bool = True
     needs: str = ""
     fixed: str = ""
+    changes_numbers: bool | None = None
+    sets_speed: bool = False
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]

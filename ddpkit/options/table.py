@@ -1,9 +1,8 @@
 """The table of all options, from which parsing, ``--help`` and attributes are made.
 
 To add an option, add a row to :class:`OptionTypes`. A resumed run warns where options changed that
-bear on its numbers, as those of the groups ``BATCHES`` and ``GRADIENTS`` do. An option of these
-groups that does not also stands in ``_ALIKE`` of ``ddpkit/run/option_changes.py``, and an option of
-another group that does stands in ``_OTHERS`` there.
+bear on its numbers, as those of the groups ``BATCHES`` and ``GRADIENTS`` do. The row of an option
+of these groups that does not, or of another group that does, says so: ``changes_numbers``.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ AVERAGING = "Averaged weights"
 COMPILING = "Compilation"
 PROFILING = "Profiling"
 OLD = "Accepted for old command lines"
+
+#: Groups whose options change a run's numbers, but for those that say otherwise.
+NUMBERS: tuple[str, ...] = (BATCHES, GRADIENTS)
 
 _PRECISIONS = ("fp32", "fp16", "bf16")
 _COMPILED = "compile compile_module_keys compile_blocks"
@@ -99,42 +101,45 @@ class OptionTypes:
         choices=("own", "bf16"), is_attribute=False, needs="strategy=fsdp", fixed=WRAPPED)
     virtual_ranks: int | None = option(None, STRATEGY,
         "same bits on any number of processes; they divide N", form="N", minimum=1, shown="off",
-        is_attribute=False, fixed=MADE)
+        is_attribute=False, fixed=MADE, changes_numbers=True)
     find_unused_parameters: bool = option(False, STRATEGY,
-        "DDP looks for parameters that got no gradient", fixed=WRAPPED)
+        "DDP looks for parameters that got no gradient", fixed=WRAPPED, sets_speed=True)
     static_graph: bool = option(False, STRATEGY, "DDP: all steps use the same parameters",
-        is_attribute=False, fixed=WRAPPED)
+        is_attribute=False, fixed=WRAPPED, sets_speed=True)
     gradient_as_bucket_view: bool | None = option(None, STRATEGY, "DDP: no copies of gradients",
         form="on|off", shown="on; own fit_batch: off", is_attribute=False, fixed=WRAPPED)
     bucket_cap_mb: float | None = option(None, STRATEGY, "DDP: gradients travel in pieces of X MiB",
-        form="X", above=0, shown="25", is_attribute=False, fixed=WRAPPED)
+        form="X", above=0, shown="25", is_attribute=False, fixed=WRAPPED, sets_speed=True)
     broadcast_buffers: bool | None = option(None, STRATEGY, "DDP: buffers of rank 0 in each step",
         form="on|off", shown="if they may differ", is_attribute=False, fixed=WRAPPED)
     ddp_comm_hook: str | None = option(None, STRATEGY,
         "DDP sends less: fp16, bf16, powersgd, post_local_sgd",
         choices=("fp16", "bf16", "powersgd", "post_local_sgd"), form="HOW", is_attribute=False,
-        fixed=MADE)
+        fixed=MADE, changes_numbers=True, sets_speed=True)
     matrix_approximation_rank: int = option(1, STRATEGY, "powersgd: columns of the matrices",
         form="N", minimum=1, is_attribute=False, needs="ddp_comm_hook=powersgd", fixed=WRAPPED)
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N",
         minimum=2, is_attribute=False, needs="ddp_comm_hook=powersgd", fixed=WRAPPED)
     local_sgd_start: int | None = option(None, STRATEGY, "post_local_sgd: steps before it begins",
         form="N", minimum=0, shown="0", is_attribute=False, needs="ddp_comm_hook=post_local_sgd",
-        fixed=MADE)
+        fixed=MADE, changes_numbers=True)
     local_sgd_period: int | None = option(None, STRATEGY,
         "post_local_sgd: steps from one average to the next", form="N", minimum=1,
-        is_attribute=False, needs="ddp_comm_hook=post_local_sgd", fixed=MADE)
+        is_attribute=False, needs="ddp_comm_hook=post_local_sgd", fixed=MADE, changes_numbers=True)
     sync_batchnorm: bool | None = option(None, STRATEGY, "BatchNorm over the rows of all processes",
-        form="auto|on|off", shown="auto: on", is_attribute=False, fixed=WRAPPED)
+        form="auto|on|off", shown="auto: on", is_attribute=False, fixed=WRAPPED,
+        changes_numbers=True, sets_speed=True)
 
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N",
-        minimum=1, fixed=READING)
+        minimum=1, fixed=READING, changes_numbers=False, sets_speed=True)
     global_batch_size: int | None = option(None, BATCHES,
-        "samples per optimizer step, over all processes", form="N", minimum=1, fixed=IN_FIT)
+        "samples per optimizer step, over all processes", form="N", minimum=1, fixed=IN_FIT,
+        changes_numbers=False)
     micro_batch_size: int | None = option(None, BATCHES, "most samples at a time on a process",
-        form="N", minimum=1, shown="all at once", fixed=IN_FIT)
+        form="N", minimum=1, shown="all at once", fixed=IN_FIT, changes_numbers=False)
     auto_micro_batch: bool = option(False, BATCHES,
-        "divide global_batch_size into micro-batches that fit", is_attribute=False, fixed=IN_FIT)
+        "divide global_batch_size into micro-batches that fit", is_attribute=False, fixed=IN_FIT,
+        changes_numbers=False)
     prefetch_to_device: bool = option(False, BATCHES,
         "move the next batch to the GPU during a step", is_attribute=False, fixed=IN_FIT)
     loss_weighting: str = option("samples", BATCHES,
@@ -147,19 +152,20 @@ class OptionTypes:
         needs="lr_scaling", fixed=IN_FIT)
 
     precision: str = option("fp32", GRADIENTS, "number format of training", choices=_PRECISIONS,
-        fixed=MADE)
+        fixed=MADE, sets_speed=True)
     eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test",
         choices=_PRECISIONS, fixed=MADE)
     max_grad_norm: float | None = option(5.0, GRADIENTS,
         "clip gradients to this 2-norm; 0 or less: never", form="X")
     optimizer_step_limit: int | None = option(None, GRADIENTS, "stop after N optimizer steps",
-        form="N", minimum=1, fixed=READING)
+        form="N", minimum=1, fixed=READING, changes_numbers=False)
     scheduler_every: str = option("step", GRADIENTS, "when the schedule of scheduler_class steps",
         choices=("step", "epoch"), fixed=PREPARED)
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N",
         minimum=0)
     activation_checkpointing: list[str] | None = option(None, GRADIENTS,
-        "recompute blocks of these classes", form="A B", is_attribute=False, fixed=WRAPPED)
+        "recompute blocks of these classes", form="A B", is_attribute=False, fixed=WRAPPED,
+        changes_numbers=False, sets_speed=True)
     skip_nonfinite_grads: bool = option(False, GRADIENTS,
         "drop single gradients that are not finite")
     remove_vector_weight_decay: bool = option(False, GRADIENTS,
@@ -202,10 +208,11 @@ class OptionTypes:
 
     ema_decay: float | None = option(None, AVERAGING,
         "keep an exponential moving average of the weights", form="X", minimum=0, shown="off",
-        fixed=MADE)
+        fixed=MADE, changes_numbers=True)
     evaluate_ema: bool = option(False, AVERAGING, "validate and test with the averaged weights")
 
-    compile: bool = option(False, COMPILING, "torch.compile all modules", fixed=WRAPPED)
+    compile: bool = option(False, COMPILING, "torch.compile all modules", fixed=WRAPPED,
+        sets_speed=True)
     compile_module_keys: list[str] | None = option(None, COMPILING,
         "compile only these entries of modules", form="A B", shown="all", fixed=WRAPPED)
     compile_blocks: list[str] | None = option(None, COMPILING,

@@ -22,6 +22,7 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import exchange, get_world_size, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SlicePlan, cores, find_launch
+from ddpkit.options import OPTIONS
 from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
@@ -30,19 +31,8 @@ from ddpkit.training import batch_sizes, length_of
 if TYPE_CHECKING:
     from ddpkit.training import RunContext, TrainStep
 
-#: Options that decide how fast a step is, and are told with the result where they are not the
-#: default.
-TOLD_OPTIONS = (
-    "activation_checkpointing",
-    "bucket_cap_mb",
-    "compile",
-    "ddp_comm_hook",
-    "find_unused_parameters",
-    "grad_accumulation_factor",
-    "precision",
-    "static_graph",
-    "sync_batchnorm",
-)
+#: Options that are told with the result where they are not the default.
+TOLD_OPTIONS = tuple(sorted(option.name for option in OPTIONS if option.sets_speed))
 NOTHING_MEASURED = (
     "no step can be measured on {} process(es): an epoch has one optimizer step, and the first "
     "one is left out, as it waits for the loader to start. Measure with more data, or with a "

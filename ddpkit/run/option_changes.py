@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.options import BATCHES, GRADIENTS, OPTIONS
+from ddpkit.options import NUMBERS, OPTIONS, STRATEGY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ALIKE = {"optimizer_step_limit", "activation_checkpointing", "auto_micro_batch"}
-_OTHERS = {
-    "virtual_ranks",
-    "ddp_comm_hook",
-    "local_sgd_start",
-    "local_sgd_period",
-    "sync_batchnorm",
-    "ema_decay",
-}
+_COMPARED = [
+    option
+    for option in OPTIONS
+    if option.changes_numbers or (option.changes_numbers is None and option.group in NUMBERS)
+]
 
 #: Options that change a run's numbers, except options that follow from the number of processes.
-TELLING = tuple(
-    option.name
-    for option in OPTIONS
-    if (option.group in {BATCHES, GRADIENTS} or option.name in _OTHERS)
-    and option.name
-    not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", *_ALIKE}
-)
+TELLING = tuple(option.name for option in _COMPARED)
+
+# Of these a checkpoint of an earlier version lacks some.
+_BEFORE = {option.name: option.default for option in _COMPARED if option.group == STRATEGY}
 
 
 def changed_options(
@@ -46,8 +39,7 @@ def changed_options(
         >>> changed_options({"precision": "bf16"}, {"precision": "fp32", "max_grad_norm": 5.0})
         ["precision='fp32', before 'bf16'"]
     """
-    # A checkpoint of an earlier version does not have these.
-    before = {"virtual_ranks": None, "ddp_comm_hook": None, "sync_batchnorm": None, **before}
+    before = {**_BEFORE, **before}
     changed = [
         name for name in TELLING if name in before and name in now and before[name] != now[name]
     ]

@@ -120,7 +120,6 @@ class AutoMicroBatch(Passes):
                 "without global_batch_size, which it divides: give --global_batch_size"
             ): context.accumulation.global_batch_size is None,
             "with static_graph": options.static_graph,
-            "with ddp_comm_hook": options.ddp_comm_hook is not None,
             (
                 "with fp16, whose scale is agreed on inside of a step (use bf16)"
             ): self.train_step.scaler.is_enabled(),

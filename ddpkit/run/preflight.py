@@ -66,7 +66,6 @@ from ddpkit.run.start_rows import (
     batch_row,
     epochs_row,
     evaluation_set_row,
-    gradients_row,
     logs_row,
     optimizers_row,
     row_lines,
@@ -345,7 +344,6 @@ class Preflight:
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
             **{name: row for name, row in strategy_rows.items() if name != "strategy"},
-            "gradients": gradients_row(strategy_rows.get("gradients", ""), options.ddp_comm_hook),
             **parts,
         }
         self._show("Training", first, {"start": start}, contexts)

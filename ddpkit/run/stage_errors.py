@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.base import note_line_of
-from ddpkit.errors import BatchError, ConfigError, DataError, DdpkitError
+from ddpkit.errors import BatchError, DataError, DdpkitError
 from ddpkit.logger import get_logger
 from ddpkit.run.memory_report import is_out_of_memory
 
@@ -34,12 +34,6 @@ MIXED = (
 )
 OUT_OF_MEMORY = (
     "Out of memory. In training, --auto_micro_batch cuts the global batch into parts that fit."
-)
-NOT_DETERMINISTIC = (
-    "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for "
-    "an operation of this "
-    'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave '
-    "--virtual_ranks out."
 )
 ONE_VALUE_SAYS = "Expected more than 1 value per channel when training"  # in torch 2.13
 ONE_VALUE = (
@@ -78,18 +72,16 @@ def explaining(
         has_no_answer = options.auto_micro_batch or strategy.unrepeatable
         if isinstance(error, torch.OutOfMemoryError) and not has_no_answer:
             logger.warning(OUT_OF_MEMORY, main_process_only=False)
-        news = _explained(error, options, strategy)
+        news = _explained(error) or strategy.explain(error)
         if news is None:
             raise
         raise news from error
 
 
-def _explained(error: Exception, options: RunOptions, strategy: Strategy) -> DdpkitError | None:
+def _explained(error: Exception) -> DdpkitError | None:
     text = str(error)
     if MIXED_SAYS in text:
         return BatchError(MIXED.format(text.partition(",")[0]))
     if ONE_VALUE_SAYS in text:
         return DataError(ONE_VALUE.format(text.rstrip(".")))
-    if strategy.has_same_bits() and "deterministic" in text:
-        return ConfigError(NOT_DETERMINISTIC.format(options.virtual_ranks, error))
     return None

@@ -237,22 +237,6 @@ def optimizers_row(
     return "; ".join(shown if left <= 0 else [*shown[:MOST_SHOWN], f"and {left} more"])
 
 
-def gradients_row(row: str, hook: str | None) -> str:
-    """Return how gradients travel between the processes.
-
-    Args:
-        row: what the strategy says of it.
-        hook: the option ``ddp_comm_hook``.
-
-    Example:
-        >>> gradients_row("", "fp16")
-        'not sent by one process: ddp_comm_hook=fp16 has no effect'
-    """
-    if row or hook is None or get_world_size() > 1:
-        return row
-    return f"not sent by one process: ddp_comm_hook={hook} has no effect"
-
-
 def logs_row(train_logger: Any) -> str:
     """Return where the run writes its log, its metrics and its statistics.
 

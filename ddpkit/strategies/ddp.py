@@ -59,6 +59,9 @@ APART = 1e-9
 
 
 NOT_WITH: dict[str, dict[str, str]] = {  # an option of DDP -> others -> why not
+    "ddp_comm_hook": {
+        "auto_micro_batch": "a step that is repeated is averaged at its end, where no hook is asked"
+    },
     "ddp_comm_hook=fp16": ROUNDED,
     "ddp_comm_hook=bf16": ROUNDED,
     "ddp_comm_hook=powersgd": {
@@ -159,6 +162,19 @@ class DDP(Strategy):
                     options,
                     reasons,
                 )
+
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take the options, and with them what the hook of gradients asks of a step."""
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        self.sends_fp16 = options.ddp_comm_hook == "fp16"
+        # what a hook has kept of gradients that were skipped must go before the next are averaged
+        self.awaits_steps = options.ddp_comm_hook is not None
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm, and put DDP around every trainable entry that has none yet.

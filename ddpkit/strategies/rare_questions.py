@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ddpkit.errors import DdpkitError
     from ddpkit.step_times import StepTimer
 
 NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
@@ -36,6 +37,10 @@ class RareQuestions:
         shards: how many parts of every batch each rank works on.
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
             under ``no_sync`` before ``finish_gradients``.
+        sends_fp16: whether gradients travel in fp16. Loss sums are divided by their count before
+            the backward pass then, to stay in its range.
+        awaits_steps: whether the host has to know of each optimizer step, before the next batch,
+            whether it was skipped.
         timer: measures steps; or None.
 
     Ranks: local.
@@ -44,6 +49,8 @@ class RareQuestions:
     virtual_ranks: int | None = None
     shards = 1
     unrepeatable = ""
+    sends_fp16 = False
+    awaits_steps = False
     timer: StepTimer | None = None
 
     # ------------------------------------------------------------------ what kind it is
@@ -65,6 +72,15 @@ class RareQuestions:
         ranks draw the same random numbers.
         """
         return False
+
+    def explain(self, error: Exception) -> DdpkitError | None:
+        """Return what to raise in the place of an error of torch that the strategy is the cause of;
+        None: not known.
+
+        Args:
+            error: raised in a stage.
+        """
+        return None
 
     # ------------------------------------------------------------------ modules
 

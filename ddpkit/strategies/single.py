@@ -45,5 +45,11 @@ class SingleDevice(Strategy):
         return True
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return one row."""
-        return {"strategy": "single: one process"}
+        """Return one row, and one on gradients where an option says how they are sent."""
+        hook = self.options.ddp_comm_hook
+        return {
+            "strategy": "single: one process",
+            "gradients": ""
+            if hook is None
+            else f"not sent by one process: ddp_comm_hook={hook} has no effect",
+        }

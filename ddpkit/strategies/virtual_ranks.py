@@ -58,6 +58,12 @@ MISUSED = (
     "self.backward(loss) for each batch, and self.optimizers_step() once, where self.should_step "
     "is true. Clip with --max_grad_norm, or in a hook of the optimizer (register_step_pre_hook)."
 )
+NOT_DETERMINISTIC = (
+    "virtual_ranks={}: bits are the same only with deterministic kernels, and torch has none for "
+    "an operation of this "
+    'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave '
+    "--virtual_ranks out."
+)
 INSIDE = "called optimizers_step() in the middle of a step, or twice in one"
 
 
@@ -115,6 +121,12 @@ class VirtualRanks(Strategy):
     def has_same_bits(self) -> bool:
         """Say that no bit depends on the number of processes."""
         return True
+
+    def explain(self, error: Exception) -> ConfigError | None:
+        """Say what to do where torch has no deterministic kernel."""
+        if "deterministic" in str(error):
+            return ConfigError(NOT_DETERMINISTIC.format(self.virtual_ranks, error))
+        return None
 
     def check(
         self,

@@ -340,7 +340,7 @@ class TrainStep:
     @property
     def _divides_sums(self) -> bool:
         """Whether gradients travel, or are computed, in the range of fp16."""
-        return self._active_scaler is not None or self.context.options["ddp_comm_hook"] == "fp16"
+        return self._active_scaler is not None or self.context.strategy.sends_fp16
 
     @reads_device
     def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
@@ -552,7 +552,7 @@ class TrainStep:
             lambda result: self._after_step(optimizers, multiplier, result, batch, window_number)
         )
         progress.pending = pending
-        if self._follows_each_step or self.context.options["ddp_comm_hook"] is not None:
+        if self._follows_each_step or self.context.strategy.awaits_steps:
             progress.resolve_at_sync()
         return True
 

@@ -576,11 +576,15 @@ def refused(kind=Regression, data=None, loading=None, scaler=None, **options):
     return str(error.value)
 
 
+def test_a_hook_of_gradients_is_refused_as_the_brain_is_made():
+    with pytest.raises(ConfigError, match="ddp_comm_hook does not work with auto_micro_batch"):
+        make(Regression, ddp_comm_hook="fp16")
+
+
 def test_what_cannot_be_repeated_or_divided_is_refused():
     assert "without global_batch_size" in refused(global_batch_size=None)
     assert "with virtual ranks" in refused(virtual_ranks=2)
     assert "with static_graph." in refused(static_graph=True)
-    assert "with ddp_comm_hook." in refused(ddp_comm_hook="fp16")
     assert "with fp16, whose scale" in refused(scaler=torch.amp.GradScaler("cpu"))
     assert "with a fit_batch of its own, as OwnBatch has it" in refused(OwnBatch)
     assert "with a StreamLoader, whose batches it cannot divide" in refused(data=Stream())

@@ -17,6 +17,7 @@ from ddpkit.base.attributes import (
 from ddpkit.base.earlier_files import (
     EARLIER as EARLIER,
     earlier_folder as earlier_folder,
+    earlier_folders as earlier_folders,
     move_to_earlier as move_to_earlier,
 )
 from ddpkit.base.failure_reason import (

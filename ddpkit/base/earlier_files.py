@@ -12,6 +12,7 @@ from pathlib import Path
 EARLIER = (
     "earlier-"  # begins the name of a folder with what a run does not continue; the time follows
 )
+TIME = "%Y-%m-%d+%H-%M-%S"
 
 
 def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
@@ -31,7 +32,7 @@ def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
     Ranks: main only.
     """
     wanted = list(names)
-    name = f"{EARLIER}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
+    name = f"{EARLIER}{time.strftime(TIME)}"
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -41,6 +42,33 @@ def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
                 continue
         break
     return folder
+
+
+def earlier_folders(parent: Path) -> list[Path]:
+    """Return the folders that have taken what runs do not continue, the latest first.
+
+    Args:
+        parent: where they are.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> parent = Path(tempfile.mkdtemp())
+        >>> for number in ("", "-2", "-10"):
+        ...     (parent / f"earlier-2026-01-31+12-00-00{number}").mkdir()
+        >>> [folder.name[-3:] for folder in earlier_folders(parent)]
+        ['-10', '0-2', '-00']
+    """
+    found = (path for path in parent.glob(f"{EARLIER}*") if path.is_dir())
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(folder: Path) -> tuple[str, int]:
+    """Return what sorts folders by time, and those of one second by their numbers."""
+    length = len(EARLIER) + len(time.strftime(TIME))
+    number = folder.name[length + 1 :]
+    return folder.name[:length], int(number) if number.isdigit() else 1
 
 
 def move_to_earlier(files: Iterable[Path]) -> Path | None:

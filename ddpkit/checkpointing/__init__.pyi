@@ -95,6 +95,7 @@ from ddpkit.checkpointing.weight_files import (
 from ddpkit.checkpointing.weight_source import (
     WeightSource as WeightSource,
     find_weights as find_weights,
+    source_now as source_now,
 )
 from ddpkit.checkpointing.weights_by_name import (
     Misfits as Misfits,

@@ -384,8 +384,10 @@ class CheckpointFolder:
         """
         moved = list(checkpoints)
         with self.lock.hold():
-            aside = earlier_folder(self.lock.folder, [retired.path.name for retired in moved])
-            links.drop(self.lock.folder, [checkpoint.path.name for checkpoint in moved])
+            names = [checkpoint.path.name for checkpoint in moved]
+            aside = earlier_folder(self.lock.folder, names)
+            links.copy(self.lock.folder, names, aside)
+            links.drop(self.lock.folder, names)
             for checkpoint in moved:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)

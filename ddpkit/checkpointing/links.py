@@ -65,6 +65,22 @@ def point(folder: Path, link: str, name: str) -> None:
         )
 
 
+def copy(folder: Path, names: Collection[str], target: Path) -> None:
+    """Have the links to checkpoints in another folder, to which these are about to move.
+
+    Args:
+        folder: of the checkpoints.
+        names: of their directories.
+        target: the other folder.
+
+    Ranks: main only.
+    """
+    for link in NAMES:
+        name = target_of(folder / link)
+        if name is not None and name in names:
+            point(target, link, name)
+
+
 def drop(folder: Path, names: Collection[str]) -> None:
     """Remove the links to checkpoints that are about to go.
 

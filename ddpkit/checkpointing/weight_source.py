@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpkit.base import earlier_folders
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, ckpt_recency
-from ddpkit.checkpointing.links import behind_link
+from ddpkit.checkpointing.moved_paths import path_now, was_moved
 from ddpkit.checkpointing.reading import DamageLog, read_checkpoint
 from ddpkit.checkpointing.storage import META_NAME
 from ddpkit.errors import CheckpointError, CheckpointUsageError, MissingFileError
+from ddpkit.logger import get_logger, shown_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from ddpkit.checkpointing.checkpoint import Checkpoint
     from ddpkit.checkpointing.storage import VerifyMode
 
+logger = get_logger(__name__)
+
+MOVED = "init_from=%r: a run that has begun anew has moved it. It is read from %s."
 ACCEPTED = (
     f"Give a checkpoint ({DIRECTORY_PREFIX}+...), a folder of checkpoints, or a file of weights of "
     "torch or safetensors"
@@ -42,6 +47,8 @@ class WeightSource:
 def find_weights(given: str, verify: VerifyMode = "full") -> WeightSource:
     """Find the files that a path means; a checkpoint is verified.
 
+    What a run has moved into ``earlier-<time>``, as it has begun anew, is found there.
+
     Args:
         given: path of a checkpoint, of a folder of checkpoints, whose newest that is whole counts,
             or of one file.
@@ -59,20 +66,38 @@ def find_weights(given: str, verify: VerifyMode = "full") -> WeightSource:
         Traceback (most recent call last):
         ddpkit.errors.MissingFileError: init_from='/nowhere/net.pt': there is no such file or ...
     """
-    path = behind_link(Path(given).expanduser().absolute())
-    if path.is_file():
-        return WeightSource(path)
+    path = Path(given).expanduser().absolute()
+    found = path_now(path)
+    source = WeightSource(found) if found.is_file() else _newest_whole(found, given, verify)
+    if was_moved(source.path, path):
+        logger.info(MOVED, given, shown_path(source.path))
+    return source
+
+
+def source_now(source: WeightSource) -> WeightSource:
+    """Return a source that was found before, and may have been moved with its checkpoint since."""
+    path = path_now(source.path)
+    files = {name: path / file.relative_to(source.path) for name, file in source.files.items()}
+    return replace(source, path=path, files=files)
+
+
+def _newest_whole(path: Path, given: str, verify: VerifyMode) -> WeightSource:
     if not path.is_dir():
         raise MissingFileError(f"init_from={given!r}: there is no such file or folder. {ACCEPTED}.")
-    log = DamageLog()
     is_checkpoint = (path / META_NAME).exists()
-    found = [_read(path)] if is_checkpoint else log.scan(path, verify)
-    for checkpoint in sorted(found, key=ckpt_recency, reverse=True):
-        if log.is_whole(checkpoint, verify):
-            return WeightSource(checkpoint.path, checkpoint.paramfiles)
-    if log.reasons:
-        reasons = "; ".join(f"{name.name}: {reason}" for name, reason in log.reasons.items())
-        raise CheckpointError(f"init_from={given!r}: no checkpoint there is whole: {reasons}.")
+    # the run may have ended between moving its checkpoints and saving the first one
+    for folder in [path] if is_checkpoint else [path, *earlier_folders(path)]:
+        log = DamageLog()
+        found = [_read(path)] if is_checkpoint else log.scan(folder, verify)
+        for checkpoint in sorted(found, key=ckpt_recency, reverse=True):
+            if log.is_whole(checkpoint, verify):
+                return WeightSource(checkpoint.path, checkpoint.paramfiles)
+        if log.reasons:
+            reasons = "; ".join(f"{name.name}: {reason}" for name, reason in log.reasons.items())
+            where = "there" if folder == path else f"in {folder}"
+            raise CheckpointError(
+                f"init_from={given!r}: no checkpoint {where} is whole: {reasons}."
+            )
     raise CheckpointUsageError(f"init_from={given!r} is a folder without checkpoints. {ACCEPTED}.")
 
 

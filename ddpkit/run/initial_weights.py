@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ddpkit.base import EARLIER, POSITION, unwrap
+from ddpkit.base import POSITION, unwrap
 from ddpkit.checkpointing import (
     Checkpoint,
     Misfits,
@@ -23,11 +22,13 @@ from ddpkit.checkpointing import (
     nothing_fits,
     read_weights,
     shape_text,
+    source_now,
     torch_parameter_transfer,
 )
 from ddpkit.comm import on_every_rank, require_agreement
 from ddpkit.distributed import get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
+from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
 from ddpkit.run.choose_start import NEVER
 from ddpkit.run.unsaved_objects import modules_not_saved
@@ -89,11 +90,20 @@ class InitialWeights:
     def find_before_move(self) -> None:
         """Find the files before ``--resume=never`` moves the checkpoints of the folder, of which
         one may be meant.
+
+        Raises:
+            ConfigError: there is nothing. On every rank, before anything is moved.
+            CheckpointError: it is damaged. Likewise.
         """
         options = self.context.options
         is_first = not self.policy.run_state.calls.number
-        if options.init_from is not None and options.resume == NEVER and is_first:
-            self._found = _found_on_main(options.init_from, options.ckpt_verify)
+        if options.init_from is None or options.resume != NEVER or not is_first:
+            return
+        self._found = _found_on_main(options.init_from, options.ckpt_verify)
+        # a run that its launcher has restarted may go on from a checkpoint of its own
+        begins = run_on_main(lambda: not find_launch().restart_count)
+        if begins and isinstance(self._found, Exception):
+            raise self._found
 
     def begin(self, start: Start | None) -> None:
         """Load the weights if this call of ``fit`` begins a new run and its modules have values.
@@ -163,7 +173,9 @@ class InitialWeights:
         found = self._found or _found_on_main(given, self.context.options.ckpt_verify)
         if isinstance(found, Exception):
             raise found
-        return found if self._found is None else cast("WeightSource", run_on_main(_now, (found,)))
+        if self._found is None:
+            return found
+        return cast("WeightSource", run_on_main(source_now, (found,)))
 
     def _load(self, source: WeightSource, files: Mapping[str, Path], take: LoadHook) -> None:
         load_recoverables(
@@ -296,16 +308,6 @@ def _found_on_main(given: str, verify: Any) -> WeightSource | Exception:
 
     found = run_on_main(look)
     return cast("WeightSource | Exception", found)
-
-
-def _now(source: WeightSource) -> WeightSource:
-    """Return where a checkpoint is that may have been moved into a subfolder since."""
-    folder = source.path
-    moved = sorted(folder.parent.glob(f"{EARLIER}*/{folder.name}"))
-    if folder.exists() or not moved:
-        return source
-    files = {name: moved[-1] / file.name for name, file in source.files.items()}
-    return replace(source, path=moved[-1], files=files)
 
 
 def _require_same_files(files: Mapping[str, Path]) -> None:

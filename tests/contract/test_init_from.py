@@ -13,7 +13,16 @@ from ddpkit import Brain
 from ddpkit.checkpoints import mark_as_transfer, register_checkpoint_hooks
 from ddpkit.errors import CheckpointError, ConfigError, MissingFileError
 from tests.reading_blocks import block_rows
-from tests.recipes import QUIET, Regression, SavesAfterTraining, assert_same, make, points, weights
+from tests.recipes import (
+    QUIET,
+    Killed,
+    Regression,
+    SavesAfterTraining,
+    assert_same,
+    make,
+    points,
+    weights,
+)
 
 DATA = points(4)
 
@@ -177,6 +186,52 @@ def test_of_weights_that_two_layers_share_a_file_needs_one(tmp_path):
     net = Tied()
     begun(net, tmp_path / "tied.safetensors")
     assert torch.equal(net.last.weight, torch.eye(3).double())
+
+
+class DiesBeforeItSaves(SavesAfterTraining):
+    """Dies when the checkpoints of the run before were moved, and nothing is saved yet."""
+
+    def on_fit_start(self):
+        raise Killed
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["latest/net.ckpt", "", *slow("latest", "best", "CKPT+a", "CKPT+a/net.ckpt", "link")],
+)
+def test_a_run_begins_anew_from_its_own_folder_at_each_start(given, tmp_path, caplog):
+    caplog.set_level("INFO", logger="ddpkit")
+    save = tmp_path / "save"
+    old = fit(make(net=Net(), folder=save))
+    old.checkpointer.save_and_keep_only(name="a", meta={"loss": 1}, min_keys=["loss"])
+    (save / "link").symlink_to(save / "CKPT+a")
+    options = {"folder": save, "resume": "never"}
+    with pytest.raises(Killed):
+        begun(Net(seed=8), save / given, DiesBeforeItSaves, **options)
+    assert not list(save.glob("CKPT+*"))
+    brain = begun(Net(seed=9), save / given, SavesAfterTraining, **options)
+    assert_same(weights(brain), weights(old))
+    assert "a run that has begun anew has moved it" in caplog.text
+
+
+@pytest.mark.slow
+def test_of_several_that_were_moved_the_latest_counts(tmp_path):
+    save = tmp_path / "save"
+    for number, seed in enumerate((1, 2, 3)):
+        brain = begun(Net(seed=seed), None, folder=save, resume="never")
+        brain.checkpointer.save_checkpoint(name="a")
+        assert len(list(save.glob("earlier-*"))) == number
+    with pytest.raises(Killed):
+        begun(Net(), save / "CKPT+a", DiesBeforeItSaves, folder=save, resume="never")
+    assert_same(weights(begun(Net(), save / "CKPT+a")), weights(brain))
+
+
+def test_a_path_that_is_not_there_is_told_before_anything_is_moved(tmp_path):
+    trained(tmp_path / "save")
+    with pytest.raises(MissingFileError):
+        begun(Net(), tmp_path / "none.pt", folder=tmp_path / "save", resume="never")
+    assert list((tmp_path / "save").glob("CKPT+*"))
+    assert not list((tmp_path / "save").glob("earlier-*"))
 
 
 def test_a_run_that_goes_on_says_that_it_does_not_use_them(tmp_path, caplog):

@@ -82,7 +82,7 @@ def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     named = choose_start(checkpointer, str(path))
     assert (named.resume.path, named.step_plan.per_step) == (path, 64)
     assert {one.path for one in checkpointer.list_checkpoints()} == {old.path, path}
-    [moved] = tmp_path.glob("earlier-*/*")
+    [moved] = tmp_path.glob("earlier-*/CKPT+*")
     assert moved.name == newer.path.name
     assert (
         f"Checkpoints that this run does not continue were moved to {moved.parent}." in caplog.text
@@ -107,7 +107,7 @@ def test_the_start_stays_by_whatever_path_it_is_named(tmp_path, folder, path):
     start = choose_start(Checkpointer(tmp_path / folder), str(tmp_path / path.format(named)))
     assert start.resume.path.samefile(tmp_path / "save" / named)
     assert {one.name for one in tmp_path.glob("save/CKPT*")} == {old, named}
-    assert [one.name for one in tmp_path.glob("save/earlier-*/*")] == [newer]
+    assert [one.name for one in tmp_path.glob("save/earlier-*/CKPT+*")] == [newer]
 
 
 def test_what_is_asked_for_must_be_whole(tmp_path):

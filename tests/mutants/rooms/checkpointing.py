@@ -38,6 +38,20 @@ FAULTS = in_room(
             "tests/checkpointing/test_links.py",
         ),
         Fault(
+            "links do not go along with checkpoints that are moved aside",
+            "CheckpointFolder.set_aside",
+            "links.copy(self.lock.folder, names, aside)",
+            "pass",
+            "tests/contract/test_init_from.py",
+        ),
+        Fault(
+            "weights are looked for in what was moved first",
+            "earlier_folders",
+            "sorted(found, key=_age, reverse=True)",
+            "sorted(found, key=_age)",
+            "tests/contract/test_init_from.py ddpkit/base/earlier_files.py",
+        ),
+        Fault(
             "what a user has named like a link is replaced",
             "point",
             "before is None and os.path.lexists(path)",

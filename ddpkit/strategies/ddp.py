@@ -32,6 +32,7 @@ from ddpkit.strategies.entries import (
     broadcast_from_main,
     refuse_shared_parameters,
     refuse_wrapped,
+    send_from_main,
     trained_parameters,
 )
 from ddpkit.strategies.gradient_average import average_gradients
@@ -137,6 +138,8 @@ class DDP(Strategy):
         self._steps = 0  # optimizer steps for which gradients were finished
         self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
         self._zeros = ZeroGradients(self._clock)
+        self._entries = nn.ModuleDict()  # of the recipe, once they are wrapped
+        self._is_in_pass = False
         if options is not None:
             self.bind(
                 options,
@@ -186,6 +189,7 @@ class DDP(Strategy):
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
         """
         refuse_shared_parameters(modules)
+        self._entries = modules
         for name, module in modules.items():
             trained = trained_parameters(module)
             if self._trained.get(name) == trained:
@@ -221,6 +225,7 @@ class DDP(Strategy):
 
     def begin_pass(self, progress: Any) -> None:
         """Note what tells at which batch the training is, before its first one."""
+        self._is_in_pass = True
         self._zeros.outputs.begin_pass(progress, self._clock)
 
     def _order_matters(self) -> bool:
@@ -241,6 +246,7 @@ class DDP(Strategy):
         for all of them.
         """
         self._close_orders()
+        self._entries = modules
         self.wrapped = [
             module for module in self.wrapped if any(module is entry for entry in modules.values())
         ]
@@ -678,10 +684,28 @@ class DDP(Strategy):
             and len(set(distributed.exchange(self._order, site="entries"))) > 1
         ):
             raise RankMismatchError(OTHER_ENTRIES)
+        self._send_statistics(modules)
+        self._is_in_pass = False
+
+    def _send_statistics(self, modules: nn.ModuleDict) -> None:
+        """Give every rank the batch statistics of rank 0, where each has its own."""
         if self.options.sync_batchnorm is False:
-            for part in batch_norms(modules):
-                for buffer in part.buffers(recurse=False):
-                    torch.distributed.broadcast(buffer, src=0)
+            layers = batch_norms(modules)
+            send_from_main(buffer for part in layers for buffer in part.buffers(recurse=False))
+
+    def evaluating(self, length: int | None) -> AbstractContextManager[None]:
+        """Give every rank the buffers of rank 0, as the next training batch would do: what is
+        evaluated is what a checkpoint holds.
+
+        Args:
+            length: not needed here.
+        """
+        if self._is_in_pass:
+            self._send_statistics(self._entries)
+        for module in self.wrapped:
+            if module.broadcast_buffers:
+                send_from_main(module.module.buffers())
+        return NO_CONTEXT
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on what each process holds, on batch statistics, and on how gradients

@@ -35,6 +35,7 @@ from ddpkit.strategies.entries import (
     modules_on_device,
     refuse_shared_parameters,
     refuse_wrapped,
+    send_from_main,
 )
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.names import OF_DDP
@@ -134,6 +135,7 @@ class FSDP(Strategy):
             )
         self.roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
+        self._sending: list[nn.Module] = []  # roots whose buffers move on each rank by itself
         self._called = set[int]()  # blocks, by their places in that list
         # a number that follows from the order of the calls; optimizer steps looked at
         self._order = self._compared = 0
@@ -244,6 +246,7 @@ class FSDP(Strategy):
         blocks = self._chosen_blocks(name, module)
         from_meta = is_on_meta(module)
         if has_moving_buffers(module):
+            self._sending.append(module)
             module.register_forward_pre_hook(_send_buffers)
         kind = torch.device(self.device).type
         policy: dict[str, Any] = {
@@ -536,13 +539,15 @@ class FSDP(Strategy):
     @contextlib.contextmanager
     def evaluating(self, length: int | None) -> Iterator[None]:
         """Return a context for an evaluation, which keeps the blocks whole if the ranks' forward
-        passes may differ.
+        passes may differ. Before it, every rank gets the buffers of rank 0, as the next training
+        batch would do: what is evaluated is what a checkpoint holds.
 
         Args:
             length: number of batches of this rank, if each rank evaluates the same data; else None.
         """
         found = exchange((length, self._order), site="evaluating")
         self._require_same_order([order for _, order in found])
+        send_from_main(buffer for module in self._sending for buffer in module.buffers())
         lengths = {name for name, _ in found}
         keeps_whole = None in lengths or len(lengths) > 1
         if keeps_whole:

@@ -189,6 +189,11 @@ class LocalSGD(DDP):
         else:
             super().finish_gradients(optimizers)
 
+    def leave_step_out(self) -> None:
+        """Note that the ranks differ if buffers may have moved on each of them by itself."""
+        if self.steps_locally and any(map(_saved_buffers, self._entries.values())):
+            self.weights_differ = True
+
     def start_average(
         self,
         count: torch.Tensor | float,
@@ -287,9 +292,13 @@ class LocalSGD(DDP):
                         parameter,
                     ),
                 ]
-        for module in map(unwrap, modules.values()):
-            saved = module.state_dict(keep_vars=True)
-            yield [buffer for key, buffer in module.named_buffers() if key in saved]
+        yield from map(_saved_buffers, modules.values())
+
+
+def _saved_buffers(module: nn.Module) -> list[torch.Tensor]:
+    inner = unwrap(module)
+    saved = inner.state_dict(keep_vars=True)
+    return [buffer for key, buffer in inner.named_buffers() if key in saved]
 
 
 def _state_of(

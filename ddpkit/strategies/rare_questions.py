@@ -197,6 +197,12 @@ class RareQuestions:
         """
         return 0.0
 
+    def leave_step_out(self) -> None:
+        """Called in the place of ``finish_gradients`` where a window closes and no optimizer steps:
+        the recipe has frozen all of them, or has none. What its forward passes have written into
+        buffers is read by what comes before the next batch, such as a save.
+        """
+
     def forget_errors(self) -> None:
         """Drop what the averaging of gradients has kept, after gradients that are not finite."""
 

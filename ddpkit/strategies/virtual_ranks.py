@@ -498,6 +498,16 @@ class VirtualRanks(Strategy):
         self._is_added = True
         seed_streams(*self._place)  # alike on all ranks: an optimizer, or a hook after it, may draw
 
+    def leave_step_out(self) -> None:
+        """Average the buffers, which move without a step, too, before anything reads them; drop the
+        gradients of the last shard.
+        """
+        window = self._window
+        if window is not None and window.closes and not self._is_added:
+            self.finish_gradients()
+            for parameter in self._parameters:
+                parameter.grad = None
+
     def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
         """Return the bytes of all gradients."""
         return bytes_of(parameters)
@@ -527,9 +537,7 @@ class VirtualRanks(Strategy):
             if self._is_strict:
                 reason = "called optimizer.step() past the Brain, or left a step out"
                 raise ConfigError(MISUSED.format(self.virtual_ranks, reason))
-            self.finish_gradients()  # no optimizer steps, but buffers move
-            for parameter in self._parameters:
-                parameter.grad = None
+            self.leave_step_out()  # a recipe's own optimizers_step was not called
 
     def _take_shard(self, window: Window) -> None:
         if self._noted is not None and self._noted != self._versions():

@@ -401,6 +401,7 @@ class TrainStep:
         multiplier = self.close_window() if prepared is None else prepared.multiplier
         optimizers = self.note_optimizers_to_step(brain)
         if not optimizers:
+            self.context.strategy.leave_step_out()
             return
         is_ready = prepared is not None and prepared.optimizers == optimizers
         if progress.phase is not _IN_PASS:  # in a loop of the recipe's own each call is a step
@@ -467,6 +468,7 @@ class TrainStep:
         multiplier = self.close_window()
         optimizers = self.optimizers_to_step(brain)
         if not optimizers:
+            self.context.strategy.leave_step_out()
             return _Prepared(optimizers, multiplier)
         self.context.strategy.finish_gradients(optimizers)
         scaler = self._active_scaler

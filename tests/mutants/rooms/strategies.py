@@ -76,7 +76,7 @@ FAULTS = in_room(
         ),
         Fault(
             "ranks begin with weights of their own",
-            "broadcast_from_main",
+            "send_from_main",
             "torch.distributed.broadcast(sent, src=0)",
             "pass",
             f"{UNIT} {FSDP} {MODEL}",

@@ -1,0 +1,133 @@
+"""What is read between two optimizer steps, by a validation, a save or a part, has the buffers that
+all ranks have.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit import Part, Stage
+from ddpkit.parts import ValidationSchedule
+from tests.recipes import QUIET, Regression, points, sgd, world_size
+
+DATA = points(12)
+
+
+class Centred(nn.Linear):
+    """Keeps a running mean of its inputs, which for equal parts of a batch is that of the batch."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.double()
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs - self.mean)
+        if self.training:
+            self.mean.lerp_(inputs.detach().mean(0), 0.3)
+        return outputs
+
+
+def net():
+    return nn.Sequential(Centred(), nn.BatchNorm1d(3, track_running_stats=True), nn.Linear(3, 1))
+
+
+class Watched(Regression):
+    """Notes its buffers in the hook after a step, and in each validation; freezes all optimizers
+    in some epochs.
+    """
+
+    frozen_in = ()
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.after_steps = []
+        self.evaluated = []
+
+    def freeze_optimizers(self, optimizers):
+        return {} if self.progress.epoch in self.frozen_in else optimizers
+
+    def buffers(self):
+        return [buffer.tolist() for buffer in self.raw_modules.buffers()]
+
+    def compute_forward(self, batch, stage):
+        if stage is Stage.VALID:
+            self.evaluated.append(self.buffers())
+        return super().compute_forward(batch, stage)
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if should_step:
+            self.after_steps.append(self.buffers())
+
+
+class Looks(Part):
+    """Notes the buffers after each step at which a validation, or a save, is possible."""
+
+    def __init__(self):
+        self.seen = []
+
+    def is_validation_due(self, brain, moment):
+        self.seen.append((brain.step, brain.buffers()))
+        return False
+
+
+def trained(*parts, frozen_in=(), layers=None, **options):
+    layers = layers or net()
+    brain = Watched(
+        {"net": layers.double()}, sgd(), run_opts={**QUIET, "seed": 4, **options}, parts=parts
+    )
+    brain.frozen_in = frozen_in
+    each = {"batch_size": 4 // (options.get("virtual_ranks") or world_size())}
+    brain.fit([1, 2], DATA, DATA[:4], train_loader_kwargs=each, valid_loader_kwargs=each)
+    return brain
+
+
+def centred(options):
+    looks = Looks()
+    layers = nn.Sequential(Centred(), nn.Linear(3, 1))
+    brain = trained(looks, layers=layers, frozen_in=[2], **options)
+    at_steps = [buffers for step, buffers in looks.seen if step]
+    return torch.tensor(brain.after_steps), torch.tensor(at_steps)
+
+
+def test_buffers_of_virtual_ranks_are_averaged_where_no_optimizer_steps(ranks):
+    found = centred({"virtual_ranks": 2})
+    torch.testing.assert_close(found, centred({}), rtol=0, atol=1e-12)
+    for of_rank in ranks.run(centred, {"virtual_ranks": 2}, world_size=2):
+        assert all(map(torch.equal, of_rank, found))
+
+
+def validated(options):
+    return trained(ValidationSchedule(every_steps=1), **options).evaluated
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_batchnorm": False},
+        {"shard_evaluation": True},
+        pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_rank_evaluates_the_buffers_of_rank_0(ranks, options):
+    of_main, of_other = ranks.run(validated, options, world_size=2)
+    assert len(of_main) >= 6
+    assert of_main == of_other
+
+
+def seen_with_local_steps():
+    looks = Looks()
+    local = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2, "sync_batchnorm": False}
+    trained(looks, frozen_in=[2], **local)
+    return looks.seen
+
+
+def test_ranks_that_step_alone_differ_where_only_buffers_have_moved(ranks):
+    of_main, of_other = ranks.run(seen_with_local_steps, world_size=2)
+    assert of_main
+    assert of_main == of_other

@@ -1,4 +1,5 @@
 from ddpkit.row_files.chunk import INDEX as INDEX, Chunk as Chunk, RowFormat as RowFormat
+from ddpkit.row_files.columns import Columns as Columns
 from ddpkit.row_files.json_lines import JsonLines as JsonLines
 from ddpkit.row_files.merging import merge_files as merge_files
 from ddpkit.row_files.parquet import ParquetRows as ParquetRows

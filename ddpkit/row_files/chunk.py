@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ddpkit.row_files.columns import Columns
+
 INDEX = "index"  # the name under which a row has its sample's index
 OUTPUT = "output"  # the name of an output that is no dict
 READ_BYTES = 1 << 20  # that are read of a file at a time, about
@@ -72,11 +74,14 @@ class RowFormat(Protocol):
     def taken(self, chunk: Chunk, places: NDArray[np.int64]) -> Chunk:
         """Return some rows of a chunk, in the order of their places."""
 
-    def schema(self) -> str:
-        """Describe the columns; empty where rows need not be alike, or none was written yet."""
+    def columns(self) -> Columns | None:
+        """Return what the rows so far need; None where rows need not be alike, or for no rows."""
 
-    def adopt(self, schema: str) -> None:
-        """Take over the columns that another process has described."""
+    def adopt(self, columns: Columns) -> None:
+        """Write what the rows of all processes need, from now on."""
+
+    def layout(self) -> Any:
+        """Return what is equal as long as rows can be written into the same file."""
 
 
 def fields_of(output: Any, *, has_index: bool) -> dict[str, Any]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ddpkit.row_files.columns import Columns
+
 _START = f'{{"{INDEX}": '.encode()  # of each line with an index
 
 
@@ -90,12 +92,14 @@ class JsonLines:
         lines = [chunk.rows[place] for place in places.tolist()]
         return Chunk(chunk.indices[places], lines, sum(map(len, lines)))
 
-    def schema(self) -> str:
+    def columns(self) -> None:
         """Return nothing: lines need not be alike."""
-        return ""
 
-    def adopt(self, schema: str) -> None:
+    def adopt(self, columns: Columns) -> None:
         """Do nothing: lines need not be alike."""
+
+    def layout(self) -> Any:
+        """Return nothing: any file takes any line."""
 
 
 class _Lines:

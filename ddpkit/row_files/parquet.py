@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddpkit.errors import BatchError, MissingExtraError
 from ddpkit.row_files.chunk import INDEX, READ_BYTES, Chunk, fields_of
+from ddpkit.row_files.columns import Columns, as_schema, as_type, joined_type
 from ddpkit.row_files.synced import synced_file
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ParquetRows:
     """Rows in Parquet: a column for the index, and one for the output or for each of its entries.
 
     A tensor or an array of any length becomes a list of its own type, one of several dimensions a
-    list of lists. The first batch decides about the columns and their types.
+    list of lists. All rows decide about the types of the columns, the first one about their order.
 
     Args:
         has_index: whether each row has its sample's index.
@@ -44,31 +45,58 @@ class ParquetRows:
                 "`pip install pyarrow`, or write .jsonl."
             )
         self.has_index = has_index
-        self._schema: Any = None
+        self._columns: Columns | None = None
 
     def encode(self, indices: Sequence[int], outputs: Sequence[Any]) -> Chunk:
         """Make a table of outputs."""
         import pyarrow as pa
 
         rows = [fields_of(output, has_index=self.has_index) for output in outputs]
-        names = list(rows[0]) if rows else []
         try:
-            if any(row.keys() != rows[0].keys() for row in rows):
-                raise ValueError("its samples have different keys")
-            columns = {name: _column([row[name] for row in rows]) for name in names}
-            if self.has_index:
-                columns = {INDEX: pa.array(indices, pa.int64()), **columns}
-            table = pa.table(columns)
-            if self._schema is None:
-                self._schema = table.schema
-            table = _as(table, self._schema)
+            columns, table = self._table(indices, rows)
+            self._columns = columns if self._columns is None else self._columns.joined(columns)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise BatchError(
                 f"predict_batch returned outputs that cannot be written as Parquet: {error}. All "
-                "samples need the same entries, of one type each, as in the first batch.",
+                "samples need the same entries, of types that go together.",
                 hook="predict_batch",
             ) from error
         return Chunk(np.array(indices, dtype=np.int64), table, table.nbytes)
+
+    def _table(
+        self,
+        indices: Sequence[int],
+        rows: list[dict[str, Any]],
+    ) -> tuple[Columns, Any]:
+        import pyarrow as pa
+
+        if any(row.keys() != rows[0].keys() for row in rows):
+            raise ValueError("its samples have different keys")
+        columns = {name: _column([row[name] for row in rows]) for name in rows[0]}
+        # without an index rows stand as they come, rank by rank
+        place = int(np.argmin(indices)) if self.has_index else 0
+        first = int(indices[place]) if self.has_index else 0
+        order = [(name, _column([value]).type) for name, value in rows[place].items()]
+        types = [(name, column.type) for name, column in columns.items()]
+        if self.has_index:
+            columns = {INDEX: pa.array(indices, pa.int64()), **columns}
+        return Columns(first, pa.schema(order), pa.schema(types)), pa.table(columns)
+
+    def columns(self) -> Columns | None:
+        """Return what the rows so far need; None without any."""
+        return self._columns
+
+    def adopt(self, columns: Columns) -> None:
+        """Write what the rows of all processes need, from now on."""
+        self._columns = columns
+
+    def layout(self) -> Any:
+        """Return the schema of a file that is begun now."""
+        import pyarrow as pa
+
+        index = [pa.field(INDEX, pa.int64())] if self.has_index else []
+        # without columns no process has had any sample
+        return pa.schema([*index, *(() if self._columns is None else self._columns.schema)])
 
     @contextlib.contextmanager
     def sink(self, path: Path) -> Iterator[_RowGroups]:
@@ -76,13 +104,12 @@ class ParquetRows:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if self._schema is None:  # no process has had any sample
-            self._schema = pa.schema([(INDEX, pa.int64())] if self.has_index else [])
+        schema = self.layout()
         with synced_file(path) as file:
             # one of the numbers in lists, such as scores, would take a megabyte and save nothing
-            dictionaries = [one.name for one in self._schema if not pa.types.is_list(one.type)]
-            writer = pq.ParquetWriter(file, self._schema, use_dictionary=dictionaries)
-            groups = _RowGroups(writer)
+            dictionaries = [one.name for one in schema if not pa.types.is_list(one.type)]
+            writer = pq.ParquetWriter(file, schema, use_dictionary=dictionaries)
+            groups = _RowGroups(writer, schema)
             try:
                 yield groups
                 groups.flush()
@@ -117,7 +144,8 @@ class ParquetRows:
         import pyarrow as pa
 
         indices = np.concatenate([chunk.indices for chunk in chunks])
-        table = pa.concat_tables([chunk.rows for chunk in chunks])
+        schema = self.layout()
+        table = pa.concat_tables([as_schema(chunk.rows, schema) for chunk in chunks])
         return Chunk(indices, table, sum(chunk.size for chunk in chunks))
 
     def taken(self, chunk: Chunk, places: NDArray[np.int64]) -> Chunk:
@@ -129,30 +157,19 @@ class ParquetRows:
             table = chunk.rows.take(places)
         return Chunk(chunk.indices[places], table, table.nbytes)
 
-    def schema(self) -> str:
-        """Describe the columns, as text."""
-        if self._schema is None:
-            return ""
-        return base64.b64encode(self._schema.serialize()).decode()
-
-    def adopt(self, schema: str) -> None:
-        """Take over the columns that another process has described."""
-        import pyarrow as pa
-
-        self._schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
-
 
 class _RowGroups:
     """Takes the rows of one file; a row group has some megabytes."""
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, schema: Any) -> None:
         self._writer = writer
+        self._schema = schema
         self._waiting: list[Any] = []
         self._size = 0
 
     def write(self, chunk: Chunk) -> None:
         """Write some rows, once there are enough of them."""
-        self._waiting.append(chunk.rows)
+        self._waiting.append(as_schema(chunk.rows, self._schema))
         self._size += chunk.size
         if self._size >= GROUP_BYTES:
             self.flush()
@@ -169,26 +186,28 @@ class _RowGroups:
         self._size = 0
 
 
-def _as(table: Any, schema: Any) -> Any:
-    """Return a table with the columns of a schema, in their order."""
-    if table.schema.equals(schema):
-        return table
-    if set(table.column_names) != set(schema.names):
-        raise ValueError(
-            f"its entries are {table.column_names}, and were {schema.names} in the first batch"
-        )
-    return table.select(schema.names).cast(schema)
-
-
 def _column(values: list[Any]) -> Any:
-    """Return the values of one column as an array of Arrow."""
+    """Return the values of one column as an array of Arrow.
+
+    Its type is that which the values, each by itself, fit to: not one that depends on the batch.
+    """
     import pyarrow as pa
 
     arrays = [_array(value) for value in values]
-    kinds = {None if array is None else (array.dtype, array.ndim) for array in arrays}
-    if len(kinds) == 1 and None not in kinds:
-        return _nested([array for array in arrays if array is not None])
-    return pa.array([_plain(value) for value in values])
+    kinds = {(array.dtype, array.ndim) for array in arrays if array is not None}
+    others = [n for n, array in enumerate(arrays) if array is None and values[n] is not None]
+    if not kinds and len({type(values[n]) for n in others}) <= 1:
+        return pa.array([_plain(value) for value in values])
+    if len(kinds) > 1 or others:
+        parts = [_column([value]) for value in values]
+        kind = functools.reduce(joined_type, [part.type for part in parts])
+        return pa.concat_arrays([as_type(part, kind) for part in parts])
+    present = [array for array in arrays if array is not None]
+    column = _nested(present)
+    if len(present) == len(arrays):
+        return column
+    is_present = np.array([array is not None for array in arrays])
+    return column.take(pa.array(np.cumsum(is_present) - 1, mask=~is_present))
 
 
 def _array(value: Any) -> NDArray[Any] | None:

@@ -24,7 +24,8 @@ class SortedWriter:
     """Writes rows into one file in ascending order of their indices, in a memory of some megabytes.
 
     Where batches come in that order, rows go straight into the file. Else they are sorted some
-    megabytes at a time, into files of their own, which are merged in the end.
+    megabytes at a time, into files of their own, which are merged in the end. So they are where
+    later rows need other columns.
 
     Args:
         form: of the file.
@@ -40,6 +41,7 @@ class SortedWriter:
         self._last = -1
         self._runs: list[Path] = []
         self._sink: Sink | None = None
+        self._layout: Any = None  # of the file that is open, or was last
         self._open = contextlib.ExitStack()
 
     def add(self, indices: Sequence[int], outputs: Sequence[Any]) -> None:
@@ -64,7 +66,7 @@ class SortedWriter:
         if not self._runs:  # no samples
             self._begin()
         self._open.close()
-        if len(self._runs) == 1:
+        if len(self._runs) == 1 and self._layout == self.form.layout():
             return self._runs[0]
         target = self.folder / "sorted"
         merge_files(self.form, self._runs, target)
@@ -89,7 +91,8 @@ class SortedWriter:
         self._size = 0
         order = np.argsort(chunk.indices, kind="stable")
         chunk = self.form.taken(chunk, order)
-        if self._sink is None or int(chunk.indices[0]) < self._last:
+        comes_before = int(chunk.indices[0]) < self._last
+        if self._sink is None or comes_before or self._layout != self.form.layout():
             self._sink = self._begin()
         self._sink.write(chunk)
         self._last = int(chunk.indices[-1])
@@ -99,4 +102,5 @@ class SortedWriter:
         self._open.close()
         path = self.folder / f"run-{len(self._runs):06d}"
         self._runs.append(path)
+        self._layout = self.form.layout()
         return self._open.enter_context(self.form.sink(path))

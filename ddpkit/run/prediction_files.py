@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ddpkit.row_files import Columns
     from ddpkit.run.prediction_path import PredictionPath
     from ddpkit.training import StageBatches
 
@@ -33,8 +34,8 @@ NOT_SHARED = (
     "that all machines share; or a path with *, by which each process keeps its own file."
 )
 UNEQUAL = (
-    "{}: rank {} has columns of other names or types than rank {}, so that their files cannot be "
-    "read as one. Return the same entries for every sample, of one type each."
+    "{}: the outputs of rank {} do not go into one file with those of the ranks before it: {}. "
+    "Return the same entries for every sample, of types that go together."
 )
 
 
@@ -118,8 +119,8 @@ class OutputFiles:
     def finish(self) -> list[Any]:
         """Make the final files, once all ranks have written all; return their paths."""
         with POSITION.at("writing predictions"), POSITION.no_limit():
-            found = exchange((self.count, self._form.schema()), site="predict, columns")
-            self._take_schema([schema if count else "" for count, schema in found])
+            found = exchange((self.count, self._form.columns()), site="predict, columns")
+            self._take_columns([columns for _, columns in found])
             part = None
             if self._writes:
                 with writing(self.target.words):
@@ -135,14 +136,18 @@ class OutputFiles:
             shutil.rmtree(self.target.scratch, ignore_errors=True)
             self.target.scratch.mkdir(parents=True, exist_ok=True)
 
-    def _take_schema(self, schemas: list[str]) -> None:
-        """Take over the columns of the others, where this rank has no sample."""
-        known = [rank for rank, schema in enumerate(schemas) if schema]
-        for rank in known:
-            if schemas[rank] != schemas[known[0]]:
-                raise DataError(UNEQUAL.format(self.target.words, rank, known[0]))
-        if known and not self.count:
-            self._form.adopt(schemas[known[0]])
+    def _take_columns(self, columns: list[Columns | None]) -> None:
+        """Write the columns that the rows of all ranks need."""
+        agreed = None
+        for rank, own in enumerate(columns):
+            if own is None:  # no sample, or rows that need not be alike
+                continue
+            try:
+                agreed = own if agreed is None else agreed.joined(own)
+            except (TypeError, ValueError) as error:
+                raise DataError(UNEQUAL.format(self.target.words, rank, error)) from error
+        if agreed is not None:
+            self._form.adopt(agreed)
 
     def _join(self, parts: list[Path | None]) -> list[Any]:
         run_on_main(self._merge, [parts])

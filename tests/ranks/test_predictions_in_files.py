@@ -241,12 +241,55 @@ def test_a_full_disk_ends_all_ranks_with_a_sentence(ranks, tmp_path, ending):
         assert [path.name for path in folder.iterdir()] == ["filler"]
 
 
+class Uneven(Predicting):
+    """Each sample has entries in an order, and of types, that others have not."""
+
+    def predict_batch(self, batch):
+        return [self.row(number) for number in batch["number"].tolist()]
+
+    def row(self, number):
+        row = {"value": number if number < 4 else number + 0.5, "none": None if number % 2 else 1}
+        return dict(sorted(row.items(), reverse=number % 2 == 0))
+
+
+def predict_uneven(folder, ending, sizes):
+    for size in sizes:
+        output = folder / f"{world_size()}-{size}{ending}"
+        make(Uneven, net=linear()).predict(
+            numbered(7), output=output, loader_kwargs={"batch_size": size}
+        )
+
+
+def content(path):
+    if path.suffix == ".jsonl":
+        return path.read_text()
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", pytest.param(".parquet", marks=needs("pyarrow"))])
+def test_a_file_is_the_same_on_any_number_of_ranks(ranks, tmp_path, ending):
+    worlds, sizes = ((1, 2, 3), (1, 2, 3)) if ending == ".parquet" else ((1, 2), (2,))
+    for world in worlds:
+        ranks.run(predict_uneven, tmp_path, ending, sizes, world_size=world)
+    first, *others = sorted(tmp_path.iterdir())
+    assert rows(first)[:2] == [
+        {"index": 0, "value": 0, "none": 1},
+        {"index": 1, "value": 1, "none": None},
+    ]
+    for path in others:
+        assert content(path) == content(first), path.name
+
+
 def predict_unequal(folder):
     class Unequal(Predicting):
         def predict_batch(self, batch):
             return {f"on_{get_rank()}": batch["number"]}
 
-    with pytest.raises(ValueError, match="rank 1 has columns of other names or types than rank 0"):
+    with pytest.raises(
+        ValueError, match="outputs of rank 1 do not go into one file with those of the ranks before"
+    ):
         make(Unequal, net=linear()).predict(numbered(4), output=folder / "out.parquet")
     return [path.name for path in folder.iterdir()]
 

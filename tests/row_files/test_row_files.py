@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import random
 
@@ -168,6 +170,74 @@ def test_columns_of_other_names_or_types_are_refused(form, other, together):
         one.encode(*batch)
     with pytest.raises(BatchError, match="cannot be written as Parquet"):
         one.encode(*batches[-1])
+
+
+def uneven(index):
+    """The output of a sample: entries whose types and order are not those of other samples."""
+    table = torch.full((index % 3, 2), index, dtype=torch.float32)
+    row = {
+        "text": None if index % 4 else f"is {index}",
+        "number": index if index < 9 else index + 0.5,
+        "score": None if index % 5 == 1 else torch.tensor(index, dtype=torch.float32),
+        "wide": torch.tensor(index, dtype=torch.int16 if index % 2 else torch.int32),
+        "table": table if index % 4 else None,
+        "words": [] if index % 2 else [{"b": index, "a": "x"}],
+        "deep": {"z": index} if index % 3 else {"c": None, "z": 0.5, "a": [index]},
+    }
+    return dict(sorted(row.items(), reverse=index % 2 == 0))
+
+
+def columns_of_all(forms):
+    found = [form.columns() for form in forms if form.columns() is not None]
+    return functools.reduce(lambda one, other: one.joined(other), found)
+
+
+def table_of(form, folder, ranks):
+    """Write the batches of each rank, and merge the files; return the table."""
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    forms = [form() for _ in ranks]
+    with contextlib.ExitStack() as open_writers:
+        writers = []
+        for rank, (own, batches) in enumerate(zip(forms, ranks, strict=True)):
+            (folder / str(rank)).mkdir()
+            writers.append(
+                open_writers.enter_context(SortedWriter(own, folder / str(rank))),
+            )
+            for batch in batches:
+                writers[-1].add(batch, [uneven(index) for index in batch])
+        for own in forms:
+            own.adopt(columns_of_all(forms))
+        merge_files(forms[0], [writer.finish() for writer in writers], folder / "whole")
+    return pq.read_table(folder / "whole")
+
+
+@pytest.mark.parametrize("form", [parquet])
+@pytest.mark.parametrize("buffer", [1, 10**6])
+def test_neither_batches_nor_ranks_change_the_columns(form, tmp_path, monkeypatch, buffer):
+    monkeypatch.setattr(sorted_writer, "BUFFER_BYTES", buffer)
+    whole = table_of(form, tmp_path / "whole", [[list(range(13))]])
+    assert whole.column_names[0] == INDEX
+    assert whole.column_names[1:] == list(uneven(0))
+    types = {name: str(whole.schema.field(name).type) for name in whole.column_names}
+    assert (types["number"], types["score"], types["wide"]) == ("double", "float", "int32")
+    assert types["deep"] == "struct<c: null, z: double, a: list<element: int64>>"
+    draw = random.Random(4)
+    for trial in range(6):
+        rest = draw.sample(range(13), 13)
+        ranks = [[] for _ in range(1 + trial % 3)]
+        while rest:
+            size = draw.randint(1, 4)
+            draw.choice(ranks).append(rest[:size])
+            rest = rest[size:]
+        assert table_of(form, tmp_path / str(trial), ranks).equals(whole)
+
+
+@pytest.mark.parametrize("form", [parquet])
+def test_a_number_that_one_type_cannot_hold_is_refused(form, tmp_path):
+    with pytest.raises(BatchError, match="One type has to hold all values of an entry"):
+        written(form, tmp_path, [[(0, 2**53 + 1)], [(1, 0.5)]])
 
 
 @pytest.mark.parametrize("form", [parquet])

@@ -33,7 +33,6 @@ from ddpkit.run import (
     StageLoaders,
     adapt_class,
     are_parts_made,
-    average_of_run,
     given_batch_size,
     hparams_of_slice,
     is_step_limit_reached,
@@ -50,6 +49,7 @@ from ddpkit.strategies import (
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     Accumulation,
+    KeptAverage,
     Progress,
     Recipe,
     RunContext,
@@ -251,7 +251,7 @@ class Brain(_Typed):
         self.total_steps: int | None = None
         self.train_sampler: Any = None
         self.tot_prof_steps = _steps_of_profile(options)
-        average = average_of_run(context)
+        average = KeptAverage.of_run(context)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(context.modules, options)
@@ -394,7 +394,7 @@ class Brain(_Typed):
     @property
     def ema(self) -> WeightAverage | None:
         """The average of the weights, or None without ``ema_decay`` or ``AveragedWeights``."""
-        return self.__run.train_step.ema
+        return self.__run.train_step.average.weights
 
     @ema.setter
     def ema(self, ema: WeightAverage | None) -> None:

@@ -6,9 +6,6 @@ from ddpkit.run.brain_file import (
     STEP as STEP,
     beginning as beginning,
 )
-from ddpkit.run.chosen_average import (
-    average_of_run as average_of_run,
-)
 from ddpkit.run.early_values import (
     RUN as RUN,
     NotMade as NotMade,

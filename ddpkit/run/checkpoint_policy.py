@@ -116,7 +116,6 @@ class CheckpointPolicy:
         self.run_state = RunState(context, train_step, self.rank_state)
         self.position = SavePosition(context, self.run_state)
         self._saved_scaler: Any = None  # as it is registered
-        self._saved_average: Any = None
         # of the checkpointer, while it saves into a temporary one
         self._real_folder: Path | None = None
         self._handed_on: set[str] = set()  # options that the checkpointer was given
@@ -197,13 +196,7 @@ class CheckpointPolicy:
         """Register the average of the weights with the checkpointer, in the place of an earlier
         one.
         """
-        ema = self.train_step.ema
-        before = self._saved_average
-        if self.checkpointer is not None and ema is not None:
-            self._require_free("ema", f"the average of the weights ({ema.origin})", before)
-            self.checkpointer.add_recoverable("ema", ema, optional_load=True)
-            ema.tell_bases = self._bases
-            self._saved_average = ema
+        self.train_step.average.register(self.checkpointer, self._require_free, self._bases)
 
     def _bases(self) -> dict[int, str]:
         """Return the fingerprints of base weights that the present save leaves out, by the ids of
@@ -238,7 +231,8 @@ class CheckpointPolicy:
             for name, recoverable in _recoverables(before).items()
             if any(recoverable is other for other in own)
         }
-        self._saved_scaler = self._saved_average = None
+        self._saved_scaler = None
+        self.train_step.average.forget_registered()
         self._real_folder = None
         self._handed_on = set()
         self.rank_state.saves(checkpointer is not None)
@@ -511,12 +505,12 @@ class CheckpointPolicy:
         if self.checkpointer is None:
             return
         self.checkpointer.require_hooks()
-        ema = self.train_step.ema
+        average = self.train_step.average.weights
         optimizers = self.train_step.named_optimizers()
         others = {
             name: recoverable
             for name, recoverable in self._recoverables().items()
-            if name != "brain" and recoverable is not ema
+            if name != "brain" and recoverable is not average
         }
         lost = modules_not_saved(modules, others)
         if lost:
@@ -636,9 +630,7 @@ class CheckpointPolicy:
                 "later%s.",
                 recovered,
                 ", ".join(map(repr, lost)),
-                "; 'ema' is kept with ema_decay, or the part AveragedWeights"
-                if "ema" in lost
-                else "",
+                self.train_step.average.advice_if_lost(lost),
             )
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
@@ -769,9 +761,8 @@ class CheckpointPolicy:
         if self.context.strategy.weights_differ:
             raise CheckpointError(APART.format(self.context.strategy.name))
         self.train_step.end_window()  # an own fit_batch saves after its steps
-        ema = self.train_step.ema
         with (
-            contextlib.nullcontext() if ema is None else ema.suspended(),
+            self.train_step.average.suspended(),
             self.position.of_save(
                 end_of_epoch,
                 is_between_batches=self._is_between_batches,

@@ -392,8 +392,6 @@ class Preflight:
             return
         step = self.train_step
         options = self.context.options
-        is_evaluated = options.evaluate_ema or (step.ema is not None and step.ema.is_evaluated)
-        use = "" if is_evaluated else "not "
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
@@ -405,9 +403,7 @@ class Preflight:
                 self.context.modules,
                 trains=what == "Training",
             ),
-            "average": ""
-            if step.ema is None
-            else (f"of the weights, {step.ema.row}, {use}used in evaluation"),
+            "average": step.average.row,
             "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
             "logs": logs_row(self.context.progress.logged.train_logger),
             **last,

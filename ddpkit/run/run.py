@@ -46,7 +46,6 @@ from ddpkit.types import FitResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpkit.ema import WeightAverage
     from ddpkit.run.choose_start import Start
     from ddpkit.training import BatchSizes, RunContext, TrainStep
 
@@ -294,10 +293,8 @@ class Run:
         found = self.policy.recover_for_evaluation(max_key, min_key)
         if found is None:
             self._warn_of_first_weights()
-        elif self.context.options.evaluate_ema:
-            from ddpkit.ema import require_average  # which few runs need
-
-            require_average(found)
+        else:
+            self.train_step.average.require_in(found)
 
     def _warn_of_first_weights(self) -> None:
         """Warn that what is evaluated is neither trained, nor of a checkpoint or of
@@ -431,12 +428,9 @@ class Run:
         self.train_step.scaler = scaler
         self.policy.register_scaler()
 
-    def replace_average(self, ema: WeightAverage | None) -> None:
+    def replace_average(self, average: Any) -> None:
         """Keep another average of the weights from now on, which checkpoints hold."""
-        # of the modules of now it is an average of whatever the run trains; else of a teacher
-        if ema is not None and ema.modules is self.context.modules:
-            ema.follow_modules_of(self.context)
-        self.train_step.ema = ema
+        self.train_step.average.replace(average)
         self.policy.register_average()
 
     def replace_modules(self, modules: Any) -> None:

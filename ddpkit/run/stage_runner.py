@@ -254,8 +254,7 @@ class StageRunner:
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
             self.context.strategy.begin_epoch(self.context.modules)
             self.prepare_new_optimizers()
-            if train_step.ema is not None:
-                train_step.ema.follow()
+            train_step.average.follow()
             brain.zero_grad()  # gradients that the hook has computed belong to no step
             one_pass = functools.partial(
                 self._pass,
@@ -536,7 +535,7 @@ class StageRunner:
             with (
                 self._explaining(brain),
                 self._stoppable(),
-                self._averaged_weights(stage),
+                self.train_step.average.evaluated(stage),
                 self._evaluating(loader),
             ):
                 loss = self._evaluate(
@@ -697,7 +696,7 @@ class StageRunner:
                 stack.enter_context(kept.open())
             with (
                 self._explaining(brain),
-                self._averaged_weights(Stage.TEST),
+                self.train_step.average.evaluated(Stage.TEST),
                 self._evaluating(loader, PREDICT),
             ):
                 self._outputs(brain, loader, precision, kept, enable_bar=enable_bar)
@@ -894,14 +893,6 @@ class StageRunner:
             return 0.0
         length = length_of(loader)
         return self.context.progress.step / length if length else None
-
-    def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
-        ema = self.train_step.ema
-        return (
-            ema.evaluated(stage)
-            if ema is not None and (ema.is_evaluated or self.context.options.evaluate_ema)
-            else contextlib.nullcontext()
-        )
 
     def _evaluating(self, loader: Any, words: str = EVALUATE) -> AbstractContextManager[None]:
         divided = is_divided(loader, unknown=self.context.options.shard_evaluation)

@@ -22,6 +22,9 @@ from ddpkit.training.gathering import (
     row_count as row_count,
     rows_of as rows_of,
 )
+from ddpkit.training.kept_average import (
+    KeptAverage as KeptAverage,
+)
 from ddpkit.training.loader_factory import (
     LoaderFactory as LoaderFactory,
 )

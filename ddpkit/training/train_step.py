@@ -23,6 +23,7 @@ from ddpkit.precision import StepScaler, drop_casts
 from ddpkit.training.context import RunContext
 from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
+from ddpkit.training.kept_average import KeptAverage
 from ddpkit.training.losses import backward, sum_and_count
 from ddpkit.training.recipe import StepHooks
 from ddpkit.training.skipped_batches import TWO_KINDS, SkippedBatches
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.ema import WeightAverage
     from ddpkit.step_times import StepTimer
 
 
@@ -95,7 +95,7 @@ class TrainStep:
     Args:
         context: of the run.
         scaler: of fp16 gradients; may be disabled.
-        ema: follows every step; or None.
+        average: of the weights, which follows every step; None: none is kept.
 
     Attributes:
         optimizers: name -> optimizer, or None; the recipe's ``optimizers_dict``.
@@ -117,10 +117,10 @@ class TrainStep:
         self,
         context: RunContext,
         scaler: torch.amp.GradScaler,
-        ema: WeightAverage | None = None,
+        average: KeptAverage | None = None,
     ) -> None:
         self.context = context
-        self.ema = ema
+        self.average = average or KeptAverage(context)
         self.scaler = scaler
         self.optimizers: dict[str, torch.optim.Optimizer] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -562,7 +562,7 @@ class TrainStep:
     def _follows_each_step(self) -> bool:
         """Whether something follows each step: an average, a schedule of steps, or a part."""
         by_step = self.schedule is not None and self.schedule.every == "step"
-        return self.ema is not None or by_step or self.after_window is not None
+        return self.average.weights is not None or by_step or self.after_window is not None
 
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
@@ -798,8 +798,8 @@ class TrainStep:
             self._update_after_window(stepped)
 
     def _update_after_window(self, stepped: list[torch.optim.Optimizer]) -> None:
-        if self.ema is not None:
-            self.ema.update()
+        if self.average.weights is not None:
+            self.average.weights.update()
         if self.schedule is not None:
             self.schedule.after_step(stepped)
         if self.after_window is not None:

@@ -158,7 +158,10 @@ ASSIGNED = {
     "scheduler_class": (lambda: halved, at("context.scheduler_class")),
     "checkpointer": (lambda: None, at("policy.checkpointer")),
     "scaler": (lambda: torch.amp.GradScaler("cpu", enabled=False), at("train_step.scaler")),
-    "ema": (lambda: WeightAverage(nn.ModuleDict({"net": linear()}), 0.5), at("train_step.ema")),
+    "ema": (
+        lambda: WeightAverage(nn.ModuleDict({"net": linear()}), 0.5),
+        at("train_step.average.weights"),
+    ),
     "optimizer": (lambda: sgd()(linear().parameters()), at("train_step.optimizer")),
     "optimizers_dict": (
         lambda: {"own": sgd()(linear().parameters())},

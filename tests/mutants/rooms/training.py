@@ -151,8 +151,8 @@ FAULTS = in_room(
             "scale = 0.0",
             """
             scale = 0.0
-            if self.ema is not None:
-                self.ema.update()
+            if self.average.weights is not None:
+                self.average.weights.update()
             """,
             MODEL,
         ),

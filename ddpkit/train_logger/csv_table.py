@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import replacing, require_writable_file, writing
 from ddpkit.errors import ConfigError
-from ddpkit.logger import get_logger
-from ddpkit.reporting import Stats, move_logs_away
-from ddpkit.train_logger.main_logger import MainTrainLogger
-from ddpkit.train_logger.step_axis import StepAxis, flat
+from ddpkit.train_logger.step_axis import flat
+from ddpkit.train_logger.step_file import STEP, RowKind, StepFileLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-logger = get_logger(__name__)
+    from ddpkit.reporting import Stats
 
-STEP = "optimizer_step"
+TableRow = dict[str, Any]
 
 
-class CSVTrainLogger(MainTrainLogger):
+class CSVTrainLogger(StepFileLogger[TableRow]):
     """Writes a table with one row per call: ``epoch,optimizer_step,train_loss,valid_loss``.
 
     A name that comes later gets a column of its own, which is empty in the rows before. The file
@@ -38,8 +35,11 @@ class CSVTrainLogger(MainTrainLogger):
 
     Ranks: all, or the main process alone; only it writes.
 
+    State: saves how many rows the table has, and a checksum of them.
+
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     table = CSVTrainLogger(f"{folder}/log.csv")
         ...     table.log_stats({"epoch": 1}, {"loss": 0.5})
@@ -48,56 +48,8 @@ class CSVTrainLogger(MainTrainLogger):
         ['epoch,train_loss,valid_loss', '1,0.5,', '2,0.25,0.75']
     """
 
-    save_file: str
-
     def __init__(self, save_file: str | os.PathLike[str]) -> None:
-        self.save_file = os.fspath(save_file)
-        self._axis = StepAxis()
-        self._has_written = False
-
-    def require_writable(self) -> None:
-        """Refuse a file that cannot be written or is no table, before the first epoch.
-
-        Raises:
-            ConfigError: so it is with :attr:`save_file`.
-
-        Ranks: the main process alone.
-        """
-        require_writable_file(self._name(), self.save_file)
-        self._rows()
-
-    def begin_fit(self, optimizer_step: int) -> None:
-        """Take out the rows of later steps than that which the run goes on from.
-
-        Args:
-            optimizer_step: 0: the run begins, and rows are left as they are.
-
-        Raises:
-            ConfigError: as :meth:`require_writable`.
-
-        Ranks: the main process alone.
-        """
-        rows = self._rows()
-        kept = [row for row in rows if not _is_later(row, optimizer_step)]
-        if optimizer_step and len(kept) < len(rows):
-            self._write(kept)
-            logger.info(
-                "%s: %d row(s) after optimizer step %d were taken out; the run writes them again.",
-                self.save_file,
-                len(rows) - len(kept),
-                optimizer_step,
-            )
-
-    def begin_anew(self) -> None:
-        """Move the table to ``earlier-<time>``.
-
-        Raises:
-            ConfigError: as :meth:`TrainLogger.begin_anew`.
-
-        Ranks: the main process alone.
-        """
-        if not self._has_written:
-            move_logs_away([Path(self.save_file)])
+        super().__init__(save_file, _TableRows(f"save_file={os.fspath(save_file)!r}"))
 
     def _log(
         self,
@@ -106,45 +58,56 @@ class CSVTrainLogger(MainTrainLogger):
         verbose: bool | None,
     ) -> None:
         self._has_written = True
-        step = self._axis.step_of({})
-        at = {} if step is None else {STEP: step}
-        self._write([*self._rows(), flat({**meta, **at}, stages, "_")])
+        row = flat({**meta, **self._step_now()}, stages, "_")
+        self._file.make_room(row.get(STEP), _names(row))
+        rows = self._file.rows()
+        self._file.replace([*rows, row], rows)
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        path = Path(self.save_file)
-        columns = dict.fromkeys(name for row in rows for name in row)
-        with writing(self._name()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                replacing(path) as unfinished,
-                unfinished.open("w", newline="", encoding="utf-8") as file,
-            ):
-                table = csv.DictWriter(file, [*columns], lineterminator="\n")
-                table.writeheader()
-                table.writerows(rows)
 
-    def _rows(self) -> list[dict[str, Any]]:
-        path = Path(self.save_file)
-        if not path.exists():
-            return []
+class _TableRows(RowKind[TableRow]):
+    """Rows of a table: values by column."""
+
+    word = "row"
+
+    def __init__(self, file_name: str) -> None:
+        self._file_name = file_name
+
+    def parse(self, data: bytes) -> list[TableRow]:
         try:
-            with path.open(newline="", encoding="utf-8") as file:
-                rows: list[dict[str, Any]] = [*csv.DictReader(file)]
+            text = io.StringIO(data.decode("utf-8"), newline="")
+            rows: list[TableRow] = [*csv.DictReader(text)]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{self._name()} cannot be read as a table: {error}. Move it away."
+                f"{self._file_name} cannot be read as a table: {error}. Move it away."
             ) from error
         if any(None in row for row in rows):
             raise ConfigError(
-                f"{self._name()} has a row with more values than its first line has names, so it "
-                "is not a table of this logger. Move it away."
+                f"{self._file_name} has a row with more values than its first line has names, so "
+                "it is not a table of this logger. Move it away."
             )
         return rows
 
-    def _name(self) -> str:
-        return f"save_file={self.save_file!r}"
+    def render(self, rows: Sequence[TableRow], before: Sequence[TableRow]) -> bytes:
+        # a table without rows keeps its first line
+        columns = dict.fromkeys(name for row in (rows or before) for name in row)
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, [*columns], lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        return text.getvalue().encode("utf-8")
+
+    def step_of(self, row: TableRow) -> int | None:
+        number = row.get(STEP) or ""
+        return int(number) if number.isdecimal() else None
+
+    def names_of(self, row: TableRow) -> frozenset[str]:
+        return _names(row)
+
+    def identity(self, row: TableRow) -> bytes:
+        # a name that comes later is an empty value in the rows before
+        return repr(sorted((name, value) for name, value in row.items() if value)).encode()
 
 
-def _is_later(row: Mapping[str, str], optimizer_step: int) -> bool:
-    number = row.get(STEP) or ""
-    return number.isdecimal() and int(number) > optimizer_step
+def _names(row: TableRow) -> frozenset[str]:
+    """Return the names of a row's values; an empty one may be of a column of other rows."""
+    return frozenset(name for name, value in row.items() if value is not None and value != "")

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import replacing, require_writable_file, writing
-from ddpkit.logger import get_logger
-from ddpkit.reporting import RunLog, Stats, close_torn_line, move_logs_away
-from ddpkit.train_logger.main_logger import MainTrainLogger
-from ddpkit.train_logger.step_axis import StepAxis
+from ddpkit.base import writing
+from ddpkit.reporting import RunLog, close_torn_line
+from ddpkit.train_logger.step_file import STEP, RowKind, StepFileLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import os
+    from collections.abc import Sequence
 
-logger = get_logger(__name__)
-
-STEP = "optimizer_step"
+    from ddpkit.reporting import Stats
 
 
-class JSONLTrainLogger(MainTrainLogger):
+class JSONLTrainLogger(StepFileLogger[bytes]):
     """Writes one JSON object per line to a file: the statistics of each call, and curves.
 
     ``metrics.jsonl`` has these and more. This file has statistics alone, wherever it is wanted.
@@ -37,34 +33,24 @@ class JSONLTrainLogger(MainTrainLogger):
 
     Ranks: all, or the main process alone; only it writes.
 
+    State: saves how many lines the file has, and a checksum of them.
+
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     JSONLTrainLogger(f"{folder}/log.jsonl").log_stats({"epoch": 1}, {"loss": 0.5})
         ...     json.loads(Path(f"{folder}/log.jsonl").read_text())["train"]
         {'loss': 0.5}
     """
 
-    save_file: str
-
     def __init__(self, save_file: str | os.PathLike[str]) -> None:
-        self.save_file = os.fspath(save_file)
-        self._axis = StepAxis()
-        self._file = RunLog(save_file)
-        self._has_written = False
-
-    def require_writable(self) -> None:
-        """Refuse a file that cannot be written, before the first epoch.
-
-        Raises:
-            ConfigError: :attr:`save_file` cannot be written.
-
-        Ranks: the main process alone.
-        """
-        require_writable_file(self._name(), self.save_file)
+        super().__init__(save_file, _Lines())
+        self._lines = RunLog(save_file)
 
     def begin_fit(self, optimizer_step: int) -> None:
-        """Take out the lines of later steps than that which the run goes on from.
+        """Take out the lines of later steps than that which the run goes on from; end a line that a
+        crash has cut off.
 
         Args:
             optimizer_step: 0: the run begins, and lines are left as they are.
@@ -74,40 +60,16 @@ class JSONLTrainLogger(MainTrainLogger):
 
         Ranks: the main process alone.
         """
-        path = Path(self.save_file)
-        with writing(self._name()):
-            close_torn_line(path)
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            kept = [line for line in lines if not _is_later(line, optimizer_step)]
-            if not optimizer_step or len(kept) == len(lines):
-                return
-            with replacing(path) as unfinished:
-                unfinished.write_bytes(b"".join(kept))
-        logger.info(
-            "%s: %d line(s) after optimizer step %d were taken out; the run writes them again.",
-            self.save_file,
-            len(lines) - len(kept),
-            optimizer_step,
-        )
-
-    def begin_anew(self) -> None:
-        """Move the file to ``earlier-<time>``.
-
-        Raises:
-            ConfigError: as :meth:`TrainLogger.begin_anew`.
-
-        Ranks: the main process alone.
-        """
-        if not self._has_written:
-            move_logs_away([Path(self.save_file)])
+        super().begin_fit(optimizer_step)
+        with writing(self._file.name):
+            close_torn_line(self._file.path)
 
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Write an event "step"; arguments as in :meth:`TrainLogger.log_step`.
 
         Ranks: the main process alone.
         """
-        self._has_written = True
-        self._file.write("step", **{STEP: step, "values": values})
+        self._append("step", {STEP: step, "values": values})
 
     def _log(
         self,
@@ -115,19 +77,57 @@ class JSONLTrainLogger(MainTrainLogger):
         stages: Mapping[str, Stats],
         verbose: bool | None,
     ) -> None:
+        self._append("stats", {**self._step_now(), "meta": meta, **stages})
+
+    def _append(self, event: str, fields: Mapping[str, Any]) -> None:
+        if not self._has_written:
+            with writing(self._file.name):
+                close_torn_line(self._file.path)
         self._has_written = True
-        step = self._axis.step_of({})
-        at = {} if step is None else {STEP: step}
-        self._file.write("stats", **at, meta=meta, **stages)
-
-    def _name(self) -> str:
-        return f"save_file={self.save_file!r}"
+        self._file.make_room(fields.get(STEP), _names({"event": event, **fields}))
+        self._lines.write(event, **fields)
 
 
-def _is_later(line: bytes, optimizer_step: int) -> bool:
+class _Lines(RowKind[bytes]):
+    """Lines as they stand in the file, with their ends."""
+
+    word = "line"
+
+    def parse(self, data: bytes) -> list[bytes]:
+        return data.splitlines(keepends=True)
+
+    def render(self, rows: Sequence[bytes], before: Sequence[bytes]) -> bytes:
+        return b"".join(rows)
+
+    def step_of(self, row: bytes) -> int | None:
+        step = _record(row).get(STEP)
+        return step if isinstance(step, int) else None
+
+    def names_of(self, row: bytes) -> frozenset[str]:
+        return _names(_record(row))
+
+    def identity(self, row: bytes) -> bytes:
+        return row
+
+    def is_torn(self, row: bytes) -> bool:
+        return not row.endswith(b"\n")
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Return the values of a line; none of a torn line, or one of another program."""
     try:
         record = json.loads(line)
-    except ValueError:  # a torn line, or another program's: it is left
-        return False
-    step = record.get(STEP) if isinstance(record, dict) else None
-    return isinstance(step, int) and step > optimizer_step
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _names(record: Mapping[str, Any]) -> frozenset[str]:
+    """Return the event of a line, and the names of its values with their stages."""
+    stages = {str(stage): values for stage, values in record.items() if isinstance(values, Mapping)}
+    return frozenset(
+        [
+            str(record.get("event")),
+            *(f"{stage}/{name}" for stage, values in stages.items() for name in values),
+        ]
+    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.base import (
+    POSITION,
     mark_as_loader,
     mark_as_saver,
     register_checkpoint_hooks,
@@ -21,6 +22,12 @@ from ddpkit.base import (
 from ddpkit.distributed import if_main_process, main_process_only
 from ddpkit.errors import MissingExtraError
 from ddpkit.reporting import Stats, move_logs_away, plain
+from ddpkit.train_logger.event_files import (
+    EVENT_FILES,
+    StandingValues,
+    event_file_sizes,
+    events_after,
+)
 from ddpkit.train_logger.main_logger import MainTrainLogger
 from ddpkit.train_logger.step_axis import StepAxis
 
@@ -39,7 +46,8 @@ class TensorboardLogger(MainTrainLogger):
     its own, counted from 1.
 
     A run that goes on from a checkpoint writes later steps again, and has TensorBoard hide the
-    first ones; not where lists have been written, which count otherwise.
+    first ones. A value of the checkpoint's own step that stands in the files already is not written
+    again. Where lists have been written, which count otherwise, values are shown twice.
 
     Args:
         save_dir: folder of the event files; it is made at the first write.
@@ -52,8 +60,9 @@ class TensorboardLogger(MainTrainLogger):
 
     Ranks: all, or the main process alone; only it writes.
 
-    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended. The
-    Brain gives the logger to the checkpointer, unless the recipe does.
+    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended, and
+    the sizes of the event files. The Brain gives the logger to the checkpointer, unless the recipe
+    does.
 
     Example:
         >>> import tempfile
@@ -78,6 +87,9 @@ class TensorboardLogger(MainTrainLogger):
         self._axis = StepAxis()
         self._purge_step: int | None = None
         self._has_lists = False
+        # of the checkpoint that fit goes on from, and what was written at its step after it
+        self._saved_sizes: dict[str, int] | None = None
+        self._standing: StandingValues | None = None
 
     def begin_anew(self) -> None:
         """Move event files to ``earlier-<time>`` in their folder, where TensorBoard shows them as
@@ -89,7 +101,7 @@ class TensorboardLogger(MainTrainLogger):
         Ranks: the main process alone.
         """
         if "writer" not in self.__dict__:
-            move_logs_away(Path(self.save_dir).glob("events.out.tfevents.*"))
+            move_logs_away(Path(self.save_dir).glob(EVENT_FILES))
 
     @functools.cached_property
     def writer(self) -> SummaryWriter | None:
@@ -115,15 +127,26 @@ class TensorboardLogger(MainTrainLogger):
         require_writable(f"save_dir={self.save_dir!r}", self.save_dir)
 
     def begin_fit(self, optimizer_step: int) -> None:
-        """Have TensorBoard hide what an earlier start has written of later steps.
+        """Have TensorBoard hide what an earlier start has written of later steps; look what it has
+        written of this step after the checkpoint.
 
         Args:
             optimizer_step: where the run goes on; 0: nothing is hidden.
 
+        Raises:
+            ConfigError: the event files cannot be read.
+
         Ranks: the main process alone.
         """
-        if optimizer_step and not self._has_lists and "writer" not in self.__dict__:
-            self._purge_step = optimizer_step + 1
+        sizes = self._saved_sizes
+        self._saved_sizes = self._standing = None
+        if not optimizer_step or self._has_lists or "writer" in self.__dict__:
+            return
+        self._purge_step = optimizer_step + 1
+        if sizes is not None:
+            with writing(f"save_dir={self.save_dir!r}"):
+                later = events_after(self.save_dir, sizes)
+                self._standing = StandingValues(later, optimizer_step)
 
     def _log(
         self,
@@ -229,10 +252,9 @@ class TensorboardLogger(MainTrainLogger):
         value: Any,
         step: int,
     ) -> None:
-        if isinstance(value, bool | int | float):
-            self._add("scalar", tag, value, step)
-        else:
-            self._add("text", tag, str(value), step)
+        found = value if isinstance(value, bool | int | float) else str(value)
+        if self._standing is None or not self._standing.take(tag, found, step):
+            self._add("text" if isinstance(found, str) else "scalar", tag, found, step)
 
     def _add(
         self,
@@ -246,7 +268,14 @@ class TensorboardLogger(MainTrainLogger):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        state = {**self.global_step, "has_lists": self._has_lists}
+        writer = self.__dict__.get("writer")
+        if writer is not None:
+            writer.flush()
+        state = {
+            **self.global_step,
+            "has_lists": self._has_lists,
+            "sizes": event_file_sizes(self.save_dir),
+        }
         Path(path).write_text(json.dumps(state), encoding="utf-8")
 
     @mark_as_loader
@@ -258,3 +287,6 @@ class TensorboardLogger(MainTrainLogger):
         }
         # an earlier version did not say it, and counted all values as it counted lists
         self._has_lists = bool(saved.get("has_lists", True))
+        # What is recovered for an evaluation is not gone on from.
+        is_fitting = POSITION.progress is not None and POSITION.progress.is_fitting
+        self._saved_sizes = saved.get("sizes") if is_fitting else None

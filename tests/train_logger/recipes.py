@@ -37,19 +37,37 @@ class Logged(Regression):
         self.hparams.train_logger.log_stats({"epoch": epoch}, **stats)
 
 
-def train(folder, train_logger, dies_at=None, *, is_tested=False):
-    """Train as a script does, with a checkpoint in each epoch after its third step.
+class SavesFirst(Logged):
+    """Saves at the end of an epoch, and logs after that: a run that goes on does not repeat it."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage.name == "VALID":
+            self.checkpointer.save_checkpoint()
+        super().on_stage_end(stage, stage_loss, epoch)
+
+
+def train(
+    folder,
+    train_logger,
+    dies_at=None,
+    *,
+    is_tested=False,
+    epochs=EPOCHS,
+    save_every=3,
+    recipe=Logged,
+):
+    """Train as a script does, with a checkpoint in each epoch after its third step, or at another.
 
     Returns:
         The Brain; None if it was killed.
     """
-    counter = EpochCounter(EPOCHS)
+    counter = EpochCounter(epochs)
     brain = make(
-        Logged,
+        recipe,
         hparams={"train_logger": train_logger},
         folder=Path(folder) / "save",
         recoverables={"counter": counter},
-        ckpt_interval_steps=3,
+        ckpt_interval_steps=save_every,
     )
     brain.dies_at = dies_at
     size = {"batch_size": 16 // world_size()}

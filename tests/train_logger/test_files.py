@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.errors import ConfigError
 from ddpkit.train_logger import CSVTrainLogger, JSONLTrainLogger, TensorboardLogger
-from tests.train_logger.recipes import ENDS, KILLED, NEWEST, train
+from tests.train_logger.recipes import ENDS, KILLED, NEWEST, STEPS, SavesFirst, train
 from tests.unit.test_train_logger import scalars
 
 
@@ -47,6 +49,123 @@ def test_a_killed_run_has_each_step_once_in_files(tmp_path):
         "loss/test": [NEWEST],
         "error/test": [NEWEST],
     }
+
+
+def loggers_in(folder):
+    return [
+        CSVTrainLogger(folder / "log.csv"),
+        JSONLTrainLogger(folder / "log.jsonl"),
+        TensorboardLogger(folder / "board"),
+    ]
+
+
+def shown_in(folder):
+    """What each kind of file shows of losses: step and value, by stage."""
+    table = rows_of(folder / "log.csv")
+    lines = lines_of(folder / "log.jsonl")
+    board = scalars(folder / "board")
+    assert [row for row in table if any(row.values())] == table
+    return [
+        {stage: sorted(found) for stage in ("train", "valid", "test") if (found := of_stage(stage))}
+        for of_stage in (
+            lambda stage: [
+                (int(row["optimizer_step"]), round(float(row[f"{stage}_loss"]), 5))
+                for row in table
+                if row.get(f"{stage}_loss")
+            ],
+            lambda stage: [
+                (line["optimizer_step"], round(line[stage]["loss"], 5))
+                for line in lines
+                if stage in line
+            ],
+            lambda stage: board.get(f"loss/{stage}", []),
+        )
+    ]
+
+
+def test_a_validation_after_the_checkpoint_of_its_step_stands_once(tmp_path):
+    train(tmp_path / "through", loggers_in(tmp_path / "through"), save_every=STEPS)
+    expected = shown_in(tmp_path / "through")
+    steps = {stage: [step for step, _ in values] for stage, values in expected[0].items()}
+    assert steps == {"train": ENDS, "valid": ENDS}
+    assert expected[1] == expected[2] == expected[0]
+    killed = tmp_path / "killed"
+    train(killed, loggers_in(killed), KILLED, save_every=STEPS)
+    assert [row["optimizer_step"] for row in rows_of(killed / "log.csv")] == ["4", "8"]
+    train(killed, loggers_in(killed), save_every=STEPS)
+    assert shown_in(killed) == expected
+    assert (killed / "log.csv").read_text() == (tmp_path / "through" / "log.csv").read_text()
+
+
+def test_a_row_that_is_logged_after_the_save_of_its_epoch_stays(tmp_path):
+    how = {"recipe": SavesFirst, "save_every": 0}
+    train(tmp_path, loggers_in(tmp_path), KILLED, **how)
+    train(tmp_path, loggers_in(tmp_path), **how)
+    for found in shown_in(tmp_path):
+        steps = {stage: [step for step, _ in values] for stage, values in found.items()}
+        assert steps == {"train": ENDS, "valid": ENDS}
+
+
+def test_a_test_of_the_checkpoint_stays_where_training_goes_on(tmp_path):
+    train(tmp_path, loggers_in(tmp_path), epochs=2, save_every=STEPS, is_tested=True)
+    tested = [found.pop("test") for found in shown_in(tmp_path)]
+    assert [step for step, _ in tested[0]] == [ENDS[1]]
+    train(tmp_path, loggers_in(tmp_path), epochs=3, save_every=STEPS, is_tested=True)
+    for found, before in zip(shown_in(tmp_path), tested, strict=True):
+        assert found["test"][:1] == before
+        assert [step for step, _ in found["test"]] == ENDS[1:]
+        assert [step for step, _ in found["valid"]] == ENDS
+        assert [step for step, _ in found["train"]] == ENDS
+
+
+def test_an_older_checkpoint_replaces_what_came_after_it_and_nothing_else(tmp_path):
+    (tmp_path / "log.csv").write_text("epoch,optimizer_step,train_loss\n9,99,1.5\n")
+    how = {"recipe": SavesFirst, "save_every": 0}
+    train(tmp_path, loggers_in(tmp_path), **how)
+    for folder in sorted((tmp_path / "save").glob("CKPT+*"))[1:]:
+        shutil.rmtree(folder)
+    train(tmp_path, loggers_in(tmp_path), **how)
+    rows = rows_of(tmp_path / "log.csv")
+    steps = [int(row["optimizer_step"]) for row in rows]
+    assert steps == [99, *ENDS]  # the first is of an earlier run
+    assert [line["optimizer_step"] for line in lines_of(tmp_path / "log.jsonl")] == ENDS
+
+
+def test_a_table_that_the_checkpoint_has_not_seen_loses_later_steps_alone(tmp_path):
+    train(tmp_path, loggers_in(tmp_path), KILLED, save_every=STEPS)
+    table = "epoch,optimizer_step,train_loss\n7,4,0.5\n7,8,0.5\n7,12,0.5\n"
+    (tmp_path / "log.csv").write_text(table)
+    train(tmp_path, loggers_in(tmp_path), save_every=STEPS)
+    rows = rows_of(tmp_path / "log.csv")
+    places = [(row["epoch"], row["optimizer_step"]) for row in rows]
+    assert places == [("7", "4"), ("7", "8"), ("2", "8"), ("3", "12")]
+
+
+def test_a_checkpoint_that_is_evaluated_takes_no_row_out(tmp_path):
+    table = CSVTrainLogger(tmp_path / "log.csv")
+    find_save_hook(table)(table, tmp_path / "state")
+    table.log_stats({"epoch": 1, "optimizer_step": STEPS}, {"loss": 0.5})
+    find_load_hook(table)(table, tmp_path / "state", True)  # no call of fit runs
+    table.begin_fit(STEPS)
+    table.log_stats({"epoch": 2, "optimizer_step": STEPS}, {"loss": 0.25})
+    assert [row["epoch"] for row in rows_of(tmp_path / "log.csv")] == ["1", "2"]
+
+
+def test_a_table_without_rows_keeps_its_names(tmp_path):
+    table = CSVTrainLogger(tmp_path / "log.csv")
+    table.log_stats({"epoch": 1, "optimizer_step": 9}, {"loss": 0.5})
+    table.begin_fit(4)
+    assert (tmp_path / "log.csv").read_text() == "epoch,optimizer_step,train_loss\n"
+    table.log_stats({"epoch": 1}, {"error": 0.5})
+    assert rows_of(tmp_path / "log.csv") == [{"epoch": "1", "train_error": "0.5"}]
+
+
+def test_a_line_that_a_kill_has_torn_after_the_checkpoint_is_taken_out(tmp_path):
+    train(tmp_path, loggers_in(tmp_path), KILLED, save_every=STEPS)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    train(tmp_path, loggers_in(tmp_path), save_every=STEPS)
+    assert len(lines_of(tmp_path / "log.jsonl")) == len(ENDS)
 
 
 def test_a_run_that_begins_leaves_what_is_there(tmp_path):
@@ -109,8 +228,6 @@ def test_curves_in_json_lines(tmp_path):
 
 
 def test_elements_of_a_list_are_counted_and_stay_after_a_restart(tmp_path):
-    from ddpkit.checkpointing import find_load_hook, find_save_hook
-
     first = TensorboardLogger(tmp_path / "board")
     first.log_stats({}, {"losses": [3.0, 2.0, 1.0]})
     find_save_hook(first)(first, tmp_path / "state")

@@ -217,9 +217,30 @@ LOGS = in_room(
         ),
         Fault(
             "rows of the step that a run goes on from are taken out of a table",
-            "_is_later",
-            "int(number) > optimizer_step",
-            "int(number) > optimizer_step - 4",
+            "StepFile.take_out_later",
+            "(self._kind.step_of(row) or 0) <= optimizer_step",
+            "(self._kind.step_of(row) or 0) < optimizer_step",
+            "tests/train_logger/test_files.py",
+        ),
+        Fault(
+            "a row of the step of a checkpoint that came after it stands twice",
+            "StandingRows.has",
+            "self._numbers[names] > 0",
+            "self._numbers[names] > 1",
+            "tests/train_logger/test_files.py",
+        ),
+        Fault(
+            "a value of the step of a checkpoint that came after it is drawn twice",
+            "StandingValues.take",
+            "step != self._step",
+            "step >= self._step",
+            "tests/train_logger/test_files.py",
+        ),
+        Fault(
+            "rows before a checkpoint that an evaluation has recovered are counted for a training",
+            "StepFileLogger._recover",
+            "is_fitting and if_main_process()",
+            "if_main_process()",
             "tests/train_logger/test_files.py",
         ),
         Fault(

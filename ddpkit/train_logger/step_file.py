@@ -1,0 +1,323 @@
+"""Files of rows at optimizer steps: what a checkpoint knows of them, and what a resumed run cuts.
+
+A checkpoint holds how many rows the file had, and a checksum of them. A run that goes on from it
+keeps these rows, and takes out those of later steps, which it writes again. Of the checkpoint's own
+step it may write some again and others not, such as those of a test. So a row that it writes there
+takes the place of the one that came after the checkpoint.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import os
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from ddpkit.base import (
+    POSITION,
+    mark_as_loader,
+    mark_as_saver,
+    register_checkpoint_hooks,
+    replacing,
+    require_writable_file,
+    writing,
+)
+from ddpkit.distributed import if_main_process
+from ddpkit.logger import get_logger
+from ddpkit.reporting import move_logs_away
+from ddpkit.train_logger.main_logger import MainTrainLogger
+from ddpkit.train_logger.step_axis import StepAxis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = get_logger(__name__)
+
+STEP = "optimizer_step"
+
+Row = TypeVar("Row")
+
+
+class RowKind(abc.ABC, Generic[Row]):
+    """How the rows of a log stand in its file, and where they stand in the run.
+
+    Attributes:
+        word: for a row, in messages.
+
+    Ranks: main only.
+    """
+
+    word: ClassVar[str]
+
+    @abc.abstractmethod
+    def parse(self, data: bytes) -> list[Row]:
+        """Return the rows of a file.
+
+        Raises:
+            ConfigError: the file holds something else.
+        """
+
+    @abc.abstractmethod
+    def render(self, rows: Sequence[Row], before: Sequence[Row]) -> bytes:
+        """Return the bytes of a file.
+
+        Args:
+            rows: of the file.
+            before: those that it had.
+        """
+
+    @abc.abstractmethod
+    def step_of(self, row: Row) -> int | None:
+        """Return the optimizer step of a row; None: it has none."""
+
+    @abc.abstractmethod
+    def names_of(self, row: Row) -> frozenset[str]:
+        """Return the names of a row's values, with their stages."""
+
+    @abc.abstractmethod
+    def identity(self, row: Row) -> bytes:
+        """Return what stays the same of a row, however the file is written anew."""
+
+    def is_torn(self, row: Row) -> bool:
+        """Say whether a row is the beginning of one that was cut off."""
+        return False
+
+
+class StandingRows(Generic[Row]):
+    """The rows of a checkpoint's own step that came after it: a run that goes on from it may write
+    them again.
+
+    Args:
+        kind: of the rows.
+        rows: of the file.
+        known: how many of them the checkpoint has seen.
+        step: of the checkpoint.
+
+    Ranks: main only.
+    """
+
+    def __init__(
+        self,
+        kind: RowKind[Row],
+        rows: Sequence[Row],
+        known: int,
+        step: int,
+    ) -> None:
+        self._kind = kind
+        self._known = known
+        self._step = step
+        self._numbers = Counter(
+            kind.names_of(row) for row in rows[known:] if kind.step_of(row) == step
+        )
+
+    def has(self, step: int | None, names: frozenset[str]) -> bool:
+        """Say whether a row of these names stands at a step."""
+        return step == self._step and self._numbers[names] > 0
+
+    def without(self, rows: Sequence[Row], names: frozenset[str]) -> list[Row]:
+        """Return the rows of the file without the first that stands there with these names."""
+        self._numbers[names] -= 1
+        found = next(
+            number
+            for number, row in enumerate(rows)
+            if number >= self._known and self._stands(row, names)
+        )
+        return [*rows[:found], *rows[found + 1 :]]
+
+    def _stands(self, row: Row, names: frozenset[str]) -> bool:
+        return self._kind.step_of(row) == self._step and self._kind.names_of(row) == names
+
+
+class StepFile(Generic[Row]):
+    """A file of rows at optimizer steps.
+
+    Rows are replaced in one piece, and are on the disk before the file has its name. What a
+    checkpoint counts is on the disk, too.
+
+    Args:
+        path: the file; it need not exist.
+        kind: of its rows.
+
+    Attributes:
+        name: of the file in messages.
+
+    Ranks: main only.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], kind: RowKind[Row]) -> None:
+        self.path = Path(path)
+        self.name = f"save_file={os.fspath(path)!r}"
+        self._kind = kind
+        self._saved: dict[str, int] | None = None
+        self._standing: StandingRows[Row] | None = None
+
+    def require_writable(self) -> None:
+        """Refuse a file that cannot be written, or that holds something else."""
+        require_writable_file(self.name, self.path)
+        self.rows()
+
+    def rows(self) -> list[Row]:
+        """Return the rows; none where there is no file."""
+        with writing(self.name):
+            data = self.path.read_bytes() if self.path.exists() else b""
+        return self._kind.parse(data)
+
+    def replace(self, rows: Sequence[Row], before: Sequence[Row]) -> None:
+        """Write the file anew, with other rows.
+
+        Args:
+            rows: to write.
+            before: those that it has.
+        """
+        data = self._kind.render(rows, before)
+        with writing(self.name):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as unfinished, unfinished.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def state(self) -> dict[str, int]:
+        """Return what a checkpoint holds of the file, whose rows are on the disk then."""
+        if self.path.exists():
+            with writing(self.name), self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        return self._state_of(self.rows())
+
+    def recovered(self, state: dict[str, int]) -> None:
+        """Note the state of the checkpoint that training goes on from."""
+        self._saved = state
+
+    def take_out_later(self, optimizer_step: int) -> None:
+        """Take out the rows of later steps than that which the run goes on from.
+
+        Args:
+            optimizer_step: where it goes on; 0: it begins, and no row is taken out.
+        """
+        rows = self.rows()
+        known = self._known(rows, self._saved)
+        self._saved = None
+        self._standing = None
+        if not optimizer_step or not rows:
+            return
+        kept = rows[: known or 0]
+        for row in rows[known or 0 :]:
+            is_torn = known is not None and self._kind.is_torn(row)
+            if not is_torn and (self._kind.step_of(row) or 0) <= optimizer_step:
+                kept.append(row)
+        if known is not None:
+            self._standing = StandingRows(self._kind, kept, known, optimizer_step)
+        if len(kept) == len(rows):
+            return
+        self.replace(kept, rows)
+        logger.info(
+            "%s: %d %s(s) after optimizer step %d were taken out; the run writes them again.",
+            self.path,
+            len(rows) - len(kept),
+            self._kind.word,
+            optimizer_step,
+        )
+
+    def make_room(self, step: int | None, names: frozenset[str]) -> None:
+        """Take out the row that stands in the place of a new one, where there is one.
+
+        Args:
+            step: of the new row.
+            names: of its values.
+        """
+        if self._standing is None or not self._standing.has(step, names):
+            return
+        rows = self.rows()
+        self.replace(self._standing.without(rows, names), rows)
+
+    def _known(self, rows: list[Row], saved: dict[str, int] | None) -> int | None:
+        """Return how many rows the checkpoint has seen; None: it has seen another file."""
+        if saved is None:
+            return None
+        known = saved["rows"]
+        return known if self._state_of(rows[:known]) == saved else None
+
+    def _state_of(self, rows: list[Row]) -> dict[str, int]:
+        checksum = 0
+        for row in rows:
+            checksum = zlib.crc32(self._kind.identity(row), checksum)
+        return {"rows": len(rows), "checksum": checksum}
+
+
+@register_checkpoint_hooks
+class StepFileLogger(MainTrainLogger, Generic[Row]):
+    """The base of loggers whose statistics are rows of a file.
+
+    Args:
+        save_file: the file.
+        kind: of its rows.
+
+    Attributes:
+        save_file: the file.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    State: saves how many rows the file has, and a checksum of them. The Brain gives the logger to
+    the checkpointer, unless the recipe does.
+    """
+
+    save_file: str
+
+    def __init__(self, save_file: str | os.PathLike[str], kind: RowKind[Row]) -> None:
+        self.save_file = os.fspath(save_file)
+        self._file = StepFile(save_file, kind)
+        self._axis = StepAxis()
+        self._has_written = False
+
+    def require_writable(self) -> None:
+        """Refuse a file that cannot be written or holds something else, before the first epoch.
+
+        Raises:
+            ConfigError: so it is with :attr:`save_file`.
+
+        Ranks: the main process alone.
+        """
+        self._file.require_writable()
+
+    def begin_fit(self, optimizer_step: int) -> None:
+        """Take out the rows of later steps than that which the run goes on from.
+
+        Args:
+            optimizer_step: 0: the run begins, and rows are left as they are.
+
+        Raises:
+            ConfigError: as :meth:`require_writable`.
+
+        Ranks: the main process alone.
+        """
+        self._file.take_out_later(optimizer_step)
+
+    def begin_anew(self) -> None:
+        """Move the file to ``earlier-<time>``.
+
+        Raises:
+            ConfigError: as :meth:`TrainLogger.begin_anew`.
+
+        Ranks: the main process alone.
+        """
+        if not self._has_written:
+            move_logs_away([self._file.path])
+
+    def _step_now(self) -> dict[str, Any]:
+        """Return the optimizer step for a row, by its name; nothing where there is none."""
+        step = self._axis.step_of({})
+        return {} if step is None else {STEP: step}
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self._file.state()), encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        # what is recovered for an evaluation is not gone on from
+        is_fitting = POSITION.progress is not None and POSITION.progress.is_fitting
+        if is_fitting and if_main_process():
+            self._file.recovered(json.loads(Path(path).read_text(encoding="utf-8")))

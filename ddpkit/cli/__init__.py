@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": (
         "look at this machine, or at all of a launch: what is wrong for training, and what to do"
     ),
+    "kubernetes": "write the YAML of a training job for Kubeflow in a Kubernetes cluster",
     "lr-find": "try rising learning rates with a recipe: at which its loss falls fastest",
     "port": "show what changes in a SpeechBrain recipe that moves to ddpkit, or change it",
     "report": (
@@ -34,6 +35,7 @@ COMMANDS = {
         "settings"
     ),
     "scale": "measure a recipe on one process and on several: how fast, and what holds it back",
+    "skypilot": "write the YAML of a task that SkyPilot runs on machines of a cloud",
     "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
 
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         module = ELSEWHERE.get(words[0], f"{__name__}.{words[0].replace('-', '_')}")
         return _guarded(lambda: int(importlib.import_module(module).run(words[1:])))
-    purposes = "\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())
+    purposes = "\n".join(f"  {name:12}{purpose}" for name, purpose in COMMANDS.items())
     description = "ddpkit: a data-parallel training loop for PyTorch."
     parser = command_parser(PROGRAM, description, _EPILOG.format(commands=purposes))
     parser.usage = "%(prog)s [-h] [--version] [command] ..."

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import string
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from ddpkit.cli import command_parser, whole_number
+from ddpkit.cli.job_file import Template, split_at_dashes
 from ddpkit.errors import ConfigError
 
 __all__ = ["batch_script", "run", "seconds_of"]
@@ -56,10 +56,6 @@ examples:
 """  # noqa: E501
 
 
-class _Template(string.Template):
-    delimiter = "@"  # a shell's own is $
-
-
 def run(words: Sequence[str]) -> int:
     """Write the script that the options describe to the standard output.
 
@@ -73,10 +69,8 @@ def run(words: Sequence[str]) -> int:
         ConfigError: a value is wrong, or a file of the recipe is not there.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
     """
-    words = list(words)
-    split = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_args(words[:split])
-    sys.stdout.write(batch_script(options, words[split + 1 :]))
+    own, arguments = split_at_dashes(words)
+    sys.stdout.write(batch_script(_parser().parse_args(own), arguments))
     return 0
 
 
@@ -114,7 +108,7 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
             f"--shutdown-timeout={grace}",
         ]
-    return _Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         vars(options),
         processes=processes,
         cpus=cpus,

@@ -22,15 +22,15 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base import gather_whole, is_sharded, kind_of, local_part, sharded_like
 from ddpkit.data import PlannedBatchSampler, RankBatchSampler, inner_loader
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
+from ddpkit.dataloader import SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
+from ddpkit.run import StageLoaders
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Feed, RunLength, counts_of, length_of
 from ddpkit.types import Stage
@@ -116,11 +116,8 @@ class Side:
         self.parts = parts
         context = parts.context
         self.factor = context.accumulation.choose_factor(get_world_size(), context.strategy.shards)
-        with parts.loaders.named(Stage.TRAIN):
-            if isinstance(train_set, (DataLoader, LoopedLoader)):
-                loader = parts.loaders.adapt(train_set, Stage.TRAIN)
-            else:
-                loader = brain.make_dataloader(train_set, stage=Stage.TRAIN, **loader_kwargs)
+        loaders = StageLoaders(parts.loaders, brain.make_dataloader)
+        loader = loaders.of(train_set, Stage.TRAIN, loader_kwargs)
         self.loader: Any = inner_loader(loader)
         plan: Any = plan_of(self.loader)
         is_known = isinstance(plan, RankBatchSampler)

@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.data import inner_loader
+from ddpkit.dataloader import plan_of
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
 from ddpkit.seed import restore_rng_state, rng_state, seed_streams
@@ -51,7 +52,7 @@ def require_batches(loader: Any, number: int) -> None:
 
     Ranks: local; alike on every rank.
     """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     if plan_of(inner) is None or getattr(inner, "batch_sampler", None) is None:
         dataset = getattr(inner, "dataset", inner)
         kind = type(getattr(dataset, "whole", dataset)).__name__
@@ -89,7 +90,7 @@ def renew_statistics(brain: Any, layers: Sequence[Any], number: int) -> None:
     State: the running statistics.
     """
     loader = brain.progress.loader
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    inner = inner_loader(loader)
     plan: Any = plan_of(inner)
     counted = SimpleNamespace(count=1)
     with (

@@ -11,9 +11,10 @@ from ddpkit.data import (
     PlannedBatchSampler,
     RankBatchSampler,
     StreamShard,
+    inner_loader,
     nested_samplers,
 )
-from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.dataloader import plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +39,9 @@ def order_of(loader: Any) -> dict[str, str | int]:
         >>> order_of(shard(range(5), Sharding(rank=1, world_size=2), batch_size=2, shuffle=True))
         {'order': 'shuffled', 'drop_last': False, 'samples': 5}
     """
-    if isinstance(loader, LoopedLoader):
-        return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
+    inner = inner_loader(loader)
+    if inner is not loader:
+        return {**order_of(inner), NOMINAL: int(loader.epoch_length)}
     plan = plan_of(loader)
     dataset = getattr(loader, "dataset", None)
     if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):

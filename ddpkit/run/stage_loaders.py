@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
-from ddpkit.dataloader import LoopedLoader
 from ddpkit.run.evaluation_sets import EvaluationSets, sets_of
 from ddpkit.types import Stage
 
@@ -46,7 +43,7 @@ class StageLoaders:
             set_name: of the data; empty: it has none.
         """
         with self._factory.named(stage, set_name):
-            if isinstance(data, (DataLoader, LoopedLoader)):
+            if self._factory.is_loader(data):
                 return self._factory.adapt(data, stage)
             return self._make_dataloader(data, stage=stage, **loader_kwargs)
 

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import kind_of, map_values, reads_device
 from ddpkit.data import StreamShard, inner_loader, is_sharded, nested_samplers
-from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.dataloader import plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.training.sample_indices import require_in_order, stream_places
@@ -114,9 +114,7 @@ class StageBatches:
         if self.stream is not None:
             self.of_stream = int(samples - self.samples_before), self.stream.repeated
             self.stream = None
-        self._plan = (
-            None if isinstance(self.loader, LoopedLoader) else copy.copy(plan_of(self.loader))
-        )
+        self._plan = copy.copy(plan_of(self.loader))  # None of nominal epochs
 
     @property
     def is_known(self) -> bool:

@@ -109,6 +109,11 @@ class LoaderFactory:
         except DataError as error:
             raise DataError(f"{what}: {error}") from error
 
+    @staticmethod
+    def is_loader(data: Any) -> bool:
+        """Say whether what was given in the place of a dataset is a ready-made loader."""
+        return isinstance(data, (DataLoader, LoopedLoader))
+
     def adapt(self, loader: DataLoader[Any] | LoopedLoader, stage: Stage) -> Any:
         """Divide a ready-made loader over the ranks.
 

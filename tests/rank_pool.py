@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import Reason
-from ddpkit.comm import get_runtime
+from ddpkit.comm import get_runtime, given_group
 from ddpkit.errors import DdpkitError
 from tests.warm_starts import PRELOADED
 
@@ -298,6 +298,8 @@ def _serve(
     os.environ.update(environment)
     np.random.seed()  # noqa: NPY002 -- the process that was forked has one state for all ranks
     multiprocessing.set_start_method(start_method, force=True)  # for the workers of loaders
+    # The pool sees to its ranks itself: to watch each group would take a third of a short run.
+    given_group._is_watchable = lambda _: False
     faulthandler.enable(all_threads=True)  # for SIGABRT, which a run leaves alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -469,6 +469,14 @@ class Runtime:
         self.is_guarded = self.hosts_store = self.is_over = self.has_left = False
         self.watchdog: Watchdog | None = None
 
+    def take_report(self, report: FailureReport) -> None:
+        """Put a report in another store in the place of the first: all ranks do it at one place of
+        their code.
+        """
+        self.report = report
+        self.store = report.store
+        self.mailbox = Mailbox(report, self.check_connection)
+
     def check_connection(self, rank: int) -> None:
         """Raise if the control group's connection to a rank is lost, as it is once the process has
         ended; never wait.

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ddpkit.base import (
-    POSITION,
     FailureReport,
-    Reason,
     host_name,
     is_distributed_initialized,
-    is_second_hand,
     this_place,
 )
 from ddpkit.comm.agreement import code_facts, compare_over_store, software_facts
-from ddpkit.comm.group_end import DEPARTURE_SECONDS, guard_group
+from ddpkit.comm.given_group import watch_given_group
+from ddpkit.comm.group_end import guard_group
 from ddpkit.comm.mailbox import control_group, get_runtime
 from ddpkit.comm.rendezvous import open_store
 from ddpkit.comm.time_limits import limits_by_option, longest_wait
+from ddpkit.comm.watched_start import start_watchdog, watched_start
 from ddpkit.control import Watchdog, usage_errors
 from ddpkit.device import default_backend, physical_device, resolve_device, sees_own_alone
-from ddpkit.errors import ConfigError, LaunchError, RankFailedError
+from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch import find_launch, refuse_child_of_rank, refuse_lonely_node
 from ddpkit.logger import get_logger
 
@@ -59,7 +56,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
         >>> init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
     if is_distributed_initialized():
-        guard_group(hosts_store=False, destroy=False)
+        watch_given_group(run_opts)
         return
     info = find_launch()
     if not info.is_distributed:
@@ -79,50 +76,29 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
     store, hosts = open_store(info, timeout)
     report = FailureReport(store, info.rank, info.world_size)
     watchdog = _start_watchdog(report, info, hang_timeout)
-    try:
-        with POSITION.inside(SimpleNamespace(epoch=0, step=0, optimizer_step=0)):
-            if info.world_size > 1:
-                facts = {"number of processes": str(info.world_size), "backend": backend}
-                facts |= {**software_facts(), **code_facts()}
-                compare_over_store(
-                    store,
-                    info.rank,
-                    info.world_size,
-                    facts,
-                    timeout.total_seconds(),
-                )
-            claim_device(store, info, device)
-            _join(report, info, backend, device, timeout)
-            runtime = get_runtime(report)
-            runtime.timeout = timeout
-            runtime.watchdog = watchdog
-            report.limits = limits_by_option(
-                run_opts.get("distributed_timeout_minutes"),
-                hang_timeout,
+    with watched_start(report, watchdog, hosts=hosts):
+        if info.world_size > 1:
+            facts = {"number of processes": str(info.world_size), "backend": backend}
+            facts |= {**software_facts(), **code_facts()}
+            compare_over_store(
+                store,
+                info.rank,
+                info.world_size,
+                facts,
+                timeout.total_seconds(),
             )
-            guard_group(hosts_store=hosts, destroy=True)
-            # a rank that ended now would fail those still connecting to it
-            dist.barrier(group=control_group())
-            watchdog.heartbeat.is_starting = False
-    except BaseException as error:  # told here: nobody can go on, whatever becomes of the exception
-        reason = _tell_or_ask(report, error)
-        report.depart()
-        if hosts:
-            report.await_departures(DEPARTURE_SECONDS)  # until they have read why
-        watchdog.stop()
-        if reason is not None:
-            raise RankFailedError(reason.summary()) from None
-        raise
-
-
-def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
-    """Report this rank's error to the others; if it is only a lost connection, look up the failure
-    behind it.
-    """
-    if is_second_hand(error):
-        return report.find_reason(None)
-    report.tell(Reason.of(report.rank, error, is_final=True))
-    return None
+        claim_device(store, info, device)
+        _join(report, info, backend, device, timeout)
+        runtime = get_runtime(report)
+        runtime.timeout = timeout
+        runtime.watchdog = watchdog
+        report.limits = limits_by_option(
+            run_opts.get("distributed_timeout_minutes"),
+            hang_timeout,
+        )
+        guard_group(hosts_store=hosts, destroy=True)
+        # a rank that ended now would fail those still connecting to it
+        dist.barrier(group=control_group())
 
 
 def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
@@ -156,17 +132,8 @@ def claim_device(store: dist.Store, info: LaunchInfo, device: str) -> None:
 
 
 def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float) -> Watchdog:
-    """Watch over this process from now on: a rank may fail before it has joined the group that the
-    others wait in.
-    """
     near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
-    parent = os.getppid() if info.launcher == "torchrun" else None
-    watchdog = Watchdog(report, near, parent, f"{info.address}:{info.port}")
-    watchdog.hang_timeout = hang_timeout
-    # without connections yet only silence shows that a rank is lost
-    watchdog.heartbeat.is_starting = info.rank == 0
-    watchdog.start()
-    return watchdog
+    return start_watchdog(report, info, near, f"{info.address}:{info.port}", hang_timeout)
 
 
 def _join(

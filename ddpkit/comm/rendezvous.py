@@ -19,7 +19,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -42,6 +44,21 @@ ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 60.0
 UNKNOWN_HOST_SECONDS = 30.0
 WARNING_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Awaiting:
+    """What is done, and said, about ranks that have not come yet.
+
+    Attributes:
+        look: is given the missing ranks again and again; raises if one of them cannot come.
+        of_main: what to look at if rank 0 does not come.
+        of_others: what to look at if another rank does not.
+    """
+
+    look: Callable[[Collection[int]], object] = lambda _: None
+    of_main: str = "Was it started?"
+    of_others: str = "Were they started, and can their machines reach this one?"
 
 
 def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -122,7 +139,7 @@ def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
     same port.
     """
     for _ in poll_until(end):
-        store = _connect(info.address, info.port, end, timeout)
+        store = connect(info.address, info.port, end, timeout)
         if not info.run_id or _is_ours(store, info):
             break
     return store
@@ -136,14 +153,26 @@ def _is_ours(store: dist.Store, info: LaunchInfo) -> bool:
     return False
 
 
-def _connect(
+def connect(
     address: str,
     port: int,
     end: float,
     timeout: timedelta,
+    origin: str = "The address is MASTER_ADDR and MASTER_PORT.",
 ) -> dist.Store:
-    """Connect to a store on another process, as soon as it is there."""
-    _await_listener(address, port, end)
+    """Connect to a store on another process, as soon as it is there.
+
+    Args:
+        address: of its host.
+        port: there.
+        end: when to give up, as ``time.monotonic()`` counts.
+        timeout: the store's own limit.
+        origin: where the address is from, for messages.
+
+    Raises:
+        LaunchError: nobody answers there.
+    """
+    _await_listener(address, port, end, origin)
     made = Future[dist.Store]()
 
     def connect() -> None:
@@ -166,7 +195,7 @@ def _connect(
     return made.result(CONNECT_SECONDS)
 
 
-def _await_listener(address: str, port: int, end: float) -> None:
+def _await_listener(address: str, port: int, end: float, origin: str) -> None:
     """Wait until the port accepts connections; torch would wait too, but print a stack for each
     attempt.
     """
@@ -187,7 +216,7 @@ def _await_listener(address: str, port: int, end: float) -> None:
     raise LaunchError(
         f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s "
         f"({last}). Was rank 0 started, and does this machine know the machine of rank 0 as "
-        f"{address!r}? The address is MASTER_ADDR and MASTER_PORT."
+        f"{address!r}? {origin}"
     )
 
 
@@ -197,6 +226,7 @@ def join_attempt(
     end: float,
     *,
     once: bool,
+    awaiting: Awaiting | None = None,
 ) -> str:
     """Wait until every rank is there, and agree on a name for this attempt.
 
@@ -209,6 +239,7 @@ def join_attempt(
         end: when to give up, as ``time.monotonic()`` counts.
         once: whether the store serves one attempt only, so that a rank can be found to be there
             twice.
+        awaiting: what is done, and said, about ranks that are late.
 
     Returns:
         A prefix for all that this attempt keeps in the store.
@@ -226,10 +257,11 @@ def join_attempt(
         True
     """
     token = os.urandom(8).hex()
+    awaiting = awaiting or Awaiting()
     if once:
         _take_rank_slot(store, info)
     if info.rank == 0:
-        _await_all(store, info, token, end)
+        _await_all(store, info, token, end, awaiting)
         store.set(f"ddpkit/rendezvous/done/{info.run_id}", "1")
         return f"ddpkit/{token}"
     store.set(_place(info.rank), token)
@@ -239,10 +271,11 @@ def join_attempt(
             name = store.get(answer).decode()
             store.set(f"ddpkit/rendezvous/joined/{name}/{info.rank}", "1")
             return f"ddpkit/{name}"
+        awaiting.look([0])
     raise LaunchError(
         f"rank {info.rank} of {info.world_size} has waited at {info.address}:{info.port} for rank "
-        "0, which did not come. Was it started? --distributed_timeout_minutes says how long to "
-        "wait."
+        f"0, which did not come. {awaiting.of_main} --distributed_timeout_minutes says how long "
+        "to wait."
     )
 
 
@@ -251,6 +284,7 @@ def _await_all(
     info: LaunchInfo,
     name: str,
     end: float,
+    awaiting: Awaiting,
 ) -> None:
     """Answer to every token until each rank has read its answer."""
     missing = set(range(1, info.world_size))
@@ -263,13 +297,14 @@ def _await_all(
                 missing.discard(rank)
         if not missing:
             return
+        awaiting.look(missing)
         if time.monotonic() > warned:
             warned += 2 * WARNING_SECONDS
             logger.warning("Rank 0 waits for %s of %d processes.", _named(missing), info.world_size)
     raise LaunchError(
         f"{_named(missing)} of {info.world_size} processes did not come to rank 0 at "
-        f"{info.address}:{info.port} in time. Were they started, and can their machines reach "
-        "this one? --distributed_timeout_minutes says how long to wait."
+        f"{info.address}:{info.port} in time. {awaiting.of_others} --distributed_timeout_minutes "
+        "says how long to wait."
     )
 
 

@@ -38,6 +38,7 @@ from ddpkit.compat.torch_inside import (
     add_all as add_all,
     all_groups as all_groups,
     back_propagate as back_propagate,
+    base_store as base_store,
     default_store as default_store,
     expect_backward_pass as expect_backward_pass,
     forget_compiled as forget_compiled,

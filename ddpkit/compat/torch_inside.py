@@ -68,6 +68,27 @@ def default_store() -> Any:
     return torch.distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
 
+def base_store(store: Any) -> Any:
+    """Return the store below all prefixes; otherwise the store itself.
+
+    Args:
+        store: a store of torch's, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> from torch.distributed import HashStore, PrefixStore
+        >>> isinstance(base_store(PrefixStore("a", PrefixStore("b", HashStore()))), HashStore)
+        True
+    """
+    while isinstance(store, torch.distributed.PrefixStore):
+        below = getattr(store, "underlying_store", None)
+        if below is None:
+            break
+        store = below
+    return store
+
+
 def all_groups() -> list[Any]:
     """Return all process groups of this process; otherwise the default one alone.
 

@@ -20,6 +20,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -316,8 +317,9 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
     first = None if PROCESS.report.tell(reason) else PROCESS.report.first_failure()
     if first is not None:
         vars(error)[AFTER] = first.rank
-    # whose end reaches no excepthook, so that it is said here
-    if multiprocessing.parent_process() is not None:
+    # of such a process, or thread, the end reaches no excepthook, so that it is said here
+    is_main = threading.current_thread() is threading.main_thread()
+    if multiprocessing.parent_process() is not None or not is_main:
         words = (
             reason.summary() if first is None else reason.in_words(f"failed after {first.who()}")
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.comm import init_group
+from ddpkit.distributed.main_only_code import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,8 +16,8 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
 
     The device is bound to the local rank first, and given to the group. A group that somebody else
     has started already is accepted and will not be destroyed; one that is started here is destroyed
-    at exit. From then on the exception that ends a rank is told to the other ranks, and to
-    torchrun's summary.
+    at exit. From then on the ranks watch each other, and the exception that ends one is told to the
+    others, and to torchrun's summary. In main-only code nothing happens.
 
     Args:
         run_opts: a mapping, such as ``parse_arguments`` returns; ``["distributed_backend"]``,
@@ -42,4 +43,6 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
+    if ALONE.get():
+        return  # the other ranks do not come: the group is watched once they do
     init_group(run_opts)

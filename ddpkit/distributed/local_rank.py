@@ -16,8 +16,8 @@ def get_local_rank() -> int | None:
     launcher.
 
     In a process group that was made without a launcher (``mp.spawn`` and ``init_process_group``)
-    nothing tells it: the answer is None until the first :func:`run_once_per_node`, in which the
-    ranks tell each other where they are.
+    the ranks tell each other where they are, in their first Brain, :func:`ddp_init_group` or
+    :func:`run_once_per_node`: until then the answer is None.
 
     Ranks: local.
 
@@ -40,7 +40,7 @@ def is_local_rank_zero() -> bool:
     """Say whether this is the first process of its machine.
 
     Where :func:`get_local_rank` does not know, every process takes itself for the first. In a group
-    that was made without a launcher use :func:`run_once_per_node`, or ask after it.
+    that was made without a launcher call :func:`ddp_init_group` first.
 
     Ranks: local.
 

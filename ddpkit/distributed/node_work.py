@@ -60,7 +60,7 @@ def once_per_node(function: Callable[..., T]) -> Callable[..., T | None]:
     """Make a function run on the first process of every machine; the others get None. Nobody waits.
 
     Ranks: local. Which process is the first, :func:`is_local_rank_zero` tells: in a group that was
-    made without a launcher every one, until the first :func:`run_once_per_node`.
+    made without a launcher every one, until the first :func:`ddp_init_group`.
 
     Example:
         >>> @once_per_node

@@ -9,6 +9,7 @@ from ddpkit.launch.launcher_variables import (
 )
 from ddpkit.launch.launchers import (
     LOOPBACK as LOOPBACK,
+    NO_LAUNCHER as NO_LAUNCHER,
     LaunchInfo as LaunchInfo,
     derived_port as derived_port,
     find_launch as find_launch,

@@ -129,7 +129,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id,
     found = []
     calls = []
     again = threading.Event()
-    connect = rendezvous._connect
+    connect = rendezvous.connect
 
     def watched(*args):
         calls.append(args)
@@ -140,7 +140,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id,
         return store or connect(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_connect", watched)
+        patch.setattr(rendezvous, "connect", watched)
         thread = threading.Thread(target=lambda: found.append(open_store(late, LIMIT)))
         thread.start()
         assert again.wait(20)

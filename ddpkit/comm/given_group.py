@@ -76,6 +76,7 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
         if info.world_size > 1:
             facts = {**software_facts(), **code_facts()}
             compare_over_store(store, info.rank, info.world_size, facts, seconds)
+        watchdog.group_has_ended = lambda: dist.group.WORLD is not runtime.group()
         runtime.take_report(report)
         runtime.watchdog = watchdog
         if info.launcher == NO_LAUNCHER:

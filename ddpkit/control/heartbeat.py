@@ -28,7 +28,7 @@ from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed import Store
 
@@ -57,6 +57,7 @@ class Watch(Protocol):
     report: FailureReport
     position: Position
     hang_timeout: float
+    group_has_ended: Callable[[], bool]
 
     def seconds_here(self) -> float:
         """Return the seconds since this rank's last step."""
@@ -127,7 +128,7 @@ class Heartbeat:
         """
         pause = 0.0
         store: Store | None = None
-        while not over.wait(pause):
+        while not over.wait(pause) and not self._ends_with_group():
             is_quick = self.beats < FIRST_BEATS or self.is_searching
             pause = BEAT_SECONDS / FIRST_BEATS if is_quick else BEAT_SECONDS
             with self._asking:
@@ -145,6 +146,12 @@ class Heartbeat:
                         return
                     self.log_once("exchanging heartbeats", error)
             self.answered = time.monotonic()
+
+    def _ends_with_group(self) -> bool:
+        if not self.watch.group_has_ended():
+            return False
+        self.report.depart()
+        return True
 
     def await_silence(self) -> None:
         """Wait briefly until no call of the store is under way: torch may be writing, at length,

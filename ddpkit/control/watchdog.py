@@ -40,7 +40,7 @@ from ddpkit.errors import RankFailedError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
 
@@ -70,6 +70,7 @@ class Watchdog:
         heartbeat: the thread that uses the store.
         hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
         hang_timeout: seconds without a step after which the process ends; 0: never.
+        group_has_ended: says whether somebody else has ended the group, and the watch with it.
 
     Ranks: local; it exchanges heartbeats with the others through the store.
 
@@ -94,6 +95,7 @@ class Watchdog:
         self.store_place = store_place
         self.position = position
         self.hang_warning = self.hang_timeout = 0.0
+        self.group_has_ended: Callable[[], bool] = lambda: False
         self.heartbeat = Heartbeat(self, neighbours)
         # The position as it was seen last, and clock times. `_changed`: when the position was seen
         # to change. `_moved`: the same, but also whenever the position has no limit of time, or all
@@ -180,7 +182,7 @@ class Watchdog:
     # ------------------------------------------------------------------ the thread that looks
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(LOOK_SECONDS) and not self.group_has_ended():
             try:
                 self.look()
             except Exception as error:  # noqa: BLE001 -- who watches must go on

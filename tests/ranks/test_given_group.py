@@ -11,7 +11,7 @@ import pytest
 from tests.launching import Run, free_port, python, soon, wait_until
 
 SCRIPT = """
-    import os, signal, sys, time
+    import os, signal, sys, threading, time
     from pathlib import Path
 
     import torch
@@ -60,6 +60,11 @@ SCRIPT = """
     print("local rank", sb.distributed.get_local_rank(), flush=True)
     brain.fit(range(1, 3), torch.arange(20.0).view(-1, 1), train_loader_kwargs={"batch_size": 1})
     print("trained", flush=True)
+    dist.destroy_process_group()
+    if RANK == "1":
+        time.sleep(2.5)
+    watching = {"ddpkit-heartbeat", "ddpkit-watch"}
+    print("left", [one.name for one in threading.enumerate() if one.name in watching], flush=True)
 """  # noqa: E501
 
 
@@ -97,8 +102,10 @@ def test_ranks_that_come_to_their_end_are_told_of_no_failure(tmp_path, kind):
     what = "find what an earlier attempt has left"
     for run in start(tmp_path, address_of(kind, tmp_path), what):
         run.wait(60)
-        assert (run.code, run.out.splitlines()[-1]) == (0, "trained"), run.err
+        assert (run.code, run.out.splitlines()[1]) == (0, "trained"), run.err
         assert "TCPStore" not in run.err
+        if run.name == "rank1":
+            assert run.out.splitlines()[-1] == "left []", "the watch ends with the group"
 
 
 @pytest.mark.slow

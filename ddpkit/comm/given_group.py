@@ -178,7 +178,7 @@ def _hosted_by_main(info: LaunchInfo, address: str, port: int) -> LaunchInfo:
     return dataclasses.replace(info, address=address, port=port, agent_hosts_store=False)
 
 
-def _told_address(given: dist.Store, end: float, awaiting: Awaiting) -> tuple[list[str], str, int]:
+def _told_address(given: dist.Store, end: float, awaiting: Awaiting) -> tuple[Any, str, int]:
     for _ in poll_until(end):
         if given.check([ADDRESS]):
             break

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ddpkit.control import SignalListener, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch, options_of_slice
+from ddpkit.launch import (
+    NPROC,
+    PARITY,
+    LaunchInfo,
+    become_torchrun,
+    find_launch,
+    options_of_slice,
+    refuse_lonely_node,
+)
 from ddpkit.logger import get_logger
 from ddpkit.options import (
     IN_FIT,
@@ -495,7 +503,8 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
     Raises:
         MissingFileError: the YAML file does not exist.
         ConfigError: an argument, a value or the YAML file cannot be used.
-        LaunchError: the launcher's environment contradicts itself.
+        LaunchError: the launcher's environment contradicts itself, or this is one process on each
+            of several nodes.
         SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
 
     An error that nobody catches ends the process with exit code 2 and one sentence,
@@ -526,10 +535,12 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
             logger.warning_once(
                 "--distributed_launch has no effect any more: the launcher decides. Leave it out."
             )
-        info = find_launch()
         nproc = given.pop("nproc", None)
-        if nproc is not None and not (info.is_distributed and NPROC in os.environ):
+        if nproc is not None and not (NPROC in os.environ and find_launch().is_distributed):
             _start_ranks(nproc, line, arg_list)
+        info = find_launch()
+        if not info.is_distributed:
+            refuse_lonely_node()  # before the recipe prepares its data
         watch_uncaught()
         run_opts = RunOptions(**given, param_file=line.param_file)
         run_opts.overridden_args = set(given)

@@ -20,6 +20,7 @@ from ddpkit.launch.nproc import (
     count_processes as count_processes,
 )
 from ddpkit.launch.platforms import (
+    numbers_nodes as numbers_nodes,
     refuse_lonely_node as refuse_lonely_node,
 )
 from ddpkit.launch.slice_plan import (

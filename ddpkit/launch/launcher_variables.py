@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 from ddpkit.base import MPI_LAUNCHERS
-from ddpkit.launch.platforms import NUMBERS_OF_NODES
+from ddpkit.launch.platforms import TELL_NODES
 from ddpkit.launch.slice_plan import SLICE
 
 # Of this library.
@@ -59,7 +59,7 @@ _REMOVED = {
     *TORCHRUN,
     *MPI,
     *SLURM,
-    *NUMBERS_OF_NODES,
+    *TELL_NODES,
     NPROC,
     PARITY,
     RANK_PROCESS,

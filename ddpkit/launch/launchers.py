@@ -289,8 +289,10 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
     node = numbers_nodes(environ)
-    if node is not None:
+    if node is not None and node.several:
         raise refuse_numbers_of_nodes(node)
+    if node is not None:  # the only one: no launcher has started its process
+        return None
     rank, local_rank, world_size = (
         count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )

@@ -15,14 +15,16 @@ from ddpkit.base import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launcher_variables import NPROC
 from ddpkit.launch.launchers import describe_environment, find_launch
-from ddpkit.launch.platforms import refuse_lonely_node
+from ddpkit.launch.platforms import Node, find_node, numbers_nodes
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import NoReturn
 
 logger = get_logger(__name__)
 
+ALIVE_ONCE_A_DAY = "keep_alive_interval=86400"
 # what Python puts into sys.argv[0] where it reads code from a person or a pipe
 NOT_SCRIPTS = ("", "-")
 
@@ -85,13 +87,17 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
     """Turn this process into torch's launcher, with the command line of this process for every
     rank.
 
+    On one of several nodes of a platform it is the launcher of this node, with the platform's
+    number and address.
+
     Args:
-        asked: as in :func:`count_processes`.
+        asked: as in :func:`count_processes`; on each node.
         device: the device that was asked for, if any.
 
     Raises:
         ConfigError: the number makes no sense, or the running script cannot be started again.
-        LaunchError: a launcher has started this process already, or this is one of several nodes.
+        LaunchError: a launcher has started this process already, and others on this node; or a
+            platform does not say which node this is.
 
     Ranks: local; the process becomes the parent of the ranks.
 
@@ -104,15 +110,9 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
         ddpkit.errors.ConfigError: nproc must be >= 1, got 'many'...
     """
     number = count_processes(asked, device)
-    info = find_launch()
-    if info.is_distributed:
-        raise LaunchError(
-            f"--nproc starts the processes itself, but {info.launcher} has started this one "
-            f"already, as rank {info.rank} of "
-            f"{info.world_size}.\n{describe_environment(os.environ)}\n"
-            "Use one of the two: leave --nproc out, or start the script with python alone."
-        )
-    refuse_lonely_node()
+    node = node_to_start_on(os.environ)
+    if node is not None:
+        node.require_place()
     if sys.argv[0] in NOT_SCRIPTS:
         raise ConfigError(
             "--nproc starts the running script again, and there is none: this is an interactive "
@@ -120,26 +120,84 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
         )
     os.environ[NPROC] = str(number)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
-    # In a container the name of the host may have no address. And one node alone need not tell
-    # others that it is alive: torchrun leaves the thread for it running when a signal ends it, and
-    # aborts if it is in a call of the store then.
-    where = ["--standalone", "--local_addr=localhost", "--rdzv_conf=keep_alive_interval=86400"]
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        *where,
-        f"--nproc_per_node={number}",
-        "--no_python",
-        "--",
-    ]
+    if node is not None:
+        logger.warning(
+            "%s (%s): %d processes start here, and wait for the other nodes at %s.",
+            node.place.capitalize(),
+            node.platform,
+            number,
+            node.meeting,
+            main_process_only=False,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(  # noqa: S606 -- as meant
         sys.executable,
         [
             sys.executable,
-            *launcher,
+            "-m",
+            "torch.distributed.run",
+            *(node.options(number) if node is not None else _alone(number)),
+            "--no_python",
+            "--",
             sys.executable,
             *sys.orig_argv[1:],
         ],
+    )
+
+
+def _alone(number: int) -> list[str]:
+    """Return torchrun's options where this is the only node.
+
+    In a container the name of the host may have no address. And one node alone need not tell others
+    that it is alive: torchrun leaves the thread for it running when a signal ends it, and aborts if
+    it is in a call of the store then. What the user has set for the rendezvous stands after that,
+    and wins.
+    """
+    given = os.environ.get("PET_RDZV_CONF", "").strip()
+    settings = ",".join(filter(None, (ALIVE_ONCE_A_DAY, given)))
+    return [
+        "--standalone",
+        "--local_addr=localhost",
+        f"--rdzv_conf={settings}",
+        f"--nproc_per_node={number}",
+    ]
+
+
+def node_to_start_on(environ: Mapping[str, str]) -> Node | None:
+    """Find out of which of several nodes ``--nproc`` is to start the ranks.
+
+    Another launcher may have started one process on each node, as ``srun --ntasks-per-node=1``
+    does.
+
+    Args:
+        environ: the environment.
+
+    Returns:
+        The node; None where it is the only one.
+
+    Raises:
+        LaunchError: a launcher has started a rank already.
+    """
+    node = numbers_nodes(environ)
+    if node is not None:
+        return node if node.several else None
+    info = find_launch(environ)
+    if not info.is_distributed:
+        return find_node(environ)
+    if info.launcher == "torchrun" or info.local_world_size > 1 or info.world_size == 1:
+        raise LaunchError(
+            f"--nproc starts the processes itself, but {info.launcher} has started this one "
+            f"already, as rank {info.rank} of "
+            f"{info.world_size}.\n{describe_environment(environ)}\n"
+            "Use one of the two: leave --nproc out, or start the script with python alone."
+        )
+    return find_node(environ) or Node(
+        info.launcher,
+        num_nodes=str(info.world_size),
+        number_in="the launcher",
+        rank=str(info.rank),
+        address=info.address,
+        address_in="MASTER_ADDR",
+        port=str(info.port or ""),
     )

@@ -255,7 +255,7 @@ class ParserOptions:
         True
     """
 
-    nproc: str = option("", WHERE, "start N processes of this script on this machine",
+    nproc: str = option("", WHERE, "start N processes of this script on this node",
         form="N|gpu|cpu|auto", shown="this one")
     local_rank: int | None = option(None, OLD, "LOCAL_RANK where the environment has none",
         form="N")

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.launching import Run, python, soon, torchrun, wait_until
+from tests.launching import Run, free_port, python, soon, torchrun, wait_until
 
 TRAIN = """
     import os, sys, time
@@ -101,6 +102,107 @@ def test_nproc_trains_as_torchrun_does(tmp_path):
         assert run.code == 0, run.err
         weights.append((tmp_path / folder / "weights").read_text())
     assert weights[0] == weights[1]
+
+
+NODES = """
+    class Model(sb.Brain):
+        def compute_forward(self, batch, stage):
+            return self.modules.net(batch)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.square().mean()
+
+        def on_fit_batch_end(self, *_):
+            while Path("hold").exists():
+                Path(f"held.{rank}").touch()
+                time.sleep(0.02)
+
+    torch.manual_seed(7)
+    brain = Model({"net": torch.nn.Linear(3, 1)}, lambda p: torch.optim.SGD(p, 0.1), run_opts=run_opts)
+    data = torch.randn(24, 3)
+    brain.fit(range(2), torch.utils.data.DataLoader(data, batch_size=4))
+    if not rank:
+        torch.save([one.detach() for one in brain.raw_modules.parameters()], "weights")
+"""  # noqa: E501
+
+
+def start_nodes(folder: Path, platform: str, *words: str) -> list[Run]:
+    """Start the same command on two nodes of this machine, as a platform does."""
+    port = str(free_port())
+    shared = {
+        "kubeflow": {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "auto",
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": port,
+        },
+        "skypilot": {
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+            "MASTER_PORT": port,
+        },
+        "vertex": {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    }[platform]
+    rank_in = {"kubeflow": "PET_NODE_RANK", "skypilot": "SKYPILOT_NODE_RANK", "vertex": "RANK"}
+    return [
+        Run(
+            python(*words),
+            folder,
+            {**shared, rank_in[platform]: str(node)},
+            f"node{node}",
+            warm=True,
+        )
+        for node in range(2)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["kubeflow", "skypilot", "vertex"])
+def test_one_command_on_two_nodes_trains_as_one_process_does(tmp_path, platform):
+    weights = []
+    words = (*WORDS, "--global_batch_size=4")
+    for folder in ("nodes", "alone"):
+        (tmp_path / folder).mkdir()
+        script = write(tmp_path / folder, NODES)
+        runs = (
+            start_nodes(tmp_path / folder, platform, script, *words, "--nproc=2")
+            if folder == "nodes"
+            else [Run(python(script, *words), tmp_path / folder, warm=True)]
+        )
+        for number, run in enumerate(runs):
+            assert run.wait().code == 0, run.err
+            assert folder == "alone" or f"Node {number} of 2" in run.err
+        weights.append(torch.load(tmp_path / folder / "weights"))
+    assert [total for _, _, total, *_ in facts(tmp_path / "nodes", 4)] == ["4"] * 4
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_of_one_node_is_killed(tmp_path, node):
+    script = write(tmp_path, NODES)
+    (tmp_path / "hold").touch()
+    words = (*WORDS, "--global_batch_size=4", "--nproc=2")
+    runs = start_nodes(tmp_path, "skypilot", script, *words)
+    assert wait_until(lambda: len(list(tmp_path.glob("held.*"))) == 4, 60), runs[0].err
+    rank = 2 * node + 1
+    killed = int(facts(tmp_path, 4)[rank][0])
+    began = time.monotonic()
+    os.kill(killed, signal.SIGKILL)
+    assert all(run.wait(20).code for run in runs)
+    assert soon(began, 8)
+    other = runs[1 - node].err
+    assert re.search(rf"rank {rank} \(.*pid {killed}\)", other), other
+
+
+@pytest.mark.slow
+def test_one_process_on_each_node_is_refused_before_anything_is_done(tmp_path):
+    script = write(tmp_path, NODES)
+    for number, run in enumerate(start_nodes(tmp_path, "skypilot", script, *WORDS)):
+        assert run.wait().code == 2
+        assert f"train.py: error: this is node {number} of 2 nodes (SkyPilot)" in run.err
+        assert not list(tmp_path.glob("facts.*"))
 
 
 @pytest.mark.slow

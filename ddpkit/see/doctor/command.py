@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpkit import __version__
 from ddpkit.device import accelerator_kind
 from ddpkit.errors import ConfigError, LaunchError, MissingExtraError
-from ddpkit.launch import LaunchInfo, find_launch
+from ddpkit.launch import LaunchInfo, find_launch, refuse_lonely_node
 from ddpkit.see.amounts import counted
 from ddpkit.see.doctor.check import Check, Site
 from ddpkit.see.doctor.examination import Examination, Placed, collect, examine
@@ -138,6 +138,8 @@ def _meet(request: Request) -> tuple[Ranks, LaunchInfo, list[Finding]]:
     """
     try:
         launch = find_launch()
+        if not launch.is_distributed:
+            refuse_lonely_node()
     except LaunchError as error:
         launch = LaunchInfo()
         return Ranks(launch), launch, [_failed("launcher", error)]

@@ -14,7 +14,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ddpkit.errors import LaunchError
-from ddpkit.launch import LOOPBACK, cores, count_processes, find_launch, without_launch
+from ddpkit.launch import (
+    LOOPBACK,
+    LaunchInfo,
+    cores,
+    count_processes,
+    find_launch,
+    numbers_nodes,
+    without_launch,
+)
 from ddpkit.see.orderly_end import dying_with_parent, end_children, ended_in_order
 
 if TYPE_CHECKING:
@@ -41,7 +49,8 @@ def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
 
     Ranks: local.
     """
-    info = find_launch()
+    # on one of several nodes, too, these are the ranks of this machine alone
+    info = LaunchInfo() if numbers_nodes(os.environ) else find_launch()
     if info.is_distributed:
         raise LaunchError(
             f"--nproc={asked} starts the processes itself, but {info.launcher} has started this "

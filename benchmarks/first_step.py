@@ -104,7 +104,13 @@ def main():
         "--turns",
         type=int,
         default=15,
-        help="of both, after one that is not counted",
+        help="of both, after those that are not counted",
+    )
+    parser.add_argument(
+        "--not_counted",
+        type=int,
+        default=1,
+        help="turns before: the first one reads files that are not in memory yet",
     )
     parser.add_argument(
         "--cpu_time",
@@ -113,9 +119,9 @@ def main():
     )
     options = parser.parse_args()
     names = ("by_hand", "with_ddpkit")
-    pairs = [
-        [seconds_of(name, options.cpu_time) for name in names] for _ in range(1 + options.turns)
-    ][1:]
+    turns = options.not_counted + options.turns
+    pairs = [[seconds_of(name, options.cpu_time) for name in names] for _ in range(turns)]
+    pairs = pairs[options.not_counted :]
     hand, mine = (statistics.median(one) for one in zip(*pairs, strict=True))
     ratios = sorted(mine / hand for hand, mine in pairs)
     print(

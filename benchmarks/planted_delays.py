@@ -36,7 +36,7 @@ from ddpkit.step_times import SecondOfSteps
 from ddpkit.step_times.verdicts import VerdictFinder
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 25.0  # of training: verdicts need several seconds of steps, and memory more
+SECONDS = 25.0  # of training: verdicts need ten of steps, and memory more
 LONGER = 3.0  # times, with --short, where nothing was named
 START_SECONDS = 240.0  # at most, on a busy machine
 
@@ -56,7 +56,7 @@ def events_of(folder: Path) -> Verdicts:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def trained(case: Case, keep: Path, seconds: float = SECONDS) -> Verdicts:
+def trained(case: Case, keep: Path, seconds: float) -> Verdicts:
     """Train a case, and return the verdicts in its log."""
     folder = folder_of(case, keep)
     for old in folder.iterdir():
@@ -75,7 +75,7 @@ def trained(case: Case, keep: Path, seconds: float = SECONDS) -> Verdicts:
         subprocess.run(
             command,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=output,
             env=environment,
             cwd=ROOT,
             timeout=START_SECONDS + seconds,
@@ -87,16 +87,16 @@ def trained(case: Case, keep: Path, seconds: float = SECONDS) -> Verdicts:
     return [event for event in events if event["event"] == "verdict"]
 
 
-def trained_longer(case: Case, keep: Path) -> Verdicts:
+def trained_longer(case: Case, keep: Path, seconds: float) -> Verdicts:
     """Train a case; if a fault is not named, once more and longer.
 
     On a machine that is busy with much else few steps are made, and the same rank must be late in
     several seconds of them.
     """
-    verdicts = trained(case, keep)
+    verdicts = trained(case, keep, seconds)
     if verdicts or not case.kind:
         return verdicts
-    return trained(case, keep, LONGER * SECONDS)
+    return trained(case, keep, LONGER * seconds)
 
 
 def replayed(case: Case, keep: Path) -> Verdicts:
@@ -144,6 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="a few of each, and longer if need be")
     parser.add_argument("--which", choices=["both", "faults", "clean"], default="both")
     parser.add_argument("--only", default="", help="those whose name has this in it")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that each run trains for")
     parser.add_argument(
         "--load",
         type=int,
@@ -179,7 +180,8 @@ def main() -> None:
         def verdicts_of(case: Case) -> Verdicts:
             if arguments.replay:
                 return replayed(case, keep)
-            return trained_longer(case, keep) if arguments.short else trained(case, keep)
+            train = trained_longer if arguments.short else trained
+            return train(case, keep, arguments.seconds)
 
         def beside(processes: int) -> Any:
             return nullcontext() if arguments.replay else busy_machine(processes)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
+from tests.launching import Run, python
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -18,13 +21,27 @@ def test_a_benchmark_loads(path):
     assert callable(runpy.run_path(str(path), run_name="loaded")["main"])
 
 
+def run(folder, *words, seconds=60.0):
+    """Run a benchmark in a process that has imported torch, as all that it starts."""
+    done = Run(python(*words), folder, {"PYTHONPATH": str(ROOT)}, warm=True).wait(seconds)
+    assert done.code == 0, done.out + done.err
+    return done.out
+
+
+SMALL_SCALE = """
+import sys
+from benchmarks import scale
+
+scale.WIDTH, scale.LAYERS = 256, 4
+sys.argv[1:] = ["--ranks", "2", "64", "256"]
+scale.main()
+"""
+
+
 @pytest.mark.slow
-def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two():
+def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two(tmp_path):
     """Of ZeRO-1, which sends a parameter at a time, as many on 256 as on 64."""
-    command = [sys.executable, str(BENCHMARKS[0].parent / "scale.py"), "--ranks", "2", "64", "256"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [row.strip("| ").split(" | ") for row in done.stdout.splitlines()]
+    rows = [row.strip("| ").split(" | ") for row in run(tmp_path, "-c", SMALL_SCALE).splitlines()]
     found = {name: figures for name, *figures in rows if name.endswith(": collectives")}
     assert {name.partition(",")[0]: len(set(figures)) for name, figures in found.items()} == {
         "DDP": 1,
@@ -39,8 +56,8 @@ def test_the_first_step_is_timed_in_fresh_processes():
     command = [
         sys.executable,
         str(BENCHMARKS[0].parent / "first_step.py"),
-        "--turns",
-        "1",
+        "--turns=1",
+        "--not_counted=0",
         "--cpu_time",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -49,19 +66,10 @@ def test_the_first_step_is_timed_in_fresh_processes():
 
 
 @pytest.mark.slow
-def test_planted_faults_are_named_and_a_clean_run_on_a_busy_machine_is_left_alone():
-    command = [sys.executable, "-m", "benchmarks.planted_delays", "--short"]
-    root = BENCHMARKS[0].parents[1]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-        cwd=root,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 faults named; 0 of 1 clean runs had a verdict" in done.stdout
+def test_planted_faults_are_named_and_a_clean_run_on_a_busy_machine_is_left_alone(tmp_path):
+    words = ("-m", "benchmarks.planted_delays", "--short", "--seconds=10", "--load=1")
+    told = run(tmp_path, *words, seconds=110)
+    assert "2 of 2 faults named; 0 of 1 clean runs had a verdict" in told
 
 
 def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):
@@ -82,24 +90,15 @@ def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):
     ],
 )
 def test_the_benchmark_of_gpus_runs_on_a_cpu_and_ends_with_the_bits_of_the_loop_by_hand(
-    processes, rows, number, not_here
+    tmp_path, processes, rows, number, not_here
 ):
-    command = [
-        sys.executable,
-        str(BENCHMARKS[0].parent / "gpu.py"),
-        "--device",
-        "cpu",
-        "--processes",
-        str(processes),
-        "--rows",
-        *rows,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found = {line[:32].strip(): line[32:].strip() for line in done.stdout.splitlines()[2:]}
+    script = str(BENCHMARKS[0].parent / "gpu.py")
+    words = ("--device=cpu", f"--processes={processes}", "--rows", *rows)
+    told = run(tmp_path, script, *words)
+    found = {line[:32].strip(): line[32:].strip() for line in told.splitlines()[2:]}
     refused = {name for name, figures in found.items() if figures == "not on a CPU"}
     assert refused == not_here
     assert ("checkpoint" in found) == (processes == 1)
     trained = found.keys() - refused - {"checkpoint"}
     assert len(trained) == number
-    assert all(found[name].endswith("same") for name in trained), done.stdout
+    assert all(found[name].endswith("same") for name in trained), told

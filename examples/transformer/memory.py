@@ -33,8 +33,10 @@ class Counting(Sorting):
 
 
 def count(hparams, run_opts):
+    processes = ddpkit.distributed.get_world_size()
+    run_opts = {**run_opts, "global_batch_size": processes}  # few: what is counted is the same
     brain = Counting(hparams["modules"], hparams["opt_class"], hparams, run_opts)
-    samples = strings(2 * hparams["global_batch_size"], hparams["digits"], seed=1)
+    samples = strings(2 * processes, hparams["digits"], seed=1)
     brain.fit([1], samples)
     everybody = ddpkit.distributed.gather_objects(lambda: brain.megabytes)
     return [max(column) for column in zip(*everybody, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpkit import _names_of_stub
 
-__all__ = ["AveragedWeights", "EarlyStopping", "Part", "ValidationSchedule"]
+__all__ = ["AveragedWeights", "EarlyStopping", "KubeflowProgress", "Part", "ValidationSchedule"]
 
 __getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use
 

@@ -7,6 +7,7 @@ from tests.mutants.fault import Fault, in_room
 EVENTS = "tests/parts/test_events.py"
 AVERAGES = "tests/parts/test_averaged_weights.py"
 VALIDATION = "tests/parts/test_validation_schedule.py"
+PROGRESS = "tests/parts/test_kubeflow_progress.py"
 SETS = "tests/contract/test_sets_by_name.py"
 
 FAULTS = [
@@ -45,6 +46,27 @@ FAULTS = [
                 "brain.optimizer_step % self.interval == 0",
                 "brain.optimizer_step % self.interval == 1",
                 "tests/contract/test_garbage.py",
+            ),
+            Fault(
+                "every process posts its progress to Kubeflow",
+                "KubeflowProgress.on_fit_start",
+                "url and if_main_process()",
+                "url",
+                PROGRESS,
+            ),
+            Fault(
+                "a second call of fit begins where the first has ended, to Kubeflow",
+                "KubeflowProgress._part_done",
+                "brain.optimizer_step - self.done_before",
+                "brain.optimizer_step",
+                PROGRESS,
+            ),
+            Fault(
+                "what Kubeflow does not take ends the thread that tells it",
+                "LatestPoster._try",
+                "logger.warning_once",
+                "raise error; logger.warning_once",
+                PROGRESS,
             ),
             Fault(
                 "a context of a part ends the failure of a run",

@@ -43,7 +43,8 @@ class FitResult:
             included.
         train_loss: mean over the last epoch's training, over all ranks; None if none ended in this
             call.
-        valid_loss: mean over the last validation, over all ranks; None if there was none.
+        valid_loss: mean over the last validation, over all ranks; None if there was none in this
+            call.
         logged: what the recipe has logged with ``self.log`` in the last epoch, by stage
             (``"train"``, ``"valid"``) and name, over all ranks; may be empty.
         newest_checkpoint: the checkpoint that was saved last; None without any. Of the best,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import latest_statuses, line_of, table, waits_for_ranks
+from ddpkit.base import do_nothing, latest_statuses, line_of, table, waits_for_ranks
 from ddpkit.comm.mailbox import get_runtime
 from ddpkit.errors import RankFailedError
 
@@ -57,6 +57,7 @@ def start_patient_sum(
     group: Any,
     *,
     exchanges: bool,
+    look: Callable[[], object] = do_nothing,
 ) -> Callable[[], object]:
     """Start to add up a tensor over the ranks, in place, without a limit of time.
 
@@ -65,6 +66,7 @@ def start_patient_sum(
         call: in which this rank waits, for messages.
         group: of all ranks, over gloo.
         exchanges: whether the two ranks exchange their tensors, and each adds them up.
+        look: called every few seconds of the wait; may raise where a rank cannot come any more.
 
     Returns:
         What waits for the sum; to be called once.
@@ -78,7 +80,7 @@ def start_patient_sum(
         reduce = dist.AllreduceOptions()  # of sums
         reduce.timeout = WITHOUT_LIMIT
         work = group.allreduce([total], reduce)
-        return lambda: await_late(work, call)
+        return lambda: await_late(work, call, look)
     received = torch.empty_like(total)
     sizes = [0, 0]
     sizes[1 - dist.get_rank(group)] = len(total)
@@ -88,19 +90,20 @@ def start_patient_sum(
     work = group.alltoall_base(received, own, sizes, sizes, exchange)
 
     def add() -> None:
-        await_late(work, call)
+        await_late(work, call, look)
         total.add_(received)
 
     return add
 
 
 @waits_for_ranks
-def await_late(work: Any, call: str) -> None:
+def await_late(work: Any, call: str, look: Callable[[], object] = do_nothing) -> None:
     """Wait for a collective that was started, and say who has not come where that takes long.
 
     Args:
         work: as torch returns it.
         call: in which this rank waits, for messages.
+        look: as for :func:`start_patient_sum`.
 
     Raises:
         RankFailedError: a rank has come to its end without making this call.
@@ -118,6 +121,7 @@ def await_late(work: Any, call: str) -> None:
         if waited >= next_look:
             next_look += DEPARTED_SECONDS
             _require_presence(work, call)
+            look()
         if waited >= next_warning:
             next_warning += WARNING_INTERVAL_SECONDS
             _tell(call, waited)

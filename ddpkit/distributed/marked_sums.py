@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import is_distributed_initialized, line_of, waits_for_ranks
+from ddpkit.base import do_nothing, is_distributed_initialized, line_of, waits_for_ranks
 from ddpkit.comm import control_group, is_exchanged, keep_alive, start_patient_sum, start_sum
 from ddpkit.distributed.main_only_code import require_all_ranks
 from ddpkit.errors import RankMismatchError
@@ -27,6 +27,7 @@ def start_sum_over_ranks(
     call: str = "start_sum_over_ranks",
     *,
     is_patient: bool = False,
+    look: Callable[[], object] = do_nothing,
 ) -> Callable[[], list[float]]:
     """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait
     for the sums.
@@ -39,6 +40,8 @@ def start_sum_over_ranks(
         call: names the call, the same on every rank.
         is_patient: wait without a limit for ranks that come late, as after work of the main process
             alone.
+        look: called every few seconds of a patient wait; may raise where a rank cannot come any
+            more.
 
     Returns:
         What waits for the sums and returns them; it may be called once, later, or not at all. Other
@@ -67,7 +70,9 @@ def start_sum_over_ranks(
         *[0.0] * (MARKED_NUMBERS - len(values)),
     ]
     tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
-    wait = _start_patient_sum(tensor, call) if is_patient else start_sum(tensor, control_group())
+    wait = (
+        _start_patient_sum(tensor, call, look) if is_patient else start_sum(tensor, control_group())
+    )
 
     def finish() -> list[float]:
         wait()
@@ -84,11 +89,16 @@ def start_sum_over_ranks(
     return finish
 
 
-def _start_patient_sum(total: torch.Tensor, call: str) -> Callable[[], object]:
+def _start_patient_sum(
+    total: torch.Tensor,
+    call: str,
+    look: Callable[[], object],
+) -> Callable[[], object]:
     group = control_group()
     return start_patient_sum(
         total,
         call,
         group,
         exchanges=is_exchanged([total], group),
+        look=look,
     )

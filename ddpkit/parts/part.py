@@ -214,9 +214,8 @@ class Part:
             None: no say.
 
         Ranks: all, at the same step; the answers must be the same, so decide by what is the same on
-        all, such as ``brain.optimizer_step``. A "no" is not compared, since that would cost a
-        message in each step: ranks of which one says "no" wait until ``--hang_timeout``. Must not
-        communicate.
+        all, such as ``brain.optimizer_step``. A "no" costs no message: where one rank alone says
+        "no", the others find it a few seconds later, as it trains on. Must not communicate.
         """
         return None
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import do_nothing, temporarily
-from ddpkit.distributed import get_world_size, sum_over_ranks
+from ddpkit.base import POSITION, do_nothing, latest_statuses, temporarily
+from ddpkit.comm import get_runtime
+from ddpkit.distributed import get_world_size, start_sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.launch import find_slice
+from ddpkit.types import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +23,7 @@ START = "start"
 STEP = "step"
 EPOCH = "epoch"
 EVENT = "is_validation_due"
+ASKED = "a validation that a part asks for"
 NO_DATA = (
     "parts: {} says when to validate, and fit was given no valid_set. Give one, or leave the part "
     "out."
@@ -28,6 +31,11 @@ NO_DATA = (
 NOT_ALIKE = (
     "is_validation_due was answered differently on two ranks, at optimizer step {}: this rank asks "
     "for {}. Decide by what is equal on all ranks, such as brain.optimizer_step."
+)
+NO_ELSEWHERE = (
+    "is_validation_due was answered differently on two ranks, at optimizer step {}: this rank asks "
+    "for a validation, and rank {} trains on without it. Decide by what is equal on all ranks, "
+    "such as brain.optimizer_step."
 )
 
 
@@ -166,7 +174,25 @@ class Validations:
         """
         own = -1.0 if math.isinf(size) else size
         ranks = get_world_size()
-        total, squares = sum_over_ranks([own, own * own], "a validation that a part asks for")
+        # patient, as it looks where the others are meanwhile
+        total, squares = start_sum_over_ranks(
+            [own, own * own], ASKED, is_patient=True, look=self._require_presence
+        )()
         if total != own * ranks or squares != own * own * ranks:
             asked = "all batches" if math.isinf(size) else f"{size:.0f} batches"
             raise ConfigError(NOT_ALIKE.format(self.context.progress.optimizer_step, asked))
+
+    def _require_presence(self) -> None:
+        """Refuse ranks that train on while this one waits for them: they have said no.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        own = POSITION.progress
+        for status in latest_statuses(get_runtime().report):
+            trains = status.stage == Stage.TRAIN.name and not status.doing
+            is_here = status.beats and status.session == POSITION.session
+            if is_here and trains and (status.epoch, status.step) > (own.epoch, own.step):
+                raise ConfigError(
+                    NO_ELSEWHERE.format(self.context.progress.optimizer_step, status.rank)
+                )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import textwrap
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 from ddpkit.metrics import Mean
 from ddpkit.parts import EarlyStopping, ValidationSchedule
+from tests.launching import Run, torchrun
 from tests.recipes import (
     QUIET,
     Killed,
@@ -339,6 +341,32 @@ def asked_differently():
 def test_ranks_that_answer_differently_are_told(ranks):
     for words in ranks.run(asked_differently, world_size=2):
         assert "is_validation_due was answered differently" in words
+
+
+REFUSED = """
+    import ddpkit
+    from tests.recipes import Regression, linear, points, sgd
+
+    class RefusedOnOneRank(ddpkit.Part):
+        def is_validation_due(self, brain, moment):
+            return brain.rank == 0 if (moment, brain.optimizer_step) == ("step", 2) else None
+
+    options = {"device": "cpu", "noprogressbar": True}
+    ddpkit.ddp_init_group(options)
+    parts = [RefusedOnOneRank()]
+    brain = Regression({"net": linear()}, sgd(), run_opts=options, parts=parts)
+    brain.fit([1], points(8), points(4))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_rank_that_alone_says_no_is_found_as_it_trains_on(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(REFUSED))
+    ended = Run([*torchrun(2), "train.py"], tmp_path, warm=True).wait()
+    assert ended.code != 0
+    assert "was answered differently on two ranks, at optimizer step 2" in ended.tail()
+    assert "and rank 1 trains on without it" in ended.tail()
 
 
 # ------------------------------------------------------------------------------------ kill, resume

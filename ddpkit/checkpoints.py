@@ -77,6 +77,7 @@ from ddpkit.checkpointing import (
     load_recoverables,
     map_old_state_dict_weights,
     read_checkpoint,
+    recover,
     run_savers,
     safe_load,
     saves_on_every_rank,
@@ -856,7 +857,10 @@ class Checkpointer:
         if begun is None:
             return None
         staging, final = begun
-        _, failures = failures_of(lambda: run_savers(hooks, self.recoverables, staging))
+        _, failures = failures_of(
+            lambda: run_savers(hooks, self.recoverables, staging),
+            waits=self.on_error == "warn",
+        )
         return self._on_main(
             folder.attempt,
             folder.finish,
@@ -924,8 +928,9 @@ class Checkpointer:
 
     def _load_hook(self, name: str, obj: Any) -> LoadHook:
         hook = self._hooks_of(name, obj)[1]
-        is_divided = name in self.trained_only and hook is torch_recovery
-        return self._parts_trained()[name].load if is_divided else hook
+        if hook is not torch_recovery:
+            return hook
+        return self._parts_trained()[name].load if name in self.trained_only else recover
 
     def _load(self, checkpoint: Checkpoint) -> None:
         logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))

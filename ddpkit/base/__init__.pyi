@@ -100,6 +100,7 @@ from ddpkit.base.states import (
     SaveHook as SaveHook,
     TransferHook as TransferHook,
     children_of as children_of,
+    first_row as first_row,
     gather_whole as gather_whole,
     inner_name as inner_name,
     is_sharded as is_sharded,

@@ -15,6 +15,7 @@ class StageData:
         steps_together: whether each rank has as many batches as the others: in training.
         number: of stages so far.
         last_divided: the number of the last one whose data was divided; -1: there was none.
+        may_repeat: whether a step of the training may be made again in smaller parts.
         window: its ``count`` is 0 for a batch that a rank repeats to keep step.
 
     Ranks: local; alike on all ranks, but for ``window``.
@@ -24,4 +25,5 @@ class StageData:
     steps_together = False
     number = 0
     last_divided = -1
+    may_repeat = False
     window: Any = SimpleNamespace(count=1)

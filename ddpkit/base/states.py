@@ -302,6 +302,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return own.to_local() if is_sharded(tensor) else tensor
 
 
+def first_row(sharded: Any) -> int:
+    """Return the number of this rank's first row in the whole of a tensor that is sharded by its
+    first dimension; the number of all rows, where it has none.
+
+    Ranks: local.
+
+    Source: the rows of a rank are those of ``torch.chunk``, as in ``Shard(0)`` of torch 2.13.
+    """
+    rows: int = sharded.shape[0]
+    mesh = sharded.device_mesh
+    size: int = -(-rows // mesh.size())
+    rank: int = mesh.get_local_rank()
+    return min(rank * size, rows)
+
+
 def sharded_like(value: Any, own: Any) -> Any:
     """Divide a whole tensor as another one is divided; what is of another shape, or divided, stays
     as it is.
@@ -314,9 +329,6 @@ def sharded_like(value: Any, own: Any) -> Any:
         A tensor with a copy of this rank's rows, on the device of ``own``; or ``value``.
 
     Ranks: local.
-
-    Source: the rows of a rank are those of ``torch.chunk``, as in ``Shard(0)`` of torch 2.13; a
-    rank may have none.
 
     Example:
         >>> sharded_like(torch.ones(2), torch.zeros(2))
@@ -331,15 +343,12 @@ def sharded_like(value: Any, own: Any) -> Any:
         return value
     from torch.distributed.tensor import DTensor  # is loaded: `own` is one
 
-    mesh = own.device_mesh
     part = local_part(own)
-    size = -(-own.shape[0] // mesh.size())
-    start = min(mesh.get_local_rank() * size, own.shape[0])
-    end = start + part.shape[0]
-    rows = value.detach()[start:end].to(part.device, copy=True)
+    start = first_row(own)
+    rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
     return DTensor.from_local(
         rows,
-        mesh,
+        own.device_mesh,
         own.placements,
         run_check=False,
         shape=own.shape,

@@ -13,6 +13,7 @@ from ddpkit.checkpointing.averaging import (
 from ddpkit.checkpointing.base_weights import (
     BASE as BASE,
     base_of as base_of,
+    other_base as other_base,
 )
 from ddpkit.checkpointing.broadcast import (
     LoadMode as LoadMode,
@@ -40,6 +41,7 @@ from ddpkit.checkpointing.hook_lookup import (
     saves_on_every_rank as saves_on_every_rank,
 )
 from ddpkit.checkpointing.hooks import (
+    recover as recover,
     torch_parameter_transfer as torch_parameter_transfer,
     torch_recovery as torch_recovery,
     torch_save as torch_save,
@@ -100,6 +102,7 @@ from ddpkit.checkpointing.weight_source import (
 from ddpkit.checkpointing.weights_by_name import (
     Misfits as Misfits,
     load_by_name as load_by_name,
+    load_without_base as load_without_base,
     nothing_fits as nothing_fits,
     shape_text as shape_text,
 )

@@ -18,6 +18,7 @@ from ddpkit.base import LoadHook
 from ddpkit.checkpointing.arrival import all_ranks_come
 from ddpkit.checkpointing.checkpoint import Checkpoint
 from ddpkit.checkpointing.main_work import checkpoint_work_on_main
+from ddpkit.checkpointing.unchecked_load import finish
 from ddpkit.comm import failures_of
 from ddpkit.distributed import control_group, exchange, if_main_process
 from ddpkit.errors import CheckpointError
@@ -47,8 +48,9 @@ def load_recoverables(
         CheckpointError: an object cannot be loaded. With ``"broadcast"`` every rank raises it, even
             if a single rank failed.
 
-    Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are
-        not waited for: then every rank reads. In main-only code the main process reads.
+    Ranks: local, but where base weights that are divided over the ranks are compared; with
+        ``"broadcast"`` collective. Ranks that do not come within half a minute are not waited for:
+        then every rank reads. In main-only code the main process reads.
 
     State: the objects.
     """
@@ -59,22 +61,23 @@ def load_recoverables(
     for name, hook in hooks.items():
         path = checkpoint.paramfiles[name]
         if together:
-            _load_on_all(
+            loaded = _load_on_all(
                 name,
                 path,
                 functools.partial(_load_copy, hook, objects[name], path, end_of_epoch),
             )
         else:
-            _load_one(
+            loaded = _load_one(
                 name,
                 path,
                 functools.partial(hook, objects[name], path, end_of_epoch),
             )
+        finish(loaded)
 
 
-def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
+def _load_one(name: str, path: Path, load: Callable[[], object]) -> object:
     try:
-        load()
+        return load()
     except (CheckpointError, MemoryError):
         # without memory for what is sent a rank must end: the others wait for it
         raise
@@ -84,15 +87,17 @@ def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
         ) from error
 
 
-def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
+def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> object:
     """Load on every rank; raise on every rank if it failed on one."""
-    own, failures = failures_of(lambda: _load_one(name, path, load), CheckpointError)
+    loaded: list[object] = []
+    own, failures = failures_of(lambda: loaded.append(_load_one(name, path, load)), CheckpointError)
     if failures:
         raise CheckpointError(
             f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy "
             "of this one file, in TMPDIR: what saves a directory, or reads other files too, needs "
             "ckpt_load=all."
         ) from own
+    return loaded[0]
 
 
 def _load_copy(
@@ -100,18 +105,17 @@ def _load_copy(
     obj: Any,
     path: Path,
     end_of_epoch: bool,
-) -> None:
+) -> object:
     """Load rank 0's file: there the file itself, on other ranks a copy of it."""
     content = _bytes_of_main(path)
     if if_main_process():
-        hook(obj, path, end_of_epoch)
-        return
+        return hook(obj, path, end_of_epoch)
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         copy = Path(folder, path.parent.name, path.name)
         copy.parent.mkdir()
         copy.write_bytes(content.numpy().data)
         del content
-        hook(obj, copy, end_of_epoch)
+        return hook(obj, copy, end_of_epoch)
 
 
 def _bytes_of_main(path: Path) -> torch.Tensor:

@@ -7,12 +7,13 @@ shows. It tells accidents; against a forger it is none.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import is_sharded, local_part
+from ddpkit.base import first_row, is_sharded, local_part
 from ddpkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _sum_of(name: str, tensor: torch.Tensor) -> int:
             "module whole: leave its name out of trained_only."
         ) from error
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    start = _start(tensor, bits)
+    start = _start(tensor)
     for begin in range(0, bits.numel(), CHUNK):
         chunk = bits[begin : begin + CHUNK].to(torch.int64)
         place = torch.arange(
@@ -98,14 +99,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.reshape(-1).view(_INTEGERS[flat.element_size()])
 
 
-def _start(tensor: torch.Tensor, bits: torch.Tensor) -> int:
+def _start(tensor: torch.Tensor) -> int:
     """Return the place of this rank's first element in the whole tensor."""
-    whole: Any = tensor
     if not is_sharded(tensor) or not tensor.shape:
         return 0
-    mesh = whole.device_mesh
-    rows = -(-tensor.shape[0] // mesh.size())
-    of_row = tensor[0:1].numel() if tensor.shape[0] else 0
-    if tensor.is_complex():
-        of_row *= 2  # real and imaginary part
-    return int(mesh.get_local_rank() * rows * of_row) if bits.numel() else 0
+    # by the shape: what is asked of the tensor itself may communicate
+    of_row = math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
+    return first_row(tensor) * of_row

@@ -43,7 +43,8 @@ from ddpkit.checkpointing.module_state import (
 from ddpkit.checkpointing.state_names import unwrapped_state
 from ddpkit.checkpointing.storage import write_file
 from ddpkit.checkpointing.threaded_loading import load_to_keep
-from ddpkit.checkpointing.weights_by_name import load_by_name
+from ddpkit.checkpointing.unchecked_load import UncheckedLoad, finish
+from ddpkit.checkpointing.weights_by_name import load_by_name, load_without_base
 from ddpkit.distributed import get_rank, main_process_only, require_all_ranks
 from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
@@ -52,13 +53,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 logger = get_logger(__name__)
-
-
-OTHER_BASE = (
-    "{} holds what was trained of this {}, and its base weights by fingerprint. This module does "
-    "not fit:\n{}\nLoad the base with which this was trained: before fit, or with --init_from at "
-    "every start."
-)
 
 
 @main_process_only(hand_over=False)
@@ -212,7 +206,7 @@ def write_state(state: Any, path: Path) -> str:
     return digest
 
 
-def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: ARG001 -- every load hook has it
+def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:
     """Load what :func:`torch_save` wrote; a module must match exactly, wrapped or not.
 
     Args:
@@ -223,7 +217,7 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
     Raises:
         CheckpointError: the file cannot be read, would run code, or does not fit the object.
 
-    Ranks: local.
+    Ranks: local; all, if the file leaves out base weights that are divided over the ranks.
 
     Example:
         >>> import tempfile
@@ -235,6 +229,15 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         >>> torch.equal(saved.weight, loaded.weight)
         True
     """
+    finish(recover(obj, path, end_of_epoch))
+
+
+def recover(obj: Any, path: Path, end_of_epoch: bool) -> UncheckedLoad | None:  # noqa: ARG001 -- every load hook has it
+    """Load as :func:`torch_recovery` does; return a load whose base is still to be compared, if
+    there is a base.
+
+    Ranks: local.
+    """
     state = (
         load_to_keep(path)
         if isinstance(obj, Optimizer)
@@ -242,8 +245,8 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
     )
     try:
         if isinstance(obj, nn.Module):
-            _load_module(unwrap(obj), state, path)
-        elif isinstance(obj, Optimizer):
+            return _load_module(unwrap(obj), state, path)
+        if isinstance(obj, Optimizer):
             obj.load_state_dict(_for_optimizer(obj, state))
         else:
             obj.load_state_dict(state)
@@ -251,18 +254,16 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         raise
     except Exception as error:
         raise misfit(obj, path, error, way_out(obj, state)) from error
+    return None
 
 
-def _load_module(inner: nn.Module, state: Any, path: Path) -> None:
+def _load_module(inner: nn.Module, state: Any, path: Path) -> UncheckedLoad | None:
     """Load a state that must match exactly, but for a base that stands elsewhere."""
-    if not base_of(state):
+    base = base_of(state)
+    if not base:
         inner.load_state_dict(state_for_module(inner, state))
-        return
-    misfits = load_by_name(inner, state)
-    if misfits:
-        name = type(inner).__name__
-        lines = "\n".join(f"  {line}" for line in misfits.lines(MOST_MISFITS))
-        raise CheckpointUsageError(OTHER_BASE.format(path, name, lines))
+        return None
+    return UncheckedLoad(inner, base, load_without_base(inner, state), path)
 
 
 def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:

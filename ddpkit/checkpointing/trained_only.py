@@ -13,7 +13,7 @@ from ddpkit.base import is_sharded, unwrap
 from ddpkit.checkpointing.base_weights import BASE
 from ddpkit.checkpointing.file_loading import safe_load
 from ddpkit.checkpointing.fingerprinting import fingerprints
-from ddpkit.checkpointing.hooks import torch_recovery
+from ddpkit.checkpointing.hooks import recover
 from ddpkit.checkpointing.state_names import plain_key, unwrapped_state
 from ddpkit.compat import version_of
 from ddpkit.distributed import if_main_process
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+
+    from ddpkit.checkpointing.unchecked_load import UncheckedLoad
 
 Mark = tuple[int, int]  # of a tensor: which it is, and how often it was written to
 
@@ -108,7 +110,7 @@ class TrainedOnly:
             saved[BASE] = dict(self.base)
         return saved
 
-    def load(self, module: nn.Module, path: Path, end_of_epoch: bool) -> None:
+    def load(self, module: nn.Module, path: Path, end_of_epoch: bool) -> UncheckedLoad | None:
         """Load a file, with the base or without it; what is in it is the run's own from now on.
 
         Args:
@@ -116,18 +118,21 @@ class TrainedOnly:
             path: of the file.
             end_of_epoch: not needed here.
 
-        Raises:
-            CheckpointError: as for :func:`~ddpkit.checkpointing.hooks.torch_recovery`; also if the
-                module has another base.
+        Returns:
+            A load whose base is still to be compared, if the file leaves one out.
 
-        Ranks: all, where parameters are divided; else local.
+        Raises:
+            CheckpointError: as for :func:`~ddpkit.checkpointing.hooks.torch_recovery`.
+
+        Ranks: local.
         """
-        torch_recovery(module, path, end_of_epoch)
+        loaded = recover(module, path, end_of_epoch)
         names = safe_load(path, "meta")
         if isinstance(names, Mapping):
             self._own |= set(names) & self._parameters().keys()
         self._begun = {}
         self.begin()
+        return loaded
 
 
 def _mark(parameter: torch.Tensor) -> Mark:

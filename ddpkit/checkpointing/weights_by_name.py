@@ -128,11 +128,21 @@ def load_by_name(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
         CheckpointError: what was given is no state.
         ValueError: the module is on the meta device.
 
-    Ranks: local; with the same state on every rank.
+    Ranks: local; all, if the state leaves out base weights that are divided over the ranks.
 
     Example:
         >>> load_by_name(torch.nn.Linear(2, 1), {"weight": torch.ones(1, 2), "old": torch.ones(3)})
         Misfits(missing={'bias': '(1)'}, unexpected={'old': '(3)'}, reshaped={}, based={})
+    """
+    found = load_without_base(module, state)
+    base = base_of(state)
+    return found | Misfits(based=other_base(module, base)) if base else found
+
+
+def load_without_base(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
+    """Load as :func:`load_by_name` does; the caller compares the base, if the state names one.
+
+    Ranks: local.
     """
     inner = unwrap(module)
     own = inner.state_dict(keep_vars=True)
@@ -155,8 +165,7 @@ def load_by_name(module: nn.Module, state: Mapping[str, Any]) -> Misfits:
         and plain_key(inner, name) not in base
     }
     unexpected = {name: shape_text(given[name]) for name in keys.unexpected_keys}
-    found = Misfits(missing, unexpected, reshaped).renamed(lambda name: plain_key(inner, name))
-    return found | Misfits(based=other_base(inner, base) if base else {})
+    return Misfits(missing, unexpected, reshaped).renamed(lambda name: plain_key(inner, name))
 
 
 def nothing_fits(module: nn.Module) -> Misfits:

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
-from ddpkit.base import POSITION, host_name, is_library, spans
+from ddpkit.base import POSITION, host_name, is_distributed_initialized, is_library, spans
+from ddpkit.comm.mailbox import get_runtime
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import CheckpointError, LaunchError, RankFailedError, RankMismatchError
 
@@ -500,15 +501,25 @@ def on_every_rank(work: Callable[[], T]) -> T:
 def failures_of(
     work: Callable[[], object],
     kind: type[Exception] = Exception,
+    *,
+    waits: bool = False,
 ) -> tuple[Exception | None, str]:
     """Do something on every rank, and tell every rank who failed.
 
+    A rank that has failed waits for the others for some seconds. Those that have not come by then
+    may be waiting for it, in a collective of the work, and would wait for ever.
+
     Args:
-        work: done by every rank by itself.
+        work: done by every rank by itself; if it communicates, a failure is raised on the ranks
+            where it happens, and ends the others.
         kind: of the exceptions that are told; others are raised at once.
+        waits: whether a rank that has failed waits as long as it takes, since the run goes on.
 
     Returns:
         This rank's exception, or None, and the words of all ranks that failed; empty if none did.
+
+    Raises:
+        Exception: this rank's, where others have not come.
 
     Ranks: collective (over the store).
 
@@ -525,10 +536,17 @@ def failures_of(
         words = "".join(traceback.format_exception_only(error)).strip()
         if isinstance(error, CheckpointError):
             words = str(error) or words  # they name the recoverable
-    # One line for both outcomes: the line is part of the exchange's key.
-    return own, "; ".join(
-        f"rank {rank}: {text}" for rank, text in enumerate(exchange(words)) if text
-    )
+    hurries = own is not None and not waits and is_distributed_initialized()
+    limit = get_runtime().mailbox.after_failure() if hurries else contextlib.nullcontext()
+    try:
+        with limit:
+            # One line for both outcomes: the line is part of the exchange's key.
+            told = exchange(words)
+    except RankFailedError:
+        if own is None:
+            raise
+        raise own from None
+    return own, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
 
 
 @POSITION.at("comparing the ranks")

@@ -58,6 +58,7 @@ PIECE_BYTES = 4 << 20
 FIRST_WARNING_SECONDS = 30.0
 CONNECTION_SECONDS = 1.0
 TROUBLE_SECONDS = 5.0
+FAILED_SECONDS = 5.0
 WARNING_INTERVAL_SECONDS = 60.0
 LONGEST_NAP_SECONDS = 0.02
 CONNECTION_TAG = 0x64647000  # of sends that nobody receives
@@ -189,6 +190,7 @@ class Mailbox:
         self._counts: dict[str, int] = {}
         self._collectives = 0
         self._posted: list[list[str]] = []
+        self._has_failed = False
 
     def next_count(self, site: str) -> str:
         """Number this rank's visits to ``site`` since the last collective, which all ranks have
@@ -268,6 +270,20 @@ class Mailbox:
                 for name in names[1:]:
                     self.store.delete_key(name)
 
+    @contextlib.contextmanager
+    def after_failure(self) -> Iterator[None]:
+        """Return a context in which this rank, which has failed and tells it, waits for each other
+        one for some seconds only: that may be waiting for this one in a collective of the work.
+
+        Raises:
+            RankFailedError: a rank has not come.
+        """
+        self._has_failed = True
+        try:
+            yield
+        finally:
+            self._has_failed = False
+
     def _pickled(self, site: str, outcome: Outcome) -> bytes:
         try:
             return pickle.dumps(outcome)
@@ -317,6 +333,11 @@ class Mailbox:
                 if waited >= next_look:
                     next_look = waited + CONNECTION_SECONDS
                     self._look_at_connection(key, site, poster)
+                if self._has_failed and waited > FAILED_SECONDS:
+                    raise RankFailedError(
+                        f"rank {self.rank} has failed, and waits no longer at {place(site)} for "
+                        f"rank {poster}."
+                    )
                 if waited > TROUBLE_SECONDS:
                     self.report.awaited = poster
                 if started + waited >= next_warning:

@@ -13,6 +13,11 @@ from ddpkit.comm import control_group
 from ddpkit.distributed.main_only_code import ALONE
 from ddpkit.errors import ConfigError, DataError, LaunchError
 
+REPEATED = (
+    "gather_with_gradient was called in a training with auto_micro_batch. Smaller parts of a batch "
+    "would be compared with fewer rows, and a rank that has run out of memory would leave the "
+    "others waiting. Give --micro_batch_size, and leave --auto_micro_batch out."
+)
 HALF = (torch.float16, torch.bfloat16)  # added up in float32 on a CPU
 
 
@@ -38,7 +43,7 @@ def gather_with_gradient(rows: Any) -> torch.Tensor:
         DataError: the rows of two ranks have different types or shapes, on every rank; or ``rows``
             is no tensor of rows.
         ConfigError: called in an evaluation whose data is divided: there one rank may have more
-            batches than another.
+            batches than another. Or in a training with ``auto_micro_batch``.
         LaunchError: called in main-only code, where the other ranks' rows would be missing.
 
     Ranks: collective, forward and backward: each rank uses the result in its loss.
@@ -64,6 +69,8 @@ def gather_with_gradient(rows: Any) -> torch.Tensor:
             "wait for it. Collect the rows, and call self.gather in on_stage_end; or leave "
             "shard_evaluation out."
         )
+    if StageData.may_repeat:
+        raise ConfigError(REPEATED)
     if ALONE.get():
         raise LaunchError(
             "gather_with_gradient was called inside main-only code (run_on_main, "

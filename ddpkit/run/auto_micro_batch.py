@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit.base import kind_of, temporarily
+from ddpkit.base import StageData, kind_of, temporarily
 from ddpkit.data import PlannedBatchSampler
 from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
@@ -314,6 +314,7 @@ class AutoMicroBatch(Passes):
             with (
                 strategy.no_sync(),
                 temporarily(SyncBatchNorm, before_sending=self._before_statistics),
+                temporarily(StageData, may_repeat=True),
             ):
                 yield
         finally:

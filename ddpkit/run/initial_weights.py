@@ -13,13 +13,15 @@ from ddpkit.base import POSITION, unwrap
 from ddpkit.checkpointing import (
     Checkpoint,
     Misfits,
+    base_of,
     copies_what_it_loads,
     find_transfer_hook,
     find_weights,
-    load_by_name,
     load_recoverables,
+    load_without_base,
     loose_key,
     nothing_fits,
+    other_base,
     read_weights,
     shape_text,
     source_now,
@@ -86,6 +88,8 @@ class InitialWeights:
         self._found: WeightSource | Exception | None = None
         self._misfits = Misfits()
         self._count = 0  # of the entries that are loaded
+        # modules that were loaded from files without their base, by name, and its fingerprints
+        self._bases: list[tuple[str, nn.Module, Mapping[str, str]]] = []
 
     def find_before_move(self) -> None:
         """Find the files before ``--resume=never`` moves the checkpoints of the folder, of which
@@ -155,6 +159,7 @@ class InitialWeights:
         self._is_due = False
         self._misfits = Misfits()
         self._count = 0
+        self._bases = []
         options = self.context.options
         given = str(options.init_from)
         with POSITION.at("loading the weights of init_from"):
@@ -162,7 +167,11 @@ class InitialWeights:
             files, take = self._plan(source)
             if options.ckpt_load == "all":
                 _require_same_files(files)
-            _on_every_rank(functools.partial(self._load, source, files, take))
+                _on_every_rank(functools.partial(self._load, source, files, take))
+            else:
+                self._load(source, files, take)  # tells by itself on which rank it fails
+            self._compare_bases()
+            _on_every_rank(functools.partial(self._judge, source))
         self.row = f"{self._count} tensors of {shown_path(source.path)}"
         if self._is_base:
             self.row += ", as the base; what is trained comes from the checkpoint"
@@ -184,7 +193,14 @@ class InitialWeights:
             Checkpoint(source.path, {}, dict(files)),
             cast("LoadMode", self.context.options.ckpt_load),
         )
-        self._judge(source)
+
+    def _compare_bases(self) -> None:
+        """Compare base weights that a file leaves out, once all ranks have loaded what it holds:
+        where they are divided, the ranks do it together.
+        """
+        for name, module, base in self._bases:
+            found = other_base(module, base)
+            self._misfits |= Misfits(based={f"{name}.{key}": words for key, words in found.items()})
 
     def _plan(self, source: WeightSource) -> tuple[dict[str, Path], LoadHook]:
         """Return the files that are loaded, by name, and what loads one of them."""
@@ -208,7 +224,7 @@ class InitialWeights:
         state = read_weights(path, mmap=can_map)
         divided, others = _divided(state, modules)
         for name, module in modules.items():
-            self._note(name, module, load_by_name(module, divided[name]))
+            self._take(name, module, divided[name])
         self._misfits |= others
 
     # ------------------------------------------------------------------ a file for each recoverable
@@ -227,7 +243,7 @@ class InitialWeights:
             self._note(name, module, Misfits())
             return
         state = read_weights(path, mmap=copies_what_it_loads(module))
-        self._note(name, module, load_by_name(module, state))
+        self._take(name, module, state)
 
     def _targets(self, source: WeightSource) -> dict[str, Any]:
         """Return what is loaded from a checkpoint, by the name of its file there."""
@@ -242,6 +258,11 @@ class InitialWeights:
         return {**saved, **own}
 
     # ------------------------------------------------------------------ what does not fit
+
+    def _take(self, name: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+        self._note(name, module, load_without_base(module, state))
+        if base := base_of(state):
+            self._bases.append((name, module, base))
 
     def _note(self, name: str, module: nn.Module, misfits: Misfits) -> None:
         lost = len(misfits.missing) + len(misfits.reshaped)

@@ -52,7 +52,8 @@ def trained(batch, own_rows=False, options=()):
     brain.own_rows = own_rows
     losses = []
     brain.on_stage_end = lambda stage, loss, epoch=None: losses.append(loss)
-    brain.fit([1, 2], DATA, DATA[:5], train_loader_kwargs={"batch_size": batch})
+    loading = {} if batch is None else {"batch_size": batch}
+    brain.fit([1, 2], DATA, DATA[:5], train_loader_kwargs=loading)
     return weights(brain), losses
 
 
@@ -150,3 +151,12 @@ def refused():
 
 def test_an_evaluation_whose_set_is_divided_is_refused(ranks):
     ranks.run(refused, world_size=2)
+
+
+def refused_where_a_step_may_be_repeated():
+    with pytest.raises(ConfigError, match="leave --auto_micro_batch out"):
+        trained(None, options={"global_batch_size": 4, "auto_micro_batch": True})
+
+
+def test_a_step_that_may_be_made_again_in_smaller_parts_is_refused(ranks):
+    ranks.run(refused_where_a_step_may_be_repeated, world_size=2)

@@ -286,7 +286,7 @@ FAULTS = in_room(
         ),
         Fault(
             "a weight that shares its tensor with one that is loaded counts as missing",
-            "load_by_name",
+            "load_without_base",
             "id(own.get(name)) not in loaded",
             "True",
             INIT_FROM,

@@ -26,7 +26,8 @@ def hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None
 
     Ranks: local; alike on all ranks.
     """
-    if options.ddp_comm_hook in {None, "post_local_sgd"}:
+    name = options.ddp_comm_hook
+    if name not in {"fp16", "bf16", "powersgd"}:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # Ranks that use different parameters have their buckets in another order: they must not
         # wait for each.
@@ -35,12 +36,12 @@ def hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None
             if is_exchanged(trained) and not options.find_unused_parameters
             else None
         )
-    if options.ddp_comm_hook == "powersgd":
+    if name == "powersgd":
         return PowerSGD(options["matrix_approximation_rank"], options["start_powersgd_iter"])
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
+    return functools.partial(half[name], None)  # type: ignore[arg-type]  # torch's default group
 
 
 _HALF = 2  # bytes of a number in fp16 and bf16

@@ -228,15 +228,20 @@ class DDP(Strategy):
         self._is_in_pass = True
         self._zeros.outputs.begin_pass(progress, self._clock)
 
+    def averages_gradients(self) -> bool:
+        """Say whether gradients are averaged in any step of the run."""
+        return True
+
     def _order_matters(self) -> bool:
         """Say whether gradients are averaged, and in an order that DDP follows and their sums
         depend on.
         """
         options = self.options
-        hook = self.options.ddp_comm_hook
-        averages = hook != "post_local_sgd" or bool(options.local_sgd_start)
-        matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
-        return averages and matters and not options.find_unused_parameters
+        matters = (
+            options.ddp_comm_hook == "powersgd"
+            or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
+        )
+        return self.averages_gradients() and matters and not options.find_unused_parameters
 
     def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Wrap new entries, and those again whose trainable parameters have changed since they were

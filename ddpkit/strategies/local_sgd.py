@@ -232,6 +232,10 @@ class LocalSGD(DDP):
         """Return the bytes of all weights, once a period."""
         return bytes_of(parameters) / (self.period or 1)
 
+    def averages_gradients(self) -> bool:
+        """Say whether they are averaged before the ranks begin to step by themselves."""
+        return self.start > 0
+
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows as of DDP, and on how long gradients are averaged."""
         told = (

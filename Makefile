@@ -63,7 +63,7 @@ faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: h
 mutants: $(VENV)/.installed-dev  ## plant each fault of a list, run the tests that could see it: half an hour or more (MUTANTS_ARGS="--only optim")
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-delete-test: $(VENV)/.installed-dev  ## make each part and strategy unimportable, run the tests of all else: hours (DELETE_ARGS="--only fsdp")
+delete-test: $(VENV)/.installed-dev  ## run each quick test without all parts and strategies that it is not of: a quarter of an hour (DELETE_ARGS="--only fsdp": one alone)
 	$(BIN)/python -m tests.deletion $(DELETE_ARGS)
 
 model: $(VENV)/.installed-dev  ## compare drawn trainings with a plain loop, for ten minutes (MODEL_ARGS="--seed 3 --minutes 300")

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddpkit import Stage
+from ddpkit import Stage, parts
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, DataError
-from ddpkit.parts import EarlyStopping, ValidationSchedule
 from ddpkit.train_logger import FileTrainLogger, set_run_log
 from tests.recipes import (
     QUIET,
@@ -149,10 +148,10 @@ class Scores(Several):
 
 
 def test_a_stopper_follows_the_first_set_or_the_one_that_its_metric_names():
-    first = EarlyStopping("score", mode="max", patience=1)
+    first = parts.EarlyStopping("score", mode="max", patience=1)
     assert fitted(brain_of(first, cls=Scores)).result.reason == "epochs"
     assert first.best == 8
-    other = EarlyStopping("noisy/score", mode="max", patience=1)
+    other = parts.EarlyStopping("noisy/score", mode="max", patience=1)
     assert fitted(brain_of(other, cls=Scores)).result.reason == "early_stop"
     assert (other.best, other.waited) == (1, 1)
 
@@ -206,7 +205,7 @@ def test_logs_and_loggers_name_the_set(tmp_path):
 
 
 def resumed(folder, dies_in=None, **options):
-    schedule = ValidationSchedule(every_steps=3, every_epochs=1)
+    schedule = parts.ValidationSchedule(every_steps=3, every_epochs=1)
     brain = brain_of(schedule, folder=folder, ckpt_interval_steps=1, virtual_ranks=2, **options)
     brain.dies_in = dies_in
     brain = fitted(brain, size=1)

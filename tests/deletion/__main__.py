@@ -1,15 +1,15 @@
-"""Makes one file after the other unimportable, and runs the tests that are not its own.
+"""Makes parts and strategies unimportable, and runs the tests that are not their own.
 
-``make delete-test`` takes each part and each strategy, which needs hours of processor time;
-``make delete-test DELETE_ARGS="--only fsdp"`` those whose path has the word. Tests may be named, to
-run these alone: ``--only fsdp tests/unit tests/golden``.
+``make delete-test`` runs each quick test once, without all features that it is not of: a quarter of
+an hour. ``make delete-test DELETE_ARGS="--only fsdp"`` takes one file after the other away whose
+path has the word, and runs all tests for each. Tests may be named, to run these alone:
+``--only fsdp tests/unit tests/golden``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,8 +19,10 @@ from pathlib import Path
 
 from tests.mutants.trial import MARKS
 
-from .features import ROOT, Feature, features, goes_with, made_unimportable
-from .own_tests import VARIABLE
+from . import all_at_once
+from .copies import copy_of_files
+from .features import Feature, features, goes_with, made_unimportable
+from .own_tests import DELETED
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -30,6 +32,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.list or not chosen:
         sys.stdout.write("".join(f"{feature.path}\n" for feature in every))
         return 0 if options.list else 2
+    if not options.only:
+        with tempfile.TemporaryDirectory(prefix="ddpkit-deletion-") as folder:
+            return all_at_once.main(Path(folder), options.jobs, options.tests)
     failed = []
     for feature in chosen:
         began = time.monotonic()
@@ -52,24 +57,8 @@ def set_of(feature: Feature, words: Sequence[str]) -> bool:
     return any(word in feature.path for word in words)
 
 
-def copy_of_files(folder: Path, root: Path = ROOT) -> Path:
-    """Copy the files that git knows, and those that it would take up."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (root / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, folder / name)
-    return folder
-
-
 def _run_tests(copy: Path, feature: Feature, options: argparse.Namespace) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(copy), VARIABLE: feature.path}
+    environment = {**os.environ, "PYTHONPATH": str(copy), DELETED: feature.path}
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "tests.deletion.own_tests"),
         *("-p", "no:cacheprovider", "-m", MARKS, "-n", str(options.jobs)),
@@ -84,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", metavar="WORD", help="files whose path has the word"
     )
     parser.add_argument("--list", action="store_true", help="print the files, and delete none")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest; 0: this one")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest")
     parser.add_argument("tests", nargs="*", help="tests to run; none: all quick ones")
     return parser
 

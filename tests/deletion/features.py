@@ -19,6 +19,7 @@ INTERFACE = ("__init__.py", "events.py", "own.py", "part.py", "yaml_help.py")
 OF_EVERY_MODULE = (
     "test_every_module_of_the_face_is_reached_from_the_package_and_named_for_type_checkers",
     "test_importing_every_module_changes_nothing",
+    "test_a_module_of_the_face_says_which_of_its_names_are_for_users",
 )
 
 
@@ -96,15 +97,16 @@ TABLE = (
     ),
     Feature(
         "ddpkit/strategies/ddp.py",
-        r"(?i)ddp(?!kit)|nproc|torchrun",
-        tests=(*_SEVERAL, "tests/strategies/test_averages.py"),
+        # with a process group, the strategy that is chosen by itself; and an option of DDP
+        r"(?i)ddp(?!kit)|nproc|torchrun|init_process_group|static_graph",
+        tests=(*_SEVERAL, "tests/strategies/test_averages.py", "tests/ranks/test_gpus.py"),
         fixtures=("ranks",),
         users=("ddpkit/strategies/local_sgd.py", "ddpkit/strategies/zero1.py"),
     ),
     Feature(
         "ddpkit/strategies/fsdp.py",
         r"(?i)fsdp",
-        tests=("tests/ranks/test_fsdp.py",),
+        tests=("tests/ranks/test_fsdp.py", "tests/test_benchmarks.py"),  # a benchmark loads it
     ),
     Feature(
         "ddpkit/strategies/local_sgd.py",
@@ -129,7 +131,7 @@ TABLE = (
     Feature(
         "ddpkit/run/measured_slice.py",
         r"(?i)slice|\bscale\b",
-        tests=("tests/see/scale",),
+        tests=("tests/see/scale", "tests/see/doctor/test_recipe_loader.py"),
     ),
     Feature(
         "ddpkit/parity/__init__.py",

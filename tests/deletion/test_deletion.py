@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import textwrap
 from types import SimpleNamespace
 
 import pytest
 
+from tests import house
+from tests.deletion.copies import Copy
 from tests.deletion.features import (
     ROOT,
     TABLE,
@@ -16,6 +20,7 @@ from tests.deletion.features import (
     made_unimportable,
     unknown_tests,
 )
+from tests.deletion.own_tests import owners_of
 from tests.warm_starts import WarmProcess
 
 TRAINS = """
@@ -81,6 +86,41 @@ def test_a_model_trains_and_goes_on_where_no_part_and_no_strategy_can_be_importe
         code = WarmProcess([sys.executable, "-c", script], stdout=told, stderr=told).wait(60)
         told.seek(0)
         assert code == 0, told.read()
+
+
+def test_nothing_goes_on_without_a_file_of_the_package_that_it_cannot_import():
+    """Else a test that passes without several files could fail without one of them."""
+    words = ("ImportError", "ModuleNotFoundError")
+    hidden = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in house.FILES
+        if any(word in house.source_of(path) for word in words)
+        for node in house.nodes_of(path)
+        if isinstance(node, ast.Try)
+        for handler in node.handlers
+        if any(word in ast.unparse(handler) for word in words)
+        if "raise" not in ast.unparse(handler)
+        if re.search(r"(import|from) ddpkit", "\n".join(map(ast.unparse, node.body)))
+    ]
+    assert hidden == []
+
+
+def test_files_are_taken_away_and_put_back(tmp_path):
+    one = Feature("one.py", "one")
+    other = Feature("other.py", "other")
+    for feature in (one, other):
+        (tmp_path / feature.path).write_text("import os\n")
+    copy = Copy(tmp_path)
+    copy.take_away([one])
+    copy.take_away([other])
+    assert (tmp_path / one.path).read_text() == "import os\n"
+    assert (tmp_path / other.path).read_text() == "raise ImportError(__name__)\nimport os\n"
+
+
+def test_a_test_of_a_feature_is_of_those_too_that_it_is_made_of():
+    item = SimpleNamespace(dtest=SimpleNamespace(docstring="strategy='zero1'"), nodeid="ddpkit.x")
+    made_of = ("ddpkit/strategies/ddp.py", "ddpkit/strategies/zero1.py")
+    assert owners_of(item, "ddpkit/x.py") == made_of
 
 
 def test_the_table_names_files_that_are_there():

@@ -21,7 +21,6 @@ from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.optim import making
-from ddpkit.training.device_prefetch import moved_ahead
 from tests.training import test_late_steps as late_steps
 
 pytestmark = pytest.mark.gpu
@@ -455,6 +454,8 @@ def test_a_batch_is_not_overwritten_while_a_slow_step_still_reads_it():
     """The copy of a later batch may get the memory of an earlier one, once that was used, and not
     before.
     """
+    from ddpkit.training.device_prefetch import moved_ahead
+
     device = torch.device("cuda")
     batches = (torch.full((1 << 20,), float(number)).pin_memory() for number in range(50))
     sums = []

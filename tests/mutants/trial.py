@@ -105,7 +105,7 @@ class Trial:
     def _plant(self, fault: Fault) -> None:
         planted = plant(fault, self.copy / "ddpkit")
         self._originals[planted.path] = planted.path.read_bytes()
-        _write(planted.path, planted.text.encode())
+        write(planted.path, planted.text.encode())
 
     def verdict(self) -> Verdict | None:
         """Look once: the verdict, or None while the tests run."""
@@ -129,7 +129,7 @@ class Trial:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
         for path, content in self._originals.items():
-            _write(path, content)
+            write(path, content)
 
     def _verdict_of(self, code: int) -> Verdict:
         if code == 0:
@@ -183,7 +183,7 @@ class Trial:
         sys.modules["__main__"] = types.ModuleType("__main__")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     """Write a file so that no compiled one passes for it, which goes by seconds and size."""
     path.write_bytes(content)
     with contextlib.suppress(FileNotFoundError):

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ddpkit import Part, Stage
+from ddpkit import Part, Stage, parts
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 from ddpkit.metrics import Mean
-from ddpkit.parts import EarlyStopping, ValidationSchedule
+from ddpkit.parts import ValidationSchedule
 from tests.launching import Run, torchrun
 from tests.recipes import (
     QUIET,
@@ -478,7 +478,7 @@ class Scored(Noisy):
 
 
 def stopped_early(folder=None, patience=2):
-    stopper = EarlyStopping("score", mode="max", patience=patience)
+    stopper = parts.EarlyStopping("score", mode="max", patience=patience)
     brain = brain_of(
         ValidationSchedule(every_steps=2), stopper, folder=folder, cls=Scored, epochs=4
     )

@@ -83,6 +83,8 @@ _TOO_LATE = {
 _OWN_ATTRIBUTES = frozenset({"_values", "_reached", "overridden_args"})
 # None means: find it out, and so counts as not given
 _FOUND_OUT = ("device", "distributed_backend")
+# it has had its effect before there are options
+_ON_THE_COMMAND_LINE_ALONE = ("nproc",)
 # where it was started from; no choice of settings
 _OF_THIS_START = frozenset({"param_file", "distributed_launch"})
 
@@ -90,8 +92,9 @@ _OF_THIS_START = frozenset({"param_file", "distributed_launch"})
 class RunOptions(OptionTypes, MutableMapping[str, Any]):
     """The options of a run, as attributes and as items.
 
-    Every option of ``OPTIONS`` is there. Keys of a recipe's own may be added; those are
-    not checked. What is passed here or assigned later counts as given, and so wins over the YAML.
+    Every option of ``OPTIONS`` is there. Keys of a recipe's own may be added. Those are not
+    checked, and a Brain that gets them names them in a warning. What is passed here or assigned
+    later counts as given, and so wins over the YAML.
 
     ``device`` and ``distributed_backend`` are concrete (``"cuda:1"``, ``"nccl"``) in what
     :func:`parse_arguments` and :meth:`resolved` return: "nccl" where the device is a CUDA device,
@@ -381,7 +384,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> run_opts.debug, run_opts.max_grad_norm, "lr" in run_opts
             (True, 1.0, False)
         """
-        _warn_of_misspelt({**(hparams or {}), **self})
+        misspelt = _warn_of_misspelt({**(hparams or {}), **self})
+        _warn_of_unread(name for name in self if name not in misspelt)
         from_yaml = {name: (hparams or {})[name] for name in RUN_OPTIONS if name in (hparams or {})}
         from_yaml.pop("param_file", None)
         if from_yaml:
@@ -408,17 +412,34 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             return _merged(self, from_yaml, find_launch())
 
 
-def _warn_of_misspelt(names: Iterable[str]) -> None:
-    """Warn of keys of the YAML and of ``run_opts`` that are nearly options, and set none."""
+def _warn_of_misspelt(names: Iterable[str]) -> set[str]:
+    """Warn of keys of the YAML and of ``run_opts`` that are nearly options, and set none; return
+    them.
+    """
     flags = {name.replace("_", ""): name for name in RUN_OPTIONS}
+    found = set()
     for key in [name for name in names if name not in OPTION_BY_NAME]:
         plain = key.replace("_", "").replace("-", "").lower()
         for meant in difflib.get_close_matches(plain, flags, n=1, cutoff=0.94):
+            found.add(key)
             logger.warning_once(
                 "The key %r is not a run option, and sets none; did you mean %r?",
                 key,
                 flags[meant],
             )
+    return found
+
+
+def _warn_of_unread(names: Iterable[str]) -> None:
+    """Warn of keys of ``run_opts`` that are no options: of a recipe's own, or meant as one."""
+    unread = [
+        name for name in names if name not in OPTION_BY_NAME or name in _ON_THE_COMMAND_LINE_ALONE
+    ]
+    if unread:
+        logger.warning_once(
+            f"run_opts: no run option is named {', '.join(map(repr, unread))}. ddpkit reads no "
+            "such key; your own code may."
+        )
 
 
 def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo) -> RunOptions:

@@ -330,3 +330,16 @@ def test_a_key_of_run_opts_is_looked_at_too(caplog):
         "The key 'precison' is not a run option, and sets none; did you mean 'precision'?"
         in caplog.text
     )
+
+
+def test_keys_of_run_opts_that_are_no_option_are_named(caplog):
+    """Each once, beside those of the recipe's own YAML, which are not named."""
+    given = {"device": "cpu", "gradient_clipping": 1, "nproc": 2, "precison": "bf16", "jit": False}
+    for _ in range(2):
+        RunOptions.from_dictionary(given).resolved({"number_of_epochs": 2, "batch_size": 4})
+    nearly, others = (message for message in caplog.messages if "run option" in message)
+    assert nearly.startswith("The key 'precison' is not a run option, and sets none; did you mean")
+    assert others == (
+        "run_opts: no run option is named 'gradient_clipping', 'nproc'. ddpkit reads no such key; "
+        "your own code may."
+    )

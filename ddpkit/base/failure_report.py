@@ -191,8 +191,14 @@ class _Process:
     log: Callable[[BaseException], object] | None = None
     # writes why another thread ends it into the run's log
     note_end: Callable[[str], object] | None = None
+    # tell others of the end where another thread ends it, without exit hooks
+    at_hard_end: list[Callable[[], object]]
     failed: BaseException | None = None  # the uncaught exception that ends it
+    is_stopped = False  # whether a signal or the time limit has ended its last call of fit
     left = False  # whether an exception has left its last call of fit or evaluate
+
+    def __init__(self) -> None:
+        self.at_hard_end = []
 
 
 PROCESS = _Process()

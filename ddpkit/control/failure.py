@@ -285,7 +285,8 @@ def failure_notice() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         news = _explained(error)
-        PROCESS.left = not isinstance(error, RunStopped)
+        PROCESS.is_stopped = isinstance(error, RunStopped)
+        PROCESS.left = not PROCESS.is_stopped
         # sys.excepthook is not called for it
         ends = isinstance(error, SystemExit) and error.code not in {None, 0}
         if ends:
@@ -300,7 +301,7 @@ def failure_notice() -> Iterator[None]:
         if news is error:
             raise
         raise news from news.__cause__
-    PROCESS.left = False
+    PROCESS.left = PROCESS.is_stopped = False
 
 
 def _explained(error: BaseException) -> BaseException:

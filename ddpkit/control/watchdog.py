@@ -339,16 +339,17 @@ def _note_end(text: str) -> None:
     """Write why this process ends into the run's log, and do not wait long: its disk may be why
     nothing moves.
     """
-    if PROCESS.note_end is None:
-        return
-    noting = threading.Thread(
-        target=PROCESS.note_end,
-        args=(text,),
-        name="ddpkit notes the end",
-        daemon=True,
-    )
-    noting.start()
-    noting.join(NOTE_SECONDS)
+    calls = list(PROCESS.at_hard_end)
+    if PROCESS.note_end is not None:
+        calls.append(functools.partial(PROCESS.note_end, text))
+    notes = [
+        threading.Thread(target=call, name="ddpkit notes the end", daemon=True) for call in calls
+    ]
+    for note in notes:
+        note.start()
+    end = time.monotonic() + NOTE_SECONDS
+    for note in notes:
+        note.join(max(0.0, end - time.monotonic()))
 
 
 def _launcher_keeps_store() -> bool:

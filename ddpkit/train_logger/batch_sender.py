@@ -19,20 +19,27 @@ T = TypeVar("T")
 AT_ONCE = 500  # values that are handed over in one call
 MOST_WAITING = 100_000  # values; the oldest give way
 LONGEST_PAUSE = 30.0  # seconds between two tries
+TRIES = 4  # of a batch, before its values are tried one by one
+MOST_DOUBTFUL = 10  # values in a row that fail one by one, before the receiver is taken to be away
 
 
 class BatchSender:
     """Hands values over in a thread of its own, in their order, so that the training never waits.
 
-    What fails is tried again, with longer and longer pauses. A warning says so once.
+    What fails is tried again, with longer and longer pauses, and a warning says so once. A value
+    that the receiver refuses is named in a warning, and left out. So is a value that fails again
+    and again while others get through.
 
     Args:
         what: receives the values, in words.
         send: called with a list of values.
         first_pause: seconds before the second try.
+        refuses: says of an exception whether the receiver will never take such values.
+        name: of a value, in warnings.
 
     Attributes:
         dropped: values that gave way to newer ones.
+        refused: values that were left out.
 
     Ranks: local.
 
@@ -49,15 +56,24 @@ class BatchSender:
         what: str,
         send: Callable[[list[Any]], None],
         first_pause: float = 1.0,
+        refuses: Callable[[Exception], bool] = lambda _: False,
+        name: Callable[[Any], str] = str,
     ) -> None:
         self.dropped = 0
+        self.refused = 0
         self._what = what
         self._send = send
         self._pause = first_pause
+        self._refuses = refuses
+        self._name = name
         self._waiting: deque[Any] = deque()
+        self._batch: list[Any] = []  # taken off the list, and not handed over yet
         self._news = threading.Condition()
         self._is_ending = False
         self._thread: threading.Thread | None = None
+        self._doubtful: list[tuple[Any, Exception]] = []
+        self._has_warned = False
+        self._said: set[str] = set()
 
     def add(self, values: Iterable[Any]) -> None:
         """Add values, and return at once."""
@@ -79,7 +95,7 @@ class BatchSender:
             seconds: to wait at most.
 
         Returns:
-            How many values have not been handed over.
+            How many values have not been handed over, without those that were refused.
         """
         with self._news:
             self._is_ending = True
@@ -87,45 +103,116 @@ class BatchSender:
             thread = self._thread
         if thread is not None:
             thread.join(seconds)
-        return self.dropped + len(self._waiting)
+        return self.dropped + len(self._waiting) + len(self._batch)
 
     def _run(self) -> None:
         pause = self._pause
-        while True:
-            with self._news:
-                while not self._waiting and not self._is_ending:
-                    self._news.wait()
-                batch = [self._waiting[n] for n in range(min(AT_ONCE, len(self._waiting)))]
-            if not batch:
-                return
-            error = self._try(batch)
+        failures = 0
+        while self._next_batch():
+            error = self._try(self._batch)
+            if error is None:
+                self._batch = []
+            elif self._refuses(error) or failures >= TRIES or self._is_ending:
+                error = self._sift(error)
             if error is None:
                 pause = self._pause
+                failures = 0
                 continue
-            logger.warning_once(
-                "%s does not take values: %s: %s. Training goes on, and it is tried again.",
-                self._what,
-                type(error).__name__,
-                error,
-            )
+            failures += 1
+            self._warn(error)
             with self._news:
                 if self._is_ending:
                     return
                 self._news.wait_for(lambda: self._is_ending, timeout=pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _try(self, batch: list[Any]) -> Exception | None:
-        """Hand values over, and take them off the list; return the error if that fails."""
-        before = self.dropped
+    def _next_batch(self) -> bool:
+        """Wait for values, and take some off the list; say whether there are any."""
+        with self._news:
+            while not self._waiting and not self._batch and not self._is_ending:
+                self._news.wait()
+            while self._waiting and len(self._batch) < AT_ONCE:
+                self._batch.append(self._waiting.popleft())
+        return bool(self._batch)
+
+    def _try(self, values: list[Any]) -> Exception | None:
+        """Hand values over; return the error if that fails."""
         try:
-            self._send(batch)
+            self._send(values)
         except Exception as error:  # noqa: BLE001 -- returned: a client may raise anything
             return error
-        with self._news:
-            # some of the batch may have given way to newer values in the meantime
-            for _ in range(len(batch) - (self.dropped - before)):
-                self._waiting.popleft()
         return None
+
+    def _sift(self, error: Exception) -> Exception | None:
+        """Hand over what the receiver takes of a batch that has failed, and leave the others out.
+
+        Args:
+            error: of the batch.
+
+        Returns:
+            None; or the last error, if the receiver seems to take nothing: what is not handed over
+            stays in the batch.
+        """
+        if not self._refuses(error):
+            # the first, the middle and the last: does any get through?
+            some = sorted({0, len(self._batch) // 2, len(self._batch) - 1})
+            taken = [number for number in some if self._try([self._batch[number]]) is None]
+            if not taken:
+                return error
+            self._batch = [v for number, v in enumerate(self._batch) if number not in taken]
+        self._doubtful = []
+        self._sift_half(self._batch)
+        self._batch = [value for value, _ in self._doubtful]
+        return self._doubtful[-1][1] if self._doubtful else None
+
+    def _sift_half(self, values: list[Any]) -> None:
+        """Hand over values that have failed together, by halves.
+
+        A value that fails alone is left out if it is refused, or if others get through after it:
+        until then the receiver may be away.
+        """
+        for part in (values[: len(values) // 2], values[len(values) // 2 :]):
+            if not part:
+                continue
+            if len(self._doubtful) >= MOST_DOUBTFUL:
+                error = self._doubtful[-1][1]
+                self._doubtful += [(value, error) for value in part]
+                continue
+            found = self._try(part)
+            if found is None:
+                for value, error in self._doubtful:
+                    self._leave_out(value, error)
+                self._doubtful = []
+            elif len(part) > 1:
+                self._sift_half(part)
+            elif self._refuses(found):
+                self._leave_out(part[0], found)
+            else:
+                self._doubtful.append((part[0], found))
+
+    def _leave_out(self, value: Any, error: Exception) -> None:
+        self.refused += 1
+        name = self._name(value)
+        if name not in self._said:
+            self._said.add(name)
+            logger.warning(
+                "%s refuses the value %r: %s: %s. It is left out; metrics.jsonl, in the "
+                "experiment's folder, has it.",
+                self._what,
+                name,
+                type(error).__name__,
+                error,
+            )
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:  # the words of an error may be others each time
+            self._has_warned = True
+            logger.warning(
+                "%s does not take values: %s: %s. Training goes on, and it is tried again.",
+                self._what,
+                type(error).__name__,
+                error,
+            )
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.base import PROCESS
+from ddpkit.control import at_exit
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.train_logger.batch_sender import BatchSender, within
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+LAST_WORD_SECONDS = 1.0  # for the status, where the last values have taken all the time
+UNDECIDED = {401, 403, 404, 408, 429}  # answers that another try may not get
 TEST = "test/"  # of these a second value is no repetition: another set may have been evaluated
 
 
@@ -27,7 +30,10 @@ class MLflowLogger(TrackerLogger):
 
     Numbers become metrics such as ``train/loss``, at the optimizer step; everything else becomes a
     tag. A thread hands them over, so that training never waits for a server. Values that a server
-    does not take are kept, up to 100,000 of them, and tried again.
+    does not take are kept, up to 100,000 of them, and tried again. A value that it refuses is named
+    in a warning, and left out.
+
+    When the process ends, MLflow's run is ended, too: see :meth:`close`.
 
     A run that is started again goes on in the same run of MLflow. Steps that MLflow has already are
     not written again, except of a test.
@@ -84,13 +90,22 @@ class MLflowLogger(TrackerLogger):
         self._client: Any = None
         self._sender: BatchSender | None = None
         self._known: dict[str, int] = {}
+        self._process = 0  # which has opened the run
 
     def open_run(self) -> str:
         """Find or make the run, on the server or in the local database."""
         run_id = within(self._timeout, self._find_run)
-        self._sender = BatchSender("MLflow", self._send)
-        atexit.unregister(self.close)  # of an earlier opening
-        atexit.register(self.close)
+        self._sender = BatchSender(
+            "MLflow",
+            self._send,
+            refuses=_is_refusal,
+            name=lambda value: str(value[0]),
+        )
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            at_exit(self.close)
+        if self._close_as_failed not in PROCESS.at_hard_end:
+            PROCESS.at_hard_end.append(self._close_as_failed)
         return run_id
 
     def write(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -108,23 +123,35 @@ class MLflowLogger(TrackerLogger):
         """Hand over what is left, and end MLflow's run; at the end of the process it is called by
         itself.
 
+        The run is then ``FINISHED``, ``KILLED`` where a signal or the time limit has stopped it, or
+        ``FAILED`` where an exception has ended the process. Both together take ``timeout_seconds``
+        at most.
+
         Ranks: local.
         """
+        if PROCESS.is_stopped:
+            self._close("KILLED")
+        else:
+            has_failed = PROCESS.failed is not None or getattr(sys, "last_type", None) is not None
+            self._close("FAILED" if has_failed else "FINISHED")
+
+    def _close_as_failed(self) -> None:
+        self._close("FAILED")
+
+    def _close(self, status: str) -> None:
         sender = self._sender
-        if sender is None:
+        if sender is None or os.getpid() != self._process:  # a forked process has not opened it
             return
         self._sender = None
         self._is_open = False
+        PROCESS.at_hard_end.remove(self._close_as_failed)
+        end = time.monotonic() + self._timeout
         lost = sender.close(self._timeout)
         if lost:
             logger.warning("MLflow has not taken %d values; metrics.jsonl has all of them.", lost)
-            return
-        status = "FAILED" if getattr(sys, "last_type", None) else "FINISHED"
+        left = max(LAST_WORD_SECONDS, end - time.monotonic())
         self.go_on_without(
-            lambda: within(
-                self._timeout,
-                lambda: self._client.set_terminated(self.run_id, status),
-            )
+            lambda: within(left, lambda: self._client.set_terminated(self.run_id, status))
         )
 
     # ------------------------------------------------------------------ in other threads
@@ -178,3 +205,11 @@ class MLflowLogger(TrackerLogger):
             self._client.log_batch(self.run_id, tags=tags[start : start + 100])
         if metrics:
             self._client.log_batch(self.run_id, metrics=metrics)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Say whether MLflow will never take what was sent: it has said so, or it is no number."""
+    status = getattr(error, "get_http_status_code", None)
+    if status is None:
+        return isinstance(error, (OverflowError, TypeError, ValueError))
+    return 400 <= status() < 500 and status() not in UNDECIDED  # noqa: PLR2004 -- of HTTP

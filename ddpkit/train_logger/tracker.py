@@ -135,7 +135,9 @@ class TrackerLogger(MainTrainLogger, abc.ABC):
             send()
         except Exception as error:  # noqa: BLE001 -- a tracker may raise anything
             self.lost += 1
-            logger.warning_once(
+            if self.lost > 1:  # the words of an error may be others each time
+                return
+            logger.warning(
                 "%s does not take values: %s: %s. Training goes on. metrics.jsonl, in the "
                 "experiment's folder, has all values.",
                 self.tracker,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import time
 
 import pytest
 
@@ -33,7 +34,7 @@ class InMemory(TrackerLogger):
     def write(self, values, step):
         if self.fails:
             self.fails -= 1
-            raise ConnectionError("no route to the tracker")
+            raise ConnectionError(f"no route to the tracker ({self.fails + 1} tries left)")
         self.runs[self.run_id].append((step, dict(values)))
 
 
@@ -61,7 +62,7 @@ def test_a_tracker_that_fails_is_told_once_and_training_goes_on(tmp_path, caplog
     assert train_logger.lost == 2
     said = [message for message in caplog.messages if "does not take values" in message]
     assert len(said) == 1
-    assert "no route to the tracker" in said[0]
+    assert "no route to the tracker (2 tries left)" in said[0]
 
 
 def test_a_tracker_that_cannot_be_opened_ends_the_run_before_its_first_epoch(tmp_path):
@@ -97,6 +98,13 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch, make, package):
 # ------------------------------------------------------------------------- the thread of a tracker
 
 
+def wait_until(is_so, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it never came"
+        threading.Event().wait(0.001)
+
+
 def test_what_fails_is_sent_again_in_its_order():
     got = []
     fails = [ConnectionError("away"), ConnectionError("away")]
@@ -109,10 +117,76 @@ def test_what_fails_is_sent_again_in_its_order():
     sender = BatchSender("a list", send, first_pause=0.001)
     sender.add([1, 2])
     sender.add([3])
-    while fails:
-        threading.Event().wait(0.001)
+    wait_until(lambda: not fails)
     assert sender.close(seconds=10) == 0
     assert got == [1, 2, 3]
+
+
+class Receiver:
+    """Takes values but for some, all or none of a call; may be away for some calls."""
+
+    def __init__(self, *refused, error=ValueError):
+        self.refused = set(refused)
+        self.error = error
+        self.got = []
+        self.calls_away = 0
+
+    def __call__(self, values):
+        if self.calls_away:
+            self.calls_away -= 1
+            raise ConnectionError(f"away, connection {self.calls_away}")
+        if bad := self.refused & set(values):
+            raise self.error(f"no value may be {bad}")
+        self.got.extend(values)
+
+
+def is_value_error(error):
+    return isinstance(error, ValueError)
+
+
+def test_a_value_that_is_refused_is_named_once_and_holds_up_no_other(caplog):
+    receiver = Receiver(3, 7)
+    sender = BatchSender("a list", receiver, refuses=is_value_error, name="number {}".format)
+    sender.add([*range(10), 7])
+    assert sender.close(seconds=10) == 0
+    assert receiver.got == [0, 1, 2, 4, 5, 6, 8, 9]
+    assert sender.refused == 3
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "a list refuses the value 'number 3'",
+        "a list refuses the value 'number 7'",
+    ]
+
+
+def test_a_value_that_fails_while_others_get_through_is_left_out(caplog):
+    receiver = Receiver(3, error=RuntimeError)
+    sender = BatchSender("a list", receiver, first_pause=0.0001)
+    sender.add(range(10))
+    wait_until(lambda: len(receiver.got) == 9)
+    assert sender.close(seconds=10) == 0
+    assert sorted(receiver.got) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert "a list refuses the value '3'" in caplog.text
+
+
+def test_a_receiver_that_is_away_loses_no_value_and_is_told_once(caplog):
+    receiver = Receiver(3)
+    receiver.calls_away = 20
+    sender = BatchSender("a list", receiver, first_pause=0.0001, refuses=is_value_error)
+    sender.add([*range(50)])
+    wait_until(lambda: len(receiver.got) == 49)
+    assert sender.close(seconds=10) == 0
+    assert sorted(receiver.got) == [n for n in range(50) if n != 3]
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "a list does not take values",
+        "a list refuses the value '3'",
+    ]
+
+
+def test_what_a_receiver_does_not_take_at_the_end_is_counted():
+    receiver = Receiver()
+    receiver.calls_away = 10**6
+    sender = BatchSender("a list", receiver, first_pause=60.0)
+    sender.add(range(30))
+    assert sender.close(seconds=10) == 30
 
 
 def test_what_does_not_answer_holds_up_nobody():

@@ -223,6 +223,27 @@ LOGS = in_room(
             "tests/train_logger/test_files.py",
         ),
         Fault(
+            "a value that a tracker refuses holds up all others",
+            "BatchSender._run",
+            "self._refuses(error) or failures >= TRIES or self._is_ending",
+            "False",
+            "tests/train_logger/test_trackers.py tests/train_logger/test_mlflow.py",
+        ),
+        Fault(
+            "values are left out while their tracker is away",
+            "BatchSender._sift",
+            "not taken",
+            "False",
+            "tests/train_logger/test_trackers.py",
+        ),
+        Fault(
+            "a run that was stopped has finished for MLflow",
+            "MLflowLogger.close",
+            "PROCESS.is_stopped",
+            "False",
+            "tests/train_logger/test_mlflow.py",
+        ),
+        Fault(
             "a row of the step of a checkpoint that came after it stands twice",
             "StandingRows.has",
             "self._numbers[names] > 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from ddpkit.parts.part import Part
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 logger = get_logger(__name__)
 
@@ -23,7 +24,8 @@ class EarlyStopping(Part):
 
     A value is better if it is smaller (``mode="min"``) or larger (``"max"``) than the best one so
     far by more than ``min_change``. One that is not finite never is. A run that has stopped and is
-    started again says so, and trains nothing; with more ``patience`` it goes on.
+    started again says so, and trains nothing; with more ``patience`` it goes on. A further call of
+    ``fit`` in the same script is another training, in which all is counted anew.
 
     Args:
         metric: the name of a value that the recipe logs in the validation, as in
@@ -71,10 +73,24 @@ class EarlyStopping(Part):
         if not 0.0 <= self.min_change < math.inf:
             raise ConfigError(f"EarlyStopping: min_change={min_change!r} must be 0 or more.")
         self.warmup = _whole("warmup", warmup, least=0)
+        self._is_of_earlier_call = False  # whether what was counted is of a call that is over
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.best: float | None = None
         self.best_epoch = 0
         self.waited = 0
         self.seen = 0
+
+    @contextlib.contextmanager
+    def around_fit(self, brain: Any) -> Iterator[None]:
+        """Return a context after which a further call of ``fit`` counts anew, unless it goes on
+        from a checkpoint.
+        """
+        try:
+            yield
+        finally:
+            self._is_of_earlier_call = True
 
     def start_rows(self, brain: Any) -> Mapping[str, str]:
         """Return one row: when the training ends."""
@@ -88,7 +104,12 @@ class EarlyStopping(Part):
         return {"stops": row}
 
     def on_fit_start(self, brain: Any) -> None:
-        """End at once where an earlier start of the run has stopped for good."""
+        """Count anew in a further call; end at once where an earlier start of this one has stopped
+        for good.
+        """
+        if self._is_of_earlier_call:
+            self._begin_anew()
+        self._is_of_earlier_call = False
         if self._is_exhausted():
             brain.stop_training(
                 f"{self._why()} before this start. Give more patience than {self.patience} to go on"
@@ -162,6 +183,7 @@ class EarlyStopping(Part):
         self.best_epoch = int(state["best_epoch"])
         self.waited = int(state["waited"])
         self.seen = int(state["seen"])
+        self._is_of_earlier_call = False
 
 
 def _whole(name: str, value: Any, *, least: int) -> int:

@@ -218,14 +218,16 @@ class PartEvents:
             ConfigError: a part has returned nothing to iterate over.
         """
         for part in self._hearing["wrap_batches"]:
+            given = _Below(batches)
             with _naming(part, "wrap_batches"):
-                wrapped = part.wrap_batches(brain, batches, stage)
+                wrapped = part.wrap_batches(brain, given, stage)
             if not hasattr(wrapped, "__iter__"):
                 raise ConfigError(
                     f"{part.name}.wrap_batches returned {wrapped!r}, which yields no batches. "
                     "Return `batches`, or a generator that yields as many."
                 )
-            batches = wrapped
+            if wrapped is not given:
+                batches = given.above(wrapped, f"{part.name}.wrap_batches")
         return batches
 
     def rows(self, brain: Any) -> dict[str, str]:
@@ -312,6 +314,37 @@ def _check(parts: tuple[Any, ...]) -> None:
             if not any(isinstance(before, needed) for before in parts[:number]):
                 order = ", ".join(other.name for other in parts)
                 raise ConfigError(NEEDS.format(part.name, needed.__name__, order))
+
+
+class _Below:
+    """Batches that are given to a part, which may yield others in their place.
+
+    An exception that the part raises gets its name. One that the batches raise goes through the
+    part, and does not.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = iter(batches)
+        self._passing: BaseException | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except BaseException as error:
+            self._passing = error
+            raise
+
+    def above(self, wrapped: Iterable[Any], name: str) -> Iterator[Any]:
+        """Yield what the part does, and name the part in its exceptions."""
+        try:
+            yield from wrapped
+        except BaseException as error:
+            if error is not self._passing:
+                note_part(error, name)
+            raise
 
 
 @contextlib.contextmanager

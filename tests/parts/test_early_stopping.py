@@ -9,7 +9,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.parts import EarlyStopping
-from tests.recipes import QUIET, SavesAfterValidation, linear, points, sgd
+from tests.recipes import QUIET, Killed, SavesAfterValidation, linear, points, sgd
 
 DATA = points(4)
 
@@ -82,6 +82,51 @@ def test_a_run_that_has_stopped_says_why_and_goes_on_with_more_patience(tmp_path
     found, reason, part = epochs(scores, tmp_path, patience=4)
     assert (found, reason) == (6, "epochs")
     assert (part.best, part.best_epoch, part.waited) == (1.0, 6, 0)
+
+
+class Dies(Scored):
+    """Dies before it validates in an epoch of a call of fit."""
+
+    dies_in = None
+    call = 0
+
+    def on_stage_start(self, stage, epoch=None):
+        super().on_stage_start(stage, epoch)
+        if stage is Stage.VALID and self.dies_in == (self.call, epoch):
+            raise Killed
+
+
+def two_calls(folder=None, dies_in=None):
+    """Pretrain and fine-tune with one Brain; return the epochs of each call, and the part."""
+    net = linear()
+    part = EarlyStopping("score", patience=2)
+    counters = [EpochCounter(6), EpochCounter(6)]
+    checkpointer = None
+    if folder is not None:
+        named = {"net": net, "first": counters[0], "second": counters[1]}
+        checkpointer = Checkpointer(folder, named)
+    brain = Dies({"net": net}, sgd(), {}, QUIET, checkpointer, parts=[part])
+    brain.dies_in = dies_in
+    for brain.call, scores in enumerate([(1, 2, 3), (9, 8, 8, 8)], 1):
+        brain.scores = scores
+        try:
+            brain.fit(counters[brain.call - 1], DATA, DATA)
+        except Killed:
+            break
+    return [counter.current for counter in counters], part.best, part.best_epoch
+
+
+def test_a_further_call_of_fit_counts_anew():
+    assert two_calls() == ([3, 4], 8.0, 2)
+
+
+@pytest.mark.parametrize("dies_in", [(1, 2), (2, 1), (2, 3), (2, 4)])
+def test_calls_of_fit_that_go_on_from_a_checkpoint_end_as_if_nobody_had_killed_them(
+    tmp_path, dies_in
+):
+    two_calls(tmp_path, dies_in)
+    assert two_calls(tmp_path) == ([3, 4], 8.0, 2)
+    assert two_calls(tmp_path) == ([3, 4], 8.0, 2)
 
 
 def test_the_loss_of_the_validation_needs_no_log():

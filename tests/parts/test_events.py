@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import Brain, Part
+from ddpkit import Brain, Part, Stage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError
@@ -395,6 +395,50 @@ class Nothing(Part):
 def test_a_part_that_returns_no_batches_is_named():
     with pytest.raises(ConfigError, match=r"Nothing\.wrap_batches returned None"):
         brain_with(Nothing()).fit([1], DATA)
+
+
+class BreaksBatches(Part):
+    """Raises an error of its own in the second batch of a stage."""
+
+    def __init__(self, stage):
+        self.stage = stage
+
+    def wrap_batches(self, brain, batches, stage):
+        for number, batch in enumerate(batches):
+            if stage is self.stage and number:
+                raise ValueError("boom")
+            yield batch
+
+
+class PassesOn(Part):
+    def wrap_batches(self, brain, batches, stage):
+        yield from batches
+
+
+class After(PassesOn):
+    pass
+
+
+@pytest.mark.parametrize("stage", [Stage.TRAIN, Stage.VALID])
+def test_a_part_whose_batches_fail_is_named_and_not_the_one_that_they_go_through(stage):
+    with pytest.raises(ValueError, match="boom") as caught:
+        brain_with(PassesOn(), BreaksBatches(stage), After()).fit([1], DATA, VALID)
+    assert "BreaksBatches.wrap_batches" in "".join(caught.value.__notes__)
+    assert "PassesOn" not in "".join(caught.value.__notes__)
+    assert "After" not in "".join(caught.value.__notes__)
+
+
+class Broken(list):
+    def __getitem__(self, number):
+        if number:
+            raise ValueError("data")
+        return super().__getitem__(number)
+
+
+def test_an_error_of_the_data_has_no_name_of_a_part():
+    with pytest.raises(ValueError, match="data") as caught:
+        brain_with(PassesOn()).fit([1], Broken(DATA))
+    assert "PassesOn" not in "".join(getattr(caught.value, "__notes__", ()))
 
 
 class Fails(Part):

@@ -56,11 +56,7 @@ class ParquetRows:
             columns, table = self._table(indices, rows)
             self._columns = columns if self._columns is None else self._columns.joined(columns)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise BatchError(
-                f"predict_batch returned outputs that cannot be written as Parquet: {error}. All "
-                "samples need the same entries, of types that go together.",
-                hook="predict_batch",
-            ) from error
+            raise _refused(error) from error
         return Chunk(np.array(indices, dtype=np.int64), table, table.nbytes)
 
     def _table(
@@ -72,7 +68,7 @@ class ParquetRows:
 
         if any(row.keys() != rows[0].keys() for row in rows):
             raise ValueError("its samples have different keys")
-        columns = {name: _column([row[name] for row in rows]) for name in rows[0]}
+        columns = {name: _named_column(name, [row[name] for row in rows]) for name in rows[0]}
         # without an index rows stand as they come, rank by rank
         place = int(np.argmin(indices)) if self.has_index else 0
         first = int(indices[place]) if self.has_index else 0
@@ -108,7 +104,10 @@ class ParquetRows:
         with synced_file(path) as file:
             # one of the numbers in lists, such as scores, would take a megabyte and save nothing
             dictionaries = [one.name for one in schema if not pa.types.is_list(one.type)]
-            writer = pq.ParquetWriter(file, schema, use_dictionary=dictionaries)
+            try:
+                writer = pq.ParquetWriter(file, schema, use_dictionary=dictionaries)
+            except pa.ArrowNotImplementedError as error:  # dicts that are all empty
+                raise _refused(error) from error
             groups = _RowGroups(writer, schema)
             try:
                 yield groups
@@ -184,6 +183,24 @@ class _RowGroups:
             self._writer.write_table(table, row_group_size=rows)
         self._waiting = []
         self._size = 0
+
+
+def _refused(error: Exception) -> BatchError:
+    why = str(error).rstrip(".")
+    return BatchError(
+        f"predict_batch returned outputs that cannot be written as Parquet: {why}. All samples "
+        "need the same entries, of types that go together.",
+        hook="predict_batch",
+    )
+
+
+def _named_column(name: str, values: list[Any]) -> Any:
+    import pyarrow as pa
+
+    try:
+        return _column(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"entry {name!r}: {error}") from error
 
 
 def _column(values: list[Any]) -> Any:

@@ -235,6 +235,16 @@ def test_neither_batches_nor_ranks_change_the_columns(form, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("form", [parquet])
+def test_dicts_that_are_all_empty_are_refused_in_a_sentence(form, tmp_path):
+    with pytest.raises(BatchError, match="'deep' with no child field"):
+        written(form, tmp_path, [[(0, {"deep": {}})]])
+    assert written(form, tmp_path, [[(0, {"deep": {}}), (1, {"deep": {"a": 1}})]])[0] == {
+        INDEX: 0,
+        "deep": {"a": None},
+    }
+
+
+@pytest.mark.parametrize("form", [parquet])
 def test_a_number_that_one_type_cannot_hold_is_refused(form, tmp_path):
     with pytest.raises(BatchError, match="One type has to hold all values of an entry"):
         written(form, tmp_path, [[(0, 2**53 + 1)], [(1, 0.5)]])

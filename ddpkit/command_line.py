@@ -210,7 +210,9 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
 
 def _help_with(words: Sequence[str]) -> str:
     """Return what ``--help`` prints, with the parts of the YAML among the words."""
-    files = [word for word in words if word.endswith(_YAML_SUFFIXES) and Path(word).is_file()]
+    named = [word for word in words if word.endswith(_YAML_SUFFIXES) and word[0] != "-"]
+    # a single one that is not there is told, too
+    files = named if len(named) == 1 else [word for word in named if Path(word).is_file()]
     if len(files) != 1:
         return help_text()
     from ddpkit.parts import help_of_yaml  # loads the modules of the parts

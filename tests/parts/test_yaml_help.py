@@ -96,7 +96,6 @@ def test_a_wrong_argument_is_marked_and_there_is_no_hint_where_each_has_its_opti
 def test_help_says_nothing_of_what_is_no_part(capsys, tmp_path, text):
     (tmp_path / "hparams.yaml").write_text(text)
     assert printed(capsys, str(tmp_path / "hparams.yaml")) == ""
-    assert printed(capsys, "nowhere.yaml") == ""
 
 
 @pytest.mark.parametrize(
@@ -112,6 +111,13 @@ def test_help_is_shown_also_where_the_parts_cannot_be_read(capsys, tmp_path, tex
     told = " ".join(printed(capsys, str(file)).split())
     assert told.startswith(f"The parts of {file} cannot be listed:")
     assert words in told
+
+
+def test_a_file_that_is_not_there_is_told(capsys, tmp_path):
+    told = " ".join(printed(capsys, "nope.yaml").split())
+    assert told.startswith("The parts of nope.yaml cannot be listed: There is no file 'nope.yaml'")
+    (tmp_path / "hparams.yaml").write_text("lr: 1\n")
+    assert printed(capsys, str(tmp_path / "hparams.yaml"), "other.yaml") == ""
 
 
 def test_the_page_shows_what_help_prints_and_its_yaml_is_changed_as_it_says(capsys, tmp_path):

@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Versions that are installed: those of the file, or the oldest that work (.ci/floor.txt).
+CONSTRAINTS ?= constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # The tests that `make test` leaves out (`make check` runs all), as a pytest -m expression.
 MARKS  ?= not slow and not faults and not launch
@@ -108,7 +110,7 @@ clean:  ## remove what was built, cached or trained here (not .venv)
 	find ddpkit tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # A stamp is older than the file that changed: the same command installs again what has changed.
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing ddpkit[dev] into $(VENV). The first time this downloads PyTorch and takes minutes."
 	@$(PIP) -e ".[dev]"
 	@touch $(VENV)/.installed-examples $@
@@ -120,7 +122,7 @@ $(VENV)/.installed-ecosystem: $(VENV)/.installed-dev
 	@touch $@
 	@echo "Installed."
 
-$(VENV)/.installed-examples: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed-examples: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing ddpkit[examples] into $(VENV). The first time this downloads PyTorch and takes minutes."
 	@$(PIP) -e ".[examples]"
 	@touch $@

@@ -25,8 +25,8 @@ from ddpkit.launch import SlicePlan, cores, find_launch
 from ddpkit.options import OPTIONS
 from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
+from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
-from ddpkit.training import batch_sizes, length_of
 
 if TYPE_CHECKING:
     from ddpkit.training import RunContext, TrainStep
@@ -290,14 +290,10 @@ def facts_of_run(context: RunContext, loader: Any) -> dict[str, Any]:
     Ranks: local.
     """
     options = context.options
-    shards = context.strategy.shards
     info = find_launch()
     world_size = get_world_size()
-    length = length_of(loader)
     in_use = context.accumulation.in_use()
-    factor = context.accumulation.factor // shards
-    virtual = context.strategy.virtual_ranks
-    sizes = batch_sizes(loader, length and length // shards, factor, world_size, virtual)
+    sizes = sizes_in_run(loader, context)
     way = named_way(options, world_size)
     device = torch.device(str(options.device)).type
     return {

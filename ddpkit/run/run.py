@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddpkit.control import usage_errors
-from ddpkit.distributed import get_world_size, run_on_main
+from ddpkit.distributed import run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import LrScaling, make_schedule
@@ -26,7 +26,7 @@ from ddpkit.run.initial_weights import InitialWeights
 from ddpkit.run.preflight import Preflight
 from ddpkit.run.run_record import RunRecord
 from ddpkit.run.stage_runner import StageRunner
-from ddpkit.run.step_plan import StepPlan
+from ddpkit.run.step_plan import StepPlan, sizes_in_run
 from ddpkit.run.stop_control import StopControl
 from ddpkit.run.total_steps import note_epoch
 from ddpkit.run.validations import Validations
@@ -36,7 +36,6 @@ from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     LoaderFactory,
     RunLength,
-    batch_sizes,
     check_train_data,
     length_of,
     require_module_keys,
@@ -201,13 +200,7 @@ class Run:
         check_train_data(train, length)
         length = length and length // shards
         factor = self.context.accumulation.factor // shards
-        sizes = batch_sizes(
-            train,
-            length,
-            factor,
-            get_world_size(),
-            strategy.virtual_ranks,
-        )
+        sizes = sizes_in_run(train, self.context)
         state = self.policy.run_state
         state.step_plan = StepPlan.of(sizes, train)
         ahead = note_epoch(state, length, factor, epoch_counter)

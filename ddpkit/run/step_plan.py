@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.data import DealtBatchSampler, inner_loader
 from ddpkit.dataloader import plan_of
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.run.data_order import NOMINAL, order_of
+from ddpkit.training import batch_sizes, length_of
 
 if TYPE_CHECKING:
-    from ddpkit.training import BatchSizes
+    from ddpkit.training import BatchSizes, RunContext
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,27 @@ class StepPlan:
             "The data has changed since the checkpoint was made inside of an epoch: "
             f"{'; '.join(changed)}. Samples may come twice in this epoch, and others not at all."
         )
+
+
+def sizes_in_run(loader: Any, context: RunContext) -> BatchSizes:
+    """Compute the batch sizes of a run's training loader, over the ranks that its strategy divides
+    the data over.
+
+    Args:
+        loader: of this rank.
+        context: of the run.
+
+    Ranks: local; equal on all ranks.
+    """
+    strategy = context.strategy
+    length = length_of(loader)
+    return batch_sizes(
+        loader,
+        length and length // strategy.shards,
+        context.accumulation.factor // strategy.shards,
+        get_world_size(),
+        strategy.virtual_ranks,
+    )
 
 
 def _dealt(plan: StepPlan) -> int | None:

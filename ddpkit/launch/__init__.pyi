@@ -13,6 +13,7 @@ from ddpkit.launch.launchers import (
     LaunchInfo as LaunchInfo,
     derived_port as derived_port,
     find_launch as find_launch,
+    node_by_rank as node_by_rank,
 )
 from ddpkit.launch.nproc import (
     become_torchrun as become_torchrun,
@@ -20,7 +21,6 @@ from ddpkit.launch.nproc import (
     count_processes as count_processes,
 )
 from ddpkit.launch.platforms import (
-    numbers_nodes as numbers_nodes,
     refuse_lonely_node as refuse_lonely_node,
 )
 from ddpkit.launch.slice_plan import (

@@ -26,7 +26,7 @@ from typing import Any
 from ddpkit.base import MPI_LAUNCHERS, in_slurm_step, size
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launcher_variables import PARITY, SHOWN, TORCH
-from ddpkit.launch.platforms import numbers_nodes, refuse_numbers_of_nodes
+from ddpkit.launch.platforms import Node, numbers_nodes, refuse_numbers_of_nodes
 
 NO_LAUNCHER = "none"
 LOOPBACK = "127.0.0.1"
@@ -289,10 +289,10 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
     node = numbers_nodes(environ)
-    if node is not None and node.several:
+    if node is not None and (not node.several or _is_rank_of_outer(environ)):
+        return None  # no launcher of torch's has started it: it is the only one, or a task
+    if node is not None:
         raise refuse_numbers_of_nodes(node)
-    if node is not None:  # the only one: no launcher has started its process
-        return None
     rank, local_rank, world_size = (
         count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
@@ -481,6 +481,29 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     if info.launcher == "environment" and not any(name in environ for name in _STARTS_RANKS_INSIDE):
         _check_outer(info, environ)
     return info
+
+
+def _is_rank_of_outer(environ: Mapping[str, str]) -> bool:
+    """Say whether ``RANK`` and ``WORLD_SIZE`` alone are those that Slurm or MPI tells, as a job
+    script exports them.
+    """
+    other = next(filter(None, (read(environ) for read in LAUNCHERS[1:])), None)
+    told = (environ["RANK"], environ.get("WORLD_SIZE"))
+    return other is not None and told == (str(other.rank), str(other.world_size))
+
+
+def node_by_rank(environ: Mapping[str, str]) -> Node | None:
+    """Return the node that ``RANK`` and ``WORLD_SIZE`` number; None where they number processes.
+
+    Args:
+        environ: the environment.
+
+    Example:
+        >>> node_by_rank({"RANK": "1", "WORLD_SIZE": "2"}).place
+        'node 1 of 2'
+    """
+    node = numbers_nodes(environ)
+    return None if node is None or _is_rank_of_outer(environ) else node
 
 
 def _check_outer(info: LaunchInfo, environ: Mapping[str, str]) -> None:

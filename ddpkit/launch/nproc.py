@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ddpkit.base import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launcher_variables import NPROC
-from ddpkit.launch.launchers import describe_environment, find_launch
-from ddpkit.launch.platforms import Node, find_node, numbers_nodes
+from ddpkit.launch.launchers import describe_environment, find_launch, node_by_rank
+from ddpkit.launch.platforms import Node, find_node
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def node_to_start_on(environ: Mapping[str, str]) -> Node | None:
     Raises:
         LaunchError: a launcher has started a rank already.
     """
-    node = numbers_nodes(environ)
+    node = node_by_rank(environ)
     if node is not None:
         return node if node.several else None
     info = find_launch(environ)

@@ -526,6 +526,18 @@ def test_nproc_starts_in_the_one_task_that_srun_has_on_each_node(started):
         started(slurm(4, 2, 1))
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_job_script_may_export_rank_and_world_size_of_its_tasks(started, rank):
+    """Slurm says the rest, such as which of them are on this node."""
+    environ = {**slurm(4, 2, rank), "RANK": str(rank), "WORLD_SIZE": "4"}
+    info = find_launch(environ)
+    assert (info.launcher, info.rank, info.local_rank) == ("slurm", rank, rank % 2)
+    with pytest.raises(LaunchError, match=f"slurm has started this one already, as rank {rank}"):
+        started(environ)
+    with pytest.raises(LaunchError, match="node 0 of 4"):
+        find_launch({**slurm(4, 2, 1), "RANK": "0", "WORLD_SIZE": "4"})
+
+
 def test_skypilot_on_slurm_is_a_job_of_skypilot(started):
     assert started({**slurm(2, 1, 1), **skypilot(2, 1, 8)})[3:] == [
         "--master_addr=10.0.0.1",

@@ -20,7 +20,7 @@ from ddpkit.launch import (
     cores,
     count_processes,
     find_launch,
-    numbers_nodes,
+    node_by_rank,
     without_launch,
 )
 from ddpkit.see.orderly_end import dying_with_parent, end_children, ended_in_order
@@ -50,7 +50,7 @@ def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
     Ranks: local.
     """
     # on one of several nodes, too, these are the ranks of this machine alone
-    info = LaunchInfo() if numbers_nodes(os.environ) else find_launch()
+    info = LaunchInfo() if node_by_rank(os.environ) else find_launch()
     if info.is_distributed:
         raise LaunchError(
             f"--nproc={asked} starts the processes itself, but {info.launcher} has started this "

@@ -170,6 +170,16 @@ def test_ranks_that_cannot_meet_are_a_problem_and_the_machine_is_looked_at_all_t
     assert "ok       cores" in text
 
 
+def test_one_process_on_each_of_several_nodes_is_a_problem(monkeypatch):
+    monkeypatch.setenv("DSTACK_NODES_NUM", "2")
+    monkeypatch.setenv("DSTACK_NODE_RANK", "1")
+    code, text = told([Check("a", yields(FINE))])
+    assert code == 1
+    assert "PROBLEM  launcher" in text
+    assert "this is node 1 of 2 nodes (dstack)" in " ".join(text.split())
+    assert "ok       cores" in text
+
+
 @pytest.mark.parametrize(
     "words",
     [["--workers", "-1"], ["--no-such-option"], ["--recipe", "train.py"]],

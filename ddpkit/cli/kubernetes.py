@@ -102,7 +102,7 @@ def job_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     return fill(
         template.read_text(encoding="utf-8"),
         {
-            "script": options.script,
+            "script": scalar(options.script),
             "nodes": options.nodes,
             "min_nodes": least,
             "nodes_in_words": " to ".join(dict.fromkeys([str(least), str(options.nodes)])),
@@ -151,8 +151,8 @@ def _environment(options: argparse.Namespace, processes: int) -> str:
 def _resources(options: argparse.Namespace) -> str:
     limits = {
         "cpu": options.cpus_per_node,
-        "memory": options.memory_per_node,
-        options.gpu_resource: options.gpus_per_node or None,
+        "memory": scalar(options.memory_per_node) if options.memory_per_node else None,
+        scalar(options.gpu_resource): options.gpus_per_node or None,
     }
     lines = [f"    {name}: {value}" for name, value in limits.items() if value is not None]
     if not lines:
@@ -185,6 +185,11 @@ def _check(options: argparse.Namespace) -> None:
             f"--min-nodes={least} is more than --nodes={options.nodes}. Give {options.nodes} or "
             "less."
         )
+    for name in ("image", "volume", "gpu_resource"):
+        if not getattr(options, name).strip():
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(options, name)!r} is empty: give a name."
+            )
     for name in ("mount_path", "workdir"):
         path = getattr(options, name)
         if path is not None and not path.startswith("/"):

@@ -87,7 +87,7 @@ def task_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     return fill(
         TEMPLATE.read_text(encoding="utf-8"),
         {
-            "script": options.script,
+            "script": scalar(options.script),
             "nodes": options.nodes,
             "name": job_name(options),
             "processes": processes,
@@ -95,9 +95,7 @@ def task_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
             "resources": _resources(options),
             "volumes": _volumes(options),
             "env": _environment(options),
-            "setup": "\n".join(["setup: |", *(f"  {line}" for line in options.setup)])
-            if options.setup
-            else "",
+            "setup": _setup(options),
             "recipe": " \\\n  ".join(map(_quoted, recipe)),
         },
     )
@@ -135,6 +133,11 @@ def _volumes(options: argparse.Namespace) -> str:
             "such as /work."
         )
     return f"volumes:\n  {scalar(options.mount_path)}: {scalar(options.volume)}"
+
+
+def _setup(options: argparse.Namespace) -> str:
+    lines = "\n".join(options.setup).splitlines()
+    return "\n".join(["setup: |", *(f"  {line}" for line in lines)]) if lines else ""
 
 
 def _environment(options: argparse.Namespace) -> str:

@@ -228,6 +228,8 @@ def test_a_recipe_of_the_image_is_given_by_an_absolute_path(recipe, write):
         ((*V1, "--min-nodes=3"), "--min-nodes=3 is more than --nodes=2"),
         ((*USUAL, "--mount-path=work"), "--mount-path='work' is a path in the container"),
         ((*USUAL, "--workdir=app"), "--workdir='app' is a path in the container"),
+        ((*USUAL, "--volume="), "--volume='' is empty"),
+        ((*USUAL, "--image= "), "--image=' ' is empty"),
         ((*USUAL, "--job-name=Speech"), "--job-name='Speech' must have lower-case letters"),
         ((*USUAL, f"--job-name={'a' * 41}"), "and have 40 at most"),
         ((*USUAL, "--env=NCCL_DEBUG"), "is no variable. Give --env NAME=VALUE"),

@@ -83,7 +83,7 @@ def test_every_option_is_in_the_file(write):
         "--job-name=speech-1",
         "--env=NCCL_DEBUG=INFO",
         "--setup=pip install -r requirements.txt",
-        "--setup=echo 'a: b'  # done",
+        "--setup=echo 'a: b'  # done\necho c",
     )
     assert task["resources"] == {
         "infra": "k8s",
@@ -96,7 +96,7 @@ def test_every_option_is_in_the_file(write):
     }
     assert (task["name"], task["volumes"]) == ("speech-1", {"/data": "speech-work"})
     assert task["envs"] == {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}
-    assert task["setup"] == "pip install -r requirements.txt\necho 'a: b'  # done\n"
+    assert task["setup"] == "pip install -r requirements.txt\necho 'a: b'  # done\necho c\n"
     assert "--nproc-per-node=4" in call_of_torchrun(task)
 
 

@@ -541,7 +541,33 @@ OTHERS = [
     ),
 ]
 
+JOB_FILES = in_room(
+    "cli",
+    "tests/cli/test_kubernetes.py",
+    [
+        Fault(
+            "Kubernetes puts a variable into a word of the recipe",
+            "_literal",
+            'text.replace("$", "$$")',
+            "text",
+        ),
+        Fault(
+            "a word of the recipe that looks like a number becomes one for other readers of YAML",
+            "scalar",
+            "not _DOUBTFUL.match(text)",
+            "True",
+        ),
+        Fault(
+            "a PyTorchJob waits for all of its nodes",
+            "job_file",
+            "options.min_nodes or options.nodes",
+            "options.nodes",
+        ),
+    ],
+)
+
 FAULTS = [
+    *JOB_FILES,
     *LOADERS,
     *SAMPLES,
     *SEEDS,

@@ -382,7 +382,8 @@ class CheckpointFolder:
         Raises:
             OSError: one cannot be moved.
         """
-        moved = list(checkpoints)
+        # the newest goes last: after a kill in between it is the newest of those that are left
+        moved = sorted(checkpoints, key=ckpt_recency)
         with self.lock.hold():
             names = [checkpoint.path.name for checkpoint in moved]
             aside = earlier_folder(self.lock.folder, names)

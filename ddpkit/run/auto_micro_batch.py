@@ -20,12 +20,13 @@ from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
+from ddpkit.run.kept_metrics import KeptMetrics
 from ddpkit.run.passes import Passes
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ddpkit.data import SamplingPlan
     from ddpkit.run.memory_report import MemoryReport
@@ -68,6 +69,7 @@ class AutoMicroBatch(Passes):
         train_step: of the run.
         run_state: gets the step plan.
         memory: tells what took the memory, where no size fits.
+        metrics: returns those of the recipe that a repeated step must not count in twice.
 
     Ranks: collective.
 
@@ -81,11 +83,14 @@ class AutoMicroBatch(Passes):
         train_step: TrainStep,
         run_state: RunState,
         memory: MemoryReport,
+        metrics: Callable[[], Iterable[Any]],
     ) -> None:
         self.context = context
         self.train_step = train_step
         self.run_state = run_state
         self._memory = memory
+        self._metrics = metrics
+        self._kept = KeptMetrics(())  # as the step began
         self._is_open = False  # whether the ranks have still to agree on a step
         self._plan: SamplingPlan  # of the pass
         self._searches = False  # whether the run has made no step yet
@@ -238,6 +243,7 @@ class AutoMicroBatch(Passes):
         if self._is_open:
             raise ConfigError(UNAGREED.format(self.context.recipe.name))
         self._is_open, self._random = True, rng_state()
+        self._kept = KeptMetrics(self._metrics())
         if self._searches and 0 < self._fits < self._plan.batch_size:
             weights = sum(
                 parameter.numel() * parameter.element_size()
@@ -351,6 +357,7 @@ class AutoMicroBatch(Passes):
         # The step is repeated, so all is put back to its beginning. From now on batches are counted
         # in the new size: at the end of a step both sizes have done the same samples.
         progress.repeat_window(plan.micro_batches, factor)
+        self._kept.put_back()
         self.run_state.step_plan = replace(
             self.run_state.step_plan,
             grad_accumulation_factor=factor,

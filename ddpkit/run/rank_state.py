@@ -488,6 +488,7 @@ class RankState:
         else:
             meter.append(result, window.weight)
         meter.samples += window.count
+        meter.skipped += progress.skipped_at == progress.step
         return meter
 
 

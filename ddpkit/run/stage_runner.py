@@ -163,7 +163,11 @@ class StageRunner:
         self.context.progress.begin_fit()
         self._read_options()
         self.passes = choose_passes(
-            self.context, self.train_step, self.policy.run_state, self.memory
+            self.context,
+            self.train_step,
+            self.policy.run_state,
+            self.memory,
+            self._saved_metrics,
         )
         self.speed.prepare()
         self.context.progress.restart()
@@ -175,6 +179,9 @@ class StageRunner:
             self.context.progress.end_fit()
             self.profiler = None
             self.speed.stop()
+
+    def _saved_metrics(self) -> Iterable[Any]:
+        return self.rank_state.metrics.values()
 
     def _read_options(self) -> None:
         """Read, when a call begins, the options that its steps are not to ask for."""
@@ -408,7 +415,7 @@ class StageRunner:
             self.speed.suspended(),
             bar.suspended(),
             kept_modes(self.context.modules),
-            kept_metrics(brain, self.context.hparams),
+            kept_metrics(brain, self.context.hparams, *self.context.parts.parts),
             self.policy.between_steps(),
             progress.between_steps(),
             counted_by(progress.window),

@@ -87,6 +87,7 @@ def train_epoch(
             else:
                 meter.append(one_number(loss, name, "fit_batch"), window.weight)
             meter.samples += window.count
+            meter.skipped += progress.skipped_at == progress.step
             if not window.closes:
                 continue
             progress.window_end = progress.step

@@ -52,6 +52,7 @@ class Progress(optim.StepCounters):
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         skipped_norm: the gradients' norm of the last step that was skipped; None before the first.
+        skipped_at: the batch of this pass for which the recipe has returned no loss; 0: none yet.
         skips_written: how many of the skipped steps of this epoch the run's log has been told of.
         has_reported_clipping: whether a line has said that gradients are clipped.
         window: the current accumulation window.
@@ -92,6 +93,7 @@ class Progress(optim.StepCounters):
     avg_train_loss: float = 0.0
     is_fitting: bool = False
     skipped_norm: float | None = None
+    skipped_at: int = 0
     skips_written: int = 0
     has_reported_clipping: bool = False
     window: Window = field(default_factory=Window)
@@ -310,6 +312,7 @@ class Progress(optim.StepCounters):
         self.train_sums = None
         self.is_whole = False
         self.result_of = self.result_at = 0
+        self.skipped_at = 0
 
     def begin_stage(self, batches: StageBatches) -> None:
         """Note what the stage runs over."""
@@ -466,7 +469,11 @@ class Progress(optim.StepCounters):
         """Count a batch of the current stage for which the recipe has returned no loss; not a copy,
         which a rank repeats to keep step.
         """
-        if self.window.count:
+        if not self.window.count:
+            return
+        if self.is_in_pass and not self.is_between_steps:
+            self.skipped_at = self.step  # the loop counts it with the batch
+        else:
             self.meter.skipped += 1
 
     def count_empty_step(self) -> None:

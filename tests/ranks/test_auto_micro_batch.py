@@ -636,6 +636,40 @@ def test_a_step_that_is_repeated_is_no_resume_to_metrics(caplog):
     assert "no totals of these metrics" not in caplog.text
 
 
+class Collecting(Counting):
+    """Skips a batch that has a given sample, and counts samples by a metric of ddpkit."""
+
+    skips = frozenset()
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.samples = Sum()
+
+    def compute_objectives(self, predictions, batch, stage):
+        self.samples.update(len(batch[1]))
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss if self.skips.isdisjoint(batch[1].flatten().tolist()) else None
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.told = self.samples.compute(), self.progress.meter.skipped
+
+
+def collected(after=0):
+    """Rank 0 has no memory for the step in which rank 1 skips a batch."""
+    data = points(SAMPLES)
+    model = {"on_rank": 0, "after": after}
+    brain = make(Collecting, most=4, model=model, global_batch_size=12)
+    # of rank 1 in whole batches and in halves
+    brain.skips = {data[10][1].item(), data[22][1].item()}
+    brain.fit([1], data)
+    return brain.told
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_what_is_counted_in_a_step_that_is_made_again_counts_once(ranks, after):
+    assert ranks.run(collected, after, world_size=2) == [(SAMPLES, 0), (SAMPLES, 2)]
+
+
 def test_another_failure_is_not_taken_for_a_lack_of_memory(caplog):
     class Fails(Regression):
         def on_fit_batch_end(self, batch, outputs, loss, should_step):

@@ -123,8 +123,8 @@ FAULTS = [
             ),
             Fault(
                 "a validation between two steps leaves its own counts in the training's metrics",
-                "kept_metrics",
-                "vars(metric).update(_copied(contents))",
+                "KeptMetrics.put_back",
+                "vars(holder).update({name: _copied(value) for name, value in contents.items()})",
                 "pass",
                 VALIDATION,
             ),

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ddpkit import Brain
-from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import mark_as_transfer, register_checkpoint_hooks
 from ddpkit.errors import CheckpointError, ConfigError, MissingFileError
 from tests.reading_blocks import block_rows
@@ -225,32 +224,6 @@ def test_of_several_that_were_moved_the_latest_counts(tmp_path):
     with pytest.raises(Killed):
         begun(Net(), save / "CKPT+a", DiesBeforeItSaves, folder=save, resume="never")
     assert_same(weights(begun(Net(), save / "CKPT+a")), weights(brain))
-
-
-@pytest.mark.slow
-def test_killed_between_two_moves_it_begins_from_the_newest_again(tmp_path, monkeypatch):
-    save = tmp_path / "save"
-    for name, seed in (("z", 1), ("a", 2)):
-        brain = begun(Net(seed=seed), None, folder=save)
-        brain.modules.net.load_state_dict(Net(seed=seed).state_dict())
-        brain.checkpointer.save_checkpoint(name=name)
-
-    class Dying(storage.FileOperations):
-        moved = 0
-
-        def rename(self, source, target):
-            self.moved += source.name.startswith("CKPT+")
-            if self.moved == 2:
-                raise Killed
-            super().rename(source, target)
-
-    options = {"folder": save, "resume": "never"}
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "FILES", Dying())
-        with pytest.raises(Killed):
-            begun(Net(seed=8), save, SavesAfterTraining, **options)
-    assert [path.name for path in save.glob("CKPT+*")] == ["CKPT+a"]
-    assert_same(weights(begun(Net(seed=9), save, **options)), weights(brain))
 
 
 def test_a_path_that_is_not_there_is_told_before_anything_is_moved(tmp_path):

@@ -51,6 +51,7 @@ from ddpkit.reporting import (
     git_commit,
     move_logs_away,
     process_start,
+    tell_of_moved_logs,
 )
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
@@ -144,6 +145,7 @@ def create_experiment_directory(
             with writing(f"experiment_directory={str(folder)!r}"):
                 _write_files(folder, files, log_file, options)
             setup_logging(log_config, log_file=log_file)
+            tell_of_moved_logs()
         except DdpkitError as error:
             return error
         return None
@@ -287,7 +289,8 @@ def _begin_logs(folder: Path, log_file: Path, options: RunOptions) -> None:
     restarted it.
     """
     if options.resume == "never" and not find_launch().restart_count:
-        move_logs_away([log_file, *folder.glob("log.rank*.txt"), folder / "metrics.jsonl"])
+        files = [log_file, *folder.glob("log.rank*.txt"), folder / "metrics.jsonl"]
+        move_logs_away(files, tells=False)  # the new log is to have it
 
 
 def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None) -> str:

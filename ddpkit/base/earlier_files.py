@@ -71,14 +71,16 @@ def _age(folder: Path) -> tuple[str, int]:
     return folder.name[:length], int(number) if number.isdigit() else 1
 
 
-def move_to_earlier(files: Iterable[Path]) -> Path | None:
+def move_to_earlier(files: Iterable[Path], known: Path | None = None) -> Path | None:
     """Move files of one folder to ``earlier-<time>`` in it.
 
     Args:
         files: all in the same folder; a file that does not exist is left out.
+        known: a folder that has got others of the same run; it takes these, too, if it is in the
+            same folder and has none of their names. None: there is none.
 
     Returns:
-        The new folder; None where there was nothing to move.
+        The folder; None where there was nothing to move.
 
     Raises:
         OSError: a file cannot be moved.
@@ -96,7 +98,13 @@ def move_to_earlier(files: Iterable[Path]) -> Path | None:
     present = [path for path in files if path.is_file()]
     if not present:
         return None
-    folder = earlier_folder(present[0].parent, [path.name for path in present])
+    parent = present[0].parent
+    names = [path.name for path in present]
+    is_fit = known is not None and known.parent == parent and known.is_dir()
+    if known is not None and is_fit and not any((known / name).exists() for name in names):
+        folder = known
+    else:
+        folder = earlier_folder(parent, names)
     for path in present:
         path.rename(folder / path.name)
     return folder

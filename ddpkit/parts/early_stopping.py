@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,10 @@ class EarlyStopping(Part):
                 f"EarlyStopping: mode={mode!r} must be 'min', for a value that gets smaller, or "
                 "'max', for one that gets larger."
             )
-        self.metric = metric
+        self.metric = _name(metric)
         self.mode = mode
         self.patience = _whole("patience", patience, least=1)
-        self.min_change = float(min_change)
-        if not 0.0 <= self.min_change < math.inf:
-            raise ConfigError(f"EarlyStopping: min_change={min_change!r} must be 0 or more.")
+        self.min_change = _least_change(min_change)
         self.warmup = _whole("warmup", warmup, least=0)
         self._is_of_earlier_call = False  # whether what was counted is of a call that is over
         self._begin_anew()
@@ -143,10 +142,12 @@ class EarlyStopping(Part):
             return stage_loss
         if self.metric not in logged:
             names = ", ".join(sorted(logged)) or "nothing"
+            near = difflib.get_close_matches(self.metric, ["loss", *logged], n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"EarlyStopping: metric={self.metric!r} was not logged in the validation; it has "
-                f"logged {names}. Call self.log({self.metric!r}, ...) for its batches, or give "
-                "another metric; 'loss' is the loss of the validation."
+                f"logged {names}.{meant} Call self.log({self.metric!r}, ...) for its batches, or "
+                "give another metric; 'loss' is the loss of the validation."
             )
         return logged[self.metric]
 
@@ -190,3 +191,19 @@ def _whole(name: str, value: Any, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"EarlyStopping: {name}={value!r} must be a whole number >= {least}.")
     return value
+
+
+def _name(metric: Any) -> str:
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError(
+            f"EarlyStopping: metric={metric!r} is no name. Give the name of a value that the "
+            "recipe logs in the validation, or 'loss'."
+        )
+    return metric
+
+
+def _least_change(value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < math.inf:
+        raise ConfigError(f"EarlyStopping: min_change={value!r} must be a number, 0 or more.")
+    return float(value)

@@ -13,6 +13,7 @@ from ddpkit.reporting.run_log import (
     plain_numbers as plain_numbers,
     run_event as run_event,
     set_run_log as set_run_log,
+    tell_of_moved_logs as tell_of_moved_logs,
 )
 from ddpkit.reporting.run_start import (
     close_torn_line as close_torn_line,

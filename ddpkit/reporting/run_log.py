@@ -96,8 +96,9 @@ def no_step() -> int | None:
 
 class Current:
     """The log of the present run, what its Brain has logged in the current stage, by stage and
-    name, the optimizer steps of the weights, None outside of a stage; and the name of the set that
-    is tested, empty where it has none.
+    name, the optimizer steps of the weights, None outside of a stage; the name of the set that is
+    tested, empty where it has none; the folder that logs of an earlier run were moved to, and
+    whether it has not been named yet.
 
     Ranks: local.
     """
@@ -106,6 +107,8 @@ class Current:
     logged: Callable[[], Mapping[str, Stats]] = dict
     optimizer_step: Callable[[], int | None] = no_step
     test_set: str = ""
+    earlier_folder: Path | None = None
+    is_untold = False
 
 
 def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
@@ -177,8 +180,12 @@ def plain_numbers(value: Any) -> Any:
     return plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
 
 
-def move_logs_away(files: Iterable[Path]) -> None:
-    """Move logs of an earlier run to ``earlier-<time>`` in their folder, and name that folder.
+def move_logs_away(files: Iterable[Path], *, tells: bool = True) -> None:
+    """Move logs of an earlier run to ``earlier-<time>`` in their folder, and name that folder once.
+
+    Args:
+        files: all of one folder; those that do not exist are left out.
+        tells: whether the folder is named now; else by :func:`tell_of_moved_logs`.
 
     Raises:
         ConfigError: a file cannot be moved.
@@ -187,9 +194,23 @@ def move_logs_away(files: Iterable[Path]) -> None:
     """
     known = list(files)
     with writing("the folder of an earlier run's logs"):
-        folder = move_to_earlier(known)
+        folder = move_to_earlier(known, Current.earlier_folder)
     if folder is not None:
-        logger.announce("--resume=never: logs of an earlier run were moved to %s.", folder)
+        Current.is_untold = Current.is_untold or folder != Current.earlier_folder
+        Current.earlier_folder = folder
+        if tells:
+            tell_of_moved_logs()
+
+
+def tell_of_moved_logs() -> None:
+    """Name the folder that logs of an earlier run were moved to last, if it was not named.
+
+    Ranks: local.
+    """
+    if Current.is_untold:
+        Current.is_untold = False
+        words = "--resume=never: logs of an earlier run were moved to %s."
+        logger.announce(words, Current.earlier_folder)
 
 
 def append(path: Path, line: str) -> None:

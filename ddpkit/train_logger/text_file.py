@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import require_writable, writing
+from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.reporting import Current, Stats, append, move_logs_away, plain
 from ddpkit.train_logger.main_logger import MainTrainLogger
@@ -33,6 +34,9 @@ class FileTrainLogger(MainTrainLogger):
         precision: digits after the point. Floats between 1 and 100 are written plainly, others with
             an exponent.
 
+    Raises:
+        ConfigError: ``precision`` is no such number.
+
     Ranks: all, or the main process alone; only it writes.
 
     Example:
@@ -48,6 +52,12 @@ class FileTrainLogger(MainTrainLogger):
 
     def __init__(self, save_file: str | os.PathLike[str], precision: int = 2) -> None:
         self.save_file = os.fspath(save_file)
+        given: Any = precision  # of the YAML
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ConfigError(
+                f"FileTrainLogger: precision={precision!r} must be a whole number >= 0: digits "
+                "after the point."
+            )
         self.precision = precision
         self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
         self._has_written = False

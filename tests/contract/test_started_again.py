@@ -140,7 +140,8 @@ def test_a_run_that_begins_anew_mixes_its_logs_with_no_others(tmp_path, monkeypa
     assert moved.keys() == LOGS
     assert {name: path.read_text() for name, path in moved.items()} == before
     assert lines(tmp_path / "train_log.txt") == lines(moved["train_log.txt"]) == 4
-    assert "logs of an earlier run were moved to" in (tmp_path / "log.txt").read_text()
+    assert (tmp_path / "log.txt").read_text().count("logs of an earlier run were moved to") == 1
+    assert len([*tmp_path.glob("earlier-*")]) == 1
 
 
 @pytest.mark.slow

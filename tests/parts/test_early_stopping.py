@@ -145,7 +145,10 @@ def test_the_loss_of_the_validation_needs_no_log():
         ({"patience": 0}, "patience=0 must be a whole number >= 1"),
         ({"patience": 1.5}, "patience=1.5"),
         ({"min_change": -1}, "min_change=-1"),
+        ({"min_change": "small"}, "min_change='small' must be a number"),
         ({"warmup": -1}, "warmup=-1"),
+        ({"metric": 3}, "metric=3 is no name"),
+        ({"metric": ""}, "metric='' is no name"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_refused(arguments, words):
@@ -156,3 +159,5 @@ def test_an_argument_that_cannot_be_used_is_refused(arguments, words):
 def test_a_score_that_is_not_logged_is_named_with_those_that_are():
     with pytest.raises(ConfigError, match="'accuracy' was not logged.*has logged score"):
         epochs((1, 2), metric="accuracy")
+    with pytest.raises(ConfigError, match=r"has logged score\. Did you mean 'score'\? Call"):
+        epochs((1, 2), metric="scor")

@@ -11,7 +11,12 @@ import pytest
 
 from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.errors import ConfigError
-from ddpkit.train_logger import CSVTrainLogger, JSONLTrainLogger, TensorboardLogger
+from ddpkit.train_logger import (
+    CSVTrainLogger,
+    FileTrainLogger,
+    JSONLTrainLogger,
+    TensorboardLogger,
+)
 from tests.train_logger.recipes import ENDS, KILLED, NEWEST, STEPS, SavesFirst, train
 from tests.unit.test_train_logger import scalars
 
@@ -218,6 +223,24 @@ def test_a_new_run_moves_tables_and_lines_away(tmp_path):
         assert Path(train_logger.save_file).exists()
         type(train_logger)(train_logger.save_file).begin_anew()
         assert not Path(train_logger.save_file).exists()
+
+
+def test_logs_of_an_earlier_run_are_moved_to_one_folder_and_told_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    loggers = [
+        CSVTrainLogger(tmp_path / "log.csv"),
+        JSONLTrainLogger(tmp_path / "log.jsonl"),
+        FileTrainLogger(tmp_path / "log.txt"),
+    ]
+    for train_logger in loggers:
+        Path(train_logger.save_file).touch()
+        train_logger.begin_anew()
+        Path(train_logger.save_file).touch()
+    (folder,) = tmp_path.glob("earlier-*")
+    assert sorted(path.name for path in folder.iterdir()) == ["log.csv", "log.jsonl", "log.txt"]
+    assert caplog.messages == [f"--resume=never: logs of an earlier run were moved to {folder}."]
+    loggers[0].begin_anew()  # of a second run: that folder has such a file
+    assert len([*tmp_path.glob("earlier-*")]) == 2
 
 
 def test_curves_in_json_lines(tmp_path):

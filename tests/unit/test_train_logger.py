@@ -182,6 +182,9 @@ def test_precision(tmp_path):
     train_logger = FileTrainLogger(tmp_path / "log.txt", precision=4)
     train_logger.log_stats({"a": 2.0, "b": 0.5})
     assert (tmp_path / "log.txt").read_text() == "a: 2.0000, b: 5.0000e-01\n"
+    for precision in ("many", -1, True, 1.5):
+        with pytest.raises(ConfigError, match="precision=.* must be a whole number >= 0"):
+            FileTrainLogger(tmp_path / "log.txt", precision=precision)
 
 
 def test_the_caller_s_statistics_are_not_changed(tmp_path):

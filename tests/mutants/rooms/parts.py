@@ -41,6 +41,33 @@ FAULTS = [
                 "pass",
             ),
             Fault(
+                "an error of the data has the name of the part that its batches go through",
+                "_Below.above",
+                "error is not self._passing",
+                "True",
+            ),
+            Fault(
+                "early stopping goes on counting in a further call of fit",
+                "EarlyStopping.on_fit_start",
+                "self._begin_anew()",
+                "pass",
+                "tests/parts/test_early_stopping.py",
+            ),
+            Fault(
+                "a step that is made again counts twice in the recipe's metrics",
+                "AutoMicroBatch._divide",
+                "self._kept.put_back()",
+                "pass",
+                "tests/ranks/test_auto_micro_batch.py -k made_again",
+            ),
+            Fault(
+                "a batch is counted as skipped before its step is known to be over",
+                "Progress.count_skipped_batch",
+                "self.skipped_at = self.step",
+                "self.meter.skipped += 1",
+                "tests/ranks/test_auto_micro_batch.py -k made_again",
+            ),
+            Fault(
                 "the garbage collector runs after one step too many",
                 "GarbageCollection.on_step_counted",
                 "brain.optimizer_step % self.interval == 0",

@@ -35,6 +35,8 @@ WITHOUT_GRAPH = (
 CHOOSING = "tests/strategies/test_choosing.py"
 MODEL = "tests/model/test_model.py"
 
+BUFFERS = "tests/ranks/test_buffers_between_steps.py"
+
 FAULTS = in_room(
     "strategies",
     UNIT,
@@ -196,6 +198,27 @@ FAULTS = in_room(
             "[[parameter for parameter in group if self._is_mine(parameter)][1:] "
             "for group in groups]",
             MODEL,
+        ),
+        Fault(
+            "buffers of virtual ranks are those of one shard where no optimizer steps",
+            "VirtualRanks.leave_step_out",
+            "self.finish_gradients()",
+            "pass",
+            BUFFERS,
+        ),
+        Fault(
+            "each rank evaluates the buffers that it has moved by itself",
+            "DDP.evaluating",
+            "send_from_main(module.module.buffers())",
+            "pass",
+            BUFFERS,
+        ),
+        Fault(
+            "ranks that step alone are alike where only their buffers have moved",
+            "LocalSGD.leave_step_out",
+            "self.weights_differ = True",
+            "pass",
+            BUFFERS,
         ),
         Fault(
             "a rank without a loss makes no step of post-local SGD",

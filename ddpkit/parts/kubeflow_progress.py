@@ -139,7 +139,9 @@ class KubeflowProgress(Part):
             self._poster.offer(status(100, 0.0, self._all_metrics(brain)))
             self._poster.close(LAST_SECONDS)
             self._poster = None
-        self.done_before = brain.optimizer_step
+        # a call that a limit has ended goes on in a later start of the run
+        if result.reason != "optimizer_step_limit":
+            self.done_before = brain.optimizer_step
 
     def _offer(self, brain: Any) -> None:
         if self._poster is None:
@@ -159,7 +161,7 @@ class KubeflowProgress(Part):
             return None
         made: int = brain.optimizer_step - self.done_before
         total: int = brain.total_steps
-        return min(made / total, 1.0)
+        return min(max(made / total, 0.0), 1.0)
 
     def _seconds_left(self, done: float | None) -> float | None:
         """Estimate the time left, from all that this process has done in the call."""

@@ -65,7 +65,9 @@ class Feature:
         if set(self.fixtures) & set(item.fixturenames) or item.originalname in OF_EVERY_MODULE:
             return True
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        texts = (item.nodeid, repr(parameters), text_of(item.path, item.originalname))
+        named = [getattr(value, "__name__", "") for value in parameters.values()]
+        used = [text_of(item.path, name) for name in (item.originalname, *named)]
+        texts = (item.nodeid, repr(parameters), *used)
         return any(re.search(self.words, text) for text in texts)
 
 

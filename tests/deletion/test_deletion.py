@@ -165,7 +165,7 @@ def sizes():
 def test_by_what_it_uses():
     assert sizes()
 
-@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero1", "ddp", sizes])
 def test_by_parameters(strategy):
     assert strategy
 
@@ -181,6 +181,7 @@ class TestOthers:
         ("test_by_what_it_uses", {}, (), True),
         ("test_by_parameters", {"strategy": "zero1"}, (), True),
         ("test_by_parameters", {"strategy": "ddp"}, (), False),
+        ("test_by_parameters", {"strategy": SimpleNamespace(__name__="sizes")}, (), True),
         ("test_by_parameters", {"strategy": "ddp"}, ("ranks",), True),
         ("test_of_a_class", {}, (), True),
     ],

@@ -6,7 +6,6 @@ Neither depends on which rows came together in a batch, or on which process had 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ class Columns:
             raise TypeError(f"entries are {self.types.names}, and {other.types.names} elsewhere")
         import pyarrow as pa
 
-        types = [(f.name, _joined(f.name, f.type, other.types)) for f in self.types]
+        types = [pa.field(f.name, _joined(f, other.types)) for f in self.types]
         order = min(self, other, key=lambda columns: columns.first).order
         return Columns(min(self.first, other.first), order, pa.schema(types))
 
@@ -52,9 +51,11 @@ class Columns:
         """The columns of the file, without that of the index."""
         import pyarrow as pa
 
-        return pa.schema(
-            [(f.name, _ordered(self.types.field(f.name).type, f.type)) for f in self.order]
-        )
+        fields = []
+        for column in self.order:
+            kind = self.types.field(column.name).type
+            fields.append(pa.field(column.name, _ordered(kind, column.type)))
+        return pa.schema(fields)
 
 
 def joined_type(one: Any, other: Any) -> Any:
@@ -93,10 +94,7 @@ def as_schema(table: Any, schema: Any) -> Any:
     import pyarrow as pa
 
     try:
-        columns = [
-            pa.chunked_array([as_type(part, f.type) for part in table[f.name].chunks], f.type)
-            for f in schema
-        ]
+        columns = [_as_field(table[column.name], column) for column in schema]
     except pa.ArrowInvalid as error:
         raise BatchError(
             f"predict_batch returned outputs that cannot be written as Parquet: {error}. One type "
@@ -104,6 +102,13 @@ def as_schema(table: Any, schema: Any) -> Any:
             hook="predict_batch",
         ) from error
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _as_field(values: Any, column: Any) -> Any:
+    import pyarrow as pa
+
+    parts = [as_type(part, column.type) for part in values.chunks]
+    return pa.chunked_array(parts, column.type)
 
 
 def as_type(array: Any, kind: Any) -> Any:
@@ -133,11 +138,11 @@ def as_type(array: Any, kind: Any) -> Any:
     return array.cast(kind)
 
 
-def _joined(name: str, one: Any, others: Any) -> Any:
+def _joined(column: Any, others: Any) -> Any:
     try:
-        return joined_type(one, others.field(name).type)
+        return joined_type(column.type, others.field(column.name).type)
     except TypeError as error:
-        raise TypeError(f"entry {name!r}: {error}") from None
+        raise TypeError(f"entry {column.name!r}: {error}") from None
 
 
 def _is_number(kind: Any) -> bool:
@@ -191,7 +196,9 @@ def _ordered(kind: Any, like: Any) -> Any:
     if not pa.types.is_struct(kind):
         return kind
     first = {f.name: f.type for f in like} if pa.types.is_struct(like) else {}
-    names: Iterable[str] = [*first, *sorted({f.name for f in kind} - first.keys())]
-    return pa.struct(
-        [(name, _ordered(kind.field(name).type, first.get(name, pa.null()))) for name in names]
-    )
+    others = {f.name for f in kind} - first.keys()
+    fields = []
+    for name in [*first, *sorted(others)]:
+        inner = _ordered(kind.field(name).type, first.get(name, pa.null()))
+        fields.append(pa.field(name, inner))
+    return pa.struct(fields)

@@ -8,13 +8,11 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import Run, torchrun, wait_until
+from tests.launching import Run, python, torchrun, wait_until
 
 from .campaign_moments import STEPPED, STEPPING, TRAIN, VALID, VALID_END, Diary, Kill
 from .campaign_ranks import Attempt
@@ -35,28 +33,19 @@ DRAWN = [
 KILLS = 10
 
 
-def campaign(*words):
+def campaign(folder, *words):
     """Run the campaign as `make faults` does: in a process that has one thread, so that it may fork
     ranks.
     """
-    command = [sys.executable, "-m", "tests.faults.campaign", *words]
-    found = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=found,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
+    command = python("-m", "tests.faults.campaign", *words)
+    return Run(command, folder, {"PYTHONPATH": str(ROOT)}, warm=True).wait(110)
 
 
 def test_random_kills_change_nothing(tmp_path):
     table = tmp_path / "table.json"
     words = [word for variant in DRAWN for word in ("--variant", variant)]
-    run = campaign("--kills", str(KILLS), "--seed", "4", "--json", str(table), *words)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = campaign(tmp_path, "--kills", str(KILLS), "--seed", "4", "--json", str(table), *words)
+    assert run.code == 0, run.out + run.err
     rows = json.loads(table.read_text())
     assert rows.pop("problems") == []
     assert sum(row["kills"] for row in rows.values()) == KILLS
@@ -67,21 +56,21 @@ def test_random_kills_change_nothing(tmp_path):
     )
 
 
-def test_the_campaign_sees_what_is_not_restored():
+def test_the_campaign_sees_what_is_not_restored(tmp_path):
     setting = Setting("dropout", options=(("ckpt_async", False),))
     # after a save inside the epoch
     killed = text_of(setting), text_of(Kill("train", at=(2, TRAIN, 5, STEPPING)))
-    whole = campaign("--replay", *killed)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    whole = campaign(tmp_path, "--replay", *killed)
+    assert whole.code == 0, whole.out + whole.err
     for broken in ("random", "optimizer", "loss"):
-        lacking = campaign("--sabotage", broken, "--replay", *killed)
-        assert lacking.returncode == 1, broken + lacking.stdout + lacking.stderr
+        lacking = campaign(tmp_path, "--sabotage", broken, "--replay", *killed)
+        assert lacking.code == 1, broken + lacking.out + lacking.err
 
 
-def test_another_number_of_processes_takes_the_same_steps():
-    run = campaign("--sizes", "2:3")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert len(run.stdout.splitlines()) == 4
+def test_another_number_of_processes_takes_the_same_steps(tmp_path):
+    run = campaign(tmp_path, "--sizes", "2:3")
+    assert run.code == 0, run.out + run.err
+    assert len(run.out.splitlines()) == 4
 
 
 # ------------------------------------------------------------------------------- the verdict itself

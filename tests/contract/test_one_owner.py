@@ -328,16 +328,18 @@ def compare(world, names):
     return wrong
 
 
-#: Two of them in the quick tests; all of them, in every world, in the slow ones.
+#: Two of them in every world; all of them with DDP, and before a release in every world.
 GLANCE = ["max_grad_norm", "grad_accumulation_factor"]
 
 
-def test_options_count_on_two_ranks_as_if_they_were_given(ranks):
-    assert ranks.run(compare, "ddp", GLANCE, world_size=2) == [{}, {}]
+@pytest.mark.parametrize("world", some_of(WORLDS, ["ddp"], pytest.mark.slow))
+def test_options_count_on_several_ranks_as_if_they_were_given(ranks, world):
+    number = WORLDS[world][0]
+    assert ranks.run(compare, world, GLANCE, world_size=number) == [{}] * number
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", some_of(WORLDS, ["ddp", "fsdp"]))
+@pytest.mark.parametrize("world", some_of(WORLDS, ["ddp"]))
 def test_every_option_counts_in_every_world_as_if_it_was_given(ranks, world):
     names = [name for name in AT_ANY_TIME if name not in APART]
     found = ranks.run(compare, world, names, world_size=WORLDS[world][0])

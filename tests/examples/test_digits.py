@@ -58,9 +58,9 @@ def events(results, kind):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The main job: two processes, nothing but the command of the README."""
+    """The main job: two processes, nothing but the command of `make demo`, which starts it cold."""
     folder = copy_of_the_example(tmp_path_factory.mktemp("digits"))
-    return Run(torchrun(2, *COMMAND), folder).wait(110)
+    return Run(torchrun(2, *COMMAND), folder, warm=True).wait(110)
 
 
 def test_it_learns_the_digits_on_two_processes(trained):
@@ -213,6 +213,6 @@ def test_sizes_that_contradict_each_other_end_every_process_with_the_reason(tmp_
 def test_without_scikit_learn_the_extra_is_named(tmp_path):
     copy_of_the_example(tmp_path)
     (tmp_path / "sklearn.py").write_text("raise ImportError('as if it were not installed')")
-    run = Run(python(*COMMAND), tmp_path).wait()
+    run = Run(python(*COMMAND), tmp_path, warm=True).wait()
     assert run.code == 2
     assert "pip install scikit-learn" in run.tail(1)

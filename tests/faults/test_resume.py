@@ -220,6 +220,6 @@ def test_torchrun_and_all_it_started_is_killed_and_started_by_hand(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     assert run.wait(10).code == -signal.SIGKILL
-    again = start(folder, name="again", first=1, warm=warm).wait(90)
+    again = start(folder, name="again", first=1).wait(90)
     assert again.code == 0, again.err
     assert_same_run(uninterrupted, folder, 2)

@@ -39,7 +39,7 @@ def test_torchrun_shows_who_was_late(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "hparams.yaml").write_text("a: 1\n")
     words = ["train.py", "hparams.yaml", "--device=cpu", "--distributed_timeout_minutes=0.05"]
-    run = Run(torchrun(2, *words), tmp_path).wait()
+    run = Run(torchrun(2, *words), tmp_path, warm=True).wait()
     assert run.code == 1
     assert "Timed out waiting 3000ms" in run.err, "what torch said"
     said, _, summary = run.err.partition("ChildFailedError")

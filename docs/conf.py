@@ -25,7 +25,8 @@ nitpicky = True
 # would have to be downloaded, and a build needs no network.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ddpkit\b).*"),
-    (r"py:class", r"ddpkit\.(\w+\.)*(_\w+|\w*T|[A-Z])"),  # private base classes and type variables
+    # private base classes and type variables
+    (r"py:(class|obj)", r"ddpkit\.(\w+\.)*(_\w+|\w*T|[A-Z])"),
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -38,10 +38,10 @@ logger = get_logger(__name__)
 
 STEP = "optimizer_step"
 
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 
 
-class RowKind(abc.ABC, Generic[Row]):
+class RowKind(abc.ABC, Generic[RowT]):
     """How the rows of a log stand in its file, and where they stand in the run.
 
     Attributes:
@@ -53,7 +53,7 @@ class RowKind(abc.ABC, Generic[Row]):
     word: ClassVar[str]
 
     @abc.abstractmethod
-    def parse(self, data: bytes) -> list[Row]:
+    def parse(self, data: bytes) -> list[RowT]:
         """Return the rows of a file.
 
         Raises:
@@ -61,7 +61,7 @@ class RowKind(abc.ABC, Generic[Row]):
         """
 
     @abc.abstractmethod
-    def render(self, rows: Sequence[Row], before: Sequence[Row]) -> bytes:
+    def render(self, rows: Sequence[RowT], before: Sequence[RowT]) -> bytes:
         """Return the bytes of a file.
 
         Args:
@@ -70,23 +70,23 @@ class RowKind(abc.ABC, Generic[Row]):
         """
 
     @abc.abstractmethod
-    def step_of(self, row: Row) -> int | None:
+    def step_of(self, row: RowT) -> int | None:
         """Return the optimizer step of a row; None: it has none."""
 
     @abc.abstractmethod
-    def names_of(self, row: Row) -> frozenset[str]:
+    def names_of(self, row: RowT) -> frozenset[str]:
         """Return the names of a row's values, with their stages."""
 
     @abc.abstractmethod
-    def identity(self, row: Row) -> bytes:
+    def identity(self, row: RowT) -> bytes:
         """Return what stays the same of a row, however the file is written anew."""
 
-    def is_torn(self, row: Row) -> bool:
+    def is_torn(self, row: RowT) -> bool:
         """Say whether a row is the beginning of one that was cut off."""
         return False
 
 
-class StandingRows(Generic[Row]):
+class StandingRows(Generic[RowT]):
     """The rows of a checkpoint's own step that came after it: a run that goes on from it may write
     them again.
 
@@ -101,8 +101,8 @@ class StandingRows(Generic[Row]):
 
     def __init__(
         self,
-        kind: RowKind[Row],
-        rows: Sequence[Row],
+        kind: RowKind[RowT],
+        rows: Sequence[RowT],
         known: int,
         step: int,
     ) -> None:
@@ -117,7 +117,7 @@ class StandingRows(Generic[Row]):
         """Say whether a row of these names stands at a step."""
         return step == self._step and self._numbers[names] > 0
 
-    def without(self, rows: Sequence[Row], names: frozenset[str]) -> list[Row]:
+    def without(self, rows: Sequence[RowT], names: frozenset[str]) -> list[RowT]:
         """Return the rows of the file without the first that stands there with these names."""
         self._numbers[names] -= 1
         found = next(
@@ -127,11 +127,11 @@ class StandingRows(Generic[Row]):
         )
         return [*rows[:found], *rows[found + 1 :]]
 
-    def _stands(self, row: Row, names: frozenset[str]) -> bool:
+    def _stands(self, row: RowT, names: frozenset[str]) -> bool:
         return self._kind.step_of(row) == self._step and self._kind.names_of(row) == names
 
 
-class StepFile(Generic[Row]):
+class StepFile(Generic[RowT]):
     """A file of rows at optimizer steps.
 
     Rows are replaced in one piece, and are on the disk before the file has its name. What a
@@ -147,25 +147,25 @@ class StepFile(Generic[Row]):
     Ranks: main only.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kind: RowKind[Row]) -> None:
+    def __init__(self, path: str | os.PathLike[str], kind: RowKind[RowT]) -> None:
         self.path = Path(path)
         self.name = f"save_file={os.fspath(path)!r}"
         self._kind = kind
         self._saved: dict[str, int] | None = None
-        self._standing: StandingRows[Row] | None = None
+        self._standing: StandingRows[RowT] | None = None
 
     def require_writable(self) -> None:
         """Refuse a file that cannot be written, or that holds something else."""
         require_writable_file(self.name, self.path)
         self.rows()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RowT]:
         """Return the rows; none where there is no file."""
         with writing(self.name):
             data = self.path.read_bytes() if self.path.exists() else b""
         return self._kind.parse(data)
 
-    def replace(self, rows: Sequence[Row], before: Sequence[Row]) -> None:
+    def replace(self, rows: Sequence[RowT], before: Sequence[RowT]) -> None:
         """Write the file anew, with other rows.
 
         Args:
@@ -233,14 +233,14 @@ class StepFile(Generic[Row]):
         rows = self.rows()
         self.replace(self._standing.without(rows, names), rows)
 
-    def _known(self, rows: list[Row], saved: dict[str, int] | None) -> int | None:
+    def _known(self, rows: list[RowT], saved: dict[str, int] | None) -> int | None:
         """Return how many rows the checkpoint has seen; None: it has seen another file."""
         if saved is None:
             return None
         known = saved["rows"]
         return known if self._state_of(rows[:known]) == saved else None
 
-    def _state_of(self, rows: list[Row]) -> dict[str, int]:
+    def _state_of(self, rows: list[RowT]) -> dict[str, int]:
         checksum = 0
         for row in rows:
             checksum = zlib.crc32(self._kind.identity(row), checksum)
@@ -248,7 +248,7 @@ class StepFile(Generic[Row]):
 
 
 @register_checkpoint_hooks
-class StepFileLogger(MainTrainLogger, Generic[Row]):
+class StepFileLogger(MainTrainLogger, Generic[RowT]):
     """The base of loggers whose statistics are rows of a file.
 
     Args:
@@ -266,7 +266,7 @@ class StepFileLogger(MainTrainLogger, Generic[Row]):
 
     save_file: str
 
-    def __init__(self, save_file: str | os.PathLike[str], kind: RowKind[Row]) -> None:
+    def __init__(self, save_file: str | os.PathLike[str], kind: RowKind[RowT]) -> None:
         self.save_file = os.fspath(save_file)
         self._file = StepFile(save_file, kind)
         self._axis = StepAxis()

@@ -138,7 +138,7 @@ class DDP(Strategy):
         self._steps = 0  # optimizer steps for which gradients were finished
         self._frozen: list[nn.Parameter] = []  # as the entries were wrapped: DDP does not know them
         self._zeros = ZeroGradients(self._clock)
-        self._entries = nn.ModuleDict()  # of the recipe, once they are wrapped
+        self._entries: list[nn.Module] = []  # of the recipe, once they are wrapped
         self._is_in_pass = False
         if options is not None:
             self.bind(
@@ -189,7 +189,7 @@ class DDP(Strategy):
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
         """
         refuse_shared_parameters(modules)
-        self._entries = modules
+        self._entries = list(modules.values())
         for name, module in modules.items():
             trained = trained_parameters(module)
             if self._trained.get(name) == trained:
@@ -251,7 +251,7 @@ class DDP(Strategy):
         for all of them.
         """
         self._close_orders()
-        self._entries = modules
+        self._entries = list(modules.values())
         self.wrapped = [
             module for module in self.wrapped if any(module is entry for entry in modules.values())
         ]
@@ -689,13 +689,13 @@ class DDP(Strategy):
             and len(set(distributed.exchange(self._order, site="entries"))) > 1
         ):
             raise RankMismatchError(OTHER_ENTRIES)
-        self._send_statistics(modules)
+        self._send_statistics(modules.values())
         self._is_in_pass = False
 
-    def _send_statistics(self, modules: nn.ModuleDict) -> None:
+    def _send_statistics(self, entries: Iterable[nn.Module]) -> None:
         """Give every rank the batch statistics of rank 0, where each has its own."""
         if self.options.sync_batchnorm is False:
-            layers = batch_norms(modules)
+            layers = [layer for entry in entries for layer in batch_norms(entry)]
             send_from_main(buffer for part in layers for buffer in part.buffers(recurse=False))
 
     def evaluating(self, length: int | None) -> AbstractContextManager[None]:

@@ -103,7 +103,8 @@ class Node:
         found = _NUMBER_OF_NODES.fullmatch(self.num_nodes)
         if found is None:
             return 0
-        least, most = int(found[1]), int(found[2] or found[1])
+        least = int(found[1])
+        most = int(found[2] or least)
         return most if 1 <= least <= most else 0
 
     @property

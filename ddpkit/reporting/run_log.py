@@ -157,7 +157,8 @@ def plain(value: Any) -> Any:
     if value is None or type(value) in {bool, int, float, str}:
         return value
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
+        found = value.item() if value.numel() == 1 else value.tolist()
+        return plain(found) if value.is_complex() else found
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.item() if value.size == 1 else value.tolist())
     if isinstance(value, Mapping):
@@ -214,10 +215,10 @@ def tell_of_moved_logs() -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Append a line to a file, in one piece.
+    """Append a line to a file, in one piece. What UTF-8 has no place for is escaped.
 
     Ranks: local.
     """
-    data = line.encode()
+    data = line.encode(errors="backslashreplace")
     with path.open("ab", buffering=len(data) + 1) as file:  # all of it goes out at once
         file.write(data)

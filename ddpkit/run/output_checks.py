@@ -4,6 +4,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,9 +20,14 @@ from ddpkit.train_logger import ProgressSampleLogger, loggers_of
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
+    from ddpkit.train_logger import TrainLogger
 
 logger = get_logger(__name__)
 
+SHARED = (
+    "{} and {} both have save_file={!r}. Each would write into the other's rows: give each a file "
+    "of its own."
+)
 NO_ROOM = (
     "the folder of checkpoints {!r} has {}B free, and a checkpoint of this run takes about {}B. "
     "Free some space, or give a folder on another disk, such as --output_folder=/path/to/results. "
@@ -46,13 +52,30 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
 
     Ranks: main only.
     """
-    for train_logger in loggers_of(hparams):
+    loggers = loggers_of(hparams)
+    _require_own_files(loggers)
+    for train_logger in loggers:
         train_logger.require_writable()
     for value in vars(hparams).values():
         if isinstance(value, ProgressSampleLogger):
             value.require_writable()
     if options.profile_training or options["memory_snapshot_on_oom"]:
         require_writable(f"the folder of the profile {folder!r}", folder)
+
+
+def _require_own_files(loggers: list[TrainLogger]) -> None:
+    """Refuse a table, or JSON lines, in a file that another logger writes, too."""
+    writers: dict[str, TrainLogger] = {}
+    for train_logger in loggers:
+        file = train_logger.save_file
+        if not file or not isinstance(file, (str, os.PathLike)):
+            continue
+        other = writers.setdefault(os.path.realpath(file), train_logger)
+        needs_own = train_logger.needs_own_file or other.needs_own_file
+        if other is not train_logger and needs_own:
+            raise ConfigError(
+                SHARED.format(type(other).__name__, type(train_logger).__name__, file)
+            )
 
 
 def require_room(

@@ -94,7 +94,7 @@ class _TableRows(RowKind[TableRow]):
         table = csv.DictWriter(text, [*columns], lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
-        return text.getvalue().encode("utf-8")
+        return text.getvalue().encode("utf-8", errors="backslashreplace")
 
     def step_of(self, row: TableRow) -> int | None:
         number = row.get(STEP) or ""

@@ -25,6 +25,7 @@ class TrainLogger:
     Attributes:
         save_file: the file it writes to; named at the start of a run.
         save_dir: the folder it writes to; likewise.
+        needs_own_file: whether no other logger may write to ``save_file``.
         run_log_beside: where ``metrics.jsonl`` goes if the run has none elsewhere.
 
     Ranks: see :meth:`log_stats`.
@@ -41,6 +42,7 @@ class TrainLogger:
 
     save_file: str | os.PathLike[str] | None = None
     save_dir: str | os.PathLike[str] | None = None
+    needs_own_file: bool = False
     run_log_beside: Path | None = None
 
     def log_stats(

@@ -265,6 +265,7 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
     """
 
     save_file: str
+    needs_own_file = True
 
     def __init__(self, save_file: str | os.PathLike[str], kind: RowKind[RowT]) -> None:
         self.save_file = os.fspath(save_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -252,7 +253,7 @@ class TensorboardLogger(MainTrainLogger):
         value: Any,
         step: int,
     ) -> None:
-        found = value if isinstance(value, bool | int | float) else str(value)
+        found = _number_or_text(value)
         if self._standing is None or not self._standing.take(tag, found, step):
             self._add("text" if isinstance(found, str) else "scalar", tag, found, step)
 
@@ -290,3 +291,11 @@ class TensorboardLogger(MainTrainLogger):
         # What is recovered for an evaluation is not gone on from.
         is_fitting = POSITION.progress is not None and POSITION.progress.is_fitting
         self._saved_sizes = saved.get("sizes") if is_fitting else None
+
+
+def _number_or_text(value: Any) -> float | str:
+    if isinstance(value, bool | int | float):
+        with contextlib.suppress(OverflowError):  # an integer that no float can hold is a text
+            float(value)
+            return value
+    return str(value).encode(errors="backslashreplace").decode()

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.errors import ConfigError
@@ -241,6 +242,31 @@ def test_logs_of_an_earlier_run_are_moved_to_one_folder_and_told_once(tmp_path, 
     assert caplog.messages == [f"--resume=never: logs of an earlier run were moved to {folder}."]
     loggers[0].begin_anew()  # of a second run: that folder has such a file
     assert len([*tmp_path.glob("earlier-*")]) == 2
+
+
+def test_values_that_no_file_has_a_form_for_end_no_training(tmp_path):
+    odd = {"half": "a\ud800b", "complex": torch.tensor(1 + 2j), "huge": 10**400}
+    loggers = loggers_in(tmp_path)
+    for train_logger in loggers:
+        train_logger.log_stats({"epoch": 1}, odd)
+    loggers[-1].close()
+    (row,) = rows_of(tmp_path / "log.csv")
+    assert row["train_half"] == r"a\ud800b"
+    assert row["train_complex"] == "(1+2j)"
+    (line,) = lines_of(tmp_path / "log.jsonl")
+    assert line["train"] == {"half": odd["half"], "complex": "(1+2j)", "huge": 10**400}
+
+
+def test_two_loggers_of_one_file_are_refused_before_training(tmp_path):
+    table = CSVTrainLogger(tmp_path / "log.csv")
+    others = [
+        CSVTrainLogger(tmp_path / "." / "log.csv"),
+        FileTrainLogger(tmp_path / "log.csv"),
+    ]
+    for other in others:
+        with pytest.raises(ConfigError, match="TrainLogger both have save_file='.*log.csv'"):
+            train(tmp_path, [other, table])
+    assert not (tmp_path / "log.csv").exists()
 
 
 def test_curves_in_json_lines(tmp_path):

@@ -87,6 +87,11 @@ TABLE = (
         r"renew_batch_statistics|\bbatch_statistics\b",
         tests=("tests/parts/test_averaged_weights.py",),
     ),
+    Feature(  # a thread that posts, of which parts are made
+        "ddpkit/parts/latest_poster.py",
+        r"LatestPoster|latest_poster",
+        users=("ddpkit/parts/kubeflow_progress.py",),
+    ),
     Feature(
         "ddpkit/parts/profiling.py",
         r"profile_training|Profiling",

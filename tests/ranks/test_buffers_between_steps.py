@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import Part, Stage
-from ddpkit.parts import ValidationSchedule
+from ddpkit import Part, Stage, parts
 from tests.recipes import QUIET, Regression, points, sgd, world_size
 
 DATA = points(12)
@@ -101,7 +100,7 @@ def test_buffers_of_virtual_ranks_are_averaged_where_no_optimizer_steps(ranks):
 
 
 def validated(options):
-    return trained(ValidationSchedule(every_steps=1), **options).evaluated
+    return trained(parts.ValidationSchedule(every_steps=1), **options).evaluated
 
 
 @pytest.mark.parametrize(

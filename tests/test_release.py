@@ -162,6 +162,9 @@ def test_each_python_and_the_oldest_torch_are_tried():
     assert (ROOT / ".ci" / "floor.txt").read_text() == f"torch=={oldest}.0\n"
     [floor] = [step["run"] for step in jobs["floor"]["steps"] if "run" in step]
     assert "CONSTRAINTS=.ci/floor.txt" in floor
+    for name in re.findall(r"--deselect=([^\s\"]+)", floor):
+        path, _, test = name.partition("::")
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_the_clusters_run_as_root():

@@ -122,7 +122,7 @@ $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 
 # Of the thousands of modules in the ecosystem a few are imported, and these are compiled then.
 $(VENV)/.installed-ecosystem: $(VENV)/.installed-dev
-	@echo "Installing ddpkit[ecosystem] into $(VENV): other libraries' data and trackers, for the slower tests. It takes minutes and more than 1 GB."
+	@echo "Installing ddpkit[ecosystem] into $(VENV): other libraries' data, trackers and starters, for the slower tests. It takes minutes and more than 1 GB."
 	@$(PIP) --no-compile -e ".[ecosystem]"
 	@touch $@
 	@echo "Installed."

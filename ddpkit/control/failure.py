@@ -312,15 +312,19 @@ def _explained(error: BaseException) -> BaseException:
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:
-    if PROCESS.report is None or is_second_hand(error):
+    if PROCESS.report is None:
+        return
+    in_child = multiprocessing.parent_process() is not None
+    if is_second_hand(error):
+        if in_child and not is_final:
+            logger.error("%s", error, main_process_only=False)
         return
     reason = Reason.of(PROCESS.report.rank, error, is_final=is_final)
     first = None if PROCESS.report.tell(reason) else PROCESS.report.first_failure()
     if first is not None:
         vars(error)[AFTER] = first.rank
-    # of such a process, or thread, the end reaches no excepthook, so that it is said here
-    is_main = threading.current_thread() is threading.main_thread()
-    if multiprocessing.parent_process() is not None or not is_main:
+    # the end of such a process, or thread, reaches no excepthook, so that it is said here
+    if in_child or threading.current_thread() is not threading.main_thread():
         words = (
             reason.summary() if first is None else reason.in_words(f"failed after {first.who()}")
         )

@@ -6,6 +6,7 @@ from tests.mutants.fault import Fault, in_room
 
 SUMS = "tests/comm/test_tree_sum.py"
 MAILBOX = "tests/comm/test_mailbox.py"
+GIVEN = "tests/ranks/test_given_group.py"
 GROUP = "tests/comm/test_process_group.py tests/comm/test_process_group_rendezvous.py"
 AGREEMENT = "tests/comm/test_agreement.py tests/comm/test_agreement_facts.py"
 WATCHDOG = "tests/control/test_watchdog.py"
@@ -76,6 +77,13 @@ COMM = in_room(
             "os.urandom(8).hex()",
             "'attempt'",
             GROUP,
+        ),
+        Fault(
+            "a process group of somebody else is not watched",
+            "_is_watchable",
+            "not isinstance(store, dist.HashStore)",
+            "False",
+            GIVEN,
         ),
         Fault(
             "two processes with one rank are not refused",

@@ -40,6 +40,7 @@ from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
 from ddpkit.strategies.option_refusals import ROUNDED, is_given, refuse_with
 from ddpkit.strategies.rare_questions import NO_CONTEXT
 from ddpkit.strategies.switched_attribute import SwitchedAttribute
+from ddpkit.strategies.unwrapped_buffers import UnwrappedBuffers
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.strategies.zero_gradients import COMPLETED, ZeroGradients
 from ddpkit.syncbn import convert_sync_batchnorm
@@ -175,6 +176,7 @@ class DDP(Strategy):
     ) -> None:
         """Take the options, and with them what the hook of gradients asks of a step."""
         super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        self._unwrapped = UnwrappedBuffers(self.device)
         self.sends_fp16 = options.ddp_comm_hook == "fp16"
         # what a hook has kept of gradients that were skipped must go before the next are averaged
         self.awaits_steps = options.ddp_comm_hook is not None
@@ -222,6 +224,14 @@ class DDP(Strategy):
             parameter for parameter in modules.parameters() if not parameter.requires_grad
         ]
         self._clock.outputs = self._zeros.outputs if self._zeros.outputs.follow(modules) else None
+        self._follow_unwrapped(modules)
+
+    def _follow_unwrapped(self, modules: nn.ModuleDict) -> None:
+        """Note the entries that DDP is not around, unless no buffers are to be sent."""
+        if self.options.broadcast_buffers is not False:
+            self._unwrapped.follow(
+                module for module in modules.values() if not isinstance(module, WrappedDDP)
+            )
 
     def begin_pass(self, progress: Any) -> None:
         """Note what tells at which batch the training is, before its first one."""
@@ -261,6 +271,7 @@ class DDP(Strategy):
             if self._trained.get(name) != trained_parameters(module)
         ]
         if not changed:
+            self._follow_unwrapped(modules)
             return
         logger.info("Other parameters than before are trained in: %s.", ", ".join(changed))
         for name in changed:
@@ -543,6 +554,12 @@ class DDP(Strategy):
             average_gradients(others)
         if zeros or self._used is not None or self._noting:
             self._tidy_gradients(zeros)
+        if self._unwrapped.modules:
+            self._unwrapped.send()
+
+    def leave_step_out(self) -> None:
+        """Send buffers that move without a step, too, and that no forward pass sends."""
+        self._unwrapped.send()
 
     def _tidy_gradients(self, announced: Sequence[WrappedDDP]) -> None:
         """Drop what no loss of any rank has given, once it is averaged."""
@@ -710,6 +727,7 @@ class DDP(Strategy):
         for module in self.wrapped:
             if module.broadcast_buffers:
                 send_from_main(module.module.buffers())
+        self._unwrapped.send_all()
         return NO_CONTEXT
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:

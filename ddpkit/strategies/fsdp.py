@@ -41,6 +41,7 @@ from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import ROUNDED, refuse_with
 from ddpkit.strategies.rare_questions import NO_CONTEXT, bytes_of
+from ddpkit.strategies.unwrapped_buffers import UnwrappedBuffers
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.training import Accumulation
 
@@ -145,6 +146,17 @@ class FSDP(Strategy):
         # what autograd computes gradients of: whole parameters
         self._gathered: dict[int, nn.Parameter] = {}
 
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take the options, and with them the device whose buffers are sent."""
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        self._unwrapped = UnwrappedBuffers(self.device)
+
     def check(
         self,
         options: RunOptions,
@@ -218,6 +230,12 @@ class FSDP(Strategy):
                 self._divide(name, modules[name])
             elif is_on_meta(modules[name]):
                 self._give_values(name, modules[name])
+        self._follow_unwrapped(modules)
+
+    def _follow_unwrapped(self, modules: nn.ModuleDict) -> None:
+        self._unwrapped.follow(
+            module for module in modules.values() if next(module.parameters(), None) is None
+        )
 
     def _give_values(
         self,
@@ -347,6 +365,7 @@ class FSDP(Strategy):
         unsharded.
         """
         self._reshard()
+        self._follow_unwrapped(modules)
 
     def _reshard(self) -> None:
         for block in self._blocks:
@@ -529,6 +548,11 @@ class FSDP(Strategy):
             self._require_same_order(exchange(self._order, site="blocks"))
         if not self.options.fsdp_reshard_after_forward:
             self._called.clear()  # a second call in a step gathers nothing
+        self._unwrapped.send()
+
+    def leave_step_out(self) -> None:
+        """Send buffers that move without a step, too, and that no forward pass sends."""
+        self._unwrapped.send()
 
     def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
         """Return the bytes of all gradients."""
@@ -548,6 +572,7 @@ class FSDP(Strategy):
         found = exchange((length, self._order), site="evaluating")
         self._require_same_order([order for _, order in found])
         send_from_main(buffer for module in self._sending for buffer in module.buffers())
+        self._unwrapped.send_all()
         lengths = {name for name, _ in found}
         keeps_whole = None in lengths or len(lengths) > 1
         if keeps_whole:

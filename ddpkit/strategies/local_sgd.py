@@ -191,7 +191,9 @@ class LocalSGD(DDP):
 
     def leave_step_out(self) -> None:
         """Note that the ranks differ if buffers may have moved on each of them by itself."""
-        if self.steps_locally and any(map(_saved_buffers, self._entries)):
+        if not self.steps_locally:
+            super().leave_step_out()
+        elif any(map(_saved_buffers, self._entries)):
             self.weights_differ = True
 
     def start_average(

@@ -130,3 +130,58 @@ def test_ranks_that_step_alone_differ_where_only_buffers_have_moved(ranks):
     of_main, of_other = ranks.run(seen_with_local_steps, world_size=2)
     assert of_main
     assert of_main == of_other
+
+
+class Codebook(nn.Module):
+    """Has nothing to train: it keeps a running mean of its inputs, and how many batches it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        outputs = inputs - self.mean
+        if self.training:
+            self.mean = self.mean.lerp(inputs.detach().mean(0), 0.3)
+            self.seen += 1
+        return outputs
+
+
+class Quantized(Watched):
+    """Feeds what an entry without parameters returns to one that is trained."""
+
+    def compute_forward(self, batch, stage):
+        inputs, targets = batch
+        return super().compute_forward([self.modules.codebook(inputs), targets], stage)
+
+
+def quantized(options):
+    torch.manual_seed(2)
+    brain = Quantized(
+        {"net": nn.Linear(3, 1).double(), "codebook": Codebook()},
+        sgd(),
+        run_opts={**QUIET, **options},
+        parts=[parts.ValidationSchedule(every_steps=1)],
+    )
+    brain.frozen_in = [2]
+    each = {"batch_size": 2}
+    brain.fit([1, 2], DATA, DATA[:4], train_loader_kwargs=each, valid_loader_kwargs=each)
+    return brain.after_steps, brain.evaluated
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_accumulation_factor": 2},
+        {"shard_evaluation": True},
+        {"virtual_ranks": 2},
+        pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_buffers_of_an_entry_without_parameters_are_those_of_rank_0(ranks, options):
+    of_main, of_other = ranks.run(quantized, options, world_size=2)
+    assert all(of_main)
+    assert of_main == of_other

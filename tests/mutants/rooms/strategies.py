@@ -221,6 +221,13 @@ FAULTS = in_room(
             BUFFERS,
         ),
         Fault(
+            "buffers of an entry without parameters are each rank's own",
+            "UnwrappedBuffers.send",
+            "self._send(module)",
+            "pass",
+            BUFFERS,
+        ),
+        Fault(
             "ranks that step alone are alike where only their buffers have moved",
             "LocalSGD.leave_step_out",
             "self.weights_differ = True",

@@ -1,0 +1,52 @@
+"""The buffers of entries that torch does not wrap, as they have nothing to train: nothing but this
+sends them while a run trains.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddpkit.strategies.batch_norm_layers import has_moving_buffers
+from ddpkit.strategies.entries import send_from_main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+
+class UnwrappedBuffers:
+    """Keeps buffers equal on all ranks, such as those of a codebook without parameters.
+
+    They are sent with each optimizer step, once the forward passes of all ranks are over. A hook
+    before a forward pass, as DDP has it, would wait for ranks that do not call the module.
+
+    Args:
+        device: of this rank; what is elsewhere is left alone.
+
+    Ranks: collective.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.modules: list[nn.Module] = []
+        self._kind = torch.device(device).type
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """Take the entries that are not wrapped now, and whose buffers may move."""
+        self.modules = [module for module in modules if has_moving_buffers(module)]
+
+    def send(self) -> None:
+        """Give every rank the buffers of rank 0, where a module trains."""
+        for module in self.modules:
+            if module.training:
+                self._send(module)
+
+    def send_all(self) -> None:
+        """Give every rank the buffers of rank 0, before an evaluation."""
+        for module in self.modules:
+            self._send(module)
+
+    def _send(self, module: nn.Module) -> None:
+        send_from_main(buffer for buffer in module.buffers() if buffer.device.type == self._kind)

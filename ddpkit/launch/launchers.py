@@ -23,7 +23,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpkit.base import MPI_LAUNCHERS, in_slurm_step, size
+from ddpkit.base import (
+    MPI_LAUNCHERS,
+    get_rank,
+    get_world_size,
+    in_slurm_step,
+    is_distributed_initialized,
+    size,
+)
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launcher_variables import PARITY, SHOWN, TORCH
 from ddpkit.launch.platforms import Node, numbers_nodes, refuse_numbers_of_nodes
@@ -289,8 +296,10 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
     node = numbers_nodes(environ)
-    if node is not None and (not node.several or _is_rank_of_outer(environ)):
-        return None  # no launcher of torch's has started it: it is the only one, or a task
+    if node is not None and (
+        not node.several or _is_rank_of_outer(environ) or _is_rank_of_group(environ)
+    ):
+        return None  # no launcher of torch's: it is the only one, a task, or a rank of a script's
     if node is not None:
         raise refuse_numbers_of_nodes(node)
     rank, local_rank, world_size = (
@@ -490,6 +499,16 @@ def _is_rank_of_outer(environ: Mapping[str, str]) -> bool:
     other = next(filter(None, (read(environ) for read in LAUNCHERS[1:])), None)
     told = (environ["RANK"], environ.get("WORLD_SIZE"))
     return other is not None and told == (str(other.rank), str(other.world_size))
+
+
+def _is_rank_of_group(environ: Mapping[str, str]) -> bool:
+    """Say whether ``RANK`` is that of this process in a process group that a script has made, as
+    after ``mp.spawn``: then it numbers no node.
+    """
+    if not is_distributed_initialized():
+        return False
+    told = (environ["RANK"], environ.get("WORLD_SIZE"))
+    return told == (str(get_rank()), str(get_world_size()))
 
 
 def node_by_rank(environ: Mapping[str, str]) -> Node | None:

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpkit.base import size
+from ddpkit.base import get_world_size, size
 from ddpkit.errors import LaunchError
 
 DEFAULT_PORT = "29500"  # torchrun's own
@@ -534,6 +534,8 @@ def numbers_nodes(environ: Mapping[str, str]) -> Node | None:
 def refuse_lonely_node(environ: Mapping[str, str] | None = None) -> None:
     """Raise if this process was started by no launcher, once on each of several nodes.
 
+    One that is in a process group already is not alone.
+
     Args:
         environ: the environment, without a launcher's variables; None reads ``os.environ``.
 
@@ -541,7 +543,7 @@ def refuse_lonely_node(environ: Mapping[str, str] | None = None) -> None:
         LaunchError: it was. The message has the command to start instead.
     """
     node = find_node(os.environ if environ is None else environ)
-    if node is not None:
+    if node is not None and get_world_size() == 1:
         where = f"node {node.rank}" if node.rank else "one"
         raise LaunchError(
             f"this is {where} of {node.num_nodes} nodes ({node.platform}), and one process was "

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from ddpkit.comm import group_end, shorten_timeout, time_limits
 from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launch import find_launch
+from ddpkit.run_opts import parse_arguments
 from tests.launching import Run, free_port, python, soon, start_by_hand, wait_until
 from tests.recipes import Regression, make
 
@@ -177,6 +179,33 @@ def limits_of_the_control_group(minutes):
 
 def test_the_control_group_waits_as_long_as_the_option_says(ranks):
     assert ranks.run(limits_of_the_control_group, 0.75, init=False) == [45.0, 45.0]
+
+
+def rank_of_a_scripts_own_group():
+    """As after ``mp.spawn``: the script numbers its processes, without LOCAL_RANK."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        del os.environ[name]
+    brain = make(Regression)
+    with pytest.raises(LaunchError, match="they are those of a node"):
+        find_launch({**os.environ, "RANK": "0", "WORLD_SIZE": "3"})
+    return brain.rank, find_launch().launcher
+
+
+def test_rank_and_world_size_of_a_group_that_is_there_number_no_nodes(ranks):
+    assert ranks.run(rank_of_a_scripts_own_group) == [(0, "none"), (1, "none")]
+
+
+def group_on_a_node_of_a_platform(file):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    parse_arguments([file, "--device=cpu"])
+
+
+def test_ranks_that_have_a_group_are_no_lonely_nodes(ranks, tmp_path):
+    file = tmp_path / "h.yaml"
+    file.write_text("lr: 0.1\n")
+    ranks.run(group_on_a_node_of_a_platform, str(file))
 
 
 def limit_by_default():

@@ -83,6 +83,16 @@ class EpochCounter:
         """
         self._is_running = is_running
 
+    def leave_unfinished(self) -> None:
+        """Leave the epoch that a checkpoint was made in the middle of, where the training has ended
+        there: it is not begun again, and stays the one that was yielded last.
+
+        Ranks: local; every rank leaves it.
+        """
+        if self._unfinished:
+            self.current = self._unfinished
+            self._unfinished = 0
+
     def _why_done(self) -> str:
         """Say why nothing is left to train when a run is started again."""
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.epoch_loop import EpochCounter
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def run_epochs(
         )
         return "optimizer_step_limit"
     if early_end.is_due(0):
+        _leave_unfinished(epoch_counter)
         return "early_stop"
     progress.ask_for_epochs(validates=validates)
     for epoch in epoch_counter:
@@ -69,3 +71,9 @@ def run_epochs(
     if progress.resolved.optimizer_step and not progress.epochs:
         return "done_before"
     return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
+
+
+def _leave_unfinished(epoch_counter: Iterable[int]) -> None:
+    """Have a further call count on after the epoch in which an earlier start has ended this one."""
+    if isinstance(epoch_counter, EpochCounter):
+        epoch_counter.leave_unfinished()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ddpkit import Stage
+from ddpkit import Stage, parts
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.parts import EarlyStopping
-from tests.recipes import QUIET, Killed, SavesAfterValidation, linear, points, sgd
+from tests.recipes import QUIET, Killed, Regression, SavesAfterValidation, linear, points, sgd
 
 DATA = points(4)
 
@@ -127,6 +127,41 @@ def test_calls_of_fit_that_go_on_from_a_checkpoint_end_as_if_nobody_had_killed_t
     two_calls(tmp_path, dies_in)
     assert two_calls(tmp_path) == ([3, 4], 8.0, 2)
     assert two_calls(tmp_path) == ([3, 4], 8.0, 2)
+
+
+class SavesBetweenSteps(Regression):
+    """Saves in each validation, also where one ends the training inside of an epoch."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage is Stage.VALID:
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
+
+
+def stopped_inside(folder, *, dies=False):
+    """End a call of fit in a validation between two steps; train on with the same counter."""
+    net = linear()
+    counter = EpochCounter(3)
+    stops = EarlyStopping(patience=1, min_change=100.0)
+    asked = [parts.ValidationSchedule(every_steps=3), stops]
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    brain = SavesBetweenSteps({"net": net}, sgd(), {}, QUIET, checkpointer, parts=asked)
+    rows = points(20)
+    each = {"batch_size": 2, "shuffle": True}
+    brain.fit(counter, rows, DATA, train_loader_kwargs=each)
+    first = counter.current, brain.optimizer_step
+    if dies:
+        return None
+    result = brain.fit(counter, rows, DATA, train_loader_kwargs=each)
+    return first, counter.current, result.optimizer_steps, net.weight.tolist()
+
+
+def test_a_call_of_fit_that_has_ended_inside_of_an_epoch_ends_there_after_a_kill_too(tmp_path):
+    whole = stopped_inside(tmp_path / "whole")
+    assert whole[:3] == ((1, 6), 2, 12)
+    stopped_inside(tmp_path / "killed", dies=True)
+    assert stopped_inside(tmp_path / "killed") == whole
+    assert stopped_inside(tmp_path / "whole")[1:] == whole[1:]
 
 
 def test_the_loss_of_the_validation_needs_no_log():

@@ -54,6 +54,13 @@ FAULTS = [
                 "tests/parts/test_early_stopping.py",
             ),
             Fault(
+                "an epoch in which a call of fit has ended is begun again by the next call",
+                "_leave_unfinished",
+                "epoch_counter.leave_unfinished()",
+                "pass",
+                "tests/parts/test_early_stopping.py",
+            ),
+            Fault(
                 "a step that is made again counts twice in the recipe's metrics",
                 "AutoMicroBatch._divide",
                 "self._kept.put_back()",

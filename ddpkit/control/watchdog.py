@@ -261,8 +261,8 @@ class Watchdog:
     def _lost_store_reason(self, how: str) -> Reason:
         cut = f"or the network to it is cut ({how})"
         if _launcher_keeps_store():
-            text = f"the store on {self.store_place} is gone with the process that held it, {cut}."
-            return Reason(0, f"lost its launcher: {text}", is_final=True)
+            text = f"the store on {self.store_place}, which the launcher kept, is gone, {cut}."
+            return Reason(0, f"has ended, or its launcher has: {text}", is_final=True)
         return self.heartbeat.disappearance(
             0,
             f"was lost with the store on {self.store_place}, which it held, {cut}",
@@ -345,10 +345,14 @@ def _note_end(text: str) -> None:
     notes = [
         threading.Thread(target=call, name="ddpkit notes the end", daemon=True) for call in calls
     ]
+    started = []
     for note in notes:
-        note.start()
+        # Python 3.12 starts no thread where the process is at its end already
+        with contextlib.suppress(RuntimeError):
+            note.start()
+            started.append(note)
     end = time.monotonic() + NOTE_SECONDS
-    for note in notes:
+    for note in started:
         note.join(max(0.0, end - time.monotonic()))
 
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ddpkit.base import do_nothing
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -215,12 +216,53 @@ class BatchSender:
             )
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+class ReadyThread:
+    """A thread that is started now, and makes one call later: at the end of a process Python 3.12
+    starts no thread any more.
+
+    Args:
+        name: of the thread.
+
+    Ranks: local.
+
+    Example:
+        >>> thread = ReadyThread("says it later")
+        >>> thread.start(lambda: print("now"))
+        >>> thread.join(5.0)
+        now
+    """
+
+    def __init__(self, name: str) -> None:
+        self._call: Callable[[], None] = do_nothing
+        self._begins = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Have the call made, and return at once."""
+        self._call = call
+        self._begins.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the call, so many seconds at most."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        self._begins.wait()
+        self._call()
+
+
+def within(
+    seconds: float,
+    function: Callable[[], T],
+    thread: ReadyThread | None = None,
+) -> T:
     """Call a function in a thread, and wait for its value no longer than some seconds.
 
     Args:
         seconds: to wait at most; the thread is left to itself then.
         function: what it raises is raised here.
+        thread: to call it in; None: a new one.
 
     Raises:
         TimeoutError: there is no answer by then.
@@ -240,9 +282,9 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
             errors.append(error)
 
-    thread = threading.Thread(target=call, name="ddpkit opens a tracker", daemon=True)
     started = time.monotonic()
-    thread.start()
+    thread = thread or ReadyThread("ddpkit opens a tracker")
+    thread.start(call)
     thread.join(seconds)
     if errors:
         raise errors[0]

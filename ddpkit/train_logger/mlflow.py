@@ -12,7 +12,7 @@ from ddpkit.base import PROCESS
 from ddpkit.control import at_exit
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.train_logger.batch_sender import BatchSender, within
+from ddpkit.train_logger.batch_sender import BatchSender, ReadyThread, within
 from ddpkit.train_logger.tracker import TrackerLogger
 
 if TYPE_CHECKING:
@@ -89,12 +89,14 @@ class MLflowLogger(TrackerLogger):
         self._timeout = timeout_seconds
         self._client: Any = None
         self._sender: BatchSender | None = None
+        self._last_thread: ReadyThread | None = None
         self._known: dict[str, int] = {}
         self._process = 0  # which has opened the run
 
     def open_run(self) -> str:
         """Find or make the run, on the server or in the local database."""
         run_id = within(self._timeout, self._find_run)
+        self._last_thread = ReadyThread("ddpkit ends MLflow's run")
         self._sender = BatchSender(
             "MLflow",
             self._send,
@@ -151,7 +153,11 @@ class MLflowLogger(TrackerLogger):
             logger.warning("MLflow has not taken %d values; metrics.jsonl has all of them.", lost)
         left = max(LAST_WORD_SECONDS, end - time.monotonic())
         self.go_on_without(
-            lambda: within(left, lambda: self._client.set_terminated(self.run_id, status))
+            lambda: within(
+                left,
+                lambda: self._client.set_terminated(self.run_id, status),
+                self._last_thread,
+            )
         )
 
     # ------------------------------------------------------------------ in other threads

@@ -374,6 +374,34 @@ def test_a_store_that_is_gone_ends_the_pulse_and_then_the_run(clock, store, oper
     assert "rank 0 (" in one.ended[0]
 
 
+def test_a_store_that_is_gone_with_the_launcher_is_no_proof_of_who_was_first(
+    clock,
+    store,
+    monkeypatch,
+):
+    """The launcher of a node ends as soon as its one rank has."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    one = Watched(store, 1, 2, store_place="node7:1234")
+    one.heartbeat.store_lost = "Broken pipe"
+    pass_time(clock, GRACE_SECONDS + 1, one)
+    assert "rank 0 has ended, or its launcher has: the store on node7:1234" in one.ended[0]
+
+
+def test_the_process_ends_where_python_starts_no_thread_to_note_it(monkeypatch):
+    """As Python 3.12 at the end of a process."""
+
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    ends = []
+    watch = Watchdog(FailureReport(HashStore(), 0, 1), [], position=position())
+    monkeypatch.setattr(PROCESS, "note_end", lambda _: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("ddpkit.control.watchdog.os._exit", ends.append)
+    watch._end("rank 0 stands still")
+    assert ends == [1]
+
+
 def test_a_store_that_is_gone_is_asked_no_more(store, monkeypatch):
     """Each attempt to reach it prints thirty lines of C++ frames."""
     monkeypatch.setattr(PROCESS, "failed", None)

@@ -459,7 +459,7 @@ def judge_stuck(outcome: Outcome, judge: Judge) -> None:
 
 def judge_agent(outcome: Outcome, judge: Judge) -> None:
     judge.in_time(outcome, outcome.seconds, GONE_SECONDS)
-    outcome.require_said("the launcher|lost its launcher")
+    outcome.require_said("the launcher")
 
 
 def judge_nonfinite(outcome: Outcome, judge: Judge) -> None:

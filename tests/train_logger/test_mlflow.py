@@ -113,6 +113,21 @@ def test_the_run_of_mlflow_has_failed_where_the_watchdog_ends_the_process(client
     assert client.status == "FAILED"
 
 
+def test_the_run_of_mlflow_ends_where_python_starts_no_thread_any_more(client, monkeypatch, caplog):
+    """As Python 3.12 at the end of a process."""
+    train_logger = MLflowLogger()
+    train_logger.begin_fit(0)
+
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as at_the_end:
+        at_the_end.setattr(threading.Thread, "start", refuse)
+        train_logger.close()
+    assert client.status == "FINISHED"
+    assert not caplog.messages
+
+
 def test_a_server_that_has_gone_holds_the_end_up_no_longer_than_allowed(client, caplog):
     train_logger = MLflowLogger(timeout_seconds=0.05)
     train_logger.begin_fit(0)

@@ -21,6 +21,8 @@ LONGEST_NAME = 40
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _PLAIN = re.compile(r"[\w./=@%+,:~-]+", re.ASCII)
 _DOUBTFUL = re.compile(r"[-+.]?[.\d]|[yn]$", re.IGNORECASE)
+# these end a line in YAML, or are refused there
+_NOT_PLAIN_IN_QUOTES = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff]")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -78,7 +80,8 @@ def scalar(text: str) -> str:
     is_plain = _PLAIN.fullmatch(text) is not None and not _DOUBTFUL.match(text)
     if is_plain and not text.endswith(":") and yaml.safe_load(text) == text:
         return text
-    return json.dumps(text, ensure_ascii=False)
+    quoted = json.dumps(text, ensure_ascii=False)
+    return _NOT_PLAIN_IN_QUOTES.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
 
 
 def check_files(options: argparse.Namespace) -> None:

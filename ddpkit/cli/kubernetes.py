@@ -107,7 +107,7 @@ def job_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
             "min_nodes": least,
             "nodes_in_words": " to ".join(dict.fromkeys([str(least), str(options.nodes)])),
             "processes": processes,
-            "name": job_name(options),
+            "name": scalar(job_name(options)),
             "namespace": f"namespace: {scalar(options.namespace)}" if options.namespace else "",
             "max_restarts": options.max_restarts,
             "notice": options.grace,

@@ -89,7 +89,7 @@ def task_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
         {
             "script": scalar(options.script),
             "nodes": options.nodes,
-            "name": job_name(options),
+            "name": scalar(job_name(options)),
             "processes": processes,
             "max_restarts": options.max_restarts,
             "resources": _resources(options),
@@ -137,7 +137,11 @@ def _volumes(options: argparse.Namespace) -> str:
 
 def _setup(options: argparse.Namespace) -> str:
     lines = "\n".join(options.setup).splitlines()
-    return "\n".join(["setup: |", *(f"  {line}" for line in lines)]) if lines else ""
+    if not lines:
+        return ""
+    # the first line tells a reader of YAML how far all are indented, unless it is said
+    is_indented = next(filter(str.strip, lines), "").startswith(" ")
+    return "\n".join(["setup: |2" if is_indented else "setup: |", *(f"  {line}" for line in lines)])
 
 
 def _environment(options: argparse.Namespace) -> str:
@@ -154,10 +158,20 @@ def _quoted(word: str) -> str:
         >>> print(_quoted("--lr=0.1"), _quoted("a\nb"))
         --lr=0.1 $'a\nb'
     """
-    if "\n" not in word:
+    if word.isprintable():
         return shlex.quote(word)
-    escaped = word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
-    return f"$'{escaped}'"
+    return f"$'{''.join(map(_escaped, word))}'"
+
+
+def _escaped(letter: str) -> str:
+    """Write a letter for bash between ``$'`` and ``'``; what YAML may change, or refuse, as
+    bytes.
+    """
+    if letter == "\n":
+        return "\\n"
+    if not letter.isprintable():
+        return "".join(f"\\x{byte:02x}" for byte in letter.encode())
+    return f"\\{letter}" if letter in "\\'" else letter
 
 
 def _parser() -> argparse.ArgumentParser:

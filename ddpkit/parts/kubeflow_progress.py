@@ -215,6 +215,8 @@ class StatusServer:
         headers = {"Content-Type": "application/json"}
         if self.token is not None:
             words = Path(self.token).read_text(encoding="ascii").strip()
+            if not words.isprintable():  # the error of a header shows all of it
+                raise OSError(f"the token in {self.token} has several lines, or is none")
             headers["Authorization"] = f"Bearer {words}"
         with contextlib.closing(connection):
             connection.request("POST", place.path, json.dumps(document), headers)

@@ -170,6 +170,7 @@ def test_nodes_without_gpus(write):
 
 WORDS = ["a b", "it's", '"', "$HOME", "$(PET_NNODES)", "$$", "\\", "*", "~", "é", "", "no", "1e3"]
 WORDS += ["0x1f", "a: b", "- x", "#c", "a #b", "x:", "a\nb", "null", "[1", "{a: 1}", "!x", "&x"]
+WORDS += ["a\rb", "a\tb'\\\\", "a\x85b", "\u2028", "\x07"]
 
 
 def as_kubernetes_reads(word):
@@ -212,6 +213,13 @@ def test_a_name_from_the_recipe(recipe, write):
     written = write("2nd Try_ASR.py", *USUAL[1:])
     assert written["TrainJob"]["runtimeRef"]["name"] == "nd-try-asr"
     assert written["TrainJob"]["trainer"]["command"][1] == "2nd Try_ASR.py"
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob"])
+def test_a_name_that_yaml_takes_for_something_else_is_a_name(write, kind):
+    written = write(*USUAL, "--job-name=null", "--kind", kind)
+    documents = yaml.safe_load_all(written["text"])
+    assert {document["metadata"]["name"] for document in documents} == {"null"}
 
 
 def test_a_recipe_of_the_image_is_given_by_an_absolute_path(recipe, write):

@@ -111,6 +111,16 @@ def test_what_goes_to_the_recipe_arrives_as_it_was(write):
     assert call_of_torchrun(task)[-len(WORDS) :] == WORDS
 
 
+def test_a_name_that_yaml_takes_for_something_else_is_a_name(recipe, write):  # noqa: F811
+    (recipe / "on.py").touch()
+    assert write("on.py", *USUAL[1:])["name"] == "on"
+
+
+def test_a_setup_that_begins_indented_is_whole(write):
+    task = write(*USUAL, "--setup", "", "--setup", "  a", "--setup", "b")
+    assert task["setup"].split("\n") == ["", "  a", "b", ""]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -185,6 +185,14 @@ def test_a_server_that_refuses_costs_one_warning(server, in_train_job, caplog, a
     assert len(server.posts) > 1  # it is tried again with what is new
 
 
+def test_no_warning_shows_the_token(server, in_train_job, caplog):
+    in_train_job.write_text("secret\nmore\n")
+    fit()
+    assert "has several lines" in caplog.text
+    assert "secret" not in caplog.text
+    assert server.posts == []
+
+
 def test_a_server_that_does_not_answer_is_not_waited_for(server, in_train_job, monkeypatch):
     monkeypatch.setattr(kubeflow_progress, "LAST_SECONDS", 0.1)
     server.answers = ["never"]

@@ -76,7 +76,7 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
         if info.world_size > 1:
             facts = {**software_facts(), **code_facts()}
             compare_over_store(store, info.rank, info.world_size, facts, seconds)
-        watchdog.group_has_ended = lambda: dist.group.WORLD is not runtime.group()
+        watchdog.group_has_ended = lambda: not _is_current(runtime)
         runtime.take_report(report)
         runtime.watchdog = watchdog
         if info.launcher == NO_LAUNCHER:
@@ -85,6 +85,12 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
         guard_group(hosts_store=hosts, destroy=False)
         # a rank that ended now would fail those still connecting to it
         dist.barrier(group=control_group())
+
+
+def _is_current(runtime: Runtime) -> bool:
+    """Say whether the group is there, and is the default one still."""
+    group = runtime.group()
+    return group is not None and dist.group.WORLD is group
 
 
 def _is_watchable(runtime: Runtime) -> bool:

@@ -127,3 +127,38 @@ def test_a_rank_that_ends_before_it_makes_a_brain_is_named(tmp_path, kind):
     assert main.wait(60).code == 1, main.err
     assert soon(began, 6)
     assert "rank 1 has ended" in main.tail(1)
+
+
+NOTHING_HOLDS = """
+    import sys, threading, time
+
+    import torch.distributed as dist
+
+    import ddpkit as sb
+
+
+    def watching():
+        return sorted(one.name for one in threading.enumerate() if one.name in WATCH)
+
+
+    WATCH = {"ddpkit-heartbeat", "ddpkit-watch"}
+    dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+    sb.ddp_init_group({})
+    print(watching(), flush=True)
+    dist.destroy_process_group()
+    end = time.monotonic() + 30
+    while watching() and time.monotonic() < end:
+        time.sleep(0.05)
+    print(watching(), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_the_watch_ends_with_a_group_that_nothing_holds(tmp_path, kind):
+    """Of a destroyed group a module may hold on to, and nothing else does."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(NOTHING_HOLDS))
+    command = python("train.py", address_of(kind, tmp_path))
+    run = Run(command, tmp_path, warm=True).wait()
+    assert run.code == 0, run.err
+    assert run.out.splitlines() == ["['ddpkit-heartbeat', 'ddpkit-watch']", "[]"]

@@ -256,7 +256,17 @@ def test_an_evaluation_does_not_begin_anew_to_ask_after_every_batch(ranks):
     assert max(later) <= first - 2
 
 
-def count_collectives(layers, options, epochs, steps):
+class Constants(nn.Module):
+    """Has nothing to train, and buffers that do not move: what a front end computes once."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("filters", torch.eye(8))
+        self.register_buffer("window", torch.hann_window(16, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(8))
+
+
+def count_collectives(layers, options, epochs, steps, constants=0):
     """Count the c10d operations of a fit, without the syncs; there is one a second."""
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()
     real = stage_runner.PeriodicSync
@@ -264,6 +274,7 @@ def count_collectives(layers, options, epochs, steps):
     stage_runner.PeriodicSync = evaluation_stops.PeriodicSync = Counted
     try:
         brain = make(Regression, net=net, **options)
+        brain.modules.update({f"constants{number}": Constants() for number in range(constants)})
         measured = mock.patch.object(speed_report, "filled_slots", wraps=speed_report.filled_slots)
         with measured as rows, profile(acc_events=False) as profiler:
             brain.fit(
@@ -286,7 +297,7 @@ def count_collectives(layers, options, epochs, steps):
     [
         (0, {}, {"c10d::alltoall_base_": 1}, {}),
         (3, {}, {"c10d::alltoall_base_": 6}, {}),
-        (3, {"sync_batchnorm": False}, {"c10d::alltoall_base_": 1}, {"c10d::broadcast_": 9}),
+        (3, {"sync_batchnorm": False}, {"c10d::alltoall_base_": 1}, {"c10d::broadcast_": 1}),
         (0, LOCAL_SGD, {"c10d::allreduce_": 2 / 4}, {}),
     ],
     ids=["none", "three", "three by themselves", "post-local SGD"],
@@ -303,3 +314,9 @@ def test_collectives_of_a_step_and_of_an_epoch(ranks, layers, options, per_step,
     )
     assert longer - begun == {name: 4 * count for name, count in per_step.items()}
     assert twice - begun - (longer - begun) == PER_EPOCH | more_per_epoch
+
+
+def test_buffers_that_nothing_wraps_cost_a_step_one_message(ranks):
+    """Of two entries with three buffers each, of three dtypes."""
+    begun, longer = (ranks.run(count_collectives, 0, {}, 1, steps, 2)[0] for steps in (4, 8))
+    assert longer - begun == {"c10d::alltoall_base_": 4, "c10d::broadcast_": 4}

@@ -23,6 +23,7 @@ from ddpkit.optim import parameters_of
 from ddpkit.run.kept_metrics import KeptMetrics
 from ddpkit.run.passes import Passes
 from ddpkit.seed import restore_rng_state, rng_state
+from ddpkit.strategies import send_from_main
 from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
@@ -274,8 +275,7 @@ class AutoMicroBatch(Passes):
         self._is_open = False
         self._searches = False
         self._room = None
-        for buffer in [buffer for module in self._sends for buffer in module.buffers()]:
-            torch.distributed.broadcast(buffer, src=0)
+        send_from_main(buffer for module in self._sends for buffer in module.buffers())
 
     def _before_statistics(self) -> None:
         if self._is_open:

@@ -30,6 +30,9 @@ from ddpkit.strategies.option_refusals import (
 from ddpkit.strategies.rare_questions import (
     NO_CONTEXT as NO_CONTEXT,
 )
+from ddpkit.strategies.sending import (
+    send_from_main as send_from_main,
+)
 from ddpkit.strategies.tensor_averages import (
     average_over_ranks as average_over_ranks,
 )

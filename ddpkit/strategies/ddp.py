@@ -32,13 +32,13 @@ from ddpkit.strategies.entries import (
     broadcast_from_main,
     refuse_shared_parameters,
     refuse_wrapped,
-    send_from_main,
     trained_parameters,
 )
 from ddpkit.strategies.gradient_average import average_gradients
 from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
 from ddpkit.strategies.option_refusals import ROUNDED, is_given, refuse_with
 from ddpkit.strategies.rare_questions import NO_CONTEXT
+from ddpkit.strategies.sending import send_from_main
 from ddpkit.strategies.switched_attribute import SwitchedAttribute
 from ddpkit.strategies.unwrapped_buffers import UnwrappedBuffers
 from ddpkit.strategies.wrapped_ddp import WrappedDDP

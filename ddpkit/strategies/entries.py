@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit.base import is_sharded, kind_of, unwrap, waits_for_ranks
+from ddpkit.base import is_sharded, kind_of, unwrap
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
+from ddpkit.strategies.sending import send_from_main
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
 
 def broadcast_from_main(module: nn.Module, device: str) -> None:
@@ -34,23 +35,6 @@ def broadcast_from_main(module: nn.Module, device: str) -> None:
         for tensor in [*module.parameters(), *module.buffers()]
         if tensor.device.type == kind and not is_sharded(tensor)
     )
-
-
-@waits_for_ranks
-def send_from_main(tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank the values that some tensors have on rank 0.
-
-    Args:
-        tensors: are changed; alike on all ranks, but for their values.
-
-    Ranks: collective.
-    """
-    for tensor in tensors:
-        # Else NCCL refuses it, and gloo sends it in the order of memory.
-        sent = tensor.detach().contiguous()
-        torch.distributed.broadcast(sent, src=0)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(sent)
 
 
 def take_device(device: str) -> None:

@@ -35,12 +35,12 @@ from ddpkit.strategies.entries import (
     modules_on_device,
     refuse_shared_parameters,
     refuse_wrapped,
-    send_from_main,
 )
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import ROUNDED, refuse_with
 from ddpkit.strategies.rare_questions import NO_CONTEXT, bytes_of
+from ddpkit.strategies.sending import send_from_main
 from ddpkit.strategies.unwrapped_buffers import UnwrappedBuffers
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.training import Accumulation

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddpkit.strategies.batch_norm_layers import has_moving_buffers
-from ddpkit.strategies.entries import send_from_main
+from ddpkit.strategies.sending import send_from_main
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class UnwrappedBuffers:
     """Keeps buffers equal on all ranks, such as those of a codebook without parameters.
 
-    They are sent with each optimizer step, once the forward passes of all ranks are over. A hook
-    before a forward pass, as DDP has it, would wait for ranks that do not call the module.
+    They are sent with each optimizer step, in one message, once the forward passes of all ranks
+    are over. A hook before a forward pass, as DDP has it, would wait for ranks that do not call the
+    module.
 
     Args:
         device: of this rank; what is elsewhere is left alone.
@@ -39,14 +40,17 @@ class UnwrappedBuffers:
 
     def send(self) -> None:
         """Give every rank the buffers of rank 0, where a module trains."""
-        for module in self.modules:
-            if module.training:
-                self._send(module)
+        self._send(module for module in self.modules if module.training)
 
     def send_all(self) -> None:
         """Give every rank the buffers of rank 0, before an evaluation."""
-        for module in self.modules:
-            self._send(module)
+        self._send(self.modules)
 
-    def _send(self, module: nn.Module) -> None:
-        send_from_main(buffer for buffer in module.buffers() if buffer.device.type == self._kind)
+    def _send(self, modules: Iterable[nn.Module]) -> None:
+        # Also where no rank has moved a buffer. To agree on that would be a message as well.
+        send_from_main(
+            buffer
+            for module in modules
+            for buffer in module.buffers()
+            if buffer.device.type == self._kind
+        )

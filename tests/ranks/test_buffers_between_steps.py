@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ddpkit import Part, Stage, parts
+from ddpkit.distributed import get_rank
 from tests.recipes import QUIET, Regression, points, sgd, world_size
 
 DATA = points(12)
@@ -156,10 +157,25 @@ class Quantized(Watched):
         return super().compute_forward([self.modules.codebook(inputs), targets], stage)
 
 
-def quantized(options):
+class LateCodebook(Codebook):
+    """Begins to move at its fifth batch, and on one rank only."""
+
+    def __init__(self, moves_on):
+        super().__init__()
+        self.moves_here = get_rank() == moves_on
+        self.batches = 0
+
+    def forward(self, inputs):
+        self.batches += self.training
+        if self.moves_here and self.batches >= 5:
+            return super().forward(inputs)
+        return inputs - self.mean
+
+
+def quantized(options, codebook=Codebook, *arguments):
     torch.manual_seed(2)
     brain = Quantized(
-        {"net": nn.Linear(3, 1).double(), "codebook": Codebook()},
+        {"net": nn.Linear(3, 1).double(), "codebook": codebook(*arguments)},
         sgd(),
         run_opts={**QUIET, **options},
         parts=[parts.ValidationSchedule(every_steps=1)],
@@ -185,3 +201,12 @@ def test_buffers_of_an_entry_without_parameters_are_those_of_rank_0(ranks, optio
     of_main, of_other = ranks.run(quantized, options, world_size=2)
     assert all(of_main)
     assert of_main == of_other
+
+
+@pytest.mark.parametrize("moves_on", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_buffers_that_begin_to_move_late_and_on_one_rank_are_those_of_rank_0(ranks, moves_on):
+    of_main, of_other = ranks.run(quantized, {}, LateCodebook, moves_on, world_size=2)
+    assert of_main == of_other
+    steps = [str(buffers) for buffers in of_main[0]]
+    assert len(set(steps[:4])) == 1
+    assert (steps[4] != steps[3]) is (moves_on == 0)

@@ -86,9 +86,16 @@ FAULTS = in_room(
         Fault(
             "ranks begin with weights of their own",
             "send_from_main",
-            "torch.distributed.broadcast(sent, src=0)",
-            "pass",
+            "_messages(tensors)",
+            "[]",
             f"{UNIT} {FSDP} {MODEL}",
+        ),
+        Fault(
+            "each buffer is a message of its own",
+            "_messages",
+            "type(tensor) in PACKABLE",
+            "False",
+            "tests/strategies/test_sending.py",
         ),
         Fault(
             "frozen weights differ between ranks",
@@ -223,7 +230,7 @@ FAULTS = in_room(
         Fault(
             "buffers of an entry without parameters are each rank's own",
             "UnwrappedBuffers.send",
-            "self._send(module)",
+            "self._send(module for module in self.modules if module.training)",
             "pass",
             BUFFERS,
         ),

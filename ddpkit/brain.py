@@ -471,7 +471,7 @@ class Brain(_Typed):
     @property
     def lr_scale(self) -> float:
         """What ``lr_scaling`` multiplies learning rates by in each step."""
-        return self.__run.lr_scaling.factor
+        return self.__run.context.rate_factor.value
 
     @property
     def logged(self) -> dict[str, float]:
@@ -980,27 +980,26 @@ class Brain(_Typed):
             )
             self.steps_per_epoch = run.length.steps_per_epoch
             self.total_steps = run.length.total_steps
+            run.context.parts.tell("on_sizes_known", self, sizes)
             run.initial_weights.begin(start)
             with POSITION.at("on_fit_start"), run.policy.starting(start):
                 self.on_fit_start()
             run.policy.load_deferred()
             run.policy.run_state.restore_trained_flags(self.raw_modules)
             run.tell_of_options(vars(self))
-            run.hook_optimizers(vars(self))
+            run.hook_optimizers(self, vars(self))
             run.check_prepared(self, validates=valid is not None)
             if run.policy.is_done_before(train):
                 return run.fit_result("done_before")
             run.preflight.check_what_is_saved(self.hparams, folder)
-            parts = run.context.parts
-            if parts.hears("on_fit_start"):
-                run.preflight.on_all_ranks(parts.tell, "on_fit_start", self)
+            run.start_parts(self)
             run.preflight.report_training(
                 sizes,
                 run.length,
                 given_batch_size(train_set, train_kwargs),
                 valid,
                 (self.training_ctx, self.evaluation_ctx),
-                {**run.start_rows(), **parts.rows(self)},
+                {**run.start_rows(), **run.context.parts.rows(self)},
             )
             run.record.begin(sizes, run.length)
             reason = run_epochs(
@@ -1011,7 +1010,7 @@ class Brain(_Typed):
                 validates=valid is not None,
             )
             result = run.fit_result(reason)
-            parts.tell("on_fit_end", self, result)
+            run.context.parts.tell("on_fit_end", self, result)
             run.record.end(result)
             return result
 

@@ -9,6 +9,7 @@ from ddpkit import _names_of_stub
 __all__ = [
     "LrScaling",
     "PendingStep",
+    "RateFactor",
     "Schedule",
     "StepCounters",
     "StepResult",

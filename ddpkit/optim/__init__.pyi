@@ -1,4 +1,5 @@
 from ddpkit.optim.clipping import StepResult as StepResult
+from ddpkit.optim.factor_on_rates import RateFactor as RateFactor
 from ddpkit.optim.fused import GPUS as GPUS
 from ddpkit.optim.lr_scaling import (
     LrScaling as LrScaling,

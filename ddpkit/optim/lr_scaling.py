@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ddpkit.base import kind_of
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.optim.factor_on_rates import RateFactor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +41,9 @@ _own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDic
 
 class LrScaling:
     """Multiplies the learning rates of optimizers while they step.
+
+    Args:
+        applied: gets the factor, which whoever has it may set back; None: one of its own.
 
     Attributes:
         factor: on the learning rates.
@@ -62,9 +66,14 @@ class LrScaling:
         (-1.0, 0.5)
     """
 
-    def __init__(self) -> None:
-        self.factor = 1.0
+    def __init__(self, applied: RateFactor | None = None) -> None:
+        self._applied = RateFactor() if applied is None else applied
         self.reason = "lr_scaling=none"
+
+    @property
+    def factor(self) -> float:
+        """What learning rates are multiplied by."""
+        return self._applied.value
 
     def choose(self, options: RunOptions, sizes: BatchSizes) -> None:
         """Find the factor for a call of ``fit``.
@@ -93,7 +102,8 @@ class LrScaling:
                 "--lr_scaling=none, or give batch_size."
             )
         ratio = sizes.per_step / reference
-        self.factor = ratio if rule == "linear" else math.sqrt(ratio)
+        self._applied.follows_batch = True
+        self._applied.value = ratio if rule == "linear" else math.sqrt(ratio)
         processes = "" if sizes.virtual_on is None else f"{sizes.world_size} virtual ranks on "
         processes += f"{sizes.virtual_on or sizes.world_size} process(es)"
         shown = f"{sizes.per_step} samples per step ({processes}, accumulation {sizes.factor})"

@@ -23,6 +23,8 @@ EVENTS = (
     "check",
     "around_fit",
     "start_rows",
+    "on_sizes_known",
+    "on_optimizers_made",
     "on_fit_start",
     "on_stage_start",
     "wrap_batches",

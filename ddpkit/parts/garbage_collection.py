@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import RunContext
 
 
 class GarbageCollection(OwnPart):
@@ -35,9 +35,9 @@ class GarbageCollection(OwnPart):
         self.interval = interval
 
     @classmethod
-    def of_options(cls, options: RunOptions) -> Self:
+    def of_run(cls, context: RunContext) -> Self:
         """Make it of ``gc_interval``."""
-        return cls(options.gc_interval)
+        return cls(context.options.gc_interval)
 
     @contextlib.contextmanager
     def around_fit(self, brain: Any) -> Iterator[None]:

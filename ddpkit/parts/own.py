@@ -11,13 +11,14 @@ from ddpkit.parts.part import Part
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import RunContext
 
 #: An option, and the part that it asks for where it is not its default: module and class.
 #:
 #: The parts hear each event in this order, after those that were given to the Brain. Their contexts
 #: around ``fit`` are inside of those. A part is loaded if it is asked for.
 ORDER = (
+    ("lr_scaling", "ddpkit.parts.learning_rate_scaling", "LearningRateScaling"),
     ("profile_training", "ddpkit.parts.profiling", "Profiling"),
     # last: what the others leave behind after a step is garbage, too
     ("gc_interval", "ddpkit.parts.garbage_collection", "GarbageCollection"),
@@ -31,33 +32,35 @@ class OwnPart(Part):
     """
 
     @classmethod
-    def of_options(cls, options: RunOptions) -> Self:
+    def of_run(cls, context: RunContext) -> Self:
         """Make it for a call of ``fit``.
 
         Args:
-            options: of the run, as they are when the call begins.
+            context: of the run; its options are as they are when the call begins.
         """
         raise NotImplementedError
 
 
-def own_parts(options: RunOptions) -> list[Part]:
+def own_parts(context: RunContext) -> list[Part]:
     """Return the parts that the options of a run ask for, in their order.
 
     Args:
-        options: of the run.
+        context: of the run.
 
     Ranks: local; alike on every rank.
 
     Example:
+        >>> from types import SimpleNamespace
         >>> from ddpkit.run_opts import RunOptions
-        >>> own_parts(RunOptions())
+        >>> own_parts(SimpleNamespace(options=RunOptions()))
         []
-        >>> [part.name for part in own_parts(RunOptions(gc_interval=100))]
+        >>> context = SimpleNamespace(options=RunOptions(gc_interval=100))
+        >>> [part.name for part in own_parts(context)]
         ['GarbageCollection']
     """
     found: list[Part] = []
     for option, module, name in ORDER:
-        if options[option] != RUN_OPTIONS[option].default:
+        if context.options[option] != RUN_OPTIONS[option].default:
             kind: type[OwnPart] = getattr(importlib.import_module(module), name)
-            found.append(kind.of_options(options))
+            found.append(kind.of_run(context))
     return found

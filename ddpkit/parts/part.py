@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
+    from ddpkit.training import BatchSizes
     from ddpkit.types import FitResult, Stage
 
 
@@ -23,8 +24,8 @@ class Part:
 
     In the order of a run::
 
-        fit:       check, around_fit, (the checkpoint is recovered), on_fit_start,
-                   and for every epoch:
+        fit:       check, around_fit, on_sizes_known, (the checkpoint is recovered),
+                   on_optimizers_made, on_fit_start, and for every epoch:
                      on_stage_start(TRAIN), wrap_batches(TRAIN), for every optimizer step:
                        on_gradients, the step, after_step, on_step_counted,
                        is_validation_due
@@ -112,6 +113,30 @@ class Part:
         Ranks: all; the main process shows them. Must not communicate.
         """
         return {}
+
+    def on_sizes_known(self, brain: Any, sizes: BatchSizes) -> None:
+        """Called when the loaders are made: it is known how many samples a step has, and how many
+        steps the training is going to make. No optimizer is made yet in the first call of ``fit``.
+
+        Args:
+            brain: of the recipe; ``brain.steps_per_epoch`` and ``brain.total_steps`` are set.
+            sizes: ``sizes.per_step`` has the samples of an optimizer step of all ranks, None where
+                that is not known.
+
+        Ranks: all; may communicate.
+        """
+
+    def on_optimizers_made(self, brain: Any, optimizers: Mapping[str, Any]) -> None:
+        """Called when a call of ``fit`` has its optimizers and the checkpoint is recovered; and
+        again, before the training of an epoch, if the recipe has put others in their place.
+
+        Args:
+            brain: of the recipe.
+            optimizers: by name; those too that are attributes of the Brain and that ``fit`` does
+                not step.
+
+        Ranks: all; may communicate.
+        """
 
     def on_fit_start(self, brain: Any) -> None:
         """Called when the optimizers are made and the checkpoint is recovered, before the first

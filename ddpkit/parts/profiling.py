@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import RunContext
 
 logger = get_logger(__name__)
 
@@ -42,9 +42,9 @@ class Profiling(OwnPart):
         self.steps = steps
 
     @classmethod
-    def of_options(cls, options: RunOptions) -> Self:
+    def of_run(cls, context: RunContext) -> Self:
         """Make it of ``profile_warmup`` and ``profile_steps``."""
-        return cls(options.profile_warmup, options.profile_steps)
+        return cls(context.options.profile_warmup, context.options.profile_steps)
 
     @contextlib.contextmanager
     def around_fit(self, brain: Any) -> Iterator[None]:

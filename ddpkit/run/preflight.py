@@ -327,7 +327,7 @@ class Preflight:
             start = start_row(found, folder, options.resume, position, others=others)
         # someone has thought about it
         global_batch_size = self.context.accumulation.global_batch_size
-        is_asked = global_batch_size is not None or options.lr_scaling != "none"
+        is_asked = global_batch_size is not None or self.context.rate_factor.follows_batch
         # on the number of processes, whatever the size
         depends = self.context.strategy.overrides("after_window")
         optimizers = self.train_step.named_optimizers()

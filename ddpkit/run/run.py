@@ -14,7 +14,7 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.optim import LrScaling, make_schedule
+from ddpkit.optim import make_schedule
 from ddpkit.options import PREPARED, RUN_OPTIONS
 from ddpkit.parts import own_parts
 from ddpkit.reporting import TimeLeft
@@ -83,7 +83,6 @@ class Run:
         counters: which epoch counter the calls of ``fit`` count with.
         epochs: of this call of ``fit``; None where that is not known.
         length: of this call of ``fit``.
-        lr_scaling: what learning rates are multiplied by.
         is_wrapped: whether modules are compiled and wrapped.
         is_prepared: whether optimizers are made, too.
 
@@ -114,7 +113,6 @@ class Run:
         self.epochs: int | None = 1
         self.length = RunLength()
         self.is_wrapped = False
-        self.lr_scaling = LrScaling()
         self.is_prepared = False
         self._prepared: dict[str, torch.optim.Optimizer] = {}
         self.stages.prepare_new_optimizers = self._prepare_new_optimizers
@@ -130,7 +128,7 @@ class Run:
         parts = self.context.parts
         step = self.train_step
         self.early_end.begin()
-        with parts.with_own(own_parts(self.context.options)), parts.around_fit(brain):
+        with parts.with_own(own_parts(self.context)), parts.around_fit(brain):
             step.on_gradients = parts.bound("on_gradients", brain)
             step.step_counted = parts.bound("on_step_counted", brain)
             step.after_window = parts.bound("after_step", brain)
@@ -176,8 +174,7 @@ class Run:
         valid: Any,
         epoch_counter: Any,
     ) -> BatchSizes:
-        """Compare the data of the ranks; from its length follow batches, steps and learning-rate
-        scale.
+        """Compare the data of the ranks; from its length follow batches and steps.
 
         Args:
             train: the training loader.
@@ -185,7 +182,7 @@ class Run:
             epoch_counter: of this call of ``fit``.
 
         Raises:
-            ConfigError: the learning rates cannot be scaled, or the data cannot be divided.
+            ConfigError: the data cannot be divided.
             DataError: the data cannot feed the run.
             RankMismatchError: the ranks have other data.
         """
@@ -205,7 +202,7 @@ class Run:
         state.step_plan = StepPlan.of(sizes, train)
         ahead = note_epoch(state, length, factor, epoch_counter)
         self.length = found = RunLength.of(length, factor, self.epochs, options, ahead=ahead)
-        self.lr_scaling.choose(options, sizes)
+        self.context.rate_factor.forget()
         self.stages.time_left = TimeLeft(
             last_epoch(epoch_counter, found),
             validates=valid is not None,
@@ -265,6 +262,16 @@ class Run:
         """
         self.initial_weights.find_before_move()
         return self.policy.choose_start()
+
+    def start_parts(self, brain: Any) -> None:
+        """Tell the parts that the training is about to begin; what fails on one rank ends all.
+
+        Args:
+            brain: of the recipe.
+        """
+        parts = self.context.parts
+        if parts.hears("on_fit_start"):
+            self.preflight.on_all_ranks(parts.tell, "on_fit_start", brain)
 
     def start_rows(self) -> dict[str, str]:
         """Return rows on weights and settings that are not the checkpoint's."""
@@ -371,17 +378,19 @@ class Run:
         self._prepared = dict(self.train_step.named_optimizers())
         self.context.strategy.prepare_optimizers(self.context.modules, self._prepared)
 
-    def _prepare_new_optimizers(self) -> None:
+    def _prepare_new_optimizers(self, brain: Any) -> None:
         """Prepare optimizers that a recipe has put in the place of others since ``fit`` began."""
         named = self.train_step.named_optimizers()
         if any(optimizer is not self._prepared.get(name) for name, optimizer in named.items()):
             self.prepare_optimizers()
-            self.hook_optimizers({})
+            self.hook_optimizers(brain, {})
 
-    def hook_optimizers(self, attributes: Mapping[str, Any]) -> None:
-        """Scale the steps of optimizers, and drop casts of weights after them, if that is to be.
+    def hook_optimizers(self, brain: Any, attributes: Mapping[str, Any]) -> None:
+        """Tell the parts of the optimizers; drop casts of weights after their steps, if that is to
+        be.
 
         Args:
+            brain: of the recipe.
             attributes: of the Brain; optimizers among them are followed, too.
         """
         named = self.train_step.named_optimizers()
@@ -391,8 +400,9 @@ class Run:
             for name, value in attributes.items()
             if isinstance(value, torch.optim.Optimizer) and id(value) not in known
         }
-        self.lr_scaling.follow({**named, **others})
-        self.train_step.drop_casts_after_steps({**named, **others})
+        optimizers = {**named, **others}
+        self.context.parts.tell("on_optimizers_made", brain, optimizers)
+        self.train_step.drop_casts_after_steps(optimizers)
 
     def set_counter(self, name: str, value: Any) -> None:
         """Set a counter of the progress, once the pending step is in it."""

@@ -140,7 +140,9 @@ class StageRunner:
         self.rank_state = policy.rank_state
         self.passes = Passes()  # until a call of fit begins
         self.profiler: Any = None
-        self.prepare_new_optimizers: Callable[[], object] = do_nothing  # until a run sets it
+        self.prepare_new_optimizers: Callable[[StageHooks], object] = (
+            do_nothing  # until a run sets it
+        )
         self.time_left = TimeLeft()
         self.validations = validations
         self._has_graphs = False
@@ -260,7 +262,7 @@ class StageRunner:
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
             self.context.strategy.begin_epoch(self.context.modules)
-            self.prepare_new_optimizers()
+            self.prepare_new_optimizers(brain)
             train_step.average.follow()
             brain.zero_grad()  # gradients that the hook has computed belong to no step
             one_pass = functools.partial(

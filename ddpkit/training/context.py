@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.optim import RateFactor
 from ddpkit.parts import PartEvents
 from ddpkit.training.progress import Progress
 
@@ -39,6 +40,7 @@ class RunContext:
         opt_class: makes the optimizer; or None.
         scheduler_class: makes its scheduler; or None.
         parts: features that were given to the Brain, and the events that each hears.
+        rate_factor: on the learning rates of each step, in this call of ``fit``.
         device: of this rank, such as ``"cuda:1"``; an option that cannot be changed any more.
 
     Ranks: local; alike on every rank.
@@ -72,6 +74,7 @@ class RunContext:
     opt_class: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None
     scheduler_class: Callable[..., Any] | None = None
     parts: PartEvents = field(default_factory=PartEvents)
+    rate_factor: RateFactor = field(default_factory=RateFactor)
     device: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.sampler import DynamicBatchSampler
+from ddpkit.types import Stage
 from tests.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 
 LINEAR = {"lr_scaling": "linear", "reference_batch_size": 2}
@@ -170,6 +171,29 @@ def test_a_second_fit_with_another_batch_size():
     assert brain.lr_scale == 4.0
     expected = train(Scheduled, 12, epochs=(1,)).rates
     assert brain.rates[2] == [pytest.approx(4.0 * expected[2][0])]
+
+
+def test_a_second_fit_without_the_rule_has_the_recipes_rates():
+    brain = train(Tracing, 4, epochs=(1,), **LINEAR)
+    brain.run_opts["lr_scaling"] = "none"
+    brain.fit([2], points(4), train_loader_kwargs={"batch_size": 4})
+    assert brain.rates == [[0.2], [0.1]]
+    assert brain.lr_scale == 1.0
+
+
+def test_optimizers_that_a_recipe_changes_between_epochs_are_scaled_too():
+    class Changes(Tracing):
+        def on_stage_start(self, stage, epoch=None):
+            pass
+
+        def on_fit_batch_start(self, batch, should_step):
+            super().on_stage_start(Stage.TRAIN)  # its hook comes after that of the scaling
+
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            self.optimizers_dict = {"mine": torch.optim.SGD(self.modules.parameters(), lr=0.3)}
+            self.notes = False
+
+    assert train(Changes, 4, **LINEAR).rates == [[0.2], [0.6]]
 
 
 # ----------------------------------------------------------------------------------------- refusals

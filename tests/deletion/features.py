@@ -93,6 +93,11 @@ TABLE = (
         users=("ddpkit/parts/kubeflow_progress.py",),
     ),
     Feature(
+        "ddpkit/parts/learning_rate_scaling.py",
+        r"lr_scal|LrScaling|LearningRateScaling",
+        tests=(*_AROUND, "tests/contract/test_lr_scaling.py", "tests/ranks/test_lr_scaling.py"),
+    ),
+    Feature(
         "ddpkit/parts/profiling.py",
         r"profile_training|Profiling",
         tests=_AROUND,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from types import SimpleNamespace
 
 import pytest
 
 from ddpkit import Part
 from ddpkit.errors import ConfigError
+from ddpkit.optim import RateFactor
 from ddpkit.options import RUN_OPTIONS
 from ddpkit.parts.own import ORDER, own_parts
 from ddpkit.run_opts import RunOptions
@@ -99,11 +101,16 @@ def test_what_is_no_context_is_refused():
         make(hparams={"parts": [part]}).fit([1], DATA, **ONE)
 
 
+def context(**options):
+    return SimpleNamespace(options=RunOptions(**options), rate_factor=RateFactor())
+
+
 def test_a_part_of_the_library_comes_by_an_option_that_is_not_its_default():
-    assert own_parts(RunOptions()) == []
+    assert own_parts(context()) == []
     for option, module, name in ORDER:
-        value = {bool: True, int: 7}[type(RUN_OPTIONS[option].default)]
-        (part,) = own_parts(RunOptions(**{option: value}))
+        row = RUN_OPTIONS[option]
+        value = {bool: True, int: 7}[type(row.default)] if not row.choices else row.choices[-1]
+        (part,) = own_parts(context(**{option: value}))
         assert (type(part).__module__, part.name) == (module, name)
 
 

@@ -53,6 +53,12 @@ class Listener(Part):
         yield
         self.note("around_fit leaves")
 
+    def on_sizes_known(self, brain, sizes):
+        self.note("on_sizes_known", sizes.per_step, brain.total_steps)
+
+    def on_optimizers_made(self, brain, optimizers):
+        self.note("on_optimizers_made", *optimizers)
+
     def on_fit_start(self, brain):
         self.note("on_fit_start", brain.optimizer is not None)
 
@@ -115,6 +121,8 @@ def test_events_come_in_the_order_of_the_docs():
     assert [line for line in told if not line.startswith("b ")] == [
         "a check",
         "a around_fit enters",
+        "a on_sizes_known 4 2",
+        "a on_optimizers_made opt_class",
         "a on_fit_start True",
         "recipe on_stage_start TRAIN",
         "a on_stage_start TRAIN 1 True",
@@ -467,7 +475,12 @@ def failing(event, rank):
         "on_stage_end",
         *(
             pytest.param(event, marks=pytest.mark.slow)
-            for event in ("around_fit", "on_step_counted")
+            for event in (
+                "around_fit",
+                "on_sizes_known",
+                "on_optimizers_made",
+                "on_step_counted",
+            )
         ),
     ],
 )

@@ -205,6 +205,20 @@ STEPS = in_room(
             "tests/unit/test_optim_lr_scaling.py",
         ),
         Fault(
+            "a call of fit without a rule for rates has the factor of the one before",
+            "RateFactor.forget",
+            "self.value = 1.0",
+            "pass",
+            "tests/contract/test_lr_scaling.py",
+        ),
+        Fault(
+            "optimizers that a recipe puts in the place of others are not told to parts",
+            "Run._prepare_new_optimizers",
+            "self.hook_optimizers(brain, {})",
+            "pass",
+            "tests/contract/test_lr_scaling.py",
+        ),
+        Fault(
             "scaled learning rates stay in the groups after a step",
             "_restore",
             "group['lr'] = rate",

@@ -45,6 +45,7 @@ from ddpkit.base.nothing import (
     do_nothing as do_nothing,
 )
 from ddpkit.base.output_folder import (
+    FULL as FULL,
     OUTPUT_EXAMPLE as OUTPUT_EXAMPLE,
     cannot_write as cannot_write,
     require_writable as require_writable,

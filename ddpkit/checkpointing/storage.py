@@ -55,7 +55,7 @@ from typing import Any, BinaryIO, Literal, cast
 import torch
 
 from ddpkit import __version__
-from ddpkit.base import OUTPUT_EXAMPLE
+from ddpkit.base import FULL, OUTPUT_EXAMPLE
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError, FolderInUseError
 from ddpkit.logger import get_logger
 
@@ -465,7 +465,7 @@ def save_error(
     """
     cause = _os_error(error)
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    if cause is not None and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if cause is not None and cause.errno in FULL:
         needed = f"about {bytes_needed} bytes needed, " if bytes_needed else ""
         text = (
             f"{cause.strerror}: no space left ({needed}{shutil.disk_usage(final.parent).free} "
@@ -829,9 +829,10 @@ class FolderLock:
                     f"{path} cannot be taken"
                 )
                 reason = save_error(path, error, what=what)
-                raise CheckpointUsageError(
-                    f"{reason} Or give another folder, {OUTPUT_EXAMPLE}."
-                ) from error
+                remedy = f"Give another folder, {OUTPUT_EXAMPLE}."
+                if error.errno in FULL:  # the reason has a remedy already
+                    remedy = f"Or give another folder, {OUTPUT_EXAMPLE}."
+                raise CheckpointUsageError(f"{reason} {remedy}") from error
             _HELD[path] = hold
             hold.require()
             hold.count += 1

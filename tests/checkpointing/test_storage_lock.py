@@ -252,6 +252,9 @@ def test_a_folder_that_takes_no_lock_says_why(
             lock.acquire()
     assert f"because its lock {tmp_path / LOCK_NAME} cannot be taken" in str(refused.value)
     assert refused.value.__cause__.errno == number
+    sentences = str(refused.value).split(". ")
+    remedy = "Or give another folder" if number == errno.ENOSPC else "Give another folder"
+    assert any(sentence.startswith(remedy) for sentence in sentences)
     assert names(tmp_path) == []
     assert not lock.held
     with lock.hold():

@@ -96,7 +96,7 @@ FAULTS = in_room(
         Fault(
             "a full disk is not told as one",
             "save_error",
-            "cause is not None and cause.errno in {errno.ENOSPC, errno.EDQUOT}",
+            "cause is not None and cause.errno in FULL",
             "False",
             f"{STORAGE} {CHECKPOINTER}",
         ),

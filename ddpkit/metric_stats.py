@@ -52,6 +52,8 @@ class MetricStats(Reducing):
         (1.0, 'b')
     """
 
+    growing_lists = frozenset({"ids", "_scores"})
+
     def __init__(
         self,
         metric: Callable[..., Any],

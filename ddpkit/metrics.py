@@ -110,8 +110,16 @@ class Reducing:
     nothing asks whether any stage was divided since the metric began: if another rank has counted
     something and this one has not, one was.
 
+    Attributes:
+        growing_lists: names of lists that are only appended to, or replaced by other ones. A step
+            that is repeated, with ``--auto_micro_batch``, needs a copy of what a metric has
+            counted before it; of these lists it copies what is new. Those that change in another
+            way stand for nothing here.
+
     Ranks: local.
     """
+
+    growing_lists: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._forget()

@@ -20,14 +20,14 @@ from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.run.kept_metrics import KeptMetrics
+from ddpkit.run.kept_metrics import KeptMetrics, metrics_among
 from ddpkit.run.passes import Passes
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.strategies import send_from_main
 from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from ddpkit.data import SamplingPlan
     from ddpkit.run.memory_report import MemoryReport
@@ -70,7 +70,6 @@ class AutoMicroBatch(Passes):
         train_step: of the run.
         run_state: gets the step plan.
         memory: tells what took the memory, where no size fits.
-        metrics: returns those of the recipe that a repeated step must not count in twice.
 
     Ranks: collective.
 
@@ -84,14 +83,12 @@ class AutoMicroBatch(Passes):
         train_step: TrainStep,
         run_state: RunState,
         memory: MemoryReport,
-        metrics: Callable[[], Iterable[Any]],
     ) -> None:
         self.context = context
         self.train_step = train_step
         self.run_state = run_state
         self._memory = memory
-        self._metrics = metrics
-        self._kept = KeptMetrics(())  # as the step began
+        self._kept = KeptMetrics(())  # as the step began; a repeated step must not count twice
         self._is_open = False  # whether the ranks have still to agree on a step
         self._plan: SamplingPlan  # of the pass
         self._searches = False  # whether the run has made no step yet
@@ -147,6 +144,10 @@ class AutoMicroBatch(Passes):
                 f"auto_micro_batch does not work {words}. Change that, or leave "
                 "--auto_micro_batch out."
             )
+
+    def begin(self, *owners: Any) -> None:
+        """Note in whose metrics the pass counts."""
+        self._kept = metrics_among(*owners)
 
     def run(self, one_pass: Callable[[], float], loader: Any) -> float:
         """Make a pass; after each step that was too large, make what is left of it, in smaller
@@ -244,7 +245,7 @@ class AutoMicroBatch(Passes):
         if self._is_open:
             raise ConfigError(UNAGREED.format(self.context.recipe.name))
         self._is_open, self._random = True, rng_state()
-        self._kept = KeptMetrics(self._metrics())
+        self._kept.keep()
         if self._searches and 0 < self._fits < self._plan.batch_size:
             weights = sum(
                 parameter.numel() * parameter.element_size()

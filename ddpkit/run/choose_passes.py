@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpkit.run.passes import Passes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from ddpkit.run.memory_report import MemoryReport
     from ddpkit.run.run_state import RunState
     from ddpkit.training import RunContext, TrainStep
@@ -19,7 +17,6 @@ def choose_passes(
     train_step: TrainStep,
     run_state: RunState,
     memory: MemoryReport,
-    metrics: Callable[[], Iterable[Any]],
 ) -> Passes:
     """Choose how a call of ``fit`` makes its passes.
 
@@ -28,10 +25,9 @@ def choose_passes(
         train_step: of the run.
         run_state: gets the step plan.
         memory: tells what took the memory, where no size fits.
-        metrics: returns those of the recipe that are saved.
     """
     if not context.options.auto_micro_batch:
         return Passes()
     from ddpkit.run.auto_micro_batch import AutoMicroBatch  # which few runs need
 
-    return AutoMicroBatch(context, train_step, run_state, memory, metrics)
+    return AutoMicroBatch(context, train_step, run_state, memory)

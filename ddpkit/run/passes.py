@@ -30,6 +30,13 @@ class Passes:
             ConfigError: the run uses something that does not go with it.
         """
 
+    def begin(self, *owners: Any) -> None:
+        """Note, before a pass, in whose metrics it counts.
+
+        Args:
+            *owners: objects with metrics among their attributes.
+        """
+
     def run(self, one_pass: Callable[[], float], loader: Any) -> float:
         """Make a pass.
 

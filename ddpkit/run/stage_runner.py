@@ -169,7 +169,6 @@ class StageRunner:
             self.train_step,
             self.policy.run_state,
             self.memory,
-            self._saved_metrics,
         )
         self.speed.prepare()
         self.context.progress.restart()
@@ -181,9 +180,6 @@ class StageRunner:
             self.context.progress.end_fit()
             self.profiler = None
             self.speed.stop()
-
-    def _saved_metrics(self) -> Iterable[Any]:
-        return self.rank_state.metrics.values()
 
     def _read_options(self) -> None:
         """Read, when a call begins, the options that its steps are not to ask for."""
@@ -261,6 +257,7 @@ class StageRunner:
                 plan.epoch = 0
                 set_epoch(loader, epoch)
             self.rank_state.metrics = metrics_of(brain, brain.hparams)
+            self.passes.begin(brain, brain.hparams, *self.context.parts.parts)
             self.context.strategy.begin_epoch(self.context.modules)
             self.prepare_new_optimizers(brain)
             train_step.average.follow()

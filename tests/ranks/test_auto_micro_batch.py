@@ -15,6 +15,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank, sum_over_ranks
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
+from ddpkit.metric_stats import MetricStats
 from ddpkit.metrics import Sum
 from tests.cells import some_of
 from tests.recipes import QUIET, Killed, Mortal, points
@@ -669,6 +670,46 @@ def collected(after=0):
 @pytest.mark.parametrize("after", [0, 1])
 def test_what_is_counted_in_a_step_that_is_made_again_counts_once(ranks, after):
     assert ranks.run(collected, after, world_size=2) == [(SAMPLES, 0), (SAMPLES, 2)]
+
+
+class Listing(Counting):
+    """Lists samples in a metric that grows, and in one of torchmetrics' kind."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scores = MetricStats(lambda values: values.flatten())
+        self.by_name = {"listed": Listed()}
+
+    def compute_objectives(self, predictions, batch, stage):
+        targets = batch[1].flatten()
+        self.scores.append(targets.tolist(), targets)
+        self.by_name["listed"].update(targets)
+        return super().compute_objectives(predictions, batch, stage)
+
+
+class Listed(nn.Module):
+    """Keeps a list, as metrics of torchmetrics do."""
+
+    sync_on_compute = True
+
+    def __init__(self):
+        super().__init__()
+        self._defaults = {"values": []}
+        self.values = []
+
+    def update(self, targets):
+        self.values.append(targets)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_samples_that_are_listed_in_a_step_that_is_made_again_are_there_once(after):
+    data = points(SAMPLES)
+    brain = make(Listing, most=4, model={"after": after})
+    brain.fit([1], data)
+    assert brain.grad_accumulation_factor > 1
+    wanted = sorted(target.item() for _, target in data)
+    assert sorted(brain.scores.ids) == wanted
+    assert sorted(torch.cat(brain.by_name["listed"].values).tolist()) == wanted
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_memory(caplog):

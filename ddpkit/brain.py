@@ -957,7 +957,6 @@ class Brain(_Typed):
                 optimizer_steps=self.optimizer_step,
                 newest_checkpoint=newest,
             )
-        folder = getattr(self.hparams, "output_folder", "results")
         # failure_notice again, innermost: the others learn of a failure before policy.session
         # saves.
         held = self.run_opts.held(IN_FIT)
@@ -965,7 +964,7 @@ class Brain(_Typed):
             held,
             run.stop.guarded("fit"),
             run.hearing(self),
-            run.stages.session(folder),
+            run.stages.session(),
             run.policy.session(),
             failure_notice(),
         ):
@@ -991,7 +990,7 @@ class Brain(_Typed):
             run.check_prepared(self, validates=valid is not None)
             if run.policy.is_done_before(train):
                 return run.fit_result("done_before")
-            run.preflight.check_what_is_saved(self.hparams, folder)
+            run.preflight.check_what_is_saved(self.hparams)
             run.start_parts(self)
             run.preflight.report_training(
                 sizes,

@@ -76,7 +76,7 @@ def check_parity(
         world_size = brain.run_opts["check_parity"]
         require_one_process(world_size)
         refuse_shared_parameters(brain.modules)
-        with parts.stages.session(getattr(brain.hparams, "output_folder", "results")):
+        with parts.stages.session():
             side = Side(brain, parts, train_set, loader_kwargs)
             report = Diagnosis(side, _run_ranks(world_size, try_step(side))).report()
         if not report.holds:

@@ -33,6 +33,7 @@ EVENTS = (
     "after_step",
     "is_validation_due",
     "on_sync",
+    "on_out_of_memory",
     "on_stage_end",
     "on_fit_end",
     "state_dict",

@@ -13,15 +13,20 @@ if TYPE_CHECKING:
 
     from ddpkit.training import RunContext
 
-#: An option, and the part that it asks for where it is not its default: module and class.
+#: Options, and the part that each of them asks for where it is not its default: module and class.
 #:
 #: The parts hear each event in this order, after those that were given to the Brain. Their contexts
 #: around ``fit`` are inside of those. A part is loaded if it is asked for.
 ORDER = (
-    ("lr_scaling", "ddpkit.parts.learning_rate_scaling", "LearningRateScaling"),
-    ("profile_training", "ddpkit.parts.profiling", "Profiling"),
+    (("lr_scaling",), "ddpkit.parts.learning_rate_scaling", "LearningRateScaling"),
+    (("profile_training",), "ddpkit.parts.profiling", "Profiling"),
+    (
+        ("memory_snapshot_on_oom", "profile_training"),
+        "ddpkit.parts.memory_snapshots",
+        "MemorySnapshots",
+    ),
     # last: what the others leave behind after a step is garbage, too
-    ("gc_interval", "ddpkit.parts.garbage_collection", "GarbageCollection"),
+    (("gc_interval",), "ddpkit.parts.garbage_collection", "GarbageCollection"),
 )
 
 
@@ -59,8 +64,8 @@ def own_parts(context: RunContext) -> list[Part]:
         ['GarbageCollection']
     """
     found: list[Part] = []
-    for option, module, name in ORDER:
-        if context.options[option] != RUN_OPTIONS[option].default:
+    for options, module, name in ORDER:
+        if any(context.options[option] != RUN_OPTIONS[option].default for option in options):
             kind: type[OwnPart] = getattr(importlib.import_module(module), name)
             found.append(kind.of_run(context))
     return found

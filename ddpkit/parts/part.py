@@ -272,6 +272,18 @@ class Part:
         Ranks: all; may communicate.
         """
 
+    def on_out_of_memory(self, error: BaseException) -> None:
+        """Called when a step has found no memory: after it is logged what takes the memory, and
+        while the tensors of the step are still there. Then the exception goes on.
+
+        It also comes from an evaluation outside of ``fit``, without :meth:`around_fit`.
+
+        Args:
+            error: says that there is no memory left.
+
+        Ranks: those alone that ran out of memory; must not communicate.
+        """
+
     def on_fit_end(self, brain: Any, result: FitResult) -> None:
         """Called when a call of ``fit`` has trained and ends; not if an exception ends it.
 

@@ -1,23 +1,19 @@
-"""What is said and written when a step runs out of memory: what took it, and a snapshot to look
-into.
-"""
+"""What is said when a step runs out of memory: what took it."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ddpkit.base import local_part, replacing
-from ddpkit.compat import record_memory_history, stop_memory_history, write_memory_history
+from ddpkit.base import local_part
 from ddpkit.distributed import get_rank
-from ddpkit.logger import get_logger, shown_path
+from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from ddpkit.training import RunContext, TrainStep
 
@@ -35,15 +31,6 @@ _LARGEST = 5  # weights that are named
 _LARGEST_SHOWN = 1000  # of a unit, then the next one is taken
 _MEMINFO = Path("/proc/meminfo")
 
-NO_HISTORY = (
-    "memory_snapshot_on_oom=True: torch does not record who allocates memory on %s. If it runs "
-    "out, a summary is logged, and no snapshot written."
-)
-SNAPSHOT = (
-    "Memory snapshot of rank %d: %s\nDrop it on https://pytorch.org/memory_viz to see who "
-    "allocated what."
-)
-NOT_WRITTEN = "The memory snapshot of rank %d cannot be written: %s."
 REST = "the rest is what a step computes: activations, batches, and what a kernel needs"
 HINT = "--memory_snapshot_on_oom records who allocates what, for a picture of it."
 
@@ -64,8 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryReport:
-    """Records allocations while a call of ``fit`` runs, if it is asked to; tells what took the
-    memory when it is full.
+    """Tells what took the memory when it is full.
 
     Args:
         context: of the run.
@@ -77,35 +63,9 @@ class MemoryReport:
     def __init__(self, context: RunContext, train_step: TrainStep) -> None:
         self._context = context
         self._train_step = train_step
-        self._folder: Path | None = None  # where a snapshot goes; None: nothing is recorded
-
-    @contextlib.contextmanager
-    def recording(self, output_folder: str) -> Iterator[None]:
-        """Return a context in which allocations are recorded, with an option that asks for it.
-
-        Args:
-            output_folder: a snapshot goes into ``profiler_logs`` there.
-        """
-        options = self._context.options
-        device = self._context.device
-        if not (options.profile_training or options["memory_snapshot_on_oom"]):
-            yield
-            return
-        is_recorded = record_memory_history(device)
-        if is_recorded:
-            self._folder = Path(output_folder) / "profiler_logs"
-        elif options["memory_snapshot_on_oom"]:
-            logger.warning_once(NO_HISTORY, device)
-        try:
-            yield
-        finally:
-            if is_recorded:
-                self._folder = None
-                stop_memory_history(device)
 
     def tell(self, error: BaseException) -> None:
-        """Log what takes the memory of this rank now; write the snapshot, if one is recorded. Once
-        for an error.
+        """Log what takes the memory of this rank now, and tell the parts. Once for an error.
 
         Args:
             error: says that no memory is left; its traceback keeps tensors alive.
@@ -117,24 +77,11 @@ class MemoryReport:
         rank = get_rank() or 0
         lines = [f"Memory of rank {rank} on {device}, when it ran out:"]
         lines += [f"  {line}" for line in (*memory_lines(device), *self._parts())]
-        if self._folder is None and torch.device(device).type in {"cuda", "xpu"}:
+        parts = self._context.parts
+        if not parts.hears("on_out_of_memory") and torch.device(device).type in {"cuda", "xpu"}:
             lines.append(HINT)
         logger.warning("%s", "\n".join(lines), main_process_only=False)
-        if self._folder is not None:
-            self._write(self._folder / f"oom_rank{rank}.pickle", rank)
-
-    def _write(self, path: Path, rank: int) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as unfinished:
-                write_memory_history(self._context.device, unfinished)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # the error of the step is what the user has to see
-            logger.warning(NOT_WRITTEN, rank, error, main_process_only=False)
-        else:
-            logger.warning(SNAPSHOT, rank, shown_path(path), main_process_only=False)
+        parts.tell("on_out_of_memory", error)
 
     def _parts(self) -> list[str]:
         """Return lines about what ddpkit knows by name: weights, gradients, states of

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit.base import require_writable
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.train_logger import ProgressSampleLogger, loggers_of
 
 if TYPE_CHECKING:
-    from ddpkit.run_opts import RunOptions
     from ddpkit.train_logger import TrainLogger
 
 logger = get_logger(__name__)
@@ -39,13 +37,11 @@ ROOM_FOR_ONE = (
 )
 
 
-def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
-    """Refuse loggers and a profile whose files cannot be written.
+def require_outputs(hparams: Any) -> None:
+    """Refuse loggers whose files cannot be written.
 
     Args:
         hparams: of the Brain; its loggers are asked.
-        options: of the run.
-        folder: where the profiler writes.
 
     Raises:
         ConfigError: a file or folder cannot be written.
@@ -59,8 +55,6 @@ def require_outputs(hparams: Any, options: RunOptions, folder: str) -> None:
     for value in vars(hparams).values():
         if isinstance(value, ProgressSampleLogger):
             value.require_writable()
-    if options.profile_training or options["memory_snapshot_on_oom"]:
-        require_writable(f"the folder of the profile {folder!r}", folder)
 
 
 def _require_own_files(loggers: list[TrainLogger]) -> None:

@@ -231,13 +231,12 @@ class Preflight:
         if get_world_size() > 1:
             require_agreement(optimizer_facts(self.train_step.optimizers or {}))
 
-    def check_what_is_saved(self, hparams: Any, folder: str) -> None:
+    def check_what_is_saved(self, hparams: Any) -> None:
         """Name what no checkpoint will hold; look whether outputs can be written, and whether
         checkpoints have room; open the loggers.
 
         Args:
             hparams: of the Brain, with its loggers.
-            folder: where the profiler writes.
 
         Raises:
             ConfigError: it cannot. On every rank.
@@ -247,7 +246,7 @@ class Preflight:
             if not if_main_process():
                 return None
             try:
-                require_outputs(hparams, self.context.options, folder)
+                require_outputs(hparams)
                 self._require_room()
                 for train_logger in loggers_of(hparams):
                     train_logger.begin_fit(self.context.progress.optimizer_step)

@@ -155,12 +155,9 @@ class StageRunner:
         self._skipped = SkippedSteps(context.progress)
 
     @contextlib.contextmanager
-    def session(self, output_folder: str) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position;
         run the profiler, if there is one.
-
-        Args:
-            output_folder: for a record of the memory.
         """
         self.context.progress.begin_fit()
         self._read_options()
@@ -174,7 +171,7 @@ class StageRunner:
         self.context.progress.restart()
         self.train_step.forget_window()
         try:
-            with self.memory.recording(output_folder), self.profiler or contextlib.nullcontext():
+            with self.profiler or contextlib.nullcontext():
                 yield
         finally:  # a recipe's own profiler is for this call, too
             self.context.progress.end_fit()

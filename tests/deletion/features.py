@@ -98,6 +98,11 @@ TABLE = (
         tests=(*_AROUND, "tests/contract/test_lr_scaling.py", "tests/ranks/test_lr_scaling.py"),
     ),
     Feature(
+        "ddpkit/parts/memory_snapshots.py",
+        r"memory_snapshot|MemorySnapshots|profile_training",  # a profile has them, too
+        tests=(*_AROUND, "tests/parts/test_memory_snapshots.py"),
+    ),
+    Feature(
         "ddpkit/parts/profiling.py",
         r"profile_training|Profiling",
         tests=_AROUND,

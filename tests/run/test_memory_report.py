@@ -1,4 +1,4 @@
-"""What is said when a step runs out of memory, and the snapshot that shows who has taken it."""
+"""What is said when a step runs out of memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ddpkit.errors import ConfigError
+from ddpkit.parts import Part
+from ddpkit.parts.events import PartEvents
 from ddpkit.run.memory_report import MemoryReport, is_out_of_memory
 from ddpkit.types import Stage
 from tests.recipes import Regression, make, points
@@ -101,23 +103,14 @@ def test_a_size_that_no_step_has_memory_for_is_told_of(caplog):
     assert len(told(caplog)) == 1
 
 
-def test_a_cpu_has_no_snapshot_and_the_option_says_so(tmp_path, caplog):
-    options = {"memory_snapshot_on_oom": True, "hparams": {"output_folder": str(tmp_path)}}
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        make(Full, **options).fit([1], points(8))
-    assert "torch does not record who allocates memory on cpu" in caplog.text
-    assert not list(tmp_path.rglob("*.pickle"))
-
-
 # ---------------------------------------------------------------------- a GPU, as torch tells of it
 
 
 GIB = 1 << 30
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """The functions of ``torch.cuda`` that are asked, with answers; and what the recorder was
+def pretend_gpu(monkeypatch):
+    """Give answers for the functions of ``torch.cuda`` that are asked; return what the recorder is
     told.
     """
     calls = []
@@ -141,71 +134,41 @@ def gpu(monkeypatch):
     return calls
 
 
-def report_of(**options):
+def report_of(parts):
     net = nn.ModuleDict({"net": nn.Linear(3, 1)})
     optimizer = torch.optim.Adam(net.parameters())
     net["net"](torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    given = {"profile_training": False, "memory_snapshot_on_oom": False, **options}
-    options = type("Options", (dict,), {"profile_training": given["profile_training"]})(given)
-    context = SimpleNamespace(modules=net, device="cuda:0", options=options)
+    context = SimpleNamespace(modules=net, device="cuda:0", parts=parts)
     step = SimpleNamespace(named_optimizers=lambda: {"optimizer": optimizer})
     return MemoryReport(context, step)
 
 
-@pytest.mark.parametrize("option", ["profile_training", "memory_snapshot_on_oom"])
-def test_allocations_are_recorded_and_the_snapshot_lies_beside_the_traces(
-    option,
-    gpu,
-    tmp_path,
-    caplog,
-):
-    report = report_of(**{option: True})
-    with report.recording(str(tmp_path)):
-        assert gpu == [{"max_entries": 100_000, "stacks": "python"}]
-        report.tell(torch.OutOfMemoryError("CUDA out of memory"))
-    assert gpu[1:] == ["dump", {"enabled": None}]
-    path = tmp_path / "profiler_logs" / "oom_rank0.pickle"
-    assert list(path.parent.iterdir()) == [path]
-    assert pickle.loads(path.read_bytes()) == {"segments": []}
-    assert caplog.messages[-1] == (
-        f"Memory snapshot of rank 0: {path}\n"
-        "Drop it on https://pytorch.org/memory_viz to see who allocated what."
-    )
-    summary = caplog.messages[-2].splitlines()
-    assert summary[1:4] == [
+def test_the_summary_of_a_gpu_names_the_option_that_shows_more(monkeypatch, caplog):
+    calls = pretend_gpu(monkeypatch)
+    report_of(PartEvents()).tell(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not calls
+    (summary,) = caplog.messages
+    lines = summary.splitlines()
+    assert lines[1:4] == [
         "  allocated 60.0 GiB, reserved by torch 70.0 GiB, at most allocated 71.0 GiB",
         "  the device has 80.0 GiB, 2.00 GiB free; 8.00 GiB are its driver's and other processes'",
         "  weights 16 B, gradients 16 B, optimizers 40 B",
     ]
+    assert lines[-1] == "--memory_snapshot_on_oom records who allocates what, for a picture of it."
 
 
-def test_without_an_option_nothing_is_recorded_and_the_summary_names_the_option(
-    gpu,
-    tmp_path,
-    caplog,
-):
-    report = report_of()
-    with report.recording(str(tmp_path)):
-        report.tell(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not gpu
-    assert not list(tmp_path.iterdir())
-    assert caplog.messages[-1].endswith(
-        "--memory_snapshot_on_oom records who allocates what, for a picture of it."
-    )
+class Hears(Part):
+    def __init__(self):
+        self.heard = []
+
+    def on_out_of_memory(self, error):
+        self.heard.append(error)
 
 
-def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(gpu, tmp_path, caplog):
-    (tmp_path / "profiler_logs").write_text("in the way")
-    report = report_of(memory_snapshot_on_oom=True)
-    with report.recording(str(tmp_path)):
-        report.tell(torch.OutOfMemoryError("CUDA out of memory"))
-    assert caplog.messages[-1].startswith("The memory snapshot of rank 0 cannot be written: ")
-    assert "dump" not in gpu
-
-
-def test_recording_ends_with_an_error_too(gpu, tmp_path):
-    report = report_of(memory_snapshot_on_oom=True)
-    with pytest.raises(ValueError, match="end"), report.recording(str(tmp_path)):
-        raise ValueError("end")
-    assert gpu[-1] == {"enabled": None}
+def test_parts_hear_once_that_there_is_no_memory(caplog):
+    brain = make(Nested, hparams={"parts": [part := Hears()]})
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        brain.fit([1], points(2))
+    assert part.heard == [caught.value]
+    assert len(told(caplog)) == 1

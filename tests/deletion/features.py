@@ -94,7 +94,7 @@ TABLE = (
     ),
     Feature(
         "ddpkit/parts/learning_rate_scaling.py",
-        r"lr_scal|LrScaling|LearningRateScaling",
+        r"lr[_-]scal|LrScaling|LearningRateScaling|plateau-and-vectors|scales_rate=True",
         tests=(*_AROUND, "tests/contract/test_lr_scaling.py", "tests/ranks/test_lr_scaling.py"),
     ),
     Feature(

@@ -19,6 +19,7 @@ saver is registered with ``saveon_main_only=False``, every rank must take part i
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 import time
@@ -530,18 +531,30 @@ class Checkpointer:
         if checkpoint is not None:
             self._load(checkpoint)
         elif key := max_key or min_key:
-            logger.warning(
-                "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it "
-                "is.",
-                shown_path(self.checkpoints_dir),
-                key,
-            )
+            self._warn_of_unknown(key)
         else:
             logger.info(
                 "No checkpoint to load in %s: starting from scratch.",
                 shown_path(self.checkpoints_dir),
             )
         return checkpoint
+
+    def _warn_of_unknown(self, key: str) -> None:
+        """Warn that no checkpoint has a key, and name those that there are."""
+        if not if_main_process():
+            return
+        metas = [checkpoint.meta for checkpoint in self._damage_log.scan(self.checkpoints_dir)]
+        keys = sorted({str(name) for meta in metas for name in meta} - {"unixtime", "end-of-epoch"})
+        near = [] if key in keys else difflib.get_close_matches(key, keys, n=1)
+        there = f"The keys are: {', '.join(map(repr, keys))}." if keys else "None has a key."
+        logger.warning(
+            "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it is. "
+            "%s%s",
+            shown_path(self.checkpoints_dir),
+            key,
+            there if metas else "There are no checkpoints.",
+            f" Did you mean {near[0]!r}?" if near else "",
+        )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verify a checkpoint and load every recoverable from it.

@@ -15,7 +15,7 @@ EARLIER = (
 TIME = "%Y-%m-%d+%H-%M-%S"
 
 
-def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
+def earlier_folder(parent: Path, names: Iterable[str], other_than: Path | None = None) -> Path:
     """Return the folder that takes what a run does not continue; it is made where it is not there
     yet.
 
@@ -25,6 +25,7 @@ def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
     Args:
         parent: where the files are.
         names: of what will be moved.
+        other_than: a folder that is not to take them; None: there is none.
 
     Raises:
         OSError: it cannot be made.
@@ -38,7 +39,8 @@ def earlier_folder(parent: Path, names: Iterable[str]) -> Path:
         try:
             folder.mkdir()
         except FileExistsError:
-            if not folder.is_dir() or any((folder / name).exists() for name in wanted):
+            is_taken = any((folder / name).exists() for name in wanted)
+            if is_taken or folder == other_than or not folder.is_dir():
                 continue
         break
     return folder
@@ -71,13 +73,19 @@ def _age(folder: Path) -> tuple[str, int]:
     return folder.name[:length], int(number) if number.isdigit() else 1
 
 
-def move_to_earlier(files: Iterable[Path], known: Path | None = None) -> Path | None:
+def move_to_earlier(
+    files: Iterable[Path],
+    known: Path | None = None,
+    known_since: int = 0,
+) -> Path | None:
     """Move files of one folder to ``earlier-<time>`` in it.
 
     Args:
         files: all in the same folder; a file that does not exist is left out.
         known: a folder that has got others of the same run; it takes these, too, if it is in the
             same folder and has none of their names. None: there is none.
+        known_since: when it was made, by the clock of the file system, in nanoseconds: a file that
+            has changed since is of a later run.
 
     Returns:
         The folder; None where there was nothing to move.
@@ -100,11 +108,12 @@ def move_to_earlier(files: Iterable[Path], known: Path | None = None) -> Path | 
         return None
     parent = present[0].parent
     names = [path.name for path in present]
-    is_fit = known is not None and known.parent == parent and known.is_dir()
+    is_older = all(path.stat().st_mtime_ns < known_since for path in present)
+    is_fit = known is not None and is_older and known.parent == parent and known.is_dir()
     if known is not None and is_fit and not any((known / name).exists() for name in names):
         folder = known
     else:
-        folder = earlier_folder(parent, names)
+        folder = earlier_folder(parent, names, other_than=known)
     for path in present:
         path.rename(folder / path.name)
     return folder

@@ -14,6 +14,7 @@ from ddpkit.reporting.run_log import (
     run_event as run_event,
     set_run_log as set_run_log,
     tell_of_moved_logs as tell_of_moved_logs,
+    warn_of_no_values as warn_of_no_values,
 )
 from ddpkit.reporting.run_start import (
     close_torn_line as close_torn_line,

@@ -26,6 +26,11 @@ logger = get_logger(__name__)
 
 Stats = Mapping[str, Any]
 
+NO_VALUES = (
+    "log_stats: %s[%r] is a tensor on the meta device, which has a shape and no values. Its shape "
+    "is written. Give a number, or a tensor on another device."
+)
+
 
 class RunLog:
     """A file with one JSON object per line: what happened in a run, for programs to read.
@@ -97,8 +102,8 @@ def no_step() -> int | None:
 class Current:
     """The log of the present run, what its Brain has logged in the current stage, by stage and
     name, the optimizer steps of the weights, None outside of a stage; the name of the set that is
-    tested, empty where it has none; the folder that logs of an earlier run were moved to, and
-    whether it has not been named yet.
+    tested, empty where it has none; the folder that logs of an earlier run were moved to, since
+    when it is there (nanoseconds, by the file system), and whether it has not been named yet.
 
     Ranks: local.
     """
@@ -108,6 +113,7 @@ class Current:
     optimizer_step: Callable[[], int | None] = no_step
     test_set: str = ""
     earlier_folder: Path | None = None
+    earlier_since: int = 0
     is_untold = False
 
 
@@ -157,8 +163,7 @@ def plain(value: Any) -> Any:
     if value is None or type(value) in {bool, int, float, str}:
         return value
     if isinstance(value, torch.Tensor):
-        found = value.item() if value.numel() == 1 else value.tolist()
-        return plain(found) if value.is_complex() else found
+        return _plain_tensor(value)
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.item() if value.size == 1 else value.tolist())
     if isinstance(value, Mapping):
@@ -169,6 +174,32 @@ def plain(value: Any) -> Any:
         (kind(value) for kind in (int, float, str) if isinstance(value, kind)),
         str(value),
     )
+
+
+def _plain_tensor(value: torch.Tensor) -> Any:
+    if value.is_meta:
+        return f"a tensor of shape {tuple(value.shape)} without values"
+    if value.layout is not torch.strided:
+        value = value.detach().to_dense()
+    found = value.item() if value.numel() == 1 else value.tolist()
+    return plain(found) if value.is_complex() else found
+
+
+def warn_of_no_values(stats: Stats, what: str) -> None:
+    """Name tensors on the meta device, which have no values to report.
+
+    Args:
+        stats: by name.
+        what: they are, such as ``"train_stats"``.
+
+    Ranks: local.
+
+    Example:
+        >>> warn_of_no_values({"loss": torch.tensor(0.5)}, "train_stats")
+    """
+    for name, value in stats.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            logger.warning_once(NO_VALUES, what, name)
 
 
 def plain_numbers(value: Any) -> Any:
@@ -195,12 +226,13 @@ def move_logs_away(files: Iterable[Path], *, tells: bool = True) -> None:
     """
     known = list(files)
     with writing("the folder of an earlier run's logs"):
-        folder = move_to_earlier(known, Current.earlier_folder)
-    if folder is not None:
-        Current.is_untold = Current.is_untold or folder != Current.earlier_folder
-        Current.earlier_folder = folder
-        if tells:
-            tell_of_moved_logs()
+        folder = move_to_earlier(known, Current.earlier_folder, Current.earlier_since)
+        if folder is not None and folder != Current.earlier_folder:
+            Current.earlier_folder = folder
+            Current.earlier_since = folder.stat().st_mtime_ns
+            Current.is_untold = True
+    if folder is not None and tells:
+        tell_of_moved_logs()
 
 
 def tell_of_moved_logs() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -490,21 +491,28 @@ def _two_ways(name: str, stage: str) -> BatchError:
 
 def _number(name: str, what: str, value: Any) -> Tensor | float:
     """Return one number; of a tensor a copy, because it is read later."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
+    if isinstance(value, Tensor) and _is_number(value):
         return value.detach().clone()
     if isinstance(value, Real) and (what == "value" or 0 <= float(value) < math.inf):
         return float(value)
-    is_tensor = isinstance(value, Tensor)
-    shown = (
-        f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-        if is_tensor
-        else f"{value!r:.60}"
-    )
+    shown = f"{value!r:.60}"
+    if isinstance(value, Tensor):
+        shown = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+        if value.is_meta:
+            shown = f"{shown} on the meta device, which has no values"
+        elif value.layout is not torch.strided:
+            shown = f"{shown}, {value.layout}"
     raise BatchError(
         f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one "
         f"element{'' if what == 'value' else ', which is >= 0'}. Of several values give their "
         "mean, or their sum and count=."
     )
+
+
+def _is_number(value: Tensor) -> bool:
+    """Say whether a tensor holds one number that can be read and added up."""
+    is_readable = value.layout is torch.strided and not value.is_meta
+    return is_readable and value.numel() == 1 and not value.dtype.is_complex
 
 
 class ProgressBar:

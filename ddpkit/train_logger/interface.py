@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.reporting import Current, Stats
+from ddpkit.reporting import Current, Stats, warn_of_no_values
 
 if TYPE_CHECKING:
     import os
@@ -70,6 +70,9 @@ class TrainLogger:
         (``if_main_process``).
         """
         given = {"train": train_stats, "valid": valid_stats, "test": test_stats}
+        warn_of_no_values(stats_meta, "stats_meta")
+        for name, stats in given.items():
+            warn_of_no_values(stats or {}, f"{name}_stats")
         logged = Current.logged()
         stages = dict[str, dict[str, Any]]()
         reported = self.__dict__.setdefault("_reported", {})

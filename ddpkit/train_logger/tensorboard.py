@@ -162,8 +162,7 @@ class TensorboardLogger(MainTrainLogger):
         for stage, stats in stages.items():
             for name, values in stats.items():
                 self._write_values(stage, name, plain(values), step)
-        if self.writer is not None:
-            self.writer.flush()
+        self._flush()
 
     def _write_values(
         self,
@@ -245,7 +244,8 @@ class TensorboardLogger(MainTrainLogger):
         """
         writer = self.__dict__.pop("writer", None)
         if writer is not None:
-            writer.close()
+            with writing(f"save_dir={self.save_dir!r}"):
+                writer.close()
 
     def _write(
         self,
@@ -265,13 +265,19 @@ class TensorboardLogger(MainTrainLogger):
         step: int,
         **options: Any,
     ) -> None:
-        getattr(self.writer, f"add_{kind}")(tag, value, global_step=step, **options)
+        add = getattr(self.writer, f"add_{kind}")
+        with writing(f"save_dir={self.save_dir!r}"):
+            add(tag, value, global_step=step, **options)
+
+    def _flush(self) -> None:
+        writer = self.__dict__.get("writer")
+        if writer is not None:
+            with writing(f"save_dir={self.save_dir!r}"):
+                writer.flush()
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        writer = self.__dict__.get("writer")
-        if writer is not None:
-            writer.flush()
+        self._flush()
         state = {
             **self.global_step,
             "has_lists": self._has_lists,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.errors import ConfigError
@@ -11,10 +12,15 @@ from ddpkit.reporting import Stats, plain_numbers
 from ddpkit.train_logger.tracker import TrackerLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Sequence
 
 
 logger = get_logger(__name__)
+
+LEFT_OUT = (
+    "%s refuses the value %r: %s: %s. It is left out; metrics.jsonl, in the experiment's folder, "
+    "has it."
+)
 
 
 class WandBLogger(TrackerLogger):
@@ -65,6 +71,7 @@ class WandBLogger(TrackerLogger):
         super().__init__()
         self.run: Any = None
         self._last = 0
+        self._said: set[str] = set()  # names of values that were refused
         self._kwargs = kwargs
         if initializer is None:
             self.require_package()
@@ -101,7 +108,7 @@ class WandBLogger(TrackerLogger):
     def write(self, values: Mapping[str, Any], step: int | None) -> None:
         """Hand values over to W&B's own process."""
         if step is None:
-            self.run.log(dict(values))
+            self._send(values)
             return
         if step < self._last and "test" not in values:
             logger.warning_once(
@@ -111,4 +118,61 @@ class WandBLogger(TrackerLogger):
             )
             return
         self._last = max(self._last, step)
-        self.run.log(dict(values), step=self._last)
+        self._send(values, step=self._last)
+
+    def _send(self, values: Mapping[str, Any], **at: int) -> None:
+        """Hand values over, without those that W&B refuses, which are named.
+
+        Raises:
+            Exception: it takes none of them.
+        """
+        given = _single_values(values)
+        refused = self._refused(given, at)
+        if refused and len(refused) == len(given):
+            raise refused[0][1]
+        for value, error in refused:
+            name = "/".join(value.path)
+            if name not in self._said:
+                self._said.add(name)
+                logger.warning(LEFT_OUT, self.tracker, name, type(error).__name__, error)
+
+    def _refused(
+        self,
+        values: Sequence[_Value],
+        at: Mapping[str, int],
+    ) -> list[tuple[_Value, Exception]]:
+        """Hand values over together; where that fails, by halves. Return those that fail alone."""
+        try:
+            self.run.log(_by_stage(values), **at)
+        except Exception as error:
+            if not values or isinstance(error, OSError):  # of the connection, not of a value
+                raise
+            if len(values) == 1:
+                return [(values[0], error)]
+            middle = len(values) // 2
+            return self._refused(values[:middle], at) + self._refused(values[middle:], at)
+        return []
+
+
+class _Value(NamedTuple):
+    """A value and its name, perhaps after that of its stage."""
+
+    path: tuple[str, ...]
+    value: Any
+
+
+def _single_values(values: Mapping[str, Any]) -> list[_Value]:
+    found = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found += [_Value((name, str(inner)), one) for inner, one in value.items()]
+        else:
+            found.append(_Value((name,), value))
+    return found
+
+
+def _by_stage(values: Iterable[_Value]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for (*stage, name), value in values:
+        (found.setdefault(stage[0], {}) if stage else found)[name] = value
+    return found

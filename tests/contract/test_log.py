@@ -300,6 +300,11 @@ NUMBER = "give one number, or a tensor of one element"
             ("x", torch.zeros((), dtype=torch.complex64)),
             ("its value a tensor of shape .* and torch.complex64"),
         ),
+        (
+            ("x", torch.zeros((), device="meta")),
+            f"on the meta device, which has no values: {NUMBER}",
+        ),
+        (("x", torch.ones(1).to_sparse()), f"torch.float32, torch.sparse_coo: {NUMBER}"),
         (("x", "0.5"), f"as its value '0.5': {NUMBER}"),
         (("x", None), "as its value None"),
         (("x", [1.0]), r"as its value \[1.0\]"),

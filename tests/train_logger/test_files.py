@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ddpkit.train_logger import (
     JSONLTrainLogger,
     TensorboardLogger,
 )
+from tests.disks import fill, mounted
 from tests.train_logger.recipes import ENDS, KILLED, NEWEST, STEPS, SavesFirst, train
 from tests.unit.test_train_logger import scalars
 
@@ -235,6 +237,8 @@ def test_logs_of_an_earlier_run_are_moved_to_one_folder_and_told_once(tmp_path, 
     ]
     for train_logger in loggers:
         Path(train_logger.save_file).touch()
+        os.utime(train_logger.save_file, (0, 0))
+    for train_logger in loggers:
         train_logger.begin_anew()
         Path(train_logger.save_file).touch()
     (folder,) = tmp_path.glob("earlier-*")
@@ -242,6 +246,71 @@ def test_logs_of_an_earlier_run_are_moved_to_one_folder_and_told_once(tmp_path, 
     assert caplog.messages == [f"--resume=never: logs of an earlier run were moved to {folder}."]
     loggers[0].begin_anew()  # of a second run: that folder has such a file
     assert len([*tmp_path.glob("earlier-*")]) == 2
+
+
+def await_clock_of_files(folder):
+    """Wait until what is written is later than what was: that clock has few steps a second."""
+    probe = folder / "probe"
+    probe.touch()
+    before = probe.stat().st_mtime_ns
+    while probe.stat().st_mtime_ns == before:
+        probe.touch()
+
+
+def test_each_new_run_of_a_process_moves_logs_to_a_folder_of_its_own(tmp_path):
+    """The first run finds a table alone, and writes lines as well."""
+    table = tmp_path / "log.csv"
+    lines = tmp_path / "log.jsonl"
+    table.write_text("of an earlier process")
+    os.utime(table, (0, 0))
+    for number in (1, 2):
+        loggers = [JSONLTrainLogger(lines), CSVTrainLogger(table)]
+        for train_logger in loggers:
+            train_logger.begin_anew()
+        await_clock_of_files(tmp_path)
+        for train_logger in loggers:
+            train_logger.log_stats({"epoch": number})
+        await_clock_of_files(tmp_path)
+    first, second = sorted(tmp_path.glob("earlier-*"), key=lambda folder: len([*folder.iterdir()]))
+    assert [path.read_text() for path in first.iterdir()] == ["of an earlier process"]
+    assert sorted(path.name for path in second.iterdir()) == ["log.csv", "log.jsonl"]
+
+
+def test_tensors_without_numbers_in_memory_end_no_training(tmp_path, caplog):
+    given = {
+        "meta": torch.empty(2, device="meta"),
+        "sparse": torch.tensor([0.0, 2.0]).to_sparse(),
+        "one": torch.tensor([3.0]).to_sparse(),
+    }
+    loggers = loggers_in(tmp_path)
+    for train_logger in loggers:
+        train_logger.log_stats({"epoch": 1}, given)
+    loggers[-1].close()
+    (line,) = lines_of(tmp_path / "log.jsonl")
+    meta = "a tensor of shape (2,) without values"
+    assert line["train"] == {"meta": meta, "sparse": [0.0, 2.0], "one": 3.0}
+    (said,) = caplog.messages
+    assert said.startswith("log_stats: train_stats['meta'] is a tensor on the meta device")
+
+
+def log_much(train_logger):
+    for epoch in range(2, 100):
+        train_logger.log_stats({"epoch": epoch}, {"note": "long" * 1000})
+
+
+# TensorBoard's thread ends with the error, too
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_is_told_with_the_folder_of_tensorboard(tmp_path):
+    words = ("-t", "tmpfs", "-o", "size=200k", "tmpfs")
+    told = r"save_dir='.*small' cannot be written: No space left on device\. Free some space"
+    with mounted(tmp_path / "small", *words) as folder:
+        train_logger = TensorboardLogger(folder)
+        train_logger.log_stats({"epoch": 1}, {"loss": 0.5})
+        fill(folder)
+        with pytest.raises(ConfigError, match=told):
+            log_much(train_logger)
+        with pytest.raises(ConfigError, match=told):
+            train_logger.close()
 
 
 def test_values_that_no_file_has_a_form_for_end_no_training(tmp_path):

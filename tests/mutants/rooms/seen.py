@@ -223,6 +223,20 @@ LOGS = in_room(
             "tests/train_logger/test_files.py",
         ),
         Fault(
+            "one value that W&B refuses takes the whole row with it",
+            "WandBLogger._refused",
+            "len(values) == 1",
+            "True",
+            "tests/train_logger/test_wandb.py",
+        ),
+        Fault(
+            "a second run of a process moves its logs to the folder of the first",
+            "move_to_earlier",
+            "path.stat().st_mtime_ns < known_since",
+            "True",
+            "tests/train_logger/test_files.py",
+        ),
+        Fault(
             "a value that a tracker refuses holds up all others",
             "BatchSender._run",
             "self._refuses(error) or failures >= TRIES or self._is_ending",

@@ -38,7 +38,7 @@ class LearningRateScaling(OwnPart):
 
     @classmethod
     def of_run(cls, context: RunContext) -> Self:
-        """Make it with the factor of the run, which is :attr:`Brain.lr_scale`."""
+        """Make it with the factor of the run, which ``Brain.lr_scale`` shows."""
         return cls(context.options, LrScaling(context.rate_factor))
 
     def on_sizes_known(self, brain: Any, sizes: BatchSizes) -> None:

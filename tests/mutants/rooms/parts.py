@@ -75,6 +75,20 @@ FAULTS = [
                 "tests/ranks/test_auto_micro_batch.py -k made_again",
             ),
             Fault(
+                "parts do not hear that a step has found no memory",
+                "MemoryReport.tell",
+                'parts.tell("on_out_of_memory", error)',
+                "pass",
+                "tests/run/test_memory_report.py",
+            ),
+            Fault(
+                "allocations are recorded after fit",
+                "MemorySnapshots.around_fit",
+                "stop_memory_history(self.device)",
+                "pass",
+                "tests/parts/test_memory_snapshots.py",
+            ),
+            Fault(
                 "the garbage collector runs after one step too many",
                 "GarbageCollection.on_step_counted",
                 "brain.optimizer_step % self.interval == 0",

@@ -219,7 +219,7 @@ PROCESS_STATE = {
     "base.stage_data.StageData": "the present stage, for metrics that are made anywhere",
     "optim.step_counters._resolving": "a lock: any thread may count a pending step",
     "optim.lr_scaling._own_rates": "of optimizers, for as long as each lives",
-    "optim.lr_scaling._scalings": "of optimizers, for as long as each lives",
+    "optim.factor_on_rates.factors": "of optimizers, for as long as each lives",
     "reporting.run_log.Current": "the log of the present run, for events from anywhere",
     "run_opts._READ": "what was on this process's command line",
     "strategies.names._REGISTERED": "names that a script gives to strategies, before any run",

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains
+# has the factor.
+factors: weakref.WeakKeyDictionary[Optimizer, RateFactor] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -23,6 +34,16 @@ class RateFactor:
 
     value: float = 1.0
     follows_batch: bool = False
+
+    def take_over(self, optimizers: Iterable[Any]) -> None:
+        """Be the factor of optimizers that have had that of another Brain.
+
+        Args:
+            optimizers: those that no factor is for step as they are.
+        """
+        for optimizer in optimizers:
+            if optimizer in factors:
+                factors[optimizer] = self
 
     def forget(self) -> None:
         """Be 1 again: another call of ``fit`` begins."""

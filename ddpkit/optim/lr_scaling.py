@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ddpkit.base import kind_of
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.optim.factor_on_rates import RateFactor
+from ddpkit.optim.factor_on_rates import RateFactor, factors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains
-# scales it.
-_scalings: weakref.WeakKeyDictionary[Optimizer, LrScaling] = weakref.WeakKeyDictionary()
 # Of optimizers inside of a step, or after one that failed: the recipe's rates.
 _own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -122,7 +119,7 @@ class LrScaling:
         """
         lines = []
         for name, optimizer in optimizers.items():
-            is_known = optimizer in _scalings
+            is_known = optimizer in factors
             if self.factor == 1.0 and not is_known:
                 continue
             if not isinstance(optimizer, Optimizer):
@@ -135,7 +132,7 @@ class LrScaling:
             lines.append(
                 f"{name} {_shown(before)} -> {_shown([rate * self.factor for rate in before])}"
             )
-            _scalings[optimizer] = self
+            factors[optimizer] = self._applied
             if not is_known:
                 optimizer.register_step_pre_hook(_scale)
                 optimizer.register_step_post_hook(_restore)
@@ -159,8 +156,8 @@ def rate_factor(optimizer: Any) -> float:
         >>> rate_factor(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
         1.0
     """
-    scaling = _scalings.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    return 1.0 if scaling is None else scaling.factor
+    factor = factors.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return 1.0 if factor is None else factor.value
 
 
 def _scale(optimizer: Optimizer, *_: Any) -> None:
@@ -170,7 +167,7 @@ def _scale(optimizer: Optimizer, *_: Any) -> None:
         _own_rates.setdefault(optimizer, [group["lr"] for group in groups]),
         strict=True,
     ):
-        group["lr"] = rate * _scalings[optimizer].factor
+        group["lr"] = rate * factors[optimizer].value
 
 
 def _restore(optimizer: Optimizer, *_: Any) -> None:

@@ -401,6 +401,7 @@ class Run:
             if isinstance(value, torch.optim.Optimizer) and id(value) not in known
         }
         optimizers = {**named, **others}
+        self.context.rate_factor.take_over(optimizers.values())
         self.context.parts.tell("on_optimizers_made", brain, optimizers)
         self.train_step.drop_casts_after_steps(optimizers)
 

@@ -181,6 +181,15 @@ def test_a_second_fit_without_the_rule_has_the_recipes_rates():
     assert brain.lr_scale == 1.0
 
 
+def test_another_brain_without_the_rule_steps_a_shared_optimizer_with_its_own_rates():
+    first = train(Tracing, 4, epochs=(1,), **LINEAR)
+    second = make(Tracing, net=first.modules.net, opt=lambda _: first.optimizer)
+    second.fit([1], points(4), train_loader_kwargs={"batch_size": 4})
+    assert (first.rates[0], second.rates) == ([0.2], [[0.1]])
+    first.fit([2], points(4), train_loader_kwargs={"batch_size": 4})
+    assert second.rates == [[0.1], [0.2]]
+
+
 def test_optimizers_that_a_recipe_changes_between_epochs_are_scaled_too():
     class Changes(Tracing):
         def on_stage_start(self, stage, epoch=None):

@@ -212,6 +212,13 @@ STEPS = in_room(
             "tests/contract/test_lr_scaling.py",
         ),
         Fault(
+            "an optimizer of two Brains keeps the factor of the one that has trained before",
+            "RateFactor.take_over",
+            "factors[optimizer] = self",
+            "pass",
+            "tests/contract/test_lr_scaling.py",
+        ),
+        Fault(
             "optimizers that a recipe puts in the place of others are not told to parts",
             "Run._prepare_new_optimizers",
             "self.hook_optimizers(brain, {})",

@@ -57,6 +57,7 @@ class CSVTrainLogger(StepFileLogger[TableRow]):
         stages: Mapping[str, Stats],
         verbose: bool | None,
     ) -> None:
+        self._begin_to_write()
         self._has_written = True
         row = flat({**meta, **self._step_now()}, stages, "_")
         self._file.make_room(row.get(STEP), _names(row))

@@ -49,8 +49,8 @@ class JSONLTrainLogger(StepFileLogger[bytes]):
         self._lines = RunLog(save_file)
 
     def begin_fit(self, optimizer_step: int) -> None:
-        """Take out the lines of later steps than that which the run goes on from; end a line that a
-        crash has cut off.
+        """Note where the run goes on, as :meth:`StepFileLogger.begin_fit`; end a line that a crash
+        has cut off.
 
         Args:
             optimizer_step: 0: the run begins, and lines are left as they are.
@@ -80,6 +80,7 @@ class JSONLTrainLogger(StepFileLogger[bytes]):
         self._append("stats", {**self._step_now(), "meta": meta, **stages})
 
     def _append(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._begin_to_write()
         if not self._has_written:
             with writing(self._file.name):
                 close_torn_line(self._file.path)

@@ -153,6 +153,8 @@ class StepFile(Generic[RowT]):
         self._kind = kind
         self._saved: dict[str, int] | None = None
         self._standing: StandingRows[RowT] | None = None
+        # how many rows the checkpoint has seen, and its step, until later rows are taken out
+        self._later: tuple[int, int] | None = None
 
     def require_writable(self) -> None:
         """Refuse a file that cannot be written, or that holds something else."""
@@ -191,8 +193,8 @@ class StepFile(Generic[RowT]):
         """Note the state of the checkpoint that training goes on from."""
         self._saved = state
 
-    def take_out_later(self, optimizer_step: int) -> None:
-        """Take out the rows of later steps than that which the run goes on from.
+    def go_on(self, optimizer_step: int) -> None:
+        """Note where a run goes on, and take out rows that a crash has torn.
 
         Args:
             optimizer_step: where it goes on; 0: it begins, and no row is taken out.
@@ -201,15 +203,27 @@ class StepFile(Generic[RowT]):
         known = self._known(rows, self._saved)
         self._saved = None
         self._standing = None
+        self._later = None
         if not optimizer_step or not rows:
             return
-        kept = rows[: known or 0]
-        for row in rows[known or 0 :]:
-            is_torn = known is not None and self._kind.is_torn(row)
-            if not is_torn and (self._kind.step_of(row) or 0) <= optimizer_step:
-                kept.append(row)
+        self._later = (known or 0, optimizer_step)
         if known is not None:
+            kept = [*rows[:known], *(row for row in rows[known:] if not self._kind.is_torn(row))]
             self._standing = StandingRows(self._kind, kept, known, optimizer_step)
+            if len(kept) < len(rows):
+                self.replace(kept, rows)
+
+    def take_out_later(self) -> None:
+        """Take out the rows of later steps than that which the run goes on from, once it writes
+        some itself: one that has nothing left to train leaves those of another Brain.
+        """
+        if self._later is None:
+            return
+        known, optimizer_step = self._later
+        self._later = None
+        rows = self.rows()
+        kept = rows[:known]
+        kept += [row for row in rows[known:] if (self._kind.step_of(row) or 0) <= optimizer_step]
         if len(kept) == len(rows):
             return
         self.replace(kept, rows)
@@ -284,7 +298,7 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
         self._file.require_writable()
 
     def begin_fit(self, optimizer_step: int) -> None:
-        """Take out the rows of later steps than that which the run goes on from.
+        """Note where the run goes on: rows of later steps are taken out before it writes its first.
 
         Args:
             optimizer_step: 0: the run begins, and rows are left as they are.
@@ -294,7 +308,7 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
 
         Ranks: the main process alone.
         """
-        self._file.take_out_later(optimizer_step)
+        self._file.go_on(optimizer_step)
 
     def begin_anew(self) -> None:
         """Move the file to ``earlier-<time>``.
@@ -307,6 +321,11 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
         if not self._has_written:
             move_logs_away([self._file.path])
 
+    def _begin_to_write(self) -> None:
+        """Take out what the run is going to write again; not for a row of an evaluation."""
+        if POSITION.progress is None or POSITION.progress.is_fitting:
+            self._file.take_out_later()
+
     def _step_now(self) -> dict[str, Any]:
         """Return the optimizer step for a row, by its name; nothing where there is none."""
         step = self._axis.step_of({})
@@ -314,6 +333,7 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
+        self._begin_to_write()
         Path(path).write_text(json.dumps(self._file.state()), encoding="utf-8")
 
     @mark_as_loader

@@ -163,6 +163,7 @@ def test_a_table_without_rows_keeps_its_names(tmp_path):
     table = CSVTrainLogger(tmp_path / "log.csv")
     table.log_stats({"epoch": 1, "optimizer_step": 9}, {"loss": 0.5})
     table.begin_fit(4)
+    find_save_hook(table)(table, tmp_path / "state")
     assert (tmp_path / "log.csv").read_text() == "epoch,optimizer_step,train_loss\n"
     table.log_stats({"epoch": 1}, {"error": 0.5})
     assert rows_of(tmp_path / "log.csv") == [{"epoch": "1", "train_error": "0.5"}]
@@ -174,6 +175,25 @@ def test_a_line_that_a_kill_has_torn_after_the_checkpoint_is_taken_out(tmp_path)
         file.write('{"event": "st')
     train(tmp_path, loggers_in(tmp_path), save_every=STEPS)
     assert len(lines_of(tmp_path / "log.jsonl")) == len(ENDS)
+
+
+def trained_one_after_another(folder, dies_at=None):
+    """Train two Brains that have the same loggers; the second may be killed."""
+    loggers = loggers_in(folder)[:2]
+    train(folder / "first", loggers, epochs=1, recipe=SavesFirst)
+    train(folder / "second", loggers, dies_at, recipe=SavesFirst)
+    loss = "train_loss"
+    return [(row["epoch"], row["optimizer_step"], row[loss]) for row in rows_of(folder / "log.csv")]
+
+
+def test_a_brain_that_is_done_leaves_the_rows_of_another_that_goes_on(tmp_path):
+    """The first is done after 4 optimizer steps; the second had come to 11."""
+    wanted = trained_one_after_another(tmp_path / "whole")
+    killed = tmp_path / "killed"
+    trained_one_after_another(killed, dies_at=11)
+    assert trained_one_after_another(killed) == wanted
+    steps = [line["optimizer_step"] for line in lines_of(killed / "log.jsonl")]
+    assert steps == [STEPS, *ENDS]
 
 
 def test_a_run_that_begins_leaves_what_is_there(tmp_path):
@@ -212,7 +232,9 @@ def test_a_file_that_is_no_table_is_refused_before_training(tmp_path):
 def test_a_line_that_a_crash_has_torn_is_left_and_ended(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "stats", "optimizer_step": 5}\n{"event": "st')
-    JSONLTrainLogger(path).begin_fit(4)
+    lines = JSONLTrainLogger(path)
+    lines.begin_fit(4)
+    find_save_hook(lines)(lines, tmp_path / "state")
     assert path.read_text() == '{"event": "st\n'
 
 

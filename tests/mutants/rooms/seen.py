@@ -216,6 +216,13 @@ LOGS = in_room(
             "0",
         ),
         Fault(
+            "a Brain that is done takes out the rows of another",
+            "StepFileLogger.begin_fit",
+            "self._file.go_on(optimizer_step)",
+            "(self._file.go_on(optimizer_step), self._file.take_out_later())",
+            "tests/train_logger/test_files.py",
+        ),
+        Fault(
             "rows of the step that a run goes on from are taken out of a table",
             "StepFile.take_out_later",
             "(self._kind.step_of(row) or 0) <= optimizer_step",

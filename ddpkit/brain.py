@@ -879,6 +879,8 @@ class Brain(_Typed):
         """End this call of :meth:`fit` after the present epoch and its validation.
 
         ``fit`` then returns with the reason ``"early_stop"``. All ranks end if one has called this.
+        No checkpoint holds it: a script that is started again trains on, unless it asks again, as
+        :class:`~ddpkit.parts.EarlyStopping` does in ``on_fit_start``.
 
         Args:
             reason: in words, for the log.

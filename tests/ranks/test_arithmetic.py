@@ -225,7 +225,11 @@ drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark
 # Three ranks divide unevenly all that two do.
 two_to_four = pytest.mark.parametrize(
     "world_size",
-    [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))],
+    [
+        3,
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(2, marks=(pytest.mark.slow, pytest.mark.exhaustive)),
+    ],
 )
 
 

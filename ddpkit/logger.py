@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddpkit.base import get_rank
+from ddpkit.base import get_rank, is_read_here
 from ddpkit.errors import ConfigError, MissingFileError
 
 __all__ = [
@@ -275,6 +275,11 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
 
     tqdm is used only if it is imported already: otherwise no bar is shown.
 
+    A program may have turned stderr into log records. What this handler writes must not come back
+    to it then, without an end. A record that is made while it writes is left out. Where this
+    process reads its own stderr, it writes only what ddpkit's loggers were given, and nothing where
+    the root logger has another handler, which shows all of it already.
+
     Args:
         stream: where to write; ``None`` for whatever ``sys.stderr`` is at the time of each message.
 
@@ -289,6 +294,23 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
         self._follows_stderr = stream is None
+        self._writes = False
+
+    def filter(self, record: logging.LogRecord) -> Any:
+        """Say whether to write a record; asked before any lock is taken.
+
+        Args:
+            record: what was logged.
+
+        Returns:
+            Something true where it is to be written.
+
+        Ranks: local.
+        """
+        stream = sys.stderr if self._follows_stderr else self.stream
+        if is_read_here(stream) and (not hasattr(record, "ddpkit_rank") or _is_shown_by_another()):
+            return False
+        return super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record.
@@ -298,10 +320,22 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
 
         Ranks: local.
         """
+        if self._writes:  # the lock is held: it is what this thread writes that was logged
+            return
         if self._follows_stderr:
             self.stream = sys.stderr
-        with _without_bars(self.stream):
-            super().emit(record)
+        self._writes = True
+        try:
+            with _without_bars(self.stream):
+                super().emit(record)
+        finally:
+            self._writes = False
+
+
+def _is_shown_by_another() -> bool:
+    """Say whether the root logger has a handler that ddpkit has not made."""
+    own = (TqdmCompatibleStreamHandler, _LogFile)
+    return any(not isinstance(handler, own) for handler in logging.getLogger().handlers)
 
 
 class _ConsoleFormatter(logging.Formatter):

@@ -52,6 +52,9 @@ from ddpkit.base.output_folder import (
     require_writable_file as require_writable_file,
     writing as writing,
 )
+from ddpkit.base.own_pipe import (
+    is_read_here as is_read_here,
+)
 from ddpkit.base.plain_yaml import (
     dump_plain_yaml as dump_plain_yaml,
     load_plain_yaml as load_plain_yaml,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import logging
+import os
+import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -16,6 +21,7 @@ from ddpkit.logger import (
     get_logger,
     setup_logging,
 )
+from tests.launching import wait_until
 
 log = get_logger("ddpkit.tests")
 
@@ -257,6 +263,96 @@ def test_a_missing_configuration_file(tmp_path):
         setup_logging(config_path=tmp_path / "log-config.yaml")
     with pytest.raises(ConfigError, match="is not a logging configuration: .*Is a directory"):
         setup_logging(config_path=tmp_path)
+
+
+# ---------------------------------------------------------------------- stderr that becomes records
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def shown_by(logger):
+    """Return what a handler of this logger gets. No other one is there: pytest has some."""
+    root = logging.getLogger()
+    before = root.handlers[:]
+    root.handlers.clear()
+    handler = Lines()
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        close_logging()
+        logger.removeHandler(handler)
+        root.handlers[:] = before
+
+
+@contextlib.contextmanager
+def read_back():
+    """Let a thread log each line of stderr, as some starters do; ten at most."""
+    reading, writing = os.pipe()
+
+    def log_lines():
+        with os.fdopen(reading) as lines:
+            for line in itertools.islice(lines, 10):
+                logging.getLogger("starter").error(line.rstrip())
+
+    reader = threading.Thread(target=log_lines)
+    reader.start()
+    with os.fdopen(writing, "w", buffering=1) as stream, contextlib.redirect_stderr(stream):
+        yield
+    reader.join(10)
+    assert not reader.is_alive()
+
+
+def lines_of_two(lines):
+    """Log a line and write one; what comes of them, until a third that comes after their echoes."""
+    setup_logging()
+    log.warning("odd")
+    sys.stderr.write("of a library in C\n")
+    assert wait_until(lambda: len(lines) >= 2, 10)
+    sys.stderr.write("the end\n")
+    assert wait_until(lambda: lines[-1] == "ERROR the end" or len(lines) >= 10, 10)
+    return lines[:-1]
+
+
+def test_what_is_read_back_from_stderr_by_the_root_logger_s_handler_is_there_once():
+    with shown_by(logging.getLogger()) as lines, read_back():
+        assert lines_of_two(lines) == ["WARNING odd", "ERROR of a library in C"]
+
+
+def test_what_is_read_back_from_stderr_by_another_logger_s_handler_is_there_once():
+    """Its records come to the root logger too, where ddpkit's handler is the only one."""
+    with shown_by(logging.getLogger("starter")) as lines, read_back():
+        assert lines_of_two(lines) == ["ERROR WARNING: odd", "ERROR of a library in C"]
+
+
+def test_what_is_written_to_a_stderr_that_logs_it_comes_once():
+    class Logging(io.StringIO):
+        def write(self, text):
+            if text.strip():
+                logging.getLogger("starter").error(text.strip())
+            return len(text)
+
+    with shown_by(logging.getLogger("starter")) as lines, contextlib.redirect_stderr(Logging()):
+        setup_logging()
+        log.warning("odd")
+        log.warning("again")
+    assert lines == ["ERROR WARNING: odd", "ERROR WARNING: again"]
+
+
+def test_a_pipe_to_another_process_is_a_console():
+    reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with shown_by(logging.getLogger()), contextlib.redirect_stderr(reader.stdin):
+        setup_logging()
+        log.warning("odd")
+    assert reader.communicate(timeout=60)[0] == "WARNING: odd\n"
 
 
 # ------------------------------------------------------------------------------------ progress bars

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 # attribute of an exception: the rank that failed before this one in the same call of fit
 AFTER = "_ddpkit_after"
+SAID = "_ddpkit_said"  # attribute of an exception: its line has been logged
 LAUNCHER_SECONDS = 2.0  # for the launcher to end ranks that have failed as the first rank did
 # attribute of an exception: print its message alone, and exit with this code
 PLAIN = "_ddpkit_plain"
@@ -317,7 +318,7 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
     in_child = multiprocessing.parent_process() is not None
     if is_second_hand(error):
         if in_child and not is_final:
-            logger.error("%s", error, main_process_only=False)
+            _say_once(error, str(error))
         return
     reason = Reason.of(PROCESS.report.rank, error, is_final=is_final)
     first = None if PROCESS.report.tell(reason) else PROCESS.report.first_failure()
@@ -328,6 +329,13 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
         words = (
             reason.summary() if first is None else reason.in_words(f"failed after {first.who()}")
         )
+        _say_once(error, words)
+
+
+def _say_once(error: BaseException, words: str) -> None:
+    """Log the line of an exception; it may pass through several notices."""
+    if SAID not in vars(error):
+        vars(error)[SAID] = True
         logger.error("%s", words, main_process_only=False)
 
 

@@ -187,6 +187,20 @@ def test_the_notice_passes_an_exception_on(report, words):
     assert not report.exists(), "the script may catch it"
 
 
+@pytest.mark.parametrize("own", [ValueError("own"), LOST], ids=["its own", "another rank's"])
+def test_a_child_says_once_what_passes_through_two_notices(own, words, monkeypatch, caplog):
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    failure.PROCESS.report = words[0]
+    words[2].fail(ValueError("boom"))
+    with (
+        pytest.raises((ValueError, RankFailedError)),
+        failure.failure_notice(),
+        failure.failure_notice(),
+    ):
+        raise own
+    assert len(caplog.records) == 1
+
+
 def call_hook(error, monkeypatch, words=None):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *arguments: seen.append(arguments))

@@ -7,6 +7,7 @@ whichever of them were signalled: :mod:`ddpkit.control.periodic_sync`.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # for a process that has lost another rank to say so, once it is asked to end
 FINAL_REPORT_SECONDS = 2.0
 REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
+# has the handlers of torch's launcher; forked ranks inherit them
+LAUNCHER = "torch.distributed.elastic.multiprocessing.api"
 _ENDING = ("SIGINT", "SIGTERM")
 TIME_LIMIT = "time limit"
 #: What can ask a run to stop; if several do at once, the first of these counts on all ranks.
@@ -223,10 +226,12 @@ class SignalListener:
             signal.raise_signal(came)  # after the last sync: the default handler, as without ddpkit
 
     def _listen(self) -> dict[signal.Signals, Any]:
-        """Replace the default handlers, and return them."""
+        """Replace the default handlers, and those of a launcher, and return them."""
         added: dict[signal.Signals, Any] = {}
+        default = {signal.SIG_DFL, signal.default_int_handler, _end_soon}
         for number in (*self.stopping, *self.saving):
-            if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler, _end_soon}:
+            handler = signal.getsignal(number)
+            if handler in default or _is_launchers(handler):
                 added[number] = signal.signal(number, _hear)
         return added
 
@@ -238,6 +243,14 @@ class SignalListener:
             return False
         self.stop_signal = number
         return True
+
+
+def _is_launchers(handler: Any) -> bool:
+    """Say whether a handler is that of torch's launcher, which has forked this process."""
+    return (
+        multiprocessing.parent_process() is not None
+        and getattr(handler, "__module__", "") == LAUNCHER
+    )
 
 
 def _hear(number: int, _frame: Any) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing import api
 
 from ddpkit.control.signals import REPEAT_SECONDS, SignalListener, _Listeners, signal_named
 from ddpkit.errors import ConfigError, RunStopped
@@ -104,6 +105,22 @@ def test_a_script_with_its_own_use_for_a_signal_keeps_it():
         assert (heard, signals.stop_signal) == ([1], 0)
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_rank_that_torch_s_launcher_has_forked_hears_in_the_place_of_its_handler(monkeypatch):
+    handler = api._terminate_process_handler
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        signals = SignalListener()
+        with signals.listening():
+            signal.raise_signal(signal.SIGTERM)
+            heard = signals.stop_signal
+            signals.stop_signal = 0  # as if the run had ended by it
+        assert heard == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_outside_of_the_main_thread_nothing_is_heard():

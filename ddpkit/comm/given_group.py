@@ -23,6 +23,7 @@ from ddpkit.base import FailureReport, host_name, this_place
 from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
 from ddpkit.comm.group_end import guard_group
 from ddpkit.comm.mailbox import CONNECTION_TAG, Runtime, control_group, get_runtime
+from ddpkit.comm.node_size import learn_node_size
 from ddpkit.comm.rendezvous import Awaiting, connect, join_attempt
 from ddpkit.comm.time_limits import limits_by_option, longest_wait
 from ddpkit.comm.watched_start import start_watchdog, watched_start
@@ -76,6 +77,7 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
         if info.world_size > 1:
             facts = {**software_facts(), **code_facts()}
             compare_over_store(store, info.rank, info.world_size, facts, seconds)
+        learn_node_size(store, info)
         watchdog.group_has_ended = lambda: not _is_current(runtime)
         runtime.take_report(report)
         runtime.watchdog = watchdog

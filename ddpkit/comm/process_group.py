@@ -18,6 +18,7 @@ from ddpkit.comm.agreement import code_facts, compare_over_store, software_facts
 from ddpkit.comm.given_group import watch_given_group
 from ddpkit.comm.group_end import guard_group
 from ddpkit.comm.mailbox import control_group, get_runtime
+from ddpkit.comm.node_size import learn_node_size
 from ddpkit.comm.rendezvous import open_store
 from ddpkit.comm.time_limits import limits_by_option, longest_wait
 from ddpkit.comm.watched_start import start_watchdog, watched_start
@@ -87,6 +88,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
                 facts,
                 timeout.total_seconds(),
             )
+        learn_node_size(store, info)
         claim_device(store, info, device)
         _join(report, info, backend, device, timeout)
         runtime = get_runtime(report)

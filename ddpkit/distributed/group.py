@@ -38,7 +38,8 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
 
     State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`), a hook at the end
     of the process, once per group, and ``DDPKIT_RANK_PROCESS`` in the environment: programs that a
-    rank starts see that it is taken.
+    rank starts see that it is taken. ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` there, where ``RANK``
+    and ``LOCAL_RANK`` were set without them.
 
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens

@@ -59,7 +59,7 @@ class LaunchInfo:
         local_rank: number of this process on its node, from 0.
         world_size: number of processes.
         local_world_size: number of processes on this node; where the launcher does not say,
-            ``world_size``.
+            ``world_size``, until the ranks have met and told each other.
         node_rank: number of this node, from 0.
         restart_count: how often torchrun has restarted the processes.
         address: host of the rendezvous; empty if not given.

@@ -436,6 +436,26 @@ def test_once_per_node(ranks):
     ]
 
 
+def as_two_nodes_that_nobody_counts():
+    """As on Azure ML, but for NODE_RANK: ranks 0 and 1 on a node, and rank 2 alone."""
+    rank = int(os.environ["RANK"])
+    del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    ddp.ddp_init_group({"device": "cpu"})
+    learned = [os.environ[name] for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE")]
+    values = ddp.run_once_per_node(dist.get_rank), ddp.run_once_per_node(lambda: rank + 10)
+    in_step()
+    return *learned, *values
+
+
+def test_how_many_ranks_a_node_has_is_learned_where_no_launcher_says_it(ranks):
+    assert ranks.run(as_two_nodes_that_nobody_counts, init=False, world_size=3) == [
+        ("0", "2", 0, 10),
+        ("0", "2", 0, 10),
+        ("1", "1", 2, 12),
+    ]
+
+
 # ------------------------------------------------------------------------------------- collectives
 
 

@@ -1,0 +1,52 @@
+"""How many processes are on this node, where no launcher says it: Azure ML, and a launch by hand.
+
+torchrun sets ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK``, others ``RANK`` and ``LOCAL_RANK`` alone. The
+difference of those two is the first rank of the node: ranks that have the same are on one node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from ddpkit.launch import LaunchInfo
+
+FIRSTS = "ddpkit/first_on_node"
+
+
+def learn_node_size(store: Store, info: LaunchInfo) -> None:
+    """Set ``LOCAL_WORLD_SIZE``, and ``GROUP_RANK`` where no variable numbers the node, as torchrun
+    does.
+
+    Args:
+        store: of this attempt.
+        info: the place of this process.
+
+    Ranks: collective, of those that torch's variables alone have placed; others return at once.
+
+    State: these variables, where they were not set.
+    """
+    if info.launcher != "environment" or info.world_size == 1:
+        return
+    own = info.first_on_node
+    firsts = _told_by_all(store, info, own)
+    size = firsts.count(own)
+    if size <= info.local_rank:
+        return  # they are not numbered node by node, and nothing tells where they are
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(size))
+    if "NODE_RANK" not in os.environ:
+        os.environ.setdefault("GROUP_RANK", str(sorted(set(firsts)).index(own)))
+
+
+def _told_by_all(store: Store, info: LaunchInfo, own: int) -> list[int]:
+    """Return what each rank says: rank 0 collects it, and all read its list."""
+    store.set(f"{FIRSTS}/{info.rank}", str(own))
+    if info.rank == 0:
+        told = [int(store.get(f"{FIRSTS}/{rank}")) for rank in range(info.world_size)]
+        store.set(FIRSTS, json.dumps(told))
+    firsts: list[int] = json.loads(store.get(FIRSTS))
+    return firsts

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddpkit.base import get_rank, is_read_here
+from ddpkit.base import get_rank
 from ddpkit.errors import ConfigError, MissingFileError
 
 __all__ = [
@@ -307,6 +307,8 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
 
         Ranks: local.
         """
+        from ddpkit.base import is_read_here  # not for an import of the library
+
         stream = sys.stderr if self._follows_stderr else self.stream
         if is_read_here(stream) and (not hasattr(record, "ddpkit_rank") or _is_shown_by_another()):
             return False

@@ -89,6 +89,8 @@ DISAPPEARED = r"rank 1 \([^ ]+, pid {pid}\) disappeared in TRAIN of epoch 2"
 
 def assert_names(text, pid, words=DISAPPEARED):
     assert re.search(words.format(pid=pid), text), text
+    lines = [line for line in text.splitlines() if line.startswith("ERROR: ")]
+    assert len(set(lines)) == len(lines), text
 
 
 def assert_went_on(folder, first_pids, weights_of_one):
@@ -123,11 +125,11 @@ def train_kill_and_go_on(
     assert_went_on(folder, first, weights_of_one)
 
 
-def kill_and_see_it_go_on(folder, command, weights_of_one, words=DISAPPEARED):
+def kill_and_see_it_go_on(folder, command, weights_of_one, words=DISAPPEARED, *, warm=False):
     """For starters that start again by themselves."""
     prepare(folder)
     hold(folder)
-    run = Run(command, folder, OWN)
+    run = Run(command, folder, OWN, warm=warm)
     began, pid = kill_rank_1(folder, [run])
     first = pids(folder)
     named = re.compile(words.format(pid=pid))
@@ -164,9 +166,18 @@ def test_submitit(tmp_path, weights_of_one):
     train_kill_and_go_on(tmp_path, script(tmp_path, "start_submitit.py"), weights_of_one, logs=logs)
 
 
-def test_elastic_launch_of_a_function(tmp_path, weights_of_one):
-    """As Flyte's elastic task calls it; it starts the function again by itself."""
-    kill_and_see_it_go_on(tmp_path, script(tmp_path, "start_elastic.py"), weights_of_one)
+@pytest.mark.parametrize(
+    "way",
+    ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)],
+)
+def test_elastic_launch_of_a_function(tmp_path, weights_of_one, way):
+    """As Flyte's elastic task calls it, in both its ways; it starts the function again by itself.
+
+    Forked ranks have imported torch already.
+    """
+    changes = {"max_restarts=1": f'max_restarts=1, start_method="{way}"'}
+    command = script(tmp_path, "start_elastic.py", **changes)
+    kill_and_see_it_go_on(tmp_path, command, weights_of_one, warm=way == "fork")
 
 
 def test_mp_spawn(tmp_path, weights_of_one):

@@ -32,6 +32,13 @@ COMM = in_room(
             SUMS,
         ),
         Fault(
+            "all ranks that no launcher counts are on one node",
+            "learn_node_size",
+            "firsts.count(own)",
+            "len(firsts)",
+            "tests/ranks/test_main_only.py",
+        ),
+        Fault(
             "main-only values are never deleted from the store",
             "Mailbox.read",
             "self.store.delete_key(name)",
@@ -192,8 +199,22 @@ CONTROL = in_room(
         Fault(
             "a handler of the recipe's own is replaced",
             "SignalListener._listen",
-            "signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler, _end_soon}",
+            "handler in default or _is_launchers(handler)",
             "True",
+            SIGNALS,
+        ),
+        Fault(
+            "a child says an exception at each notice that it passes through",
+            "_say_once",
+            "SAID not in vars(error)",
+            "True",
+            FAILURE,
+        ),
+        Fault(
+            "a forked rank leaves a signal to the launcher's handler",
+            "SignalListener._listen",
+            "handler in default or _is_launchers(handler)",
+            "handler in default",
             SIGNALS,
         ),
         Fault(

@@ -119,6 +119,12 @@ FAULTS = [
                 "self._said.add(text)",
                 "pass",
             ),
+            Fault(
+                "what is read back from stderr is written there again",
+                "TqdmCompatibleStreamHandler.filter",
+                'not hasattr(record, "ddpkit_rank") or _is_shown_by_another()',
+                "False",
+            ),
         ],
     ),
 ]

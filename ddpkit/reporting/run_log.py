@@ -43,6 +43,7 @@ class RunLog:
 
     Args:
         path: the file; it is appended to. Its folder is made at the first write.
+        name: of the file in messages; None: it is the run's log.
 
     Ranks: local; only the main process writes.
 
@@ -55,8 +56,9 @@ class RunLog:
         0.5
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         self.path = Path(path)
+        self._name = name or f"the run's log {str(self.path)!r}"
         self._last_stats = ""
 
     def write(self, event: str, **fields: Any) -> None:
@@ -77,7 +79,7 @@ class RunLog:
         # NaN and Infinity, no JSON
         named = json.loads(json.dumps(plain(record)), parse_constant=str)
         line = json.dumps(named, ensure_ascii=False) + "\n"
-        with writing(f"the run's log {str(self.path)!r}"):
+        with writing(self._name):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append(self.path, line)
 

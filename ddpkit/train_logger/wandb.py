@@ -145,8 +145,8 @@ class WandBLogger(TrackerLogger):
         try:
             self.run.log(_by_stage(values), **at)
         except Exception as error:
-            if not values or isinstance(error, OSError):  # of the connection, not of a value
-                raise
+            if not values or isinstance(error, (ConnectionError, TimeoutError)):
+                raise  # it is of no value
             if len(values) == 1:
                 return [(values[0], error)]
             middle = len(values) // 2

@@ -315,6 +315,16 @@ def test_tensors_without_numbers_in_memory_end_no_training(tmp_path, caplog):
     assert said.startswith("log_stats: train_stats['meta'] is a tensor on the meta device")
 
 
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
+    told = r"^save_file='.*log.(csv|jsonl)' cannot be written: No space left on device\. Free some"
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=200k", "tmpfs") as folder:
+        loggers = loggers_in(folder)[:2]
+        fill(folder)
+        for train_logger in loggers:
+            with pytest.raises(ConfigError, match=told):
+                train_logger.log_stats({"epoch": 1}, {"loss": 0.5})
+
+
 def log_much(train_logger):
     for epoch in range(2, 100):
         train_logger.log_stats({"epoch": epoch}, {"note": "long" * 1000})

@@ -20,6 +20,8 @@ class Run:
         if self.is_away:
             raise ConnectionError("no route to W&B")
         json.dumps(stats)
+        if "picture.png" in str(stats):
+            raise FileNotFoundError("picture.png is not there")
         row = self.rows.setdefault(step, {})
         for name, value in stats.items():
             if isinstance(value, dict):
@@ -42,6 +44,7 @@ def test_a_value_that_wandb_refuses_is_named_once_and_the_rest_of_the_row_is_the
 def test_a_row_without_a_step_is_there_without_what_is_refused():
     train_logger = WandBLogger(Run)
     train_logger.log_stats({}, {"loss": 0.5, "odd": object(), "error": 0.25})
+    train_logger.log_stats({}, {"loss": 0.5, "picture": "picture.png"})
     assert train_logger.run.rows == {None: {"train": {"loss": 0.5, "error": 0.25}}}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ def run_doctor(
     plan = plan_of(request.recipe)
     machine = machine or Machine()
     ranks, launch, before = _meet(request)
+    launch = _with_node_size(launch, ranks)
     site = Site(machine, _planned(request, plan, launch), ranks)
     made_before = [Placed(finding, machine.name(), launch.rank) for finding in before]
     examination = collect(site, [*made_before, *examine(site, checks)])
@@ -149,6 +151,18 @@ def _meet(request: Request) -> tuple[Ranks, LaunchInfo, list[Finding]]:
         alone = Ranks(launch)
         alone.is_first_on_host = launch.local_rank == 0  # one process of each host tells
         return alone, launch, [_failed("rendezvous", error)]
+
+
+def _with_node_size(launch: LaunchInfo, ranks: Ranks) -> LaunchInfo:
+    """Return the place of this process; how many are on its host the ranks tell each other where no
+    launcher says it.
+    """
+    if launch.launcher != "environment" or ranks.store is None:
+        return launch
+    first = launch.first_on_node
+    size = ranks.exchange("the first rank of each host", first).count(first)
+    is_said = "LOCAL_WORLD_SIZE" in os.environ or size <= launch.local_rank
+    return launch if is_said else dataclasses.replace(launch, local_world_size=size)
 
 
 def _failed(name: str, error: Exception) -> Finding:

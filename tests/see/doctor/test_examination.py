@@ -130,7 +130,8 @@ def leave_as_main():
     if launch.rank == 0:
         open_ranks(launch, 30.0)
         return None
-    with pytest.raises(LaunchError, match="rank 0 did not answer within 0.6 s.*about: findings"):
+    words = "rank 0 did not answer within 0.6 s.*about: the first rank of each host"
+    with pytest.raises(LaunchError, match=words):
         told([Check("a", yields(FINE), EACH_RANK)], timeout=0.3)
     return "told"
 

@@ -5,6 +5,7 @@ machine.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 
 import pytest
@@ -115,6 +116,23 @@ def test_a_clock_that_is_far_ahead_on_one_host_is_a_problem(ranks):
     assert code == 1
     assert "PROBLEM clock found +90.0" in text
     assert "(late)" in text
+
+
+def on_a_host_that_nobody_counts():
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_RANK"] = "0"
+    seen = []
+
+    def look(site):
+        seen.append((site.run.processes_here, site.run.has_several_hosts))
+        return []
+
+    run_doctor(Request(device="cpu"), print, Machine(environ={}), [Check("x", look, EACH_RANK)])
+    return seen
+
+
+def test_how_many_ranks_a_host_has_they_tell_each_other_where_no_launcher_says_it(ranks):
+    assert ranks.run(on_a_host_that_nobody_counts, init=False) == [[(1, True)]] * 2
 
 
 @pytest.mark.parametrize(("busy", "verdict"), [(0.4, "ok"), (3.0, "look")])

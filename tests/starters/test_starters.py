@@ -25,6 +25,12 @@ STEPS = 20
 KILLED_AFTER = 13
 SAVED = 10  # at the end of the first epoch
 OWN = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "HF_HUB_OFFLINE": "1"}
+# Ray looks after its workers every two seconds, and starts more processes than the two
+SOONER = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
 
 
 def needs(package):
@@ -129,7 +135,7 @@ def kill_and_see_it_go_on(folder, command, weights_of_one, words=DISAPPEARED, *,
     """For starters that start again by themselves."""
     prepare(folder)
     hold(folder)
-    run = Run(command, folder, OWN, warm=warm)
+    run = Run(command, folder, {**OWN, **SOONER}, warm=warm)
     began, pid = kill_rank_1(folder, [run])
     first = pids(folder)
     named = re.compile(words.format(pid=pid))

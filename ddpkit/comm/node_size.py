@@ -34,10 +34,9 @@ def learn_node_size(store: Store, info: LaunchInfo) -> None:
         return
     own = info.first_on_node
     firsts = _told_by_all(store, info, own)
-    size = firsts.count(own)
-    if size <= info.local_rank:
-        return  # they are not numbered node by node, and nothing tells where they are
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(size))
+    if not _are_node_by_node(firsts):
+        return  # nothing tells where they are; so all ranks find
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(firsts.count(own)))
     if "NODE_RANK" not in os.environ:
         os.environ.setdefault("GROUP_RANK", str(sorted(set(firsts)).index(own)))
 
@@ -50,3 +49,9 @@ def _told_by_all(store: Store, info: LaunchInfo, own: int) -> list[int]:
         store.set(FIRSTS, json.dumps(told))
     firsts: list[int] = json.loads(store.get(FIRSTS))
     return firsts
+
+
+def _are_node_by_node(firsts: list[int]) -> bool:
+    """Say whether each rank is the first of its node, or on the node of the rank before."""
+    before = [None, *firsts[:-1]]
+    return all(first in {rank, before[rank]} for rank, first in enumerate(firsts))

@@ -286,6 +286,7 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
         self._file = StepFile(save_file, kind)
         self._axis = StepAxis()
         self._has_written = False
+        self._progress: Any = None  # of the Brain that goes on; None: of none
 
     def require_writable(self) -> None:
         """Refuse a file that cannot be written or holds something else, before the first epoch.
@@ -309,6 +310,7 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
         Ranks: the main process alone.
         """
         self._file.go_on(optimizer_step)
+        self._progress = POSITION.progress
 
     def begin_anew(self) -> None:
         """Move the file to ``earlier-<time>``.
@@ -322,8 +324,11 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
             move_logs_away([self._file.path])
 
     def _begin_to_write(self) -> None:
-        """Take out what the run is going to write again; not for a row of an evaluation."""
-        if POSITION.progress is None or POSITION.progress.is_fitting:
+        """Take out what the run is going to write again; not for a row of an evaluation, nor for
+        one after the call of ``fit``.
+        """
+        is_here = POSITION.progress is self._progress
+        if is_here and (self._progress is None or self._progress.is_fitting):
             self._file.take_out_later()
 
     def _step_now(self) -> dict[str, Any]:

@@ -456,6 +456,20 @@ def test_how_many_ranks_a_node_has_is_learned_where_no_launcher_says_it(ranks):
     ]
 
 
+def as_two_nodes_that_take_ranks_in_turn():
+    """Ranks 0 and 2 are on a node, and ranks 1 and 3: they cannot tell."""
+    rank = int(os.environ["RANK"])
+    del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
+    os.environ["LOCAL_RANK"] = str(rank // 2)
+    ddp.ddp_init_group({"device": "cpu"})
+    return [os.environ.get(name) for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE")]
+
+
+def test_nothing_is_learned_of_ranks_that_are_not_numbered_node_by_node(ranks):
+    learned = ranks.run(as_two_nodes_that_take_ranks_in_turn, init=False, world_size=4)
+    assert learned == [[None, None]] * 4
+
+
 # ------------------------------------------------------------------------------------- collectives
 
 

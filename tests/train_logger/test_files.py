@@ -196,6 +196,20 @@ def test_a_brain_that_is_done_leaves_the_rows_of_another_that_goes_on(tmp_path):
     assert steps == [STEPS, *ENDS]
 
 
+def test_a_row_between_two_calls_of_fit_leaves_those_of_a_brain_that_goes_on(tmp_path):
+    """The script writes it where the first Brain is done."""
+    for dies_at in (11, None):
+        loggers = loggers_in(tmp_path)[:2]
+        train(tmp_path / "first", loggers, epochs=1, recipe=SavesFirst)
+        for train_logger in loggers:
+            train_logger.log_stats({"note": "done"})
+        train(tmp_path / "second", loggers, dies_at, recipe=SavesFirst)
+    rows = [row for row in rows_of(tmp_path / "log.csv") if row["train_loss"]]
+    assert [int(row["optimizer_step"]) for row in rows] == [STEPS, *ENDS]
+    lines = [line for line in lines_of(tmp_path / "log.jsonl") if "train" in line]
+    assert [line["optimizer_step"] for line in lines] == [STEPS, *ENDS]
+
+
 def test_a_run_that_begins_leaves_what_is_there(tmp_path):
     CSVTrainLogger(tmp_path / "log.csv").log_stats({"epoch": 9, "optimizer_step": 99})
     line = '{"event": "stats", "optimizer_step": 99}\n'

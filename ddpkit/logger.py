@@ -278,7 +278,7 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
     A program may have turned stderr into log records. What this handler writes must not come back
     to it then, without an end. A record that is made while it writes is left out. Where this
     process reads its own stderr, it writes only what ddpkit's loggers were given, and nothing where
-    the root logger has another handler, which shows all of it already.
+    the root logger has another handler that takes it, and so shows it already.
 
     Args:
         stream: where to write; ``None`` for whatever ``sys.stderr`` is at the time of each message.
@@ -310,7 +310,9 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
         from ddpkit.base import is_read_here  # not for an import of the library
 
         stream = sys.stderr if self._follows_stderr else self.stream
-        if is_read_here(stream) and (not hasattr(record, "ddpkit_rank") or _is_shown_by_another()):
+        if is_read_here(stream) and (
+            not hasattr(record, "ddpkit_rank") or _is_shown_by_another(record)
+        ):
             return False
         return super().filter(record)
 
@@ -334,10 +336,13 @@ class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-a
             self._writes = False
 
 
-def _is_shown_by_another() -> bool:
-    """Say whether the root logger has a handler that ddpkit has not made."""
-    own = (TqdmCompatibleStreamHandler, _LogFile)
-    return any(not isinstance(handler, own) for handler in logging.getLogger().handlers)
+def _is_shown_by_another(record: logging.LogRecord) -> bool:
+    """Say whether a handler of the root logger that is not ddpkit's takes a record."""
+    silent = (TqdmCompatibleStreamHandler, _LogFile, logging.NullHandler)
+    return any(
+        record.levelno >= handler.level and not isinstance(handler, silent)
+        for handler in logging.getLogger().handlers
+    )
 
 
 class _ConsoleFormatter(logging.Formatter):

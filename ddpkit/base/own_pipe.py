@@ -32,7 +32,8 @@ def is_read_here(stream: TextIO) -> bool:
     """
     try:
         pipe = os.fstat(stream.fileno())
-    except (AttributeError, OSError, ValueError):  # none, closed, or no file: as in a notebook
+    except (AttributeError, NotImplementedError, OSError, TypeError, ValueError):
+        # none, closed, or no file, as in a notebook; programs say so in many ways
         return False
     return stat.S_ISFIFO(pipe.st_mode) and _is_read_by(os.getpid(), pipe.st_dev, pipe.st_ino)
 

@@ -347,6 +347,31 @@ def test_what_is_written_to_a_stderr_that_logs_it_comes_once():
     assert lines == ["ERROR WARNING: odd", "ERROR WARNING: again"]
 
 
+@pytest.mark.parametrize("handler", [logging.NullHandler(), logging.StreamHandler(io.StringIO())])
+def test_a_handler_that_does_not_show_a_line_takes_it_from_no_console(handler):
+    """Where the program reads its own stderr."""
+    handler.setLevel(logging.CRITICAL if type(handler) is logging.StreamHandler else 0)
+    reading, writing = os.pipe()
+    with shown_by(logging.getLogger("nobody")), os.fdopen(reading) as lines:
+        logging.getLogger().addHandler(handler)
+        with os.fdopen(writing, "w", buffering=1) as stream, contextlib.redirect_stderr(stream):
+            setup_logging()
+            log.warning("odd")
+        assert lines.read() == "WARNING: odd\n"
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, TypeError, io.UnsupportedOperation])
+def test_a_stderr_without_a_file_is_a_console(error):
+    class Screen(io.StringIO):
+        def fileno(self):
+            raise error
+
+    with shown_by(logging.getLogger("nobody")), contextlib.redirect_stderr(Screen()) as screen:
+        setup_logging()
+        log.warning("odd")
+    assert screen.getvalue() == "WARNING: odd\n"
+
+
 def test_a_pipe_to_another_process_is_a_console():
     reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with shown_by(logging.getLogger()), contextlib.redirect_stderr(reader.stdin):

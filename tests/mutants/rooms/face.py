@@ -122,7 +122,7 @@ FAULTS = [
             Fault(
                 "what is read back from stderr is written there again",
                 "TqdmCompatibleStreamHandler.filter",
-                'not hasattr(record, "ddpkit_rank") or _is_shown_by_another()',
+                'not hasattr(record, "ddpkit_rank") or _is_shown_by_another(record)',
                 "False",
             ),
         ],

@@ -62,7 +62,7 @@ def _send_alone(tensor: torch.Tensor) -> None:
     sent = tensor.detach().contiguous()
     torch.distributed.broadcast(sent, src=0)
     if sent.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(sent)
+        _put(sent, tensor)
 
 
 def _send_packed(tensors: list[torch.Tensor]) -> None:
@@ -73,4 +73,10 @@ def _send_packed(tensors: list[torch.Tensor]) -> None:
         return
     parts = torch.split(sent, [tensor.nbytes for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
+        _put(part.view(tensor.dtype).view(tensor.shape), tensor)
+
+
+def _put(values: torch.Tensor, tensor: torch.Tensor) -> None:
+    # Not a change that autograd counts, as a broadcast into the tensor is none: on the other ranks
+    # alone, a loss that has yet to go backwards through a constant buffer would be refused.
+    tensor.data.copy_(values)

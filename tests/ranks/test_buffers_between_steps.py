@@ -210,3 +210,58 @@ def test_buffers_that_begin_to_move_late_and_on_one_rank_are_those_of_rank_0(ran
     steps = [str(buffers) for buffers in of_main[0]]
     assert len(set(steps[:4])) == 1
     assert (steps[4] != steps[3]) is (moves_on == 0)
+
+
+class Spectrum(nn.Module):
+    """Has nothing to train, and two buffers that do not move."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("filters", torch.arange(9.0, dtype=torch.float64).reshape(3, 3))
+        self.register_buffer("window", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, inputs):
+        return (inputs * self.window) @ self.filters
+
+
+class TakingTurns(Regression):
+    """Looks with both losses at one spectrum; the critic steps before the maker's backward pass."""
+
+    def init_optimizers(self):
+        self.maker_optimizer = torch.optim.SGD(self.modules.maker.parameters(), 0.01)
+        self.critic_optimizer = torch.optim.SGD(self.modules.critic.parameters(), 0.01)
+        self.optimizers_dict = {"maker": self.maker_optimizer, "critic": self.critic_optimizer}
+        self.turn = "critic"
+
+    def freeze_optimizers(self, optimizers):
+        return {self.turn: optimizers[self.turn]}
+
+    def fit_batch(self, batch):
+        with self.training_ctx:
+            spectrum = self.modules.spectrum(self.modules.maker(batch[0]))
+            loss = self.modules.critic(spectrum.detach()).square().mean()
+        for self.turn, part in (("critic", loss), ("maker", spectrum.square().mean())):
+            self.backward(part)
+            if self.should_step:
+                self.optimizers_step()
+        return loss.detach()
+
+
+def taught_in_turns(options):
+    torch.manual_seed(3)
+    maker, critic = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    brain = TakingTurns(
+        {"maker": maker, "critic": critic, "spectrum": Spectrum()},
+        run_opts={**QUIET, **options},
+    )
+    brain.fit([1], DATA, train_loader_kwargs={"batch_size": 2})
+    weight = maker.weight
+    return getattr(weight, "full_tensor", lambda: weight)().tolist()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow)], ids=str
+)
+def test_buffers_may_be_sent_before_another_loss_goes_backwards_through_them(ranks, options):
+    of_main, of_other = ranks.run(taught_in_turns, options, world_size=2)
+    assert of_main == of_other

@@ -76,7 +76,7 @@ def test_the_command_line_names_the_strategies_and_the_near_miss(tmp_path):
     [
         ("no_such.averaging:Every", "there is no module 'no_such' to import. Install it"),
         (f"{__name__}:Owm", f"has no 'Owm'. Did you mean '{__name__}.Own'?"),
-        ("tests.strategies.test_chosing:Own", "mean 'tests.strategies.test_choosing'?"),
+        ("tests.strategies.test_chosing:Own", "mean 'tests.strategies.test_choosing'"),
         ("collections:OrderedDict", "is no strategy. Give a subclass of ddpkit.strategies"),
         (Lacking, "cannot be made without arguments: missing a required argument: 'every'"),
     ],

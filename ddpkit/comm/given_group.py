@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 ADDRESS = "ddpkit/address"  # of a store of our own, in the store of the group
-MACHINES = "ddpkit/machines"
+STARTS = "ddpkit/starts"
 LOOK_SECONDS = 1.0
 ALL_COME = (
     "All ranks of a process group make their first Brain, or call ddp_init_group, and wait there "
@@ -70,14 +70,15 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
     report = FailureReport(store, info.rank, info.world_size)
     watchdog = start_watchdog(report, info, [], f"{info.address}:{info.port}", hang_timeout)
     with watched_start(report, watchdog, hosts=hosts):
-        machines = _told_machines(store, info)
+        launchers, machines = _told_starts(store, info)
         here = machines[info.rank]
         near = tuple(rank for rank, machine in enumerate(machines) if machine == here)
         watchdog.heartbeat.neighbours = [rank for rank in near if rank != info.rank]
         if info.world_size > 1:
             facts = {**software_facts(), **code_facts()}
             compare_over_store(store, info.rank, info.world_size, facts, seconds)
-        learn_node_size(store, info)
+        if len(set(launchers)) == 1:  # the variables may be of some ranks alone: spawned by one
+            learn_node_size(store, info)
         watchdog.group_has_ended = lambda: not _is_current(runtime)
         runtime.take_report(report)
         runtime.watchdog = watchdog
@@ -195,13 +196,13 @@ def _told_address(given: dist.Store, end: float, awaiting: Awaiting) -> tuple[An
     return place, host, port
 
 
-def _told_machines(store: dist.Store, info: LaunchInfo) -> list[list[str]]:
-    """Return the machine of each rank: rank 0 collects what the ranks say, and all read its
-    list.
+def _told_starts(store: dist.Store, info: LaunchInfo) -> tuple[list[str], list[list[str]]]:
+    """Return the launcher and the machine of each rank: rank 0 collects what the ranks say, and all
+    read its list.
     """
-    store.set(f"{MACHINES}/{info.rank}", json.dumps(this_place()))
+    store.set(f"{STARTS}/{info.rank}", json.dumps([info.launcher, this_place()]))
     if info.rank == 0:
-        told = [json.loads(store.get(f"{MACHINES}/{rank}")) for rank in range(info.world_size)]
-        store.set(MACHINES, json.dumps(told))
-    machines: list[list[str]] = json.loads(store.get(MACHINES))
-    return machines
+        told = [json.loads(store.get(f"{STARTS}/{rank}")) for rank in range(info.world_size)]
+        store.set(STARTS, json.dumps(told))
+    launchers, machines = zip(*json.loads(store.get(STARTS)), strict=True)
+    return list(launchers), list(machines)

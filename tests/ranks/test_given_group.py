@@ -162,3 +162,36 @@ def test_the_watch_ends_with_a_group_that_nothing_holds(tmp_path, kind):
     run = Run(command, tmp_path, warm=True).wait()
     assert run.code == 0, run.err
     assert run.out.splitlines() == ["['ddpkit-heartbeat', 'ddpkit-watch']", "[]"]
+
+
+SPAWNED = """
+    import os, sys
+
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    import ddpkit as sb
+
+
+    def train(rank):
+        address = f"tcp://127.0.0.1:{sys.argv[1]}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+        sb.ddp_init_group({})
+        sys.stdout.write(f"rank {rank} is watched\\n")
+        sys.stdout.flush()
+        dist.destroy_process_group()
+
+
+    if __name__ == "__main__":
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+        mp.spawn(train, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_variables_that_are_true_of_one_rank_alone_keep_none_waiting(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNED))
+    run = Run(python("train.py", str(free_port())), tmp_path)
+    run.wait(60)
+    assert run.code == 0, run.err
+    assert sorted(run.out.splitlines()) == ["rank 0 is watched", "rank 1 is watched"]

@@ -110,7 +110,8 @@ def kept_metrics(*owners: Any) -> Iterator[None]:
         yield
     finally:
         for owner, name, value in attributes:
-            setattr(owner, name, value)
+            if vars(owner).get(name) is not value:  # a frozen part can set none
+                setattr(owner, name, value)
         kept.put_back()
         StageData.divided = divided
         StageData.steps_together = steps_together

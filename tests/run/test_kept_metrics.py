@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import nn
 
 from ddpkit.metric_stats import MetricStats
-from ddpkit.metrics import Reducing
-from ddpkit.run.kept_metrics import KeptMetrics
+from ddpkit.metrics import Reducing, Sum
+from ddpkit.parts import Part
+from ddpkit.run.kept_metrics import KeptMetrics, kept_metrics
 
 MANY = 100_000
 FEW_BYTES = 20_000  # a copy of a list so long takes 800,000
@@ -96,3 +98,16 @@ def test_other_lists_are_put_back_as_they_were():
     histogram.counts[1] += 1
     kept.put_back()
     assert histogram.counts == [0, 1, 0]
+
+
+@dataclass(frozen=True)
+class Frozen(Part):
+    hits: Sum = field(default_factory=Sum)
+
+
+def test_a_part_whose_attributes_cannot_be_set_has_its_metrics_put_back():
+    part = Frozen()
+    part.hits.update(2)
+    with kept_metrics(part):
+        part.hits.update(5)
+    assert part.hits.compute() == 2

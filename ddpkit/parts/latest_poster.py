@@ -42,6 +42,7 @@ class LatestPoster:
         self._pause = pause
         self._waiting: Any = None
         self._is_ending = False
+        self._has_warned = False
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"ddpkit to {what}", daemon=True)
         self._thread.start()
@@ -89,7 +90,10 @@ class LatestPoster:
         try:
             self._post(document)
         except Exception as error:  # noqa: BLE001 -- news of a training end no training
-            logger.warning_once(
+            if self._has_warned:  # the words of an error may be others each time
+                return
+            self._has_warned = True
+            logger.warning(
                 "%s does not take news of the training: %s: %s. Training goes on, and the next "
                 "news are sent again.",
                 self._what,

@@ -293,3 +293,21 @@ def test_a_document_that_waits_gives_way_to_a_newer_one():
     assert poster.close(30)
     assert got[-1] == 3
     assert len(got) <= 2
+
+
+def test_errors_in_other_words_cost_one_warning(caplog):
+    posts = []
+
+    def post(document):
+        posts.append(document)
+        raise OSError(f"error number {document}")
+
+    poster = LatestPoster("a list of errors", post, pause=0.0)
+    for number in range(2):
+        poster.offer(number)
+        deadline = time.monotonic() + 30
+        while number not in posts and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert poster.close(30)
+    assert posts == [0, 1]
+    assert caplog.text.count("a list of errors does not take news") == 1

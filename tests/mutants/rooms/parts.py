@@ -112,8 +112,8 @@ FAULTS = [
             Fault(
                 "what Kubeflow does not take ends the thread that tells it",
                 "LatestPoster._try",
-                "logger.warning_once",
-                "raise error; logger.warning_once",
+                "logger.warning",
+                "raise error; logger.warning",
                 PROGRESS,
             ),
             Fault(

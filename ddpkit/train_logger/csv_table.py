@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -12,11 +13,13 @@ from ddpkit.train_logger.step_axis import flat
 from ddpkit.train_logger.step_file import STEP, RowKind, StepFileLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ddpkit.reporting import Stats
 
 TableRow = dict[str, Any]
+
+LONGEST = 2**31 - 1  # characters of a value; the C long of some systems has no more
 
 
 class CSVTrainLogger(StepFileLogger[TableRow]):
@@ -76,7 +79,8 @@ class _TableRows(RowKind[TableRow]):
     def parse(self, data: bytes) -> list[TableRow]:
         try:
             text = io.StringIO(data.decode("utf-8"), newline="")
-            rows: list[TableRow] = [*csv.DictReader(text)]
+            with _long_values():
+                rows: list[TableRow] = [*csv.DictReader(text)]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{self._file_name} cannot be read as a table: {error}. Move it away."
@@ -107,6 +111,18 @@ class _TableRows(RowKind[TableRow]):
     def identity(self, row: TableRow) -> bytes:
         # a name that comes later is an empty value in the rows before
         return repr(sorted((name, value) for name, value in row.items() if value)).encode()
+
+
+@contextlib.contextmanager
+def _long_values() -> Iterator[None]:
+    """Return a context in which values are read that have more than 131,072 characters, such as a
+    matrix.
+    """
+    usual = csv.field_size_limit(LONGEST)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(usual)
 
 
 def _names(row: TableRow) -> frozenset[str]:

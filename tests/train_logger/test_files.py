@@ -231,6 +231,16 @@ def test_names_that_come_later_have_a_column_of_their_own(tmp_path):
     ]
 
 
+def test_a_long_value_is_read_again(tmp_path):
+    usual = csv.field_size_limit()
+    table = CSVTrainLogger(tmp_path / "log.csv")
+    matrix = [[0.5] * 300] * 300
+    for epoch in (1, 2):
+        table.log_stats({"epoch": epoch}, valid_stats={"confusion": torch.tensor(matrix)})
+    assert (tmp_path / "log.csv").read_text().count(str(matrix)) == 2
+    assert csv.field_size_limit() == usual
+
+
 def test_a_file_that_is_no_table_is_refused_before_training(tmp_path):
     (tmp_path / "log.csv").write_text("a\n1,2\n")
     with pytest.raises(ConfigError, match=r"log\.csv' has a row with more values"):

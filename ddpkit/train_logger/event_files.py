@@ -44,16 +44,21 @@ def events_after(folder: str | os.PathLike[str], sizes: Mapping[str, int]) -> It
 
 
 def _events(path: Path, start: int) -> Iterator[Any]:
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
+    size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(start)
         while len(head := file.read(LENGTH.size + CHECKSUM_BYTES)) == LENGTH.size + CHECKSUM_BYTES:
             (length,) = LENGTH.unpack(head[: LENGTH.size])
-            record = file.read(length + CHECKSUM_BYTES)
-            if len(record) < length + CHECKSUM_BYTES:  # cut off by a kill
+            if length + CHECKSUM_BYTES > size - file.tell():  # cut off by a kill
                 return
-            yield Event.FromString(record[:length])
+            try:
+                event = Event.FromString(file.read(length + CHECKSUM_BYTES)[:length])
+            except DecodeError:  # what a crash of the machine has left
+                return
+            yield event
 
 
 class StandingValues:

@@ -19,6 +19,7 @@ from ddpkit.train_logger import (
     JSONLTrainLogger,
     TensorboardLogger,
 )
+from ddpkit.train_logger.event_files import EVENT_FILES, events_after
 from tests.disks import fill, mounted
 from tests.train_logger.recipes import ENDS, KILLED, NEWEST, STEPS, SavesFirst, train
 from tests.unit.test_train_logger import scalars
@@ -392,6 +393,23 @@ def test_two_loggers_of_one_file_are_refused_before_training(tmp_path):
         with pytest.raises(ConfigError, match="TrainLogger both have save_file='.*log.csv'"):
             train(tmp_path, [other, table])
     assert not (tmp_path / "log.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        pytest.param(b"\xff" * 40, id="no length"),
+        pytest.param(b"\x08" + b"\0" * 11 + b"\xff" * 12, id="no event"),
+    ],
+)
+def test_what_a_crash_leaves_at_the_end_of_an_event_file_ends_no_start(tmp_path, rest):
+    TensorboardLogger(tmp_path).log_stats({"epoch": 1}, {"loss": 0.5})
+    known = len([*events_after(tmp_path, {})])
+    (file,) = tmp_path.glob(EVENT_FILES)
+    with file.open("ab") as end:
+        end.write(rest)
+    assert known > 1
+    assert len([*events_after(tmp_path, {})]) == known
 
 
 def test_curves_in_json_lines(tmp_path):

@@ -127,7 +127,7 @@ class MLflowLogger(TrackerLogger):
 
         The run is then ``FINISHED``, ``KILLED`` where a signal or the time limit has stopped it, or
         ``FAILED`` where an exception has ended the process. Both together take ``timeout_seconds``
-        at most.
+        and one second more at most.
 
         Ranks: local.
         """

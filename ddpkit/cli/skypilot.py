@@ -145,7 +145,8 @@ def _setup(options: argparse.Namespace) -> str:
 
 
 def _environment(options: argparse.Namespace) -> str:
-    cpus = int(re.sub(r"\D", "", options.cpus or "") or 0)
+    whole = re.match(r"\d+", options.cpus or "")  # of "16+", and of "7.5"
+    cpus = int(whole[0]) if whole else 0
     threads = 1 if options.accelerators else max(1, cpus // (options.nproc_per_node or 1))
     found = {"OMP_NUM_THREADS": str(threads)} | variables(options.env)
     return "\n".join(f"{name}: {scalar(value)}" for name, value in found.items())

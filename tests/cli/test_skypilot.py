@@ -106,6 +106,12 @@ def test_machines_without_gpus(write):
     assert "--nproc-per-node=4" in call_of_torchrun(task)
 
 
+@pytest.mark.parametrize(("cpus", "threads"), [("16", "8"), ("7.5", "3"), ("16.0+", "8")])
+def test_threads_of_processes_on_cpus(write, cpus, threads):
+    task = write(*USUAL[:3], f"--cpus={cpus}", "--nproc-per-node=2")
+    assert task["envs"]["OMP_NUM_THREADS"] == threads
+
+
 def test_what_goes_to_the_recipe_arrives_as_it_was(write):
     task = write(*USUAL, "--", *WORDS)
     assert call_of_torchrun(task)[-len(WORDS) :] == WORDS

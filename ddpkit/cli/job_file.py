@@ -44,6 +44,20 @@ def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:split], words[split + 1 :]
 
 
+def recipe_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """Return the command line of the recipe.
+
+    Args:
+        options: with ``script`` and ``hparams``, which may be None.
+        arguments: of the recipe.
+
+    Example:
+        >>> recipe_command(argparse.Namespace(script="train.py", hparams=None), ["--lr=0.1"])
+        ['train.py', '--lr=0.1']
+    """
+    return [options.script, *([options.hparams] if options.hparams else []), *arguments]
+
+
 def fill(template: str, values: Mapping[str, object]) -> str:
     r"""Fill in a template. A line that holds nothing but a name becomes the lines of its value, at
     the same indentation; an empty value takes the line away.

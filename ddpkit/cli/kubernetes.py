@@ -24,6 +24,7 @@ from ddpkit.cli.job_file import (
     check_processes,
     fill,
     job_name,
+    recipe_command,
     scalar,
     split_at_dashes,
     variables,
@@ -126,7 +127,7 @@ def _command(options: argparse.Namespace, processes: int, arguments: Sequence[st
     """Return the words of the command, one a line."""
     # The v1 controller passes the number of processes on only where there is a Master.
     number = [f"--nproc-per-node={processes}"] if options.kind == "pytorchjob" else []
-    recipe = [options.script, *([options.hparams] if options.hparams else []), *arguments]
+    recipe = recipe_command(options, arguments)
     return "\n".join(f"- {scalar(_literal(word))}" for word in ["torchrun", *number, *recipe])
 
 

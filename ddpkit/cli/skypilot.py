@@ -21,6 +21,7 @@ from ddpkit.cli.job_file import (
     check_files,
     fill,
     job_name,
+    recipe_command,
     scalar,
     split_at_dashes,
     variables,
@@ -83,7 +84,6 @@ def task_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """
     check_files(options)
     processes = _processes(options)
-    recipe = [options.script, *([options.hparams] if options.hparams else []), *arguments]
     return fill(
         TEMPLATE.read_text(encoding="utf-8"),
         {
@@ -96,7 +96,7 @@ def task_file(options: argparse.Namespace, arguments: Sequence[str]) -> str:
             "volumes": _volumes(options),
             "env": _environment(options),
             "setup": _setup(options),
-            "recipe": " \\\n  ".join(map(_quoted, recipe)),
+            "recipe": " \\\n  ".join(map(_quoted, recipe_command(options, arguments))),
         },
     )
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ddpkit.cli import command_parser, whole_number
-from ddpkit.cli.job_file import Template, split_at_dashes
+from ddpkit.cli.job_file import Template, check_processes, recipe_command, split_at_dashes
 from ddpkit.errors import ConfigError
 
 __all__ = ["batch_script", "run", "seconds_of"]
@@ -87,20 +87,15 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     Raises:
         ConfigError: a value is wrong, or a file of the recipe is not there.
     """
-    _check(options)
+    _check_files(options)
     gpus = options.gpus_per_node
-    processes = options.nproc_per_node or options.gpus_per_node
+    processes = check_processes(options, gpus)
     cpus = options.cpus_per_task or processes * (CPUS_PER_GPU_PROCESS if gpus else 1)
     notice = _notice(options)
     grace = notice - min(30, notice // 2)
     more = [f"--gpus-per-node={gpus}"] if gpus else []
     names = {name: getattr(options, name) for name in ("partition", "account")}
     more += [f"--{name}={shlex.quote(value)}" for name, value in names.items() if value]
-    recipe = [
-        options.script,
-        *([options.hparams] if options.hparams else []),
-        *arguments,
-    ]
     torchrun = [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
     own_signals = _passes_signals_on()
     if own_signals:
@@ -129,7 +124,7 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
         signal="USR1" if own_signals else "TERM",  # a torchrun that knows TERM only
         rendezvous=C10D if options.max_restarts else STATIC,
         torchrun="".join(f"{word}{LINE}" for word in torchrun),
-        recipe=" \\\n    ".join(map(shlex.quote, recipe)),
+        recipe=" \\\n    ".join(map(shlex.quote, recipe_command(options, arguments))),
     )
 
 
@@ -176,14 +171,12 @@ def _notice(options: argparse.Namespace) -> int:
     return notice
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_files(options: argparse.Namespace) -> None:
     for file in (options.script, options.hparams):
         if file is not None and not Path(file).is_file():
             raise ConfigError(
                 f"there is no file {file!r}. Call this in the folder in which you will call sbatch."
             )
-    if not options.gpus_per_node and options.nproc_per_node is None:
-        raise ConfigError("--gpus-per-node=0: how many processes on a node? Give --nproc-per-node.")
 
 
 def _passes_signals_on() -> bool:

@@ -59,14 +59,15 @@ def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _send_alone(tensor: torch.Tensor) -> None:
     # Else NCCL refuses it, and gloo sends it in the order of memory.
-    sent = tensor.detach().contiguous()
+    sent = _plain(tensor)
     torch.distributed.broadcast(sent, src=0)
     if sent.data_ptr() != tensor.data_ptr():
         _put(sent, tensor)
 
 
 def _send_packed(tensors: list[torch.Tensor]) -> None:
-    flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    # by strides: that of a tensor with one element may be any, and view would keep it
+    flat = [_plain(tensor).as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     sent = torch.cat([values.view(torch.uint8) for values in flat])
     torch.distributed.broadcast(sent, src=0)
     if torch.distributed.get_rank() == 0:
@@ -74,6 +75,11 @@ def _send_packed(tensors: list[torch.Tensor]) -> None:
     parts = torch.split(sent, [tensor.nbytes for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         _put(part.view(tensor.dtype).view(tensor.shape), tensor)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bytes in memory are its values, in their order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _put(values: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -20,7 +20,8 @@ def tensors_of(rank):
         whole.double().reshape(2, 3, 4).transpose(0, 2),
         torch.full((), float(start)),
         torch.empty(0, 3),
-        whole.to(torch.complex64)[::2],
+        torch.complex(whole.float(), whole.float())[::2].conj(),  # the signs are not in memory
+        torch.complex(whole.float(), whole.float())[:1].conj().imag,
         nn.Parameter(whole.bfloat16().reshape(4, 6).t()),
         whole.float().reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
     ]
@@ -36,7 +37,8 @@ def sent(message_bytes):
     ):
         sending.send_from_main(iter(tensors))
     assert strides == [tensor.stride() for tensor in tensors]
-    return tensors, messages.call_count
+    # resolved, as the way back from a rank forgets signs
+    return [tensor.resolve_conj().resolve_neg() for tensor in tensors], messages.call_count
 
 
 def test_tensors_of_all_kinds_travel_in_few_messages(ranks):

@@ -43,6 +43,8 @@ __all__ = [
     "MissingExtraError",
     "MissingFileError",
     "NonFiniteLossError",
+    "ObjectStoreError",
+    "ObjectStoreUsageError",
     "ParityError",
     "Part",
     "RankFailedError",

@@ -57,6 +57,8 @@ from ddpkit.errors import (
     MissingExtraError as MissingExtraError,
     MissingFileError as MissingFileError,
     NonFiniteLossError as NonFiniteLossError,
+    ObjectStoreError as ObjectStoreError,
+    ObjectStoreUsageError as ObjectStoreUsageError,
     ParityError as ParityError,
     RankFailedError as RankFailedError,
     RankMismatchError as RankMismatchError,

@@ -14,6 +14,8 @@
         ├── DataError (ValueError)               a dataset or loader cannot feed the run
         ├── CheckpointError (RuntimeError)       a checkpoint cannot be written, found or trusted
         │   ├── FolderInUseError                 another run saves into the folder
+        │   ├── ObjectStoreError                 an object store cannot be reached, or refuses
+        │   │   └── ObjectStoreUsageError (CheckpointUsageError)   its bucket, credentials or a permission is missing
         │   └── CheckpointUsageError (ConfigError)     what was given does not go with checkpoints, or with this one
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
         ├── ParityError (AssertionError)         several processes would not train as one does
@@ -46,6 +48,8 @@ __all__ = [
     "MissingExtraError",
     "MissingFileError",
     "NonFiniteLossError",
+    "ObjectStoreError",
+    "ObjectStoreUsageError",
     "ParityError",
     "RankFailedError",
     "RankMismatchError",
@@ -126,6 +130,16 @@ class CheckpointUsageError(CheckpointError, ConfigError):
 
 class FolderInUseError(CheckpointError):
     """Another run saves into the folder, or has taken it over."""
+
+
+class ObjectStoreError(CheckpointError):
+    """An object store, such as S3, cannot be reached or refuses what was asked."""
+
+
+class ObjectStoreUsageError(ObjectStoreError, CheckpointUsageError):
+    """An object store refuses whatever is asked: its bucket, credentials or a permission is
+    missing.
+    """
 
 
 class NonFiniteLossError(DdpkitError, ValueError):

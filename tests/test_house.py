@@ -217,6 +217,8 @@ PROCESS_STATE = {
     "experiment._CLAIMED": "the folder of this process's run",
     "logger._UNDO": "logging belongs to a process",
     "base.stage_data.StageData": "the present stage, for metrics that are made anywhere",
+    "object_store.lock._HELD": "locks of folders of stores, which a process has once",
+    "object_store.lock._MUTEX": "guards them",
     "optim.step_counters._resolving": "a lock: any thread may count a pending step",
     "optim.lr_scaling._own_rates": "of optimizers, for as long as each lives",
     "optim.factor_on_rates.factors": "of optimizers, for as long as each lives",

@@ -55,6 +55,7 @@ from ddpkit.checkpointing.main_work import (
 from ddpkit.checkpointing.module_state import (
     copies_what_it_loads as copies_what_it_loads,
 )
+from ddpkit.checkpointing.object_folder import ObjectFolder as ObjectFolder
 from ddpkit.checkpointing.reading import (
     DamageLog as DamageLog,
     read_checkpoint as read_checkpoint,

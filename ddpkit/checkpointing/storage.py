@@ -208,7 +208,7 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
         pieces.extend(hashing.pieces)
 
     FILES.write(path, write)
-    return _digest_of([piece.digest() for piece in pieces])
+    return digest_of_pieces([piece.digest() for piece in pieces])
 
 
 def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) -> str:
@@ -236,9 +236,9 @@ def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) ->
     starts = range(0, path.stat().st_size, piece_bytes)
     digest_at = functools.partial(_piece_digest, path, piece_bytes)
     if threads == 1 or len(starts) == 1:
-        return _digest_of(list(map(digest_at, starts)))
+        return digest_of_pieces(list(map(digest_at, starts)))
     with ThreadPoolExecutor(threads) as pool:
-        return _digest_of(list(pool.map(digest_at, starts)))
+        return digest_of_pieces(list(pool.map(digest_at, starts)))
 
 
 def _piece_digest(path: Path, size: int, start: int) -> bytes:
@@ -252,7 +252,19 @@ def _piece_digest(path: Path, size: int, start: int) -> bytes:
     return digest.digest()
 
 
-def _digest_of(pieces: Sequence[bytes]) -> str:
+def digest_of_pieces(pieces: Sequence[bytes]) -> str:
+    """Return the digest of a file from those of its pieces, in hexadecimal digits, as
+    :func:`file_sha256` does.
+
+    Args:
+        pieces: digests, in the order of the pieces; none of an empty file.
+
+    Ranks: local.
+
+    Example:
+        >>> digest_of_pieces([b"0" * 32])[:4]
+        '3030'
+    """
     return pieces[0].hex() if len(pieces) == 1 else hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
@@ -353,7 +365,7 @@ def commit_staging(
     """
     _seal(staging, world_size, digests)
     before_rename()
-    _publish(staging, final)
+    publish_staging(staging, final)
 
 
 def _seal(staging: Path, world_size: int, digests: Mapping[Path, str]) -> None:
@@ -385,7 +397,39 @@ def _seal(staging: Path, world_size: int, digests: Mapping[Path, str]) -> None:
         FILES.sync_directory(directory)
 
 
-def _publish(staging: Path, final: Path) -> None:
+def sync_tree(directory: Path) -> None:
+    """Wait until all files of a directory are on the disk, and then its entries.
+
+    Args:
+        directory: with all that is in it.
+
+    Raises:
+        OSError: the disk cannot promise it.
+
+    Ranks: local.
+    """
+    directories = [directory]
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            directories.append(path)
+        else:
+            FILES.sync_file(path)
+    for path in reversed(directories):
+        FILES.sync_directory(path)
+
+
+def publish_staging(staging: Path, final: Path) -> None:
+    """Give a directory that has its manifest, and is on the disk, its final name.
+
+    Args:
+        staging: the directory.
+        final: its name from now on. A directory of that name is replaced.
+
+    Raises:
+        OSError: it cannot be renamed; an old directory of that name is back in its place.
+
+    Ranks: main only (any one process).
+    """
     replaced = final.with_name(REPLACED_PREFIX + final.name)
     replaces = os.path.lexists(final)
     if replaces:
@@ -534,7 +578,7 @@ def verify(
         return []
     try:
         if os.path.lexists(directory / MANIFEST_NAME):
-            files, piece_bytes = _read_manifest(directory / MANIFEST_NAME)
+            files, piece_bytes = read_manifest(directory / MANIFEST_NAME)
             wanted = [name for name in files if only in {None, name}]
             faults = [_fault(directory, name, files[name], mode, piece_bytes) for name in wanted]
         elif META_MARK in read_text(directory / META_NAME):
@@ -554,7 +598,7 @@ def _fault(
     mode: VerifyMode,
     piece_bytes: int,
 ) -> str | None:
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+    if is_outside(name):
         return f"{MANIFEST_NAME} names a file outside the directory: {name!r}"
     path = directory / name
     try:
@@ -568,6 +612,22 @@ def _fault(
     except (OSError, ValueError) as error:
         return f"{name!r} cannot be read: {error}"
     return None
+
+
+def is_outside(name: str) -> bool:
+    """Say whether what a manifest names would be a file outside of the checkpoint.
+
+    Args:
+        name: of a file, with slashes.
+
+    Ranks: local.
+
+    Example:
+        >>> is_outside("a/b.ckpt"), is_outside("../b.ckpt"), is_outside("/b.ckpt")
+        (False, True, True)
+    """
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
 
 
 def _regular(path: Path) -> os.stat_result:
@@ -632,27 +692,53 @@ def read_text(path: Path, limit: int = MOST_TEXT) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+def read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return what a manifest says of each file, and the size of the pieces in which files were
     hashed.
+
+    Args:
+        path: of the manifest.
+
+    Raises:
+        CheckpointError: it cannot be read or understood, or fails its checksum.
+
+    Ranks: local.
     """
     try:
-        manifest = json.loads(read_text(path))
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    return parse_manifest(text)
+
+
+def parse_manifest(text: str | bytes) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what the text of a manifest says, as :func:`read_manifest` does.
+
+    Args:
+        text: of a manifest.
+
+    Raises:
+        CheckpointError: it cannot be understood, or fails its checksum.
+
+    Ranks: local.
+    """
+    try:
+        manifest = json.loads(text)
         stated = manifest.pop("digest")
         piece_bytes = PIECE_BYTES_OF_FORMAT.get(manifest["format"])
         if piece_bytes is None:
             known = " and ".join(map(str, PIECE_BYTES_OF_FORMAT))
             raise CheckpointError(
-                f"{path.name} has format {manifest['format']!r}, this ddpkit reads {known}"
+                f"{MANIFEST_NAME} has format {manifest['format']!r}, this ddpkit reads {known}"
             )
         files: dict[str, Any] = dict(manifest["files"])
         complete = all(
             isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values()
         )
         if stated != _manifest_digest(manifest) or not complete:
-            raise CheckpointError(f"{path.name} fails its checksum")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+            raise CheckpointError(f"{MANIFEST_NAME} fails its checksum")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST_NAME} cannot be read: {error}") from error
     return files, piece_bytes
 
 

@@ -1,0 +1,46 @@
+"""Where a checkpoint stands in a store: in a folder of its name, or, where one of this name is
+there already, in one of a version of it.
+
+A store renames nothing, and an object that is written again is gone. So a checkpoint that replaces
+another is written beside it, as the next version, and the older one is deleted then. Whoever looks
+in between finds both, and takes the higher version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_VERSION = re.compile(r"(?P<name>.+)@(?P<version>[0-9]{1,9})", re.DOTALL)
+
+
+def folder_of(name: str, version: int) -> str:
+    """Return the folder of a version of a checkpoint. Version 0 has the checkpoint's name.
+
+    Example:
+        >>> folder_of("CKPT+best", 0), folder_of("CKPT+best", 2), folder_of("CKPT+a@2", 0)
+        ('CKPT+best', 'CKPT+best@2', 'CKPT+a@2@0')
+    """
+    return f"{name}@{version}" if version or _VERSION.fullmatch(name) else name
+
+
+def name_and_version(folder: str) -> tuple[str, int]:
+    """Return the checkpoint and the version that a folder is of.
+
+    Example:
+        >>> name_and_version("CKPT+best"), name_and_version("CKPT+a@2@0")
+        (('CKPT+best', 0), ('CKPT+a@2', 0))
+    """
+    found = _VERSION.fullmatch(folder)
+    return (found["name"], int(found["version"])) if found else (folder, 0)
+
+
+def newest_versions(folders: Iterable[str]) -> dict[str, str]:
+    """Return the folder of the highest version of each checkpoint.
+
+    Example:
+        >>> newest_versions(["CKPT+best", "CKPT+best@2", "CKPT+a"])
+        {'CKPT+a': 'CKPT+a', 'CKPT+best': 'CKPT+best@2'}
+    """
+    ordered = sorted(map(name_and_version, folders))
+    return {name: folder_of(name, version) for name, version in ordered}

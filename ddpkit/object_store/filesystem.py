@@ -1,0 +1,115 @@
+"""The filesystem of ``fsspec`` behind a URL, and how each kind of store is asked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import ConfigError, MissingExtraError
+from ddpkit.object_store.url import protocol_of, shown_url
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+PART_BYTES = 8 << 20
+MOST_PARTS = 9_000  # S3 has 10000 for a file
+PARTS_AT_ONCE = 4
+
+
+def _parts_of_s3(size: int) -> dict[str, Any]:
+    """Return how a file is cut; s3fs would have 500 MB of it in memory."""
+    return {
+        "chunksize": max(PART_BYTES, -(-size // MOST_PARTS)),
+        "max_concurrency": PARTS_AT_ONCE,
+    }
+
+
+def _as_it_is(_: int) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of store.
+
+    Attributes:
+        package: that has its filesystem; empty where fsspec itself has it.
+        creates: whether an object can be made on the condition that there is none.
+        options: given to its filesystem, below those of the user.
+        send_options: for a file of so many bytes.
+    """
+
+    package: str = ""
+    creates: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    send_options: Any = _as_it_is
+
+
+@functools.cache
+def kinds() -> dict[str, Kind]:
+    """Return the kinds of stores, by the protocols of their URLs."""
+    no_cache = {"use_listings_cache": False}
+    s3 = Kind("s3fs", creates=True, options=no_cache, send_options=_parts_of_s3)
+    google = Kind("gcsfs", creates=True, options=no_cache)
+    azure = Kind("adlfs", options=no_cache)
+    disk = Kind(creates=True, options={"auto_mkdir": True})
+    return {
+        "s3": s3,
+        "s3a": s3,
+        "gs": google,
+        "gcs": google,
+        "az": azure,
+        "abfs": azure,
+        "abfss": azure,
+        "memory": Kind(creates=True),
+        "file": disk,
+        "local": disk,
+    }
+
+
+def kind_of(url: str) -> Kind:
+    """Return how a store is asked; one that is not known is asked for what all have."""
+    return kinds().get(protocol_of(url), Kind())
+
+
+def open_filesystem(
+    url: str,
+    storage_options: Mapping[str, Any] = NOTHING,
+) -> tuple[AbstractFileSystem, str]:
+    """Return the filesystem behind a URL, and the folder in it. Asks the store nothing yet.
+
+    Args:
+        url: of the folder.
+        storage_options: for the filesystem; credentials are found as its package finds them.
+
+    Raises:
+        MissingExtraError: fsspec, or the package of this kind of store, is not installed.
+        ConfigError: no filesystem has this protocol, or refuses the options.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{shown_url(url)} needs the package fsspec, which is not installed: run "
+            "`pip install ddpkit[fsspec]`."
+        ) from error
+    kind = kind_of(url)
+    try:
+        filesystem, folder = fsspec.core.url_to_fs(url, **{**kind.options, **storage_options})
+    except ImportError as error:
+        package = kind.package or "of its protocol"
+        raise MissingExtraError(
+            f"{shown_url(url)} needs the package {package}, which is not installed or cannot be "
+            f"imported ({error}): run `pip install {kind.package or 'PACKAGE'}`."
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{shown_url(url)} cannot be opened: {error}. Give a folder of a store that fsspec "
+            "knows, such as s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER."
+        ) from error
+    return filesystem, str(folder).rstrip("/")

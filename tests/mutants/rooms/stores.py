@@ -13,7 +13,7 @@ LOCKS = in_room(
         Fault(
             "a run that renews its lock in a store is taken over",
             "_Waiting.is_over",
-            "self._seen[0] == holder and self._seen != seen",
+            "self._seen is not None and self._seen[0] == holder and self._seen != seen",
             "False",
         ),
         Fault(

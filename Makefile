@@ -6,7 +6,8 @@ VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
 # Versions that are installed: those of the file, or the oldest that work (.ci/floor.txt).
 CONSTRAINTS ?= constraints.txt
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+# Of the thousands of modules that come, some hundreds are imported, and these are compiled then.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 # The tests that `make test` leaves out (`make check` runs all), as a pytest -m expression.
 MARKS  ?= not slow and not faults and not launch
@@ -124,10 +125,9 @@ $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@touch $(VENV)/.installed-examples $@
 	@echo "Installed."
 
-# Of the thousands of modules in the ecosystem a few are imported, and these are compiled then.
 $(VENV)/.installed-ecosystem: $(VENV)/.installed-dev
 	@echo "Installing ddpkit[ecosystem] into $(VENV): other libraries' data, trackers and starters, for the slower tests. It takes minutes and more than 1 GB."
-	@$(PIP) --no-compile -e ".[ecosystem]"
+	@$(PIP) -e ".[ecosystem]"
 	@touch $@
 	@echo "Installed."
 

@@ -16,8 +16,6 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 #: Name of a program: the Debian package that brings it. fontconfig brings the font that pages are
 #: drawn with.
 PROGRAMS = {"chromium-headless-shell": "chromium-headless-shell", "fc-match": "fontconfig"}
@@ -151,6 +149,8 @@ class Browser:
 
 def find_browser(folder: Path) -> Browser:
     """Return a browser; skip the test where there is none, or fail where there has to be one."""
+    import pytest  # `python -m tests.clusters` does without
+
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         reason = f"none of {', '.join(NAMES)} is installed"

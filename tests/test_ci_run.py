@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,24 @@ ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = """
 demo:
 \t@echo "demo in $(CURDIR)"
+\t@touch demo-is-made
 
 check:
 \t@echo "check in $(CURDIR)"
 \t@cat note.txt
 \t@echo "=== 1 failed, 2 passed in 3.45s ==="
 \t@exit 7
+"""
+# in the place of what installs Debian's packages
+PACKAGES = """
+import pathlib, sys, time
+
+limit = time.monotonic() + 60
+while not pathlib.Path("demo-is-made").exists():
+    if time.monotonic() > limit:
+        sys.exit("no demo is made meanwhile")
+    time.sleep(0.02)
+sys.exit("these cannot be installed" if {fails} else 0)
 """
 
 
@@ -49,13 +62,14 @@ def commit(folder, message):
     subprocess.run([*git, "commit", "--quiet", "-m", message], check=True)
 
 
-def ci_run(folder):
+def ci_run(folder, clusters="0"):
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("MAKE", "MFLAGS", "GIT_"))
     }
-    environment["DDPKIT_REQUIRE_CLUSTERS"] = "0"
+    environment["DDPKIT_REQUIRE_CLUSTERS"] = clusters
+    environment["PYTHON"] = sys.executable
     command = [str(folder / ".ci" / "run")]
     run = subprocess.run(
         command,
@@ -112,3 +126,28 @@ def test_a_clone_named_ddpkit_is_where_it_runs(checkout):
     found, lines = ci_run(folder)
     assert found == [f"demo in {folder}", f"check in {folder}"]
     assert "as committed" in lines
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_packages_of_the_clusters_are_installed_beside_the_demo(checkout, fails):
+    folder = checkout("ddpkit")
+    package = folder / "tests" / "clusters"
+    package.mkdir(parents=True)
+    for one in (package.parent, package):
+        (one / "__init__.py").touch()
+    (package / "__main__.py").write_text(PACKAGES.format(fails=fails))
+    _, lines = ci_run(folder, clusters="1")
+    told = ["== packages of the clusters"]
+    if fails:
+        told += [
+            "they could not be installed; the tests of the clusters will fail",
+            "these cannot be installed",
+        ]
+    begin = lines.index(told[0])
+    assert lines.index(f"demo in {folder}") < begin
+    assert lines[begin : lines.index("== make check")] == told
+
+
+def test_what_installs_the_packages_of_the_clusters_needs_no_package_of_python():
+    command = [sys.executable, "-S", "-c", "import tests.clusters.__main__"]
+    subprocess.run(command, cwd=ROOT, check=True)

@@ -1,5 +1,7 @@
 """``python -m tests.clusters``: install what clusters are made of, and a browser, with more time
 than a test has.
+
+Needs a Python without packages: `.ci/run` starts it while others are installed.
 """
 
 from __future__ import annotations

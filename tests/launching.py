@@ -107,7 +107,8 @@ class Run:
     """A command and all processes that come from it, known by a marker in their environment.
 
     With ``warm``, a Python command is forked from a process that has imported torch, and so are
-    torchrun's ranks: a test of what the processes do then takes a second, and not ten.
+    torchrun's ranks: a test of what the processes do then takes a second, and not ten. They run in
+    the namespaces of a process, if its id is given.
     """
 
     command: Sequence[str]
@@ -115,6 +116,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     name: str = "run"
     warm: bool = False
+    namespaces_of: int | None = None
 
     def __post_init__(self) -> None:
         self.marker = uuid.uuid4().hex
@@ -126,7 +128,9 @@ class Run:
         with self.paths[0].open("wb") as out, self.paths[1].open("wb") as err:
             options = {"cwd": self.folder, "env": environment, "stdout": out, "stderr": err}
             if self.warm:
-                self.process = WarmProcess(self.command, **options)
+                self.process = WarmProcess(
+                    self.command, namespaces_of=self.namespaces_of, **options
+                )
             else:
                 self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, **options)
         self.started = time.monotonic()

@@ -49,17 +49,27 @@ PRELOADED = [
     "ddpkit.epoch_loop",
 ]
 NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
+# of a process on another host, as tests see one: its network, its name, its files
+NAMESPACES = ("net", "uts", "mnt")
 # to import torch takes three; a loaded machine takes its time
 START_SECONDS = 300.0
 POLL_SECONDS = 0.02
 
+# a process that was forked for another host starts others there
+_namespaces_of = None
+
 
 class WarmProcess:
-    """A Python command in a forked process, with what is used of :class:`subprocess.Popen`."""
+    """A Python command in a forked process, with what is used of :class:`subprocess.Popen`.
+
+    Args:
+        namespaces_of: the id of a process in whose namespaces it runs, as by ``nsenter``.
+    """
 
     def __init__(
         self, args, *, env=None, cwd=None, stdin=None, stdout=None, stderr=None,
         start_new_session=False,
+        namespaces_of=None,
         preexec_fn=None,  # of the parent's death: the parent of a forked process is another
     ):  # fmt: skip
         if stdin not in (None, subprocess.DEVNULL):
@@ -74,6 +84,7 @@ class WarmProcess:
             "env": {**(os.environ if env is None else env), SERVER: path},
             "cwd": str(cwd or Path.cwd()),
             "session": start_new_session,
+            "namespaces_of": namespaces_of or _namespaces_of,
         }
         streams = [
             1 if stdout is None else stdout.fileno(),
@@ -285,12 +296,25 @@ def _settle(wanted, streams, connection):
     _write_marker(wanted["env"].get(MARKER, NO_MARKER))
     os.environ.clear()
     os.environ.update(wanted["env"])
+    _enter_namespaces(wanted["namespaces_of"])
     os.chdir(wanted["cwd"])
     more = wanted["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [one for one in more if one and one not in sys.path[1:]]
     sys.modules["numpy"].random.seed()  # as a process that starts
     connection.sendall(f"{os.getpid()}\n".encode())
     connection.close()
+
+
+def _enter_namespaces(pid):
+    global _namespaces_of  # noqa: PLW0603 -- of this process
+    _namespaces_of = pid
+    if pid is None:
+        return
+    spaces = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    for space in spaces:
+        if libc.setns(space, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {pid}")
+        os.close(space)
 
 
 def _write_marker(marker):
@@ -367,7 +391,7 @@ def _exit(code):
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.getenv.restype = ctypes.c_void_p
     _marker_address = libc.getenv(MARKER.encode())
     _import_everything()

@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ __all__ = [
     "kill",
     "rank_of",
     "run_on",
+    "running",
     "seconds_until",
     "tail",
 ]
@@ -144,10 +145,18 @@ def run_on(
     """Start commands that belong together and have their own names; kill what is left of them at
     the end.
     """
+    starting = (Run(command, folder, environment, name=name) for command, name in starts)
+    with running(starting) as runs:
+        yield runs
+
+
+@contextlib.contextmanager
+def running(starting: Iterable[Run]) -> Iterator[list[Run]]:
+    """Start commands one after the other; kill what is left of them at the end."""
     runs: list[Run] = []
     try:
-        for command, name in starts:
-            runs.append(Run(command, folder, environment, name=name))
+        for run in starting:
+            runs.append(run)  # noqa: PERF402 -- the next may fail
         yield runs
     finally:
         for run in runs:

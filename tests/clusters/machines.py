@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.launching import wait_until
+from tests.launching import Run, wait_until
 
 from .harness import Found, find, kill
 from .packages import CannotSetUpError
@@ -119,6 +119,23 @@ class Machine:
         inside = ["env", "-C", str(folder)] if folder else []
         spaces = ["--target", str(self.sleeper.pid), "--net", "--uts", "--mount"]
         return ["nsenter", *spaces, "--", *inside, *command]
+
+    def start(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: dict[str, str],
+        *,
+        warm: bool,
+    ) -> Run:
+        """Start a command of Python here; it may be forked from a process that has imported
+        torch.
+        """
+        environment = {**environment, "HOSTNAME": self.name}
+        if warm:
+            pid = self.sleeper.pid
+            return Run(command, folder, environment, self.name, warm=True, namespaces_of=pid)
+        return Run(self.enter(*command, folder=folder), folder, environment, self.name)
 
     def run(self, *command: str) -> str:
         """Run a short command here and return what it printed; it must succeed."""

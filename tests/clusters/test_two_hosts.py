@@ -40,9 +40,10 @@ ELASTIC = (
 
 
 @contextlib.contextmanager
-def training(hosts, folder, options, *words):
+def training(hosts, folder, options, *words, warm=True):
     """Run the recipe on both hosts; what it said is in the failure."""
-    with hosts.torchrun(folder, str(SCRIPT), str(HPARAMS), *words, options=options) as runs:
+    command = [str(SCRIPT), str(HPARAMS), *words]
+    with hosts.torchrun(folder, *command, options=options, warm=warm) as runs:
         try:
             yield runs
         except AssertionError as error:
@@ -59,7 +60,7 @@ def to_the_end(runs, folder, seconds=90):
 
 def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_path):
     gate = held(tmp_path, after=3)
-    with training(hosts, tmp_path, C10D) as runs:
+    with training(hosts, tmp_path, C10D, warm=False) as runs:
         assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
         found = {}
         for run in runs:
@@ -161,7 +162,7 @@ def test_the_other_host_goes_on_alone_with_the_same_batches(hosts, tmp_path, how
     """Of ``--nnodes=1:2``; and a host that is cut off keeps its torchrun, which may come back."""
     gate = held(tmp_path, after=6)
     words = ["--ckpt_interval_steps=4", f"--hang_timeout={HANG_SECONDS_OF_RESTARTS}"]
-    with training(hosts, tmp_path, ELASTIC, *words) as runs:
+    with training(hosts, tmp_path, ELASTIC, *words, warm=how == "it is cut off") as runs:
         assert wait_until(lambda: both_at(tmp_path, 6), 150), "the sixth step of both ranks"
         if how == "it is cut off":
             hosts.cut()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.launching import Run, wait_until
 
-from .harness import clean_environment, find, kill, run_on
+from .harness import clean_environment, find, kill, running
 from .machines import OWNER, Machine, may_have_namespaces, owner_mark, sweep
 from .packages import CannotSetUpError, need
 from .two_hosts import PROGRAMS
@@ -60,21 +60,19 @@ class ThreeHosts:
     def python(self, folder: Path, *words: str) -> Iterator[list[Run]]:
         """Run Python on each host, as one rank of three."""
         first = next(iter(self.machines))
-        starts = []
-        for rank, (name, machine) in enumerate(self.machines.items()):
-            place = {
-                "RANK": rank,
-                "WORLD_SIZE": len(self.machines),
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": 1,
-                "MASTER_ADDR": first,
-                "MASTER_PORT": PORT,
-                "HOSTNAME": name,
-            }
-            variables = [f"{key}={value}" for key, value in place.items()]
-            command = machine.enter("env", *variables, sys.executable, *words, folder=folder)
-            starts.append((command, name))
-        with run_on(starts, folder, **clean_environment()) as runs:
+        common = {
+            **clean_environment(),
+            "WORLD_SIZE": str(len(self.machines)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": first,
+            "MASTER_PORT": str(PORT),
+        }
+        command = [sys.executable, *words]
+        with running(
+            machine.start(command, folder, {**common, "RANK": str(rank)}, warm=True)
+            for rank, machine in enumerate(self.machines.values())
+        ) as runs:
             yield runs
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.launching import BIN, Run
 
-from .harness import clean_environment, run_on
+from .harness import clean_environment, running
 from .machines import CABLE, OWNER, Machine, cut, may_have_namespaces, mend, new_machines, sweep
 from .packages import CannotSetUpError, need
 
@@ -47,22 +47,25 @@ class TwoHosts:
         folder: Path,
         *words: str,
         options: Sequence[str] = (),
+        warm: bool = True,
         **environment: str,
     ) -> Iterator[list[Run]]:
         """Run torchrun on both hosts, the same but for what ``{rank}`` stands for in its
         options.
+
+        With ``warm``, torchrun and its ranks are forked from a process that has imported torch:
+        for what they do when they are there. What asks who runs there, or ends with its parent, is
+        started cold.
         """
         starts = []
         for rank, machine in enumerate(self.machines):
             own = [option.format(rank=rank) for option in options]
             command = [str(BIN / "torchrun"), "--nnodes=2", *own, *words]
-            starts.append(
-                (
-                    machine.enter("env", f"HOSTNAME={machine.name}", *command, folder=folder),
-                    machine.name,
-                )
-            )
-        with run_on(starts, folder, **clean_environment(), **environment) as runs:
+            starts.append((machine, command))
+        with running(
+            machine.start(command, folder, {**clean_environment(), **environment}, warm=warm)
+            for machine, command in starts
+        ) as runs:
             yield runs
 
     def cut(self) -> None:

@@ -6,8 +6,6 @@ import errno
 import gc
 import logging
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -24,6 +22,8 @@ from ddpkit.checkpointing.async_save import BackgroundSave
 from ddpkit.checkpointing.storage import FileOperations, FolderLock, verify
 from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.errors import CheckpointError, FolderInUseError
+from tests.launching import Run, python
+from tests.warm_starts import WHOLE_EXIT
 
 
 class Gate(FileOperations):
@@ -573,11 +573,12 @@ def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that
     code,
     kept,
 ):
+    """The first is started as a user does; the others end as it does, too."""
     script = textwrap.dedent(SCRIPT) + end + "\n"
     seconds = "600" if "kill" in end else "0.5"
-    command = [sys.executable, "-c", script, tmp_path / "save", seconds]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert ended.returncode == code, ended.stderr
+    command = python("-c", script, str(tmp_path / "save"), seconds)
+    ended = Run(command, tmp_path, {WHOLE_EXIT: "1"}, warm=bool(end)).wait(100)
+    assert ended.code == code, ended.err
     assert sorted(p.name for p in (tmp_path / "save").glob("CKPT*")) == kept
     assert all(verify(path) == [] for path in (tmp_path / "save").glob("CKPT*"))
 

@@ -94,15 +94,15 @@ def require_gone_soon(runs, folder):
     [
         ("forward", 1, False),
         ("forward", 0, True),
-        ("forward", 1, True),
+        pytest.param("forward", 1, True, marks=pytest.mark.exhaustive),
         ("hook", 0, False),
         ("dataset", 1, True),
         ("worker", 1, False),
-        ("worker", 0, True),
+        pytest.param("worker", 0, True, marks=pytest.mark.exhaustive),
         ("valid", 1, False),
-        ("valid", 0, True),
+        pytest.param("valid", 0, True, marks=pytest.mark.exhaustive),
         ("main", 0, False),
-        ("main", 0, True),
+        pytest.param("main", 0, True, marks=pytest.mark.exhaustive),
         ("start", 1, False),
         ("start", 0, True),
     ],
@@ -310,13 +310,13 @@ def uninterrupted(tmp_path_factory):
     ("name", "target", "stage", "workers", "by_hand"),
     [
         ("SIGTERM", "launcher", "TRAIN", 0, False),
-        ("SIGTERM", 1, "TRAIN", 2, False),
+        pytest.param("SIGTERM", 1, "TRAIN", 2, False, marks=pytest.mark.exhaustive),
         ("SIGTERM", 1, "VALID", 0, True),
         ("SIGTERM", 1, "VALID of a stream", 0, True),
         ("SIGUSR1", 0, "TRAIN", 2, True),
         ("SIGUSR1", 1, "VALID", 2, False),
         ("SIGINT", "launcher", "TRAIN", 2, False),
-        ("SIGINT", 1, "TRAIN", 0, True),
+        pytest.param("SIGINT", 1, "TRAIN", 0, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
@@ -378,7 +378,7 @@ def test_workers_are_deaf_from_their_first_moment(tmp_path, context):
         "epochs=2",
         processes=1,
         by_hand=True,
-        warm=False,
+        warm=context == "fork",
     )
     assert wait_until(lambda: workers_of(run), START_SECONDS)
     run.signal(signal.SIGTERM)
@@ -398,7 +398,7 @@ def test_workers_are_deaf_from_their_first_moment(tmp_path, context):
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_workers_do_not_outlive_their_rank(tmp_path, context):
     words = ["workers=2", f"context={context}", "size=100000"]
-    [run] = start(tmp_path, *words, processes=1, by_hand=True, warm=False)
+    [run] = start(tmp_path, *words, processes=1, by_hand=True)
     until(tmp_path, "TRAIN", 3, ranks=1)
     assert len(workers_of(run)) >= 3
     run.signal(signal.SIGKILL)

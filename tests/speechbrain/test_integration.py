@@ -182,7 +182,7 @@ def test_every_name_of_every_ported_recipe_is_found(tmp_path, speechbrain):
     found = {}
     for state in ("before", "after"):
         words = python("-m", "tests.porting.resolving", str(tmp_path))
-        done = Run(words, tmp_path, {"PYTHONPATH": speechbrain}, name=state).wait(240)
+        done = Run(words, tmp_path, {"PYTHONPATH": speechbrain}, state, warm=True).wait(240)
         assert done.code == 0, done.err
         found[state] = json.loads(done.out.splitlines()[-1])
         write_recipe(port_recipe(tmp_path))

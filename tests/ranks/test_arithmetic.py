@@ -222,19 +222,19 @@ def draw(seed, number, **fixed):
 
 # The first of the cases that are drawn; all of them in `make check`.
 drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark.slow)])
+
+
 # Three ranks divide unevenly all that two do.
-two_to_four = pytest.mark.parametrize(
-    "world_size",
+@pytest.mark.parametrize(
+    ("world_size", "number"),
     [
-        3,
-        pytest.param(4, marks=pytest.mark.slow),
-        pytest.param(2, marks=(pytest.mark.slow, pytest.mark.exhaustive)),
+        (3, 4),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+        pytest.param(3, 12, marks=pytest.mark.slow),
+        pytest.param(4, 12, marks=pytest.mark.exhaustive),
+        pytest.param(2, 12, marks=pytest.mark.exhaustive),
     ],
 )
-
-
-@drawn
-@two_to_four
 def test_any_sizes(ranks, world_size, number):
     """N in 1..40, batch 1..7, accumulation 1..5, shuffled or not, remainder dropped or not."""
     small = [

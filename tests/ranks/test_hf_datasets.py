@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cells import some_of
 from tests.ecosystem import (
     OFFLINE,
     assert_same_training,
@@ -82,7 +83,10 @@ def split_by_node():
     return split_dataset_by_node(stream, rank=rank, world_size=world), {"batch_size": 2}
 
 
-@pytest.mark.parametrize(("num_workers", "augment"), [(0, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "augment"),
+    [pytest.param(0, False, marks=pytest.mark.exhaustive), (2, True)],
+)
 def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
     own_ranks,
     tmp_path,
@@ -105,7 +109,7 @@ def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
     assert_same_training(two, alone)
 
 
-@pytest.mark.parametrize("buffer", [0, 5])
+@pytest.mark.parametrize("buffer", some_of([0, 5], [5]))
 def test_a_stream_of_one_shard_is_dealt_out(own_ranks, tmp_path, buffer):
     alone, two = (
         run_through_and_killed(
@@ -126,7 +130,12 @@ def test_a_stream_of_one_shard_is_dealt_out(own_ranks, tmp_path, buffer):
 
 @pytest.mark.parametrize(
     ("shards", "num_workers", "buffer"),
-    [(4, 0, 0), (4, 0, 5), (4, 2, 5), (3, 2, 0)],
+    [
+        pytest.param(4, 0, 0, marks=pytest.mark.exhaustive),
+        pytest.param(4, 0, 5, marks=pytest.mark.exhaustive),
+        (4, 2, 5),
+        (3, 2, 0),
+    ],
 )
 def test_a_stream_of_several_shards_divides_itself_and_goes_on_inside_an_epoch(
     own_ranks,

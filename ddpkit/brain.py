@@ -1189,7 +1189,7 @@ class Brain(_Typed):
         """Make the loaders, once it is known how many batches an optimizer step takes."""
         run = self.__run
         context = run.context
-        context.accumulation.choose_factor(get_world_size(), context.strategy.shards)
+        context.accumulation.choose_factor(context.strategy.division())
         if isinstance(train_set, LoopedLoader):
             run.policy.add("dataloader-TRAIN", train_set)
         loaders = StageLoaders(run.loaders, self.make_dataloader)

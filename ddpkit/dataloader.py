@@ -131,9 +131,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     require_loader_arguments(loader_kwargs)
     options = _with_all_samples(loader_kwargs, sharding)
     if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
-        _refuse(
+        _refuse_size(
             sharding,
-            "global_batch_size",
             "batches that are made already, by a batch_sampler or by the dataset",
         )
     if isinstance(dataset, IterableDataset):
@@ -156,7 +155,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         "seed": sharding.seed,
         "drop_last": drop_last,
         "keep_step": sharding.keep_step,
-        "shards": sharding.shards,
+        "shards": sharding.division.each,
     }
     if batch_sampler is not None:
         options.pop("batch_size", None)
@@ -240,14 +239,14 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
         >>> list(deal_batches({"ab": 1, "cd": 2, "e": 3}.keys(), Sharding(rank=0, world_size=2)))
         ['ab', 'e']
     """
-    _refuse(sharding, "global_batch_size", "the batches of a loader of one's own")
+    _refuse_size(sharding, "the batches of a loader of one's own")
     if isinstance(loader, StreamLoader):
         loader = loader.whole
     name = type(loader).__name__
     if is_sharded(loader):
         _refuse_divided(sharding, f"{name}, which divides itself over the processes")
         sharding = Sharding(seed=mix_key(sharding.seed, sharding.rank))
-    elif sharding.world_size > 1 and not sharding.is_virtual:
+    elif sharding.world_size > 1 and not sharding.division_of_stream.is_fixed:
         logger.info(
             "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
             name,
@@ -299,17 +298,22 @@ def _has_its_own_way(loader: DataLoader[Any]) -> bool:
 
 
 def _refuse_divided(sharding: Sharding, what: str) -> None:
-    for option in ("virtual_ranks", "global_batch_size"):
-        _refuse(sharding, option, what)
+    if sharding.division.is_fixed:
+        raise _cannot_divide(sharding.division.given, what)
+    _refuse_size(sharding, what)
 
 
-def _refuse(sharding: Sharding, option: str, what: str) -> None:
-    value = getattr(sharding, option)
-    if value is not None:
-        raise ConfigError(
-            f"{option}={value} cannot divide {what}. Leave {option} out, or give a dataset or a "
-            "stream of samples that is not divided, with a sampler if you like."
-        )
+def _refuse_size(sharding: Sharding, what: str) -> None:
+    size = sharding.global_batch_size
+    if size is not None:
+        raise _cannot_divide(f"global_batch_size={size}", what)
+
+
+def _cannot_divide(given: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{given} cannot divide {what}. Leave {given.partition('=')[0]} out, or give a dataset or "
+        "a stream of samples that is not divided, with a sampler if you like."
+    )
 
 
 def is_batches(data: Any) -> bool:

@@ -62,12 +62,37 @@ RATCHETS = {
     "modules that run_on_main loads": 18,
 }
 
+# The modules that name a feature: one that comes in again would hide behind those with more.
+NAMED_AT_MOST = {
+    "averaged weights": 7,
+    "local SGD": 4,
+    "comm hooks": 12,
+    "virtual ranks": 6,
+    "auto_micro_batch": 7,
+    "prefetch": 3,
+    "profiler": 17,
+    "lr_scaling": 7,
+    "late steps": 13,
+    "gc_interval": 3,
+    "zero1": 10,
+    "schedule": 8,
+    "looped": 11,
+    "compile": 3,
+    "checkpointing of blocks": 6,
+}
+
 
 @pytest.mark.slow
 def test_measures_only_get_better():
     worse = {name: value for name, value in house.measures().items() if value > RATCHETS[name]}
     at_most = {name: RATCHETS[name] for name in worse}
     assert worse == {}, f"`make house` prints them all; at most: {at_most}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", NAMED_AT_MOST)
+def test_a_feature_is_named_by_no_more_modules(feature):
+    assert house.modules_by_feature()[feature] <= NAMED_AT_MOST[feature], "decision 0044"
 
 
 SAMPLE = '''

@@ -50,6 +50,7 @@ from ddpkit.data.saveable_loader import (
 from ddpkit.data.selection import selection_facts as selection_facts
 from ddpkit.data.sharding import (
     DEFAULT_SEED as DEFAULT_SEED,
+    Division as Division,
     Sharding as Sharding,
     default_seed as default_seed,
 )

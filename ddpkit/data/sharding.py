@@ -1,4 +1,9 @@
-"""Which part of the data a process takes."""
+"""Into how many shards the data is divided, and which of them a process takes.
+
+There is one shard for each rank, or a fixed number of them: *virtual ranks*, of which each rank
+stands for as many as every other. Who divides data or counts batches asks a :class:`Division`, and
+needs not know which of the two it is.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,84 @@ def default_seed() -> int:
     """
     seed = global_seed()
     return DEFAULT_SEED if seed is None else seed
+
+
+@dataclass(frozen=True)
+class Division:
+    """Into how many shards every batch is divided, and which of them this process works on.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks that divide the data.
+        virtual_ranks: the number of shards, where it is the same on any number of ranks; a multiple
+            of theirs. None: each rank is a shard.
+
+    Ranks: local.
+
+    Example:
+        >>> division = Division(rank=1, world_size=3, virtual_ranks=6)
+        >>> division.number, division.each, division.mine
+        (6, 2, range(2, 4))
+        >>> division.in_words, Division(world_size=1).in_words
+        ('6 virtual ranks on 3 processes', '1 process')
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    virtual_ranks: int | None = None
+
+    @classmethod
+    def of_ranks(cls, virtual_ranks: int | None = None) -> Division:
+        """Return the division over the ranks of the process group.
+
+        Args:
+            virtual_ranks: likewise.
+
+        Example:
+            >>> Division.of_ranks(4).mine
+            range(0, 4)
+        """
+        return cls(get_rank() or 0, get_world_size(), virtual_ranks)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the shards are the same on any number of processes, so that no bit may depend on
+        which process works on them.
+        """
+        return self.virtual_ranks is not None
+
+    @property
+    def number(self) -> int:
+        """How many shards there are over all ranks."""
+        return self.virtual_ranks or self.world_size
+
+    @property
+    def each(self) -> int:
+        """How many shards each rank works on, one after another."""
+        return self.number // self.world_size
+
+    @property
+    def mine(self) -> range:
+        """The numbers of this rank's shards."""
+        return range(self.rank * self.each, (self.rank + 1) * self.each)
+
+    @property
+    def owners(self) -> str:
+        """What has a shard, in messages."""
+        return "virtual ranks" if self.is_fixed else "processes"
+
+    @property
+    def given(self) -> str:
+        """The option that has fixed the number of shards, in messages; empty if none has."""
+        return f"virtual_ranks={self.virtual_ranks}" if self.is_fixed else ""
+
+    @property
+    def in_words(self) -> str:
+        """How many there are, in messages."""
+        processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
+        if not self.is_fixed:
+            return processes
+        return f"{self.number} virtual rank{'' if self.number == 1 else 's'} on {processes}"
 
 
 @dataclass(frozen=True)
@@ -58,41 +141,35 @@ class Sharding:
     may_drop: bool = True
 
     @property
-    def shards(self) -> int:
-        """How many parts of every batch each rank takes."""
-        return (self.virtual_ranks or self.world_size) // self.world_size
+    def division(self) -> Division:
+        """Into how many shards every batch is divided."""
+        return Division(self.rank, self.world_size, self.virtual_ranks)
 
     @property
-    def is_virtual(self) -> bool:
-        """Whether a stream is divided over virtual ranks: in training, not where it is only
-        evaluated.
+    def division_of_stream(self) -> Division:
+        """Likewise for a stream: in an evaluation, where it is read to its end on each rank, each
+        rank is a shard.
         """
-        return self.virtual_ranks is not None and self.keep_step
-
-    @property
-    def shards_of_stream(self) -> range:
-        """The parts of a stream's blocks that this rank takes: its own one, but of virtual
-        ranks.
-        """
-        each = self.shards if self.is_virtual else 1
-        return range(self.rank * each, (self.rank + 1) * each)
+        return self.division if self.keep_step else Division(self.rank, self.world_size)
 
     @classmethod
-    def of_this_rank(cls, **given: Any) -> Sharding:
-        """Return the part of this rank among all ranks of its process group, shuffled by the
-        experiment's seed.
+    def of_this_rank(cls, division: Division | None = None, **given: Any) -> Sharding:
+        """Return the part of this rank, shuffled by the experiment's seed.
 
         Args:
-            given: the other attributes by name; or other values for these three.
+            division: the data is divided so; None: over the ranks of the process group.
+            given: the other attributes by name; or other values for these.
 
         Example:
             >>> Sharding.of_this_rank(global_batch_size=32).world_size
             1
         """
+        found = Division.of_ranks() if division is None else division
         return cls(
             **{
-                "rank": get_rank() or 0,
-                "world_size": get_world_size(),
+                "rank": found.rank,
+                "world_size": found.world_size,
+                "virtual_ranks": found.virtual_ranks,
                 "seed": default_seed(),
                 **given,
             }

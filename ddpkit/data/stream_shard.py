@@ -54,7 +54,7 @@ class StreamShard(IterableDataset[Any], Source):
     is read once.
 
     It is read block by block: block ``n`` is the items ``[n * block_size, (n + 1) * block_size)``,
-    and is divided over the shards: one of each rank, or several of each with virtual ranks.
+    and is divided over the shards of all ranks.
 
     A stream with a method ``shard(num_shards, index)`` and enough ``num_shards`` divides itself.
     Any other is dealt out: it is worker ``n % num_workers`` that reads block ``n``, so that the
@@ -121,12 +121,10 @@ class StreamShard(IterableDataset[Any], Source):
         of_batches: bool = False,
     ) -> None:
         Source.__init__(self, dataset)
-        self.rank = sharding.rank
-        self.world_size = sharding.world_size
+        self.division = division = sharding.division_of_stream
         self.seed = sharding.seed
-        self.mine = sharding.shards_of_stream
-        self.is_virtual = sharding.is_virtual
-        self.number = len(self.mine) * self.world_size
+        self.mine = division.mine
+        self.number = division.number
         self.block_size = block_size or self.number
         self.drop_last = drop_last
         self.of_batches = of_batches
@@ -135,7 +133,7 @@ class StreamShard(IterableDataset[Any], Source):
         # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
         if num_workers:
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
-        self.parts = self.number * (1 if self.is_virtual else max(num_workers, 1))
+        self.parts = self.number * (1 if division.is_fixed else max(num_workers, 1))
         self.divides_itself = not of_batches and _has_shards(dataset, self.parts)
 
     def set_epoch(self, epoch: int) -> None:
@@ -220,10 +218,12 @@ class StreamShard(IterableDataset[Any], Source):
                 return
 
     def _key(self, block: int) -> int | None:
-        """Return the key of a block's randomness: with virtual ranks it must not depend on the
-        process.
+        """Return the key of a block's randomness: with a fixed number of shards it must not depend
+        on the process.
         """
-        return mix_key(self.seed, int(self.epoch), _SHARDS, block) if self.is_virtual else None
+        if not self.division.is_fixed:
+            return None
+        return mix_key(self.seed, int(self.epoch), _SHARDS, block)
 
     def _read_block(
         self,

@@ -38,8 +38,8 @@ _WORKERS = 0x30EF
 class StreamLoader(DataLoader[Any]):
     """A ``DataLoader`` of a stream, with worker seeds that follow from a key and the epoch.
 
-    With virtual ranks it yields as many batches for each block as this rank has shards. A shard
-    without an item in a block is given another one's batch, which counts nothing.
+    It yields as many batches for each block as this rank has shards. Where their number is fixed, a
+    shard without an item in a block is given another one's batch, which counts nothing.
 
     Attributes:
         first: the first items read of a stream that is divided over several ranks; None if there
@@ -53,7 +53,7 @@ class StreamLoader(DataLoader[Any]):
 
     Args:
         dataset: this rank's part of the stream.
-        key: another one on every rank; with virtual ranks the same.
+        key: another one on every rank; with a fixed number of shards the same.
         options: as for ``torch.utils.data.DataLoader``; a ``generator`` is left alone.
 
     Example:
@@ -87,18 +87,19 @@ class StreamLoader(DataLoader[Any]):
         self._source: StreamShard | ReadApart = source
         self.is_divided = True
         self.is_dealt = False
-        self._is_virtual = False
+        self._is_fixed = False
         options["collate_fn"] = _Collated(
             self.collate_fn,
             makes_batches=self.batch_size is not None,
         )
         if isinstance(source, StreamShard):  # which makes the batches
             options |= {"batch_size": None, "drop_last": False}
-            self.is_divided, self._is_virtual = source.world_size > 1, source.is_virtual
+            self.is_divided = source.division.world_size > 1
+            self._is_fixed = source.division.is_fixed
             self.is_dealt = self.is_divided and not source.divides_itself
         self.is_divided = self.is_divided and getattr(self.whole, "is_sharded", False) is not True
         self._inner: DataLoader[Any] = DataLoader(dataset, **options)
-        can_tell = self.num_workers == 0 and is_stateful(self.whole) and not self._is_virtual
+        can_tell = self.num_workers == 0 and is_stateful(self.whole) and not self._is_fixed
         self.position = StreamPosition(source if can_tell else None)
         self._seed_workers(1)
 
@@ -136,10 +137,11 @@ class StreamLoader(DataLoader[Any]):
     def size_of(self, batch: Any) -> int | None:
         """Return the number of items in the batch just yielded; None for another rank's batch.
 
-        Of virtual ranks all go on to the end of a block, and another shard's batch has 0.
+        With a fixed number of shards all go on to the end of a block, and another shard's batch
+        has 0.
         """
         if self._is_anothers:
-            return 0 if self._is_virtual else None
+            return 0 if self._is_fixed else None
         return guess_batch_size(batch) if self._last_size is None else self._last_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -148,7 +150,7 @@ class StreamLoader(DataLoader[Any]):
         source = self._source
         begin = functools.partial(start_loading, self._inner)
         if isinstance(source, StreamShard):
-            source.keep_step = self.keep_step or self._is_virtual
+            source.keep_step = self.keep_step or self._is_fixed
             source.shows_first = self.is_dealt
         elif self.num_workers == 0:
             begin = functools.partial(source.read, begin)
@@ -199,9 +201,10 @@ class _Collated:
 
 def worker_key(sharding: Sharding) -> int:
     """Return the key of the worker seeds of a stream's loader: another one on every rank, but not
-    with virtual ranks.
+    with a fixed number of shards.
     """
-    return mix_key(sharding.seed, 0 if sharding.is_virtual else sharding.rank, _WORKERS)
+    division = sharding.division_of_stream
+    return mix_key(sharding.seed, 0 if division.is_fixed else division.rank, _WORKERS)
 
 
 def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> StreamLoader:
@@ -216,8 +219,8 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
         options: as for ``torch.utils.data.DataLoader``; used up.
 
     Raises:
-        ConfigError: ``shuffle``, a bad batch size, or virtual ranks with a stream that divides
-            itself over processes.
+        ConfigError: ``shuffle``, a bad batch size, or a fixed number of shards with a stream that
+            divides itself over processes.
 
     Example:
         >>> from ddpkit.dataloader import Sharding
@@ -244,9 +247,10 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
             f"shuffle=True cannot be done for {name}, an IterableDataset: it has no length and no "
             "positions. Shuffle inside the dataset."
         )
-    if sharding.is_virtual and is_sharded(dataset):
+    division = sharding.division_of_stream
+    if division.is_fixed and is_sharded(dataset):
         raise ConfigError(
-            f"virtual_ranks={sharding.virtual_ranks}: {name} divides itself over the processes, "
+            f"{division.given}: {name} divides itself over the processes, "
             "so that the bits would depend on their number. Give a stream that does not, best one "
             "with a method shard(num_shards, index)."
         )
@@ -258,10 +262,10 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     workers = options.get("num_workers") or 0
     drop_last = bool(options.get("drop_last"))
     shard = StreamShard(dataset, sharding, block_size, drop_last=drop_last, num_workers=workers)
-    if shard.divides_itself and shard.is_virtual:
+    if shard.divides_itself and division.is_fixed:
         # one process reads the shards of a rank, block by block
         options["num_workers"] = min(workers, 1)
-    number = sharding.world_size * max(workers, 1)
+    number = division.world_size * max(workers, 1)
     if number > 1 and not shard.divides_itself:
         logger.info(
             "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. "
@@ -277,8 +281,8 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
     one is given.
     """
     whole = sharding.global_batch_size
-    mine = sharding.shards_of_stream
-    number = sharding.world_size * len(mine)
+    division = sharding.division_of_stream
+    number = division.number
     if whole is None:
         batch_size = options.get("batch_size", 1)  # None: the stream gives whole batches
         return (
@@ -290,9 +294,9 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
         raise ConfigError(
             f"global_batch_size={whole} cannot divide a stream: a step is "
             f"{sharding.micro_batches} equal batch(es), each with an item for every one of "
-            f"{number} {'virtual ranks' if sharding.is_virtual else 'processes'}. Give "
+            f"{number} {division.owners}. Give "
             f"{number * sharding.micro_batches} or more, a multiple of {sharding.micro_batches}."
         )
-    start, stop = part(size, number, mine[0])
+    start, stop = part(size, number, division.mine[0])
     options["batch_size"] = stop - start
     return size

@@ -50,14 +50,14 @@ class LrScaling:
 
     Example:
         >>> import torch
+        >>> from ddpkit.data import Division
         >>> from ddpkit.run_opts import RunOptions
         >>> from ddpkit.training import BatchSizes
         >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
         >>> scaling, sgd = LrScaling(), torch.optim.SGD([weight], lr=0.5)
         >>> options = RunOptions(lr_scaling="linear", reference_batch_size=8)
-        >>> scaling.choose(
-        ...     options, BatchSizes(1, (16, 16), factor=1, per_step=16, steps=7, samples=99)
-        ... )
+        >>> sizes = BatchSizes(Division(), (16, 16), factor=1, per_step=16, steps=7, samples=99)
+        >>> scaling.choose(options, sizes)
         >>> scaling.follow({"sgd": sgd}); sgd.step()
         >>> weight.item(), sgd.param_groups[0]["lr"]
         (-1.0, 0.5)
@@ -101,8 +101,7 @@ class LrScaling:
         ratio = sizes.per_step / reference
         self._applied.follows_batch = True
         self._applied.value = ratio if rule == "linear" else math.sqrt(ratio)
-        processes = "" if sizes.virtual_on is None else f"{sizes.world_size} virtual ranks on "
-        processes += f"{sizes.virtual_on or sizes.world_size} process(es)"
+        processes = sizes.division.in_words
         shown = f"{sizes.per_step} samples per step ({processes}, accumulation {sizes.factor})"
         self.reason = (
             f"lr_scaling={rule}, {shown}, reference_batch_size={reference}: x {self.factor:.6g}"

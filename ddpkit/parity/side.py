@@ -115,7 +115,7 @@ class Side:
         self.brain = brain
         self.parts = parts
         context = parts.context
-        self.factor = context.accumulation.choose_factor(get_world_size(), context.strategy.shards)
+        self.factor = context.accumulation.choose_factor(context.strategy.division())
         loaders = StageLoaders(parts.loaders, brain.make_dataloader)
         loader = loaders.of(train_set, Stage.TRAIN, loader_kwargs)
         self.loader: Any = inner_loader(loader)

@@ -447,8 +447,8 @@ class CheckpointPolicy:
             accumulation.use({"micro_batch_size": size, "grad_accumulation_factor": 1})
         if before is None or accumulation.global_batch_size is not None:
             return
-        ranks = get_world_size() * self.context.strategy.shards
-        changed = before.on(ranks, is_looped=is_looped)
+        division = self.context.strategy.division()
+        changed = before.on(division.number, is_looped=is_looped)
         state.asked_plan = before if changed else None
         if changed:
             accumulation.use(changed)

@@ -193,7 +193,7 @@ class Run:
         )
         self.stages.passes.require(train)
         length = length_of(train)
-        shards = strategy.shards
+        shards = strategy.division().each
         check_train_data(train, length)
         length = length and length // shards
         factor = self.context.accumulation.factor // shards

@@ -198,7 +198,7 @@ class RunState:
         progress = self.context.progress
         divisor = self.train_step.sum_divisor
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
-        shards = self.context.strategy.shards
+        shards = self.context.strategy.division().each
         # a recipe may have changed it since fit began
         factor = self.context.accumulation.factor // shards
         # The order counts: `ckpt ls` reads the file up to FIRST_LONG_KEY, which is of the step
@@ -374,7 +374,7 @@ class RunState:
         samples = state.get("samples", 0)
         before = StepPlan.read(state)
         batches, change = self.step_plan.batches_done(before, state["step"], samples)
-        step = batches * self.context.strategy.shards
+        step = batches * self.context.strategy.division().each
         for warning in filter(
             None,
             (change, self.step_plan.other_data(before) if state["step"] else None),

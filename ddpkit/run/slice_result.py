@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
 from ddpkit.step_times import PHASES
+from ddpkit.strategies import chosen_by_own_option
+
+if TYPE_CHECKING:
+    from ddpkit.run_opts import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,7 @@ def percentiles(values: list[float]) -> list[float]:
     return [ordered[round(share * last)] for share in (0.1, 0.5, 0.9)]
 
 
-def named_way(options: Mapping[str, Any], world_size: int) -> str:
+def named_way(options: RunOptions, world_size: int) -> str:
     """Return the way in which a run with these options goes.
 
     Args:
@@ -151,16 +154,13 @@ def named_way(options: Mapping[str, Any], world_size: int) -> str:
         world_size: number of processes.
 
     Example:
-        >>> named_way(
-        ...     {"strategy": "auto", "data_parallel_backend": False, "virtual_ranks": None}, 2
-        ... )
+        >>> from ddpkit.run_opts import RunOptions
+        >>> named_way(RunOptions(), 2)
         'ddp'
     """
-    if options["data_parallel_backend"]:
+    if options.data_parallel_backend:
         return "dp"
     if world_size == 1:
         return "single"
-    if options["virtual_ranks"] is not None:
-        return "virtual_ranks"
-    strategy = str(options["strategy"])
+    strategy = chosen_by_own_option(options) or str(options.strategy)
     return "ddp" if strategy == "auto" else strategy

@@ -479,12 +479,12 @@ class StageRunner:
             "ready": ready,
         }
         if length is not None:
-            known["length"] = self._limited(length, strategy.shards)
+            known["length"] = self._limited(length, strategy.division().each)
             return Feed(loader=batches, counts=counts_of(loader), **known)
         if isinstance(loader, StreamLoader):
             loader.keep_step = True
         if options.debug:
-            most = options.debug_batches * strategy.shards
+            most = options.debug_batches * strategy.division().each
             batches = first_of(batches, max(most - self.context.progress.step + left_out, 0))
         return StreamFeed(
             loader=batches,
@@ -610,7 +610,7 @@ class StageRunner:
         started = time.monotonic()
         strategy = self.context.strategy
         is_shared = self.context.options.shard_evaluation
-        shards = strategy.shards if is_shared else 1
+        shards = strategy.division().each if is_shared else 1
         most = self.validations.most_batches if stage is Stage.VALID else math.inf
         with self._bar(
             stage,

@@ -114,8 +114,10 @@ def batch_row(sizes: BatchSizes, given: int | None, global_batch_size: int | Non
         global_batch_size: the option, which takes its place.
 
     Example:
+        >>> from ddpkit.data import Division
         >>> from ddpkit.training import BatchSizes
-        >>> batch_row(BatchSizes(1, (8, 8), 1, 8, 4, 32), 16, 8).partition("; batch_size")[2]
+        >>> sizes = BatchSizes(Division(), (8, 8), 1, 8, 4, 32)
+        >>> batch_row(sizes, 16, 8).partition("; batch_size")[2]
         '=16 is not used, as global_batch_size=8 decides'
     """
     if given is None or global_batch_size is None or sizes.per_process == (given, given):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.data import DealtBatchSampler, inner_loader
 from ddpkit.dataloader import plan_of
-from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.run.data_order import NOMINAL, order_of
 from ddpkit.training import batch_sizes, length_of
@@ -27,7 +26,8 @@ class StepPlan:
     """The step plan: the processes, batches and samples of an optimizer step.
 
     Attributes:
-        world_size: number of ranks; None if the checkpoint does not say.
+        world_size: number of ranks, or of shards where it is fixed; None if the checkpoint does not
+            say.
         grad_accumulation_factor: batches of each process per optimizer step; None if the checkpoint
             does not say.
         per_step: samples of a full optimizer step over all ranks; None if unknown, or if the data
@@ -69,9 +69,9 @@ class StepPlan:
             False,
         ):
             # whole batches are dealt out, whatever their sizes
-            return cls(sizes.world_size, sizes.factor, data=data)
+            return cls(sizes.division.number, sizes.factor, data=data)
         largest = None if sizes.per_process is None else sizes.per_process[1]
-        return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
+        return cls(sizes.division.number, sizes.factor, sizes.per_step, largest, data)
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> StepPlan:
@@ -259,14 +259,13 @@ def sizes_in_run(loader: Any, context: RunContext) -> BatchSizes:
 
     Ranks: local; equal on all ranks.
     """
-    strategy = context.strategy
+    division = context.strategy.division()
     length = length_of(loader)
     return batch_sizes(
         loader,
-        length and length // strategy.shards,
-        context.accumulation.factor // strategy.shards,
-        get_world_size(),
-        strategy.virtual_ranks,
+        length and length // division.each,
+        context.accumulation.factor // division.each,
+        division,
     )
 
 

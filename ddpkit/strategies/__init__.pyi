@@ -7,6 +7,7 @@ from ddpkit.strategies.batch_norm_layers import (
 from ddpkit.strategies.choice import (
     check_strategy as check_strategy,
     choose_strategy as choose_strategy,
+    chosen_by_own_option as chosen_by_own_option,
     make_strategy as make_strategy,
 )
 from ddpkit.strategies.entries import (

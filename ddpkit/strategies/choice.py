@@ -56,8 +56,8 @@ def choose_strategy(
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> choose_strategy(RunOptions(device="cpu", virtual_ranks=6)).shards
-        6
+        >>> choose_strategy(RunOptions(device="cpu", strategy="single")).name
+        'one device'
     """
     _warn_of_unused(options)
     check_strategy(options, has_own_fit_batch=has_own_fit_batch)
@@ -116,6 +116,25 @@ def check_strategy(options: RunOptions, *, has_own_fit_batch: bool = False) -> N
             )
 
 
+def chosen_by_own_option(options: RunOptions) -> str:
+    """Return the name of the strategy that an option of its own chooses; empty if none is given.
+
+    Args:
+        options: of the run.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> chosen_by_own_option(RunOptions(ddp_comm_hook="post_local_sgd"))
+        'local_sgd'
+    """
+    for name, known in registered().items():
+        if known.chosen_by and is_given(options, known.chosen_by):
+            return name
+    return ""
+
+
 def make_strategy(device: str) -> Strategy:
     """Choose the strategy from the launch, for a loop of one's own: DDP where there is a process
     group.
@@ -160,11 +179,9 @@ def _warn_of_unused(options: RunOptions) -> None:
 
 def _chosen(options: RunOptions) -> Any:
     """Return what the option ``strategy`` would say, if options of single strategies chose none."""
-    for name, known in registered().items():
-        if known.chosen_by and is_given(options, known.chosen_by):
-            return name
-    if options.strategy != AUTO:
-        return options.strategy
+    own = chosen_by_own_option(options)
+    if own or options.strategy != AUTO:
+        return own or options.strategy
     return DDP if distributed.is_distributed_initialized() else SINGLE
 
 

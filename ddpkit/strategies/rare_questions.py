@@ -14,6 +14,7 @@ import torch
 
 from ddpkit import distributed
 from ddpkit.comm import start_sum
+from ddpkit.data import Division
 from ddpkit.device import widest_float
 from ddpkit.strategies.entries import modules_on_device
 
@@ -33,8 +34,6 @@ class RareQuestions:
     """What a strategy is asked besides :class:`~ddpkit.strategies.base.Strategy`'s own methods.
 
     Attributes:
-        virtual_ranks: over how many the data is divided; None: over the ranks.
-        shards: how many parts of every batch each rank works on.
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
             under ``no_sync`` before ``finish_gradients``.
         sends_fp16: whether gradients travel in fp16. Loss sums are divided by their count before
@@ -46,8 +45,6 @@ class RareQuestions:
     Ranks: local.
     """
 
-    virtual_ranks: int | None = None
-    shards = 1
     unrepeatable = ""
     sends_fp16 = False
     awaits_steps = False
@@ -64,6 +61,12 @@ class RareQuestions:
     def is_distributed(self) -> bool:
         """Say whether the ranks exchange something in a step."""
         return distributed.is_distributed_initialized()
+
+    def division(self) -> Division:
+        """Say into how many shards every batch is divided, and which of them this rank works on:
+        one for each rank.
+        """
+        return Division.of_ranks()
 
     def has_same_bits(self) -> bool:
         """Say whether no bit may depend on the number of processes.

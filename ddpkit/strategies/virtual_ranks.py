@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ddpkit.comm import OrderedSum, TreeSum, add_tensors
+from ddpkit.data import Division
 from ddpkit.device import use_deterministic_kernels, widest_float
-from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import Strategy
@@ -118,6 +119,10 @@ class VirtualRanks(Strategy):
         """Say that the ranks exchange nothing but sums at the end of a step."""
         return False
 
+    def division(self) -> Division:
+        """Say that each process works on as many shards as every other."""
+        return self._division
+
     def has_same_bits(self) -> bool:
         """Say that no bit depends on the number of processes."""
         return True
@@ -183,10 +188,11 @@ class VirtualRanks(Strategy):
         is_strict: bool,
     ) -> None:
         self.device = device
-        self.shards = number // get_world_size()
+        self._division = Division.of_ranks(number)
+        self.shards = self._division.each
         self.virtual_ranks: int = number
         self._is_strict = is_strict
-        self._first = (get_rank() or 0) * self.shards
+        self._first = self._division.mine.start
         self._parameters: list[nn.Parameter] = []
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self._sum = OrderedSum([], number)

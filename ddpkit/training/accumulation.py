@@ -9,6 +9,7 @@ from ddpkit.training.step_sizes import micro_batches
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ddpkit.data import Division
     from ddpkit.run_opts import RunOptions
 
 
@@ -25,10 +26,11 @@ class Accumulation:
     Ranks: local; alike on every rank.
 
     Example:
+        >>> from ddpkit.data import Division
         >>> from ddpkit.run_opts import RunOptions
         >>> options = RunOptions(global_batch_size=64, micro_batch_size=8)
         >>> accumulation = Accumulation(options)
-        >>> accumulation.choose_factor(world_size=2)
+        >>> accumulation.choose_factor(Division(world_size=2))
         4
         >>> accumulation.factor, options.grad_accumulation_factor
         (4, 1)
@@ -79,12 +81,11 @@ class Accumulation:
         if "grad_accumulation_factor" in sizes:
             self._chosen = None
 
-    def choose_factor(self, world_size: int, shards: int = 1) -> int:
+    def choose_factor(self, division: Division) -> int:
         """Find out how many batches each process works on per optimizer step, when ``fit`` begins.
 
         Args:
-            world_size: number of ranks.
-            shards: how many parts of every batch each rank works on.
+            division: of the data.
 
         Returns:
             What :attr:`factor` is from now on.
@@ -97,10 +98,10 @@ class Accumulation:
             asked,
             self.micro_batch_size,
             self.global_batch_size,
-            world_size * shards,
+            division.number,
         )
-        self._shards = shards
-        return self.hold(found * shards)
+        self._shards = division.each
+        return self.hold(found * division.each)
 
     def hold(self, factor: int) -> int:
         """Let so many batches make an optimizer step, until a recipe assigns others."""

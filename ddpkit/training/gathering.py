@@ -53,7 +53,7 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
         return plan.world_size > 1
     dataset = getattr(inner, "dataset", None)
     if isinstance(dataset, StreamShard):
-        return dataset.world_size > 1 or is_sharded(dataset.whole)
+        return dataset.division.world_size > 1 or is_sharded(dataset.whole)
     if is_sharded(inner) or is_sharded(dataset):
         return True
     parts = [

@@ -184,20 +184,20 @@ class LoaderFactory:
 
     def _sharding(self, stage: Stage) -> Sharding:
         options = self.context.options
-        virtual_ranks = self.context.strategy.virtual_ranks
+        division = self.context.strategy.division()
         if stage is Stage.TRAIN:
             size = self.context.accumulation.global_batch_size
-            factor = self.context.accumulation.factor // self.context.strategy.shards
+            factor = self.context.accumulation.factor // division.each
             micro = 1 if size is None else factor
             return Sharding.of_this_rank(
+                division,
                 global_batch_size=size,
                 micro_batches=micro,
-                virtual_ranks=virtual_ranks,
             )
         if options.shard_evaluation or self._divides_evaluation:
             return Sharding.of_this_rank(
+                division,
                 keep_step=False,
-                virtual_ranks=virtual_ranks,
                 may_drop=False,
             )
         return Sharding(seed=default_seed(), may_drop=False)

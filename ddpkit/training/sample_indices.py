@@ -124,10 +124,11 @@ def stream_places(loader: Any, start: int, count: int) -> NDArray[np.int64] | No
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, StreamShard) or dataset.of_batches or dataset.divides_itself:
         return None
-    each, more = divmod(dataset.block_size, dataset.world_size)
-    own = each + (1 if dataset.rank < more else 0)
+    division = dataset.division
+    if division.each > 1:  # which items a block's shards have depends on how full the last one is
+        return None
+    (shard,) = division.mine
+    own = len(range(shard, dataset.block_size, division.number))
     blocks, places = np.divmod(np.arange(start, start + count), own)
-    whole: NDArray[np.int64] = (
-        blocks * dataset.block_size + places * dataset.world_size + dataset.rank
-    )
+    whole: NDArray[np.int64] = blocks * dataset.block_size + places * division.number + shard
     return whole

@@ -120,7 +120,7 @@ def test_the_rates_follow_the_batch_of_an_optimizer_step(where, rule, factor, ca
     assert brain.lr_scale == factor
     lines = [line for line in caplog.messages if line.startswith("Learning rates")]
     reason = (
-        f"lr_scaling={rule}, 8 samples per step (1 process(es), accumulation 2), "
+        f"lr_scaling={rule}, 8 samples per step (1 process, accumulation 2), "
         f"reference_batch_size=2: x {factor:g}"
     )
     assert lines == (

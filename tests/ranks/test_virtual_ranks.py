@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.data import Division
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankMismatchError
@@ -740,7 +741,7 @@ def test_an_optimizer_of_parameters_outside_of_modules_is_refused():
 
 
 def test_the_start_up_block_names_the_virtual_ranks():
-    sizes = BatchSizes(6, (2, 2), 1, 12, 5, 53, 2, virtual_on=3)
+    sizes = BatchSizes(Division(0, 3, virtual_ranks=6), (2, 2), 1, 12, 5, 53, 2)
     assert str(sizes).startswith(
         "6 virtual ranks on 3 processes x batch 2 x accumulation 1 = 12 samples"
     )

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from ddpkit.base import dump_plain_yaml, load_plain_yaml
+from ddpkit.data import Division
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, shard
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run.brain_file import read_brain_file
@@ -69,7 +70,7 @@ def test_what_is_written_can_be_read():
 
 
 def test_that_of_a_run():
-    sizes = BatchSizes(2, (2, 3), 2, 10, None, None)
+    sizes = BatchSizes(Division(0, 2), (2, 3), 2, 10, None, None)
     planned = shard(range(10), Sharding(), batch_size=2)
     assert StepPlan.of(sizes, planned) == StepPlan(2, 2, 10, 3)
     assert StepPlan.of(sizes, LoopedLoader(planned, 3)) == StepPlan(2, 2, 10, 3)
@@ -265,7 +266,7 @@ def test_a_stream_that_divides_itself_may_have_lengths_of_its_own():
 
 
 def test_other_data_in_the_middle_of_an_epoch():
-    sizes = BatchSizes(1, (2, 2), 1, 2, None, None)
+    sizes = BatchSizes(Division(), (2, 2), 1, 2, None, None)
 
     def pace(number, **options):
         found = StepPlan.of(sizes, shard(range(number), Sharding(), batch_size=2, **options))

@@ -172,7 +172,7 @@ def test_a_strategy_with_an_option_of_its_own_needs_it(name, option):
 
 def test_the_name_of_a_strategy_goes_with_its_option():
     options = RunOptions(device="cpu", strategy="virtual_ranks", virtual_ranks=4)
-    assert choose_strategy(options).shards == 4
+    assert choose_strategy(options).division().each == 4
 
 
 @pytest.mark.parametrize("given", [{"virtual_ranks": 4}, {"data_parallel_backend": True}])

@@ -116,7 +116,8 @@ def test_strategies_that_do_not_go_with_others(name):
             **{option: value},
         )
     assert "data_parallel_backend" in refused(strategy="single", data_parallel_backend=True)
-    assert choose_strategy(RunOptions(device="cpu", strategy="single", virtual_ranks=4)).shards == 4
+    options = RunOptions(device="cpu", strategy="single", virtual_ranks=4)
+    assert choose_strategy(options).division().each == 4
 
 
 def refused_as_single():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from ddpkit.data import Division
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.run_opts import RunOptions
@@ -56,7 +57,7 @@ def test_sizes_that_contradict_each_other():
 
 
 def said(loader, length, factor=1, world_size=2):
-    return str(batch_sizes(loader, length, factor, world_size))
+    return str(batch_sizes(loader, length, factor, Division(0, world_size)))
 
 
 def test_what_is_said_at_the_start():
@@ -110,14 +111,16 @@ def test_what_keeps_the_training_of_one_process():
     words = "64 samples; one process has 32: --global_batch_size=32 trains as one process does"
     loader = shard(range(100), Sharding(0, 2), batch_size=16)
     for one in (loader, LoopedLoader(loader, 4)):
-        assert batch_sizes(one, 4, 2, 2).advice() == words
-    assert batch_sizes(shard(range(100), Sharding(), batch_size=16), 7, 2, 1).advice() == ""
+        assert batch_sizes(one, 4, 2, Division(0, 2)).advice() == words
+    alone = shard(range(100), Sharding(), batch_size=16)
+    assert batch_sizes(alone, 7, 2, Division()).advice() == ""
     dealt = shard(
         range(10),
         Sharding(0, 2),
         batch_sampler=BatchSampler(SequentialSampler(range(10)), 3, False),
     )
-    assert batch_sizes(dealt, 2, 1, 2).advice() == "", "there global_batch_size is refused"
+    sizes = batch_sizes(dealt, 2, 1, Division(0, 2))
+    assert sizes.advice() == "", "there global_batch_size is refused"
 
 
 def test_a_stream_that_is_divided_unevenly_is_described_alike_on_every_rank():
@@ -128,7 +131,8 @@ def test_a_stream_that_is_divided_unevenly_is_described_alike_on_every_rank():
             return iter(range(9))
 
     for rank in (0, 1):
-        sizes = batch_sizes(shard(Stream(), Sharding(rank, 2, global_batch_size=3)), None, 2, 2)
+        sharding = Sharding(rank, 2, global_batch_size=3)
+        sizes = batch_sizes(shard(Stream(), sharding), None, 2, sharding.division)
         assert (sizes.per_process, sizes.per_step) == ((1, 2), 6)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ddpkit.data import Division
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
 from ddpkit.optim import LrScaling
@@ -108,7 +109,7 @@ LOADERS = {
 @pytest.mark.parametrize(("factor", "world"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_the_effective_batch(kind, factor, world):
     make, size = LOADERS[kind]
-    assert batch_sizes(make(world), None, factor, world).per_step == (
+    assert batch_sizes(make(world), None, factor, Division(0, world)).per_step == (
         None if size is None else size * factor * world
     )
 
@@ -116,7 +117,7 @@ def test_the_effective_batch(kind, factor, world):
 @pytest.mark.parametrize(("pieces", "world"), [(1, 1), (2, 1), (1, 3), (2, 3)])
 def test_the_effective_batch_is_the_global_one_where_that_is_given(pieces, world):
     loader = shard(range(100), Sharding(0, world, global_batch_size=22, micro_batches=pieces))
-    assert batch_sizes(loader, None, pieces, world).per_step == 22
+    assert batch_sizes(loader, None, pieces, Division(0, world)).per_step == 22
 
 
 def options(rule="linear", reference=8, **more):
@@ -128,7 +129,7 @@ def sizes_of(batch_size, world=1, factor=1):
         shard(range(50), Sharding(0, world), batch_size=batch_size),
         None,
         factor,
-        world,
+        Division(0, world),
     )
 
 
@@ -147,16 +148,17 @@ def test_the_factor_and_its_reason(rule, factor):
     assert scaling.factor == pytest.approx(factor)
     if rule == "linear":
         assert scaling.reason == (
-            "lr_scaling=linear, 24 samples per step (2 process(es), accumulation 3), "
+            "lr_scaling=linear, 24 samples per step (2 processes, accumulation 3), "
             "reference_batch_size=8: x 3"
         )
 
 
 def test_the_reason_names_virtual_ranks():
     scaling = LrScaling()
-    loader = shard(range(50), Sharding(0, 2, virtual_ranks=4), batch_size=2)
-    scaling.choose(options(), batch_sizes(loader, None, 1, 2, virtual_ranks=4))
-    assert "8 samples per step (4 virtual ranks on 2 process(es), accumulation 1)" in scaling.reason
+    sharding = Sharding(0, 2, virtual_ranks=4)
+    loader = shard(range(50), sharding, batch_size=2)
+    scaling.choose(options(), batch_sizes(loader, None, 1, sharding.division))
+    assert "8 samples per step (4 virtual ranks on 2 processes, accumulation 1)" in scaling.reason
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, size) in LOADERS.items() if size is None])
@@ -166,7 +168,7 @@ def test_a_step_of_unknown_size_cannot_be_scaled_by(kind):
         match=r"^lr_scaling=linear needs a step of known size.*Use "
         r"--lr_scaling=none",
     ):
-        LrScaling().choose(options(), batch_sizes(LOADERS[kind][0](1), None, 1, 1))
+        LrScaling().choose(options(), batch_sizes(LOADERS[kind][0](1), None, 1, Division()))
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])

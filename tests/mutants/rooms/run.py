@@ -27,8 +27,8 @@ FAULTS = in_room(
         Fault(
             "a resumed epoch goes on with the batch after the next one",
             "RunState._go_on_inside_epoch",
-            "batches * self.context.strategy.shards",
-            "(batches + 1) * self.context.strategy.shards",
+            "batches * self.context.strategy.division().each",
+            "(batches + 1) * self.context.strategy.division().each",
             f"{STATE} {RESUME}",
         ),
         Fault(

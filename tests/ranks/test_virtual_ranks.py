@@ -12,12 +12,10 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data import Division
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankMismatchError
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training.step_sizes import BatchSizes
 from ddpkit.types import Stage
 from tests.cells import some_of
 from tests.host_reads import HostReads
@@ -738,11 +736,3 @@ def test_an_optimizer_of_parameters_outside_of_modules_is_refused():
             self.optimizers_dict = {"outside": torch.optim.SGD(outside.parameters(), lr=0.1)}
 
     assert "'outside' has parameters that are not in modules" in refused(kind=Outside)
-
-
-def test_the_start_up_block_names_the_virtual_ranks():
-    sizes = BatchSizes(Division(0, 3, virtual_ranks=6), (2, 2), 1, 12, 5, 53, 2)
-    assert str(sizes).startswith(
-        "6 virtual ranks on 3 processes x batch 2 x accumulation 1 = 12 samples"
-    )
-    assert not sizes.advice(), "no other number of processes trains otherwise"

@@ -9,7 +9,7 @@ from ddpkit.data import Division
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.run_opts import RunOptions
-from ddpkit.training.step_sizes import batch_sizes, micro_batches
+from ddpkit.training.step_sizes import BatchSizes, batch_sizes, micro_batches
 from ddpkit.training.too_little_data import check_train_data
 
 
@@ -158,3 +158,20 @@ def test_data_that_cannot_feed_the_ranks(caplog):
         r"drop_last=True leaves",
     ):
         check_train_data(shard(range(5), Sharding(0, 2), batch_size=4, drop_last=True), 0)
+
+
+def test_virtual_ranks_are_named():
+    sizes = BatchSizes(Division(0, 3, virtual_ranks=6), (2, 2), 1, 12, 5, 53, 2)
+    assert str(sizes).startswith(
+        "6 virtual ranks on 3 processes x batch 2 x accumulation 1 = 12 samples"
+    )
+    assert not sizes.advice(), "no other number of processes trains otherwise"
+
+
+def test_a_division_says_which_shards_are_of_this_rank():
+    assert [list(Division(rank, 3).mine) for rank in range(3)] == [[0], [1], [2]]
+    assert [list(Division(rank, 2, 6).mine) for rank in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    # as many as there are processes are fixed, too
+    assert Division(0, 2, 2).is_fixed
+    assert not Division(0, 2).is_fixed
+    assert (Division(0, 2, 2).given, Division(0, 2).given) == ("virtual_ranks=2", "")

@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data import Division
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
 from ddpkit.optim import LrScaling
@@ -109,7 +108,7 @@ LOADERS = {
 @pytest.mark.parametrize(("factor", "world"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_the_effective_batch(kind, factor, world):
     make, size = LOADERS[kind]
-    assert batch_sizes(make(world), None, factor, Division(0, world)).per_step == (
+    assert batch_sizes(make(world), None, factor, Sharding(0, world).division).per_step == (
         None if size is None else size * factor * world
     )
 
@@ -117,7 +116,7 @@ def test_the_effective_batch(kind, factor, world):
 @pytest.mark.parametrize(("pieces", "world"), [(1, 1), (2, 1), (1, 3), (2, 3)])
 def test_the_effective_batch_is_the_global_one_where_that_is_given(pieces, world):
     loader = shard(range(100), Sharding(0, world, global_batch_size=22, micro_batches=pieces))
-    assert batch_sizes(loader, None, pieces, Division(0, world)).per_step == 22
+    assert batch_sizes(loader, None, pieces, Sharding(0, world).division).per_step == 22
 
 
 def options(rule="linear", reference=8, **more):
@@ -129,7 +128,7 @@ def sizes_of(batch_size, world=1, factor=1):
         shard(range(50), Sharding(0, world), batch_size=batch_size),
         None,
         factor,
-        Division(0, world),
+        Sharding(0, world).division,
     )
 
 
@@ -168,7 +167,9 @@ def test_a_step_of_unknown_size_cannot_be_scaled_by(kind):
         match=r"^lr_scaling=linear needs a step of known size.*Use "
         r"--lr_scaling=none",
     ):
-        LrScaling().choose(options(), batch_sizes(LOADERS[kind][0](1), None, 1, Division()))
+        LrScaling().choose(
+            options(), batch_sizes(LOADERS[kind][0](1), None, 1, Sharding().division)
+        )
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])

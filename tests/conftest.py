@@ -208,3 +208,12 @@ def ranks():
     pool = RankPool(timeout=300)  # for a run that hangs; a loaded machine takes its time
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """A real S3 server, one for all tests that this process runs."""
+    from tests.s3_server import s3_server
+
+    with s3_server() as server:
+        yield server

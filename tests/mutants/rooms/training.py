@@ -68,8 +68,8 @@ FAULTS = in_room(
         Fault(
             "a global batch that micro-batches do not fill is rounded down",
             "micro_batches",
-            "-(-whole // (micro * world_size))",
-            "whole // (micro * world_size)",
+            "-(-whole // (micro * shards))",
+            "whole // (micro * shards)",
             f"{FEED} tests/unit/test_run_opts.py tests/contract/test_steps_of_a_window.py",
         ),
         Fault(
@@ -82,8 +82,8 @@ FAULTS = in_room(
         Fault(
             "a divided evaluation leaves samples out where the recipe has drop_last",
             "LoaderFactory._sharding",
-            "Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks, may_drop=False)",
-            "Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks)",
+            "Sharding.of_this_rank(division, keep_step=False, may_drop=False)",
+            "Sharding.of_this_rank(division, keep_step=False)",
             f"{FEED} tests/contract/test_evaluation_drops_nothing.py "
             "tests/ranks/test_evaluation_drops_nothing.py",
         ),

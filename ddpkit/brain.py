@@ -16,8 +16,7 @@ from torch import nn
 from ddpkit import optim
 from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
 from ddpkit.control import failure_notice, usage_errors
-from ddpkit.data import inner_loader
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
+from ddpkit.data import has_own_file, inner_loader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
@@ -90,12 +89,6 @@ def run_of(brain: Brain) -> Run:
     """
     run: Run = vars(brain)[RUN]
     return run
-
-
-def _is_looped(train_set: Any, loader_kwargs: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
-    )
 
 
 def _check_parity(brain: Brain, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
@@ -700,7 +693,7 @@ class Brain(_Typed):
         if stage is Stage.TRAIN:
             inner = inner_loader(loader)
             self.train_sampler = getattr(inner, "batch_sampler", None)
-        if ckpt_prefix is not None and isinstance(loader, (SaveableDataLoader, LoopedLoader)):
+        if ckpt_prefix is not None and has_own_file(loader):
             self.__run.policy.add(ckpt_prefix + stage.name, loader)
         return loader
 
@@ -972,7 +965,7 @@ class Brain(_Typed):
         ):
             start = run.choose_start()
             run.counters.begin(epoch_counter)
-            run.policy.keep_global_batch(start, is_looped=_is_looped(train_set, train_kwargs))
+            run.keep_steps(start, train_set, train_kwargs)
             run.stop.remove_note()
             train, valid = self.__fit_loaders(train_set, valid_set, train_kwargs, valid_kwargs)
             sizes = run.plan_steps(train, valid, epoch_counter)
@@ -1190,7 +1183,7 @@ class Brain(_Typed):
         run = self.__run
         context = run.context
         context.accumulation.choose_factor(context.strategy.division())
-        if isinstance(train_set, LoopedLoader):
+        if run.loaders.divides_in_place(train_set):
             run.policy.add("dataloader-TRAIN", train_set)
         loaders = StageLoaders(run.loaders, self.make_dataloader)
         return run.preflight.on_all_ranks(

@@ -11,7 +11,12 @@ from ddpkit.data.loader_plan import (
     plan_of as plan_of,
 )
 from ddpkit.data.loader_positions import (
+    PLACES as PLACES,
+    begin_at as begin_at,
+    has_own_file as has_own_file,
     keep_states as keep_states,
+    places_after_call as places_after_call,
+    places_of as places_of,
     resume_after_call as resume_after_call,
     resume_after_end as resume_after_end,
     resume_at as resume_at,
@@ -19,6 +24,7 @@ from ddpkit.data.loader_positions import (
     state_at_begin as state_at_begin,
     state_at_end as state_at_end,
     stream_state as stream_state,
+    unread_places as unread_places,
 )
 from ddpkit.data.looped_loader import (
     LoopedLoader as LoopedLoader,

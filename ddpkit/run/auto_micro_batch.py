@@ -145,6 +145,16 @@ class AutoMicroBatch(Passes):
                 "--auto_micro_batch out."
             )
 
+    def begin_with(self, size: int) -> None:
+        """Begin with a size that has fitted before, or with a smaller one that is asked for.
+
+        Args:
+            size: samples at a time on each process.
+        """
+        accumulation = self.context.accumulation
+        size = min(size, accumulation.micro_batch_size or size)
+        accumulation.use({"micro_batch_size": size, "grad_accumulation_factor": 1})
+
     def begin(self, *owners: Any) -> None:
         """Note in whose metrics the pass counts."""
         self._kept = metrics_among(*owners)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from ddpkit.checkpointing import Checkpoint
     from ddpkit.run.choose_start import Start
+    from ddpkit.run.step_plan import StepPlan
     from ddpkit.training import RunContext, TrainStep
 
 logger = get_logger(__name__)
@@ -422,33 +423,26 @@ class CheckpointPolicy:
 
     def keep_global_batch(
         self,
-        start: Start | None,
+        before: StepPlan | None,
         *,
-        is_looped: bool,
+        keeps_batches: bool,
     ) -> None:
         """Keep the samples of an optimizer step when a checkpoint of another number of processes is
         resumed.
 
-        With ``auto_micro_batch``, begin with the micro-batches that the checkpoint's run had found.
-
         Args:
-            start: of this call of ``fit``.
-            is_looped: whether training has nominal epochs, which count batches.
+            before: of the checkpoint's run; None without a checkpoint, or if it does not say.
+            keeps_batches: whether the epochs of the training count batches of a process.
 
         Raises:
             ConfigError: so many processes cannot take such steps.
         """
-        options = self.context.options
         accumulation = self.context.accumulation
         state = self.run_state
-        before = None if start is None else start.step_plan
-        if before is not None and before.per_process is not None and options.auto_micro_batch:
-            size = min(before.per_process, accumulation.micro_batch_size or before.per_process)
-            accumulation.use({"micro_batch_size": size, "grad_accumulation_factor": 1})
         if before is None or accumulation.global_batch_size is not None:
             return
         division = self.context.strategy.division()
-        changed = before.on(division.number, is_looped=is_looped)
+        changed = before.on(division.number, keeps_batches=keeps_batches)
         state.asked_plan = before if changed else None
         if changed:
             accumulation.use(changed)

@@ -17,7 +17,7 @@ from ddpkit.data import (
 from ddpkit.dataloader import plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 NOMINAL = "nominal epoch"
 
@@ -71,6 +71,19 @@ def order_of(loader: Any) -> dict[str, str | int]:
         "order": f"of {type(loader if dataset is None else dataset).__name__}",
         **_shuffle(loader),
     }
+
+
+def counts_batches(order: Mapping[str, str | int] | None) -> bool:
+    """Say whether an epoch of an order ends after a number of batches, and not with the data.
+
+    Args:
+        order: as :func:`order_of` describes it; None: unknown.
+
+    Example:
+        >>> counts_batches({"order": "shuffled", "nominal epoch": 100})
+        True
+    """
+    return NOMINAL in (order or {})
 
 
 def _shuffle(data: Any) -> dict[str, str]:

@@ -30,6 +30,13 @@ class Passes:
             ConfigError: the run uses something that does not go with it.
         """
 
+    def begin_with(self, size: int) -> None:
+        """Begin a call of ``fit`` with the samples at a time that a checkpoint's run had found.
+
+        Args:
+            size: on each process, at most.
+        """
+
     def begin(self, *owners: Any) -> None:
         """Note, before a pass, in whose metrics it counts.
 

@@ -20,17 +20,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.base import do_nothing, map_values
 from ddpkit.checkpointing import all_ranks_come
-from ddpkit.data import StreamShard, inner_loader, is_stateful
-from ddpkit.dataloader import (
-    LoopedLoader,
+from ddpkit.data import (
+    PLACES,
+    StreamShard,
+    begin_at,
+    inner_loader,
+    is_stateful,
     keep_states,
-    resume_after_call,
-    resume_after_end,
+    places_after_call,
+    places_of,
     resume_at,
-    state_at,
-    state_at_begin,
-    state_at_end,
-    stream_state,
+    unread_places,
 )
 from ddpkit.distributed import gather_objects, get_rank, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError
@@ -237,7 +237,7 @@ class RankState:
         self._epoch_seed: int | None = None
         # the loader of the call of fit before, and what a checkpoint of its end holds of this rank
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
-        # the place in the data ("loader", "loader_end") from which the present pass was resumed
+        # the place in the data from which the present pass was resumed
         self._resumed_at: dict[str, Any] = {}
         # a loader that reads no batch in the present pass, and where the checkpoint has put it
         self._unread: tuple[Any, dict[str, Any]] | None = None
@@ -335,7 +335,7 @@ class RankState:
             if states.is_complete:
                 self._load_strategy(own)
         if not progress.step:
-            return _begin_data(loader, own), do_nothing
+            return begin_at(loader, own), do_nothing
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
         logged = own.get("logged")
@@ -353,7 +353,7 @@ class RankState:
         )
         same = states is not None and states.is_of_as_many
         if same and is_resumed:
-            self._resumed_at = {name: own.get(name) for name in ("loader", "loader_end")}
+            self._resumed_at = unread_places(own)
         return resume_at(
             loader,
             progress.step,
@@ -415,14 +415,7 @@ class RankState:
         """
         before, left = self._from_last_call or (None, {})
         own = {name: left.get(name, {}) for name in (*STATES_OF_DDP, "strategy")}
-        stream = _stream_of(before)
-        was_looped = isinstance(before, LoopedLoader)
-        if was_looped and before is loader:  # it goes on from call to call
-            own["loader_end"] = left.get("loader_end")
-        elif stream is not None and stream is _stream_of(loader):
-            # so does a stream, in a loader made anew
-            own["last_call"] = left.get("stream" if was_looped else "loader_end")
-        return own
+        return own | places_after_call(before, left, loader)
 
     # ------------------------------------------------------------------ what a checkpoint holds
 
@@ -438,10 +431,7 @@ class RankState:
             **({"skipped": losses.skipped} if losses.skipped else {}),
             "logged": self.context.progress.logged.state_dict(step),
             "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
-            "loader": state_at(loader, step),
-            "loader_end": state_at_end(loader),
-            **({"loader_begin": state_at_begin(loader)} if self.goes_back_to_begin else {}),
-            **({"stream": stream_state(loader)} if isinstance(loader, LoopedLoader) else {}),
+            **places_of(loader, step, has_begin=self.goes_back_to_begin),
             **self._strategy_state(),
             **self._unread_place(loader),
         }
@@ -492,23 +482,6 @@ class RankState:
         return meter
 
 
-def _begin_data(loader: Any, own: dict[str, Any]) -> int:
-    """Have a loader begin an epoch where a checkpoint says; return how many batches are to be left
-    out.
-    """
-    begin = own.get("loader_begin")  # of a save in this epoch's first batch
-    resume_after_end(loader, own.get("loader_end") if begin is None else begin)
-    resume_after_call(loader, own.get("last_call"))
-    return resume_at(loader, 0, begin)
-
-
-def _stream_of(loader: Any) -> Any:
-    """Return the user's own stream if it keeps its position between epochs, or None."""
-    inner = inner_loader(loader)
-    position = getattr(inner, "position", None)
-    return None if position is None else position.whole
-
-
 def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:
     """Warn if the state of a stream is in persistent workers, which no checkpoint can reach."""
     inner = inner_loader(loader)
@@ -535,7 +508,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     if not known or len(known) < len(ranks):
         return {}
     first = known[0]
-    names = [name for name in ("loader", "loader_begin", "loader_end", "stream") if name in first]
+    names = [name for name in PLACES if name in first]
     return {
         name: first[name]
         for name in names

@@ -263,6 +263,29 @@ class Run:
         self.initial_weights.find_before_move()
         return self.policy.choose_start()
 
+    def keep_steps(
+        self,
+        start: Start | None,
+        train_set: Any,
+        loader_kwargs: Mapping[str, Any],
+    ) -> None:
+        """Keep what an optimizer step is made of when a checkpoint is resumed, as far as this run
+        can.
+
+        Args:
+            start: of this call of ``fit``.
+            train_set: as it was given to ``fit``.
+            loader_kwargs: of its loader.
+
+        Raises:
+            ConfigError: so many processes cannot take such steps.
+        """
+        before = None if start is None else start.step_plan
+        if before is not None and before.per_process is not None:
+            self.stages.passes.begin_with(before.per_process)
+        keeps_batches = self.loaders.counts_batches(train_set, loader_kwargs)
+        self.policy.keep_global_batch(before, keeps_batches=keeps_batches)
+
     def start_parts(self, brain: Any) -> None:
         """Tell the parts that the training is about to begin; what fails on one rank ends all.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.data import DealtBatchSampler, inner_loader
 from ddpkit.dataloader import plan_of
 from ddpkit.errors import ConfigError
-from ddpkit.run.data_order import NOMINAL, order_of
+from ddpkit.run.data_order import counts_batches, order_of
 from ddpkit.training import batch_sizes, length_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StepPlan:
         self,
         world_size: int,
         *,
-        is_looped: bool = False,
+        keeps_batches: bool = False,
     ) -> dict[str, int]:
         """Return the options that keep the samples of an optimizer step on another number of
         processes.
@@ -107,8 +107,8 @@ class StepPlan:
 
         Args:
             world_size: the number of ranks now.
-            is_looped: nominal epochs count batches, so that there must be as many of them per step
-                as before.
+            keeps_batches: whether a step must have as many batches of a process as before, since
+                an epoch counts these.
 
         Returns:
             Values by the name of the option; empty where nothing is to be changed.
@@ -123,7 +123,7 @@ class StepPlan:
         ):
             return {}
         if self.per_step is not None:
-            if is_looped or self.per_process is None or world_size > self.world_size:
+            if keeps_batches or self.per_process is None or world_size > self.world_size:
                 return {
                     "global_batch_size": self.per_step,
                     "grad_accumulation_factor": self.grad_accumulation_factor,
@@ -160,8 +160,8 @@ class StepPlan:
         """
         changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
         factor = self.grad_accumulation_factor or 1
-        if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
-            # a nominal epoch counts batches, whatever their sizes
+        if counts_batches(self.data) and before.per_step and before.grad_accumulation_factor:
+            # whatever their sizes
             samples = step * before.per_step // before.grad_accumulation_factor
         # Samples per step have changed: only the number of samples still means the same. Whole new
         # steps count as done; the samples after them are trained on again.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 8
 COLUMN = "column"
+REPEATS = "is divided by a DistributedSampler, which repeats samples"
 
 
 def is_divided(loader: Any, *, unknown: bool = False) -> bool:
@@ -401,14 +402,23 @@ def _check_seen(seen: StageBatches) -> None:
     foreign = any(
         isinstance(sampler, DistributedSampler) for sampler in nested_samplers(seen.loader)
     )
-    is_looped = seen.stage is Stage.TRAIN and seen.of_stream is None
-    if seen.divided and not seen.is_known and (is_looped or foreign):
-        repeats = "is divided by a DistributedSampler, which repeats samples"
-        kind = repeats if foreign else "is looped, or a stream of virtual ranks"
+    is_untold = seen.stage is Stage.TRAIN and seen.of_stream is None
+    if seen.divided and not seen.is_known and (is_untold or foreign):
+        kind = REPEATS if foreign else _kind_of_untold(seen.loader)
         raise ConfigError(
             f"gather cannot know which results count once: the loader of {seen.stage.name} "
             f"{kind}. Give the dataset itself, or gather in a stage whose data is map-style."
         )
+
+
+def _kind_of_untold(loader: Any) -> str:
+    """Say in words why a training loader does not tell which samples its batches have."""
+    inner = inner_loader(loader)
+    if inner is not loader:
+        return "is cut into nominal epochs, which begin and end anywhere in its data"
+    if isinstance(getattr(inner, "dataset", None), StreamShard):
+        return "is a stream of virtual ranks"
+    return "divides itself over the processes, and does not tell which samples it yields"
 
 
 def _columns(results: Any) -> tuple[list[Any], Any, str | None]:

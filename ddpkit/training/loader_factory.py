@@ -25,7 +25,7 @@ from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.training.context import RunContext
@@ -113,6 +113,23 @@ class LoaderFactory:
     def is_loader(data: Any) -> bool:
         """Say whether what was given in the place of a dataset is a ready-made loader."""
         return isinstance(data, (DataLoader, LoopedLoader))
+
+    @staticmethod
+    def divides_in_place(data: Any) -> bool:
+        """Say whether a ready-made loader stays the same object when it is divided."""
+        return isinstance(data, LoopedLoader)
+
+    @staticmethod
+    def counts_batches(data: Any, loader_kwargs: Mapping[str, Any]) -> bool:
+        """Say whether an epoch ends after a number of batches of each process, and not with the
+        data.
+
+        Args:
+            data: as it was given to ``fit``.
+            loader_kwargs: of its loader.
+        """
+        is_asked_for = loader_kwargs.get("looped_nominal_epoch") is not None
+        return is_asked_for or isinstance(data, LoopedLoader)
 
     def adapt(self, loader: DataLoader[Any] | LoopedLoader, stage: Stage) -> Any:
         """Divide a ready-made loader over the ranks.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.data import StreamLoader, guess_batch_size
-from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.data import StreamLoader, guess_batch_size, plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +28,18 @@ class Counts(Protocol):
         """Return the sum of all ranks' parts of a batch."""
 
 
+@runtime_checkable
+class CountingLoader(Counts, Protocol):
+    """A loader that may count the batches of its epochs, as a plan counts those of a pass."""
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether the number of samples of every batch is known."""
+
+
 def counts_of(loader: Any) -> Counts | None:
     """Return the plan or loader that counts the samples of each batch, or None."""
-    return loader if isinstance(loader, LoopedLoader) and loader.has_counts else plan_of(loader)
+    return loader if isinstance(loader, CountingLoader) and loader.has_counts else plan_of(loader)
 
 
 def length_of(loader: Any) -> int | None:

@@ -48,7 +48,10 @@ def test_fewer_processes_take_more_batches_none_of_them_larger():
         "micro_batch_size": 8,
         "grad_accumulation_factor": 1,
     }
-    assert FOUR.on(2, is_looped=True) == {"global_batch_size": 64, "grad_accumulation_factor": 2}
+    assert FOUR.on(2, keeps_batches=True) == {
+        "global_batch_size": 64,
+        "grad_accumulation_factor": 2,
+    }
 
 
 def test_whole_batches_are_dealt_out_to_whom_they_can_be():

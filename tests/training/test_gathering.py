@@ -103,8 +103,16 @@ def test_nominal_epochs_do_not_tell_what_was_seen():
     seen.close(4)
     with pytest.raises(
         ConfigError,
-        match="the loader of TRAIN is looped, or a stream of virtual ranks",
+        match="the loader of TRAIN is cut into nominal epochs",
     ):
+        gather_results(seen, list("abc"))
+
+
+def test_a_loader_that_divides_itself_is_called_so():
+    loader = [torch.zeros(2), torch.zeros(1)]
+    seen = StageBatches(Stage.TRAIN, loader, divided=True)
+    seen.close(2)
+    with pytest.raises(ConfigError, match="the loader of TRAIN divides itself over the processes"):
         gather_results(seen, list("abc"))
 
 

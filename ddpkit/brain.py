@@ -422,12 +422,12 @@ class Brain(_Typed):
     @property
     def profiler(self) -> Any:
         """Of this call of ``fit``, with ``profile_training``; else None."""
-        return self.__run.stages.profiler
+        return self.__run.stages.observers.profile.profiler
 
     @profiler.setter
     def profiler(self, profiler: Any) -> None:
         if are_parts_made(self, "profiler", profiler):
-            self.__run.stages.profiler = profiler
+            self.__run.stages.observers.profile.profiler = profiler
 
     # What is in use of the options of these names: the options stay as they were given.
 
@@ -643,7 +643,8 @@ class Brain(_Typed):
         self.optimizers_dict = {"opt_class": self.optimizer}
         self.__run.policy.add("optimizer", self.optimizer)
         if self.scheduler_class is not None:
-            self.__run.make_schedule(self.scheduler_class, self.optimizer)
+            run = self.__run
+            run.schedule.make(self.scheduler_class, self.optimizer, run.length)
 
     def on_fit_start(self) -> None:
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often

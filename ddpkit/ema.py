@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpkit.base import local_part, sharded_like
-from ddpkit.checkpointing import BASE, base_of, is_code, plain_key
+from ddpkit.checkpointing import BASE, UPDATES_OF_AVERAGE, base_of, is_code, plain_key
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
@@ -33,7 +33,8 @@ __all__ = ["WeightAverage", "require_average"]
 logger = get_logger(__name__)
 
 RECOVERABLE = "ema"
-COUNT = "n_averaged"  # in no tensor's name, since those begin with the name of an entry and a dot
+# in no tensor's name, since those begin with the name of an entry and a dot
+COUNT = UPDATES_OF_AVERAGE
 STATISTICS = ("running_mean", "running_var")
 
 

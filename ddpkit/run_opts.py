@@ -34,6 +34,7 @@ from ddpkit.options import (
     IN_RUN_OPTS,
     IN_YAML,
     MADE,
+    OF_SLICES,
     OPTION_BY_NAME,
     OPTIONS,
     PREPARED,
@@ -454,7 +455,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
             if source.get(name, "") is None:
                 del source[name]
     merged = run_opts.copy()
-    merged.update({**from_yaml, **given, **options_of_slice(RUN_OPTIONS)})
+    merged.update({**from_yaml, **given, **options_of_slice(OF_SLICES, RUN_OPTIONS)})
     device = resolve_device(merged["device"], info)
     chosen = "distributed_backend" in from_yaml or "distributed_backend" in given
     if merged["distributed_backend"] is None or (device != run_opts["device"] and not chosen):

@@ -93,6 +93,7 @@ from ddpkit.checkpointing.trained_only import (
     TrainedOnly as TrainedOnly,
 )
 from ddpkit.checkpointing.weight_files import (
+    UPDATES_OF_AVERAGE as UPDATES_OF_AVERAGE,
     read_weights as read_weights,
 )
 from ddpkit.checkpointing.weight_source import (

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SAFETENSORS = ".safetensors"
 #: Entries under which others keep the weights, beside much else, in a file of torch.
 INNER_STATES = ("state_dict", "model_state_dict", "model")
+#: An entry beside the weights of an average that is none of them: how often it was updated. torch's
+#: ``AveragedModel`` has it, too.
+UPDATES_OF_AVERAGE = "n_averaged"
 MOST_NAMES = 6
 
 

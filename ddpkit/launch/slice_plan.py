@@ -11,29 +11,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 #: Name of the variable that holds the plan, as JSON.
 SLICE = "DDPKIT_SLICE"
-
-#: Options of every slice: it goes on from nothing, saves and shows nothing, and measures each step.
-ALWAYS: Mapping[str, Any] = {
-    "check_parity": None,
-    "ckpt_interval_minutes": 0.0,
-    "ckpt_interval_steps": 0,
-    "count_flops": False,
-    "debug": False,
-    "measure_steps": "all",
-    "noprogressbar": True,
-    "optimizer_step_limit": None,
-    "profile_training": False,
-    "resume": "auto",
-    "test_only": False,
-    "time_limit": None,
-}
 
 
 @dataclass(frozen=True)
@@ -109,17 +93,18 @@ def find_slice(environ: Mapping[str, str] | None = None) -> SlicePlan | None:
     return SlicePlan(**json.loads(text)) if text else None
 
 
-def options_of_slice(known: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_slice(always: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
     """Return the run options that the plan of this process decides; none where it is no slice.
 
     Args:
-        known: by the names of all run options.
+        always: of every slice.
+        known: the names of all run options.
 
     Example:
-        >>> options_of_slice({"debug": True})
+        >>> options_of_slice({"debug": False}, known={"debug"})
         {}
     """
     plan = find_slice()
     if plan is None:
         return {}
-    return {name: value for name, value in {**ALWAYS, **plan.options}.items() if name in known}
+    return {name: value for name, value in {**always, **plan.options}.items() if name in known}

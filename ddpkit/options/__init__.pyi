@@ -11,6 +11,7 @@ from ddpkit.options.option import (
 )
 from ddpkit.options.table import (
     NUMBERS as NUMBERS,
+    OF_SLICES as OF_SLICES,
     OPTION_BY_NAME as OPTION_BY_NAME,
     OPTIONS as OPTIONS,
     PARSER_ONLY as PARSER_ONLY,

@@ -20,6 +20,9 @@ PREPARED = "prepared"
 IN_FIT = "in fit"
 READING = "reading"  # the data of an epoch, in training
 
+#: In the place of a value in measured slices: as in any run.
+AS_GIVEN: Any = object()
+
 _NOTHING = frozenset({"", "none", "null", "~", "auto"})
 
 
@@ -50,6 +53,8 @@ class Option:
         changes_numbers: whether a resumed run warns where it was changed, as the run then has other
             numbers; None: as the others of its group, of which ``NUMBERS`` in the table has some.
         sets_speed: whether it decides how fast a step is: it is told with measured steps.
+        in_slice: its value in a measured slice of a run, which goes on from nothing, saves and
+            shows nothing, and measures each step, whatever is given; else that which is given.
 
     Ranks: local.
 
@@ -72,6 +77,7 @@ class Option:
     fixed: str = ""
     changes_numbers: bool | None = None
     sets_speed: bool = False
+    in_slice: Any = AS_GIVEN
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.options.option import IN_FIT, MADE, PREPARED, READING, WRAPPED, Option, option
+from ddpkit.options.option import AS_GIVEN, IN_FIT, MADE, PREPARED, READING, WRAPPED, Option, option
 
 RUNNING = "What is run"
 WHERE = "Where it runs"
@@ -42,9 +42,9 @@ class OptionTypes:
     """
 
     test_only: bool = option(False, RUNNING, "skip training: fit returns at once, evaluate runs",
-        fixed=IN_FIT)
+        fixed=IN_FIT, in_slice=False)
     debug: bool = option(False, RUNNING, "few batches and epochs, temporary checkpoints",
-        fixed=IN_FIT)
+        fixed=IN_FIT, in_slice=False)
     debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1,
         needs="debug", fixed=READING)
     debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N",
@@ -55,16 +55,17 @@ class OptionTypes:
         "divide validation and test sets over the processes", fixed=IN_FIT)
     check_parity: int | None = option(None, RUNNING,
         "compare the gradients of N processes with one", form="N", minimum=2, shown="off",
-        fixed=IN_FIT)
+        fixed=IN_FIT, in_slice=None)
     gc_interval: int = option(0, RUNNING, "collect Python garbage every N steps; 0: by itself",
         form="N", minimum=0, is_attribute=False, fixed=IN_FIT)
     measure_steps: str = option("sampled", RUNNING, "which steps are timed, part by part",
-        choices=("sampled", "all", "off"), is_attribute=False, fixed=IN_FIT)
+        choices=("sampled", "all", "off"), is_attribute=False, fixed=IN_FIT, in_slice="all")
     count_flops: bool = option(False, RUNNING,
-        "count the floating-point operations of one early step", is_attribute=False, fixed=IN_FIT)
+        "count the floating-point operations of one early step", is_attribute=False, fixed=IN_FIT,
+        in_slice=False)
     log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE",
         fixed=MADE)
-    noprogressbar: bool = option(False, RUNNING, "no progress bar")
+    noprogressbar: bool = option(False, RUNNING, "no progress bar", in_slice=True)
     tqdm_colored_bar: bool = option(False, RUNNING, "colour the progress bar by stage")
     tqdm_barcolor: dict[str, str] = option({"train": "GREEN", "valid": "MAGENTA", "test": "CYAN"},
         "", "colour of the bar by stage")
@@ -158,7 +159,7 @@ class OptionTypes:
     max_grad_norm: float | None = option(5.0, GRADIENTS,
         "clip gradients to this 2-norm; 0 or less: never", form="X")
     optimizer_step_limit: int | None = option(None, GRADIENTS, "stop after N optimizer steps",
-        form="N", minimum=1, fixed=READING, changes_numbers=False)
+        form="N", minimum=1, fixed=READING, changes_numbers=False, in_slice=None)
     scheduler_every: str = option("step", GRADIENTS, "when the schedule of scheduler_class steps",
         choices=("step", "epoch"), fixed=PREPARED)
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N",
@@ -172,11 +173,12 @@ class OptionTypes:
         "no weight decay for biases and norms", fixed=PREPARED)
 
     ckpt_interval_minutes: float = option(0.0, CHECKPOINTS,
-        "save every X minutes; 0 or less: never", form="X")
+        "save every X minutes; 0 or less: never", form="X", in_slice=0.0)
     ckpt_interval_steps: int = option(0, CHECKPOINTS, "save every N batches; 0 or less: never",
-        form="N", fixed=READING)
+        form="N", fixed=READING, in_slice=0)
     resume: str = option("auto", CHECKPOINTS,
-        "checkpoint to go on from: the newest, none, this one", form="auto|never|PATH")
+        "checkpoint to go on from: the newest, none, this one", form="auto|never|PATH",
+        in_slice="auto")
     resume_with_new: list[str] | None = option(None, CHECKPOINTS,
         "of the script: lr, weight_decay, schedule, optimizer", form="A B",
         choices=("lr", "weight_decay", "schedule", "optimizer"), is_attribute=False, fixed=IN_FIT)
@@ -196,7 +198,7 @@ class OptionTypes:
         choices=("stop", "warn"), fixed=IN_FIT)
 
     time_limit: str | None = option(None, STOPPING, "save a checkpoint and stop, after so long",
-        form="H:MM:SS")
+        form="H:MM:SS", in_slice=None)
     stop_signals: list[str] = option(["SIGTERM", "SIGINT", "SIGUSR1"], STOPPING,
         "signals that save and end a run", form="A B", shown="SIGTERM SIGINT SIGUSR1", fixed=MADE)
     save_signals: list[str] = option(["SIGUSR2"], STOPPING, "signals that save a checkpoint",
@@ -229,7 +231,7 @@ class OptionTypes:
         "trace with dynamic shapes", needs=_COMPILED, fixed=WRAPPED)
 
     profile_training: bool = option(False, PROFILING, "record a trace, log what takes longest",
-        fixed=IN_FIT)
+        fixed=IN_FIT, in_slice=False)
     profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0,
         needs="profile_training", fixed=IN_FIT)
     profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1,
@@ -270,6 +272,10 @@ RUN_OPTIONS: dict[str, Option] = {
 }
 OPTION_BY_NAME = RUN_OPTIONS | {
     o.name: o for o in vars(ParserOptions).values() if isinstance(o, Option)
+}
+#: The values that options have in each measured slice of a run.
+OF_SLICES: dict[str, Any] = {
+    o.name: o.in_slice for o in RUN_OPTIONS.values() if o.in_slice is not AS_GIVEN
 }
 OPTIONS: tuple[Option, ...] = tuple(OPTION_BY_NAME.values())
 PARSER_ONLY = OPTION_BY_NAME.keys() - RUN_OPTIONS.keys()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ddpkit.base import POSITION, unwrap
 from ddpkit.checkpointing import (
+    UPDATES_OF_AVERAGE,
     Checkpoint,
     Misfits,
     base_of,
@@ -382,14 +383,12 @@ def _divided(
         full = sum(loose_key(key).removeprefix(begin) in own for key in state if begin in key)
         if bare >= full:
             return {name: state}, Misfits()
-    from ddpkit.ema import COUNT  # which few runs need
-
     divided: dict[str, dict[str, Any]] = {name: {} for name in modules}
     others: dict[str, Any] = {}
     for key, value in state.items():
         name, _, rest = loose_key(key).partition(".")
         if name in divided and rest:
             divided[name][rest] = value
-        elif key != COUNT:  # of an average of weights
+        elif key != UPDATES_OF_AVERAGE:
             others[key] = value
     return divided, Misfits(unexpected={key: shape_text(value) for key, value in others.items()})

@@ -14,7 +14,6 @@ from ddpkit.control import usage_errors
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.optim import make_schedule
 from ddpkit.options import PREPARED, RUN_OPTIONS
 from ddpkit.parts import own_parts
 from ddpkit.reporting import TimeLeft
@@ -24,6 +23,7 @@ from ddpkit.run.epoch_numbers import last_epoch
 from ddpkit.run.fit_counters import FitCounters
 from ddpkit.run.initial_weights import InitialWeights
 from ddpkit.run.preflight import Preflight
+from ddpkit.run.recipe_schedule import RecipeSchedule
 from ddpkit.run.run_record import RunRecord
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run.step_plan import StepPlan, sizes_in_run
@@ -43,7 +43,7 @@ from ddpkit.training import (
 from ddpkit.types import FitResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ddpkit.run.choose_start import Start
     from ddpkit.training import BatchSizes, RunContext, TrainStep
@@ -78,6 +78,7 @@ class Run:
         record: writes the begin and the end of each call of ``fit`` into the run's log.
         stages: runs a stage.
         loaders: makes loaders.
+        schedule: makes the schedule of learning rates that the Brain was given.
         validations: when this call of ``fit`` validates.
         early_end: whether this call of ``fit`` is to end after the present epoch.
         counters: which epoch counter the calls of ``fit`` count with.
@@ -109,6 +110,7 @@ class Run:
         self.validations = Validations(context, self.early_end)
         self.stages = StageRunner(context, train_step, self.policy, self.stop, self.validations)
         self.loaders = LoaderFactory(context)
+        self.schedule = RecipeSchedule(context, train_step, self.policy)
         self.counters = FitCounters()
         self.epochs: int | None = 1
         self.length = RunLength()
@@ -343,31 +345,6 @@ class Run:
                 if RUN_OPTS_ONLY[name].coerce(value, "") != options[name]:
                     logger.warning_once(NO_OPTION, name, value, options[name], name)
 
-    def make_schedule(
-        self,
-        scheduler_class: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        """Make the scheduler of ``scheduler_class``, which steps and checkpoints then have.
-
-        Args:
-            scheduler_class: as the Brain was given it.
-            optimizer: whose rates it sets.
-
-        Raises:
-            ConfigError: the class cannot be used.
-        """
-        every = self.context.options.scheduler_every
-        steps = self.length.total_steps if every == "step" else self.length.epochs
-        before = self.train_step.schedule
-        self.train_step.schedule = make_schedule(
-            scheduler_class,
-            optimizer,
-            every,
-            steps,
-        )
-        self.policy.add_schedule(self.train_step.schedule, before)
-
     def check_prepared(self, brain: Any, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers.
 
@@ -379,17 +356,7 @@ class Run:
             ConfigError: the schedule is missing, or follows a valid loss and nothing is validated.
         """
         self.prepare_optimizers()
-        schedule = self.train_step.schedule
-        if self.context.scheduler_class is not None and schedule is None:
-            raise ConfigError(
-                "scheduler_class was given, and nothing has made a schedule of it: "
-                f"{self.context.recipe.name} overrides init_optimizers or gives no opt_class. Call "
-                "super().init_optimizers(), or leave scheduler_class out."
-            )
-        if schedule is not None and schedule.follows_loss and not validates:
-            raise ConfigError(
-                "ReduceLROnPlateau follows the valid loss, and fit was given no valid_set."
-            )
+        self.schedule.require(validates=validates)
         if not self.is_prepared:
             self.is_prepared = True
             self.context.options.reach(PREPARED)

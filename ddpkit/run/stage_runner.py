@@ -34,13 +34,13 @@ from ddpkit.run.kept_metrics import kept_metrics
 from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
+from ddpkit.run.own_observers import OwnObservers
 from ddpkit.run.passes import Passes
 from ddpkit.run.prediction import predicted_rows
 from ddpkit.run.prediction_files import OutputFiles, OutputsInMemory
 from ddpkit.run.skipped_steps import SkippedSteps
 from ddpkit.run.speed_report import SpeedReport
 from ddpkit.run.stage_errors import explaining
-from ddpkit.run.step_flops import StepFlops
 from ddpkit.run.step_validations import StepValidations
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.train_logger import as_train_logger, run_event
@@ -112,14 +112,13 @@ class StageRunner:
         validations: when to validate.
 
     Attributes:
-        profiler: of this call of ``fit``, or None.
         prepare_new_optimizers: called when the training of an epoch begins, since
             ``on_stage_start`` may have made other optimizers.
         time_left: estimates how long this call of ``fit`` still takes.
         memory: tells what took the memory, where a step runs out of it.
         passes: makes each training pass, of this call of ``fit``.
         speed: measures steps and reports them.
-        flops: counts the operations of one step, with ``--count_flops``.
+        observers: look on while it trains.
 
     Ranks: collective.
     """
@@ -139,7 +138,6 @@ class StageRunner:
         self.memory = MemoryReport(context, train_step)
         self.rank_state = policy.rank_state
         self.passes = Passes()  # until a call of fit begins
-        self.profiler: Any = None
         self.prepare_new_optimizers: Callable[[StageHooks], object] = (
             do_nothing  # until a run sets it
         )
@@ -147,7 +145,7 @@ class StageRunner:
         self.validations = validations
         self._has_graphs = False
         self.speed = SpeedReport(context, train_step)
-        self.flops = StepFlops(context, train_step, self.speed.note_flops)
+        self.observers = OwnObservers(context, train_step, self.speed)
         add_up = self.speed.adding(context.progress.logged.sync)
         self._sync = PeriodicSync(add_up, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
@@ -156,9 +154,7 @@ class StageRunner:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position;
-        run the profiler, if there is one.
-        """
+        """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position."""
         self.context.progress.begin_fit()
         self._read_options()
         self.passes = choose_passes(
@@ -171,11 +167,10 @@ class StageRunner:
         self.context.progress.restart()
         self.train_step.forget_window()
         try:
-            with self.profiler or contextlib.nullcontext():
+            with self.observers.session():
                 yield
-        finally:  # a recipe's own profiler is for this call, too
+        finally:
             self.context.progress.end_fit()
-            self.profiler = None
             self.speed.stop()
 
     def _read_options(self) -> None:
@@ -294,7 +289,6 @@ class StageRunner:
     ) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
         progress = self.context.progress
-        options = self.context.options
         length = length_of(loader)
         if length is not None:
             # On another number of ranks the last step of the epoch may have fewer batches.
@@ -316,8 +310,7 @@ class StageRunner:
             feed if isinstance(feed, StreamFeed) else None,
         )
         feed = self.speed.begin_pass(feed, loader)
-        if options.count_flops:
-            feed = self.flops.feed(feed, is_profiled=self.profiler is not None)
+        feed = self.observers.feed(feed)
         self.train_step.forget_window()
         saves = IntraEpochSaves(self.context, self.train_step, self.policy, self.stop)
         started = time.monotonic()
@@ -343,7 +336,7 @@ class StageRunner:
 
             limit = self._step_limit(ready)
             inside = self._step_validations(brain, saves, source, bar)
-            with self.train_step.warning_without_steps(), self.flops.during_pass():
+            with self.train_step.warning_without_steps(), self.observers.during_pass():
                 is_limited = train_epoch(
                     brain,
                     feed,
@@ -406,7 +399,7 @@ class StageRunner:
         began = time.monotonic()
         progress.note_average_loss(_mean_over_ranks(progress.meter))  # hooks may report it
         random = rng_state()
-        self.flops.end_batch()
+        self.observers.end_batch()
         with (
             self.speed.suspended(),
             bar.suspended(),
@@ -463,13 +456,7 @@ class StageRunner:
         options = self.context.options
         strategy = self.context.strategy
         length = length_of(loader)
-        batches = self._batches(brain, loader, Stage.TRAIN)
-        if self.profiler is not None:
-            ranges = self.speed.mark_ranges(once=options.profile_training)
-            batches = PassedThrough(
-                batches,
-                functools.partial(ranges.follow, self.profiler, left_out),
-            )
+        batches = self.observers.batches(self._batches(brain, loader, Stage.TRAIN), left_out)
         known: dict[str, Any] = {
             "factor": self.context.accumulation.factor,
             "weighting": options.loss_weighting,

@@ -17,11 +17,12 @@ from torch import nn
 from ddpkit.compat import has_compiled_code, is_compiled
 from ddpkit.distributed import if_main_process
 from ddpkit.logger import get_logger
+from ddpkit.run.observers import Observer
 from ddpkit.train_logger import run_event
 from ddpkit.training import FeedThrough, recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ddpkit.step_times import FlopCounter
     from ddpkit.training import RunContext, TrainStep, Window
@@ -32,14 +33,14 @@ _COUNTED = 2  # the step of the run; in the first, much is done that is done onc
 
 COMPILED = "a part of the model is compiled, and its operations are not seen"
 THREADS = "data_parallel_backend runs the model in threads, whose operations are not seen"
-PROFILED = "--count_flops: nothing is counted in this call of fit, as a profile is recorded in it."
+BESIDE = "--count_flops: nothing is counted in this call of fit, as %s is recorded in it."
 FAILED = (
     "The operations of this step were counted (--count_flops), and some do not run under a "
     "counter. If the run goes on without the option, this is the cause."
 )
 
 
-class StepFlops:
+class StepFlops(Observer):
     """Counts the operations of the second optimizer step that this process trains, on the main
     process alone.
 
@@ -71,24 +72,21 @@ class StepFlops:
         self._counter: FlopCounter | None = None
         self._running = contextlib.ExitStack()
 
-    def feed(
-        self,
-        feed: Any,
-        *,
-        is_profiled: bool = False,
-    ) -> Any:
+    def feed(self, feed: Any, others: Sequence[str] = ()) -> Any:
         """Return the feed of a pass, whose batches of the counted step are followed.
 
         Once the count is done this is the feed itself.
 
         Args:
             feed: whose batches the loop trains on; the timer of steps sees them before.
-            is_profiled: whether a profile is recorded, in which the counter would be seen.
+            others: what else is recorded, in which the counter would be seen.
         """
-        if is_profiled and not self._has_told:
+        if not self._context.options.count_flops:
+            return feed
+        if others and not self._has_told:
             self._has_told = True
-            logger.warning(PROFILED)
-        if self.is_done or is_profiled:
+            logger.warning(BESIDE, others[0])
+        if self.is_done or others:
             return feed
         return FeedThrough(feed, functools.partial(self._batches, feed))
 

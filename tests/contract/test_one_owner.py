@@ -167,7 +167,7 @@ ASSIGNED = {
         lambda: {"own": sgd()(linear().parameters())},
         at("train_step.optimizers"),
     ),
-    "profiler": (object, at("stages.profiler")),
+    "profiler": (object, at("stages.observers.profile.profiler")),
     "step": (lambda: 3, at("context.progress.step")),
     "optimizer_step": (lambda: 4, at("context.progress.optimizer_step")),
     "nonfinite_count": (lambda: 5, at("context.progress.nonfinite")),

@@ -128,7 +128,7 @@ class Host:
 
 def runner_of(host):
     runner = StageRunner(*[host] * 4, Validations(host, EarlyEnd()))
-    runner.profiler = host.profiler
+    runner.observers.profile.profiler = host.profiler
     return runner
 
 

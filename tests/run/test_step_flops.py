@@ -128,7 +128,7 @@ def test_a_profiler_of_the_recipe_around_the_step_sees_what_torch_runs(log):
 
 def test_after_the_count_the_batches_come_straight_from_the_feed(log):
     brain = make()
-    flops = run_of(brain).stages.flops
+    flops = run_of(brain).stages.observers.flops
     feed = SimpleNamespace()
     assert flops.feed(feed) is not feed
     brain.fit([1], points(36), **FOUR)

@@ -41,9 +41,9 @@ FAULTS = [
             ),
             Fault(
                 "the schedule by steps is made for as many steps as there are epochs",
-                "Run.make_schedule",
-                "self.length.total_steps if every == 'step' else self.length.epochs",
-                "self.length.epochs",
+                "RecipeSchedule.make",
+                "length.total_steps if every == 'step' else length.epochs",
+                "length.epochs",
                 "tests/contract/test_schedules.py",
             ),
         ],
